@@ -75,7 +75,7 @@ def document(runner: Runner, build: store.Build) -> dict[str, Any]:
     if planned.fitted:
         out["fit"] = dict(planned.fitted.report)
     stages = planned.choice.report
-    rows = [{**row, "seconds": s} for row, s in zip(_stages(build), stages["stages"], strict=True)]
+    rows = [{**row, "seconds": s} for row, s in zip(stages_of(build), stages["stages"], strict=True)]
     return out | {"search": _search_record(runner)} | stages | {"stages": rows} | {"passes": runner.rows}
 
 
@@ -140,7 +140,7 @@ def _machines_refused(said: dict[str, Any], of: dict[str, float]) -> str:
     return f"another plan had {best:.6g}, this one has {value:.6g}" if best < value and not _same(best, value) else ""
 
 
-def _stages(build: store.Build) -> list[dict[str, Any]]:
+def stages_of(build: store.Build) -> list[dict[str, Any]]:
     """What a report says of each stage, without its seconds."""
     plan, (peak, _) = build.plan, peak_bytes(build.program)
     return [
@@ -160,7 +160,7 @@ def _check_stages(build: store.Build) -> None:
     """
     plan, report = build.plan, build.report
     parts = [m.number("parts") for m in map(parse_move, build.moves) if m.rule == "micro_batch"]
-    found = _stages(build), parts[-1] if len(plan.stages) > 1 and parts else 1
+    found = stages_of(build), parts[-1] if len(plan.stages) > 1 and parts else 1
     rows: list[dict[str, Any]] = report.get("stages", [])
     said = [{k: v for k, v in row.items() if k != "seconds"} for row in rows], report.get("micro_batches", 1)
     if said != found:

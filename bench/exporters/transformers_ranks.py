@@ -9,6 +9,7 @@ rules are left out.
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import sys
 from pathlib import Path
@@ -30,6 +31,11 @@ TINY: dict[str, Any] = {
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "attention_dropout": 0.0, "use_cache": False,
     "decoder_sparse_step": 1,
 }  # fmt: skip
+VARIANTS: list[dict[str, Any]] = [
+    {}, {"num_key_value_heads": 4}, {"num_hidden_layers": 6}, {"moe_intermediate_size": [16, 16]}, {"head_dim": 64},
+    {"head_dim": 128}, {"mlp_layer_types": ["dense"]}, {"head_dim": 64, "num_hidden_layers": 4},
+]  # fmt: skip
+CHOSEN: dict[str, dict[str, Any]] = {}  # by architecture: the variant of which its model runs
 
 
 def all_reduce(x: torch.Tensor) -> torch.Tensor:
@@ -127,29 +133,58 @@ class _Logits(torch.nn.Module):
         return out.logits if hasattr(out, "logits") else out.last_hidden_state
 
 
-def _model(name: str) -> torch.nn.Module:
+def _tiny(name: str, variant: dict[str, Any]) -> torch.nn.Module:
+    """A tiny model of an architecture, with some sizes of its own."""
     config_class = transformers.CONFIG_MAPPING[name]
     known = config_class().to_dict()
-    config = config_class(**{k: v for k, v in TINY.items() if k in known})
+    config = config_class(**{k: v for k, v in {**TINY, **variant}.items() if k in known})
     config._attn_implementation = "eager"
     config._experts_implementation = "batched_mm"  # no loop over the experts that are hit: that depends on the data
     torch.manual_seed(0)
-    try:
-        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-    except ValueError:
-        model = transformers.AutoModel.from_config(config, attn_implementation="eager")
+    model = _class_of(config_class)._from_config(config, attn_implementation="eager")
     for p in model.parameters():
         torch.nn.init.uniform_(p, -0.5, 0.5)
     return model.eval().float()
 
 
-def _export(model: torch.nn.Module, path: Path) -> None:
+def _class_of(config_class: type) -> Any:
+    """The class of an architecture that has a head, or the one that has none, from the module beside its configuration."""
+    known = transformers.MODEL_FOR_CAUSAL_LM_MAPPING, transformers.MODEL_MAPPING
+    for found in (m[config_class] for m in known if config_class in m):
+        return found
+    module = importlib.import_module(config_class.__module__.replace(".configuration_", ".modeling_"))
+    mine = [c for c in vars(module).values() if inspect.isclass(c) and getattr(c, "config_class", None) is config_class]
+    mine += [c for c in vars(module).values() if inspect.isclass(c) and getattr(c, "config", None) is config_class]
+    ends = [c for end in ("ForCausalLM", "Model") for c in mine if c.__name__.endswith(end) and "PreTrained" not in c.__name__]
+    return ends[0]
+
+
+def _model(name: str) -> torch.nn.Module:
+    """A model that runs: not every architecture takes every tiny size."""
+    problem = Exception()
+    for variant in VARIANTS if name not in CHOSEN else [CHOSEN[name]]:
+        try:
+            model = _tiny(name, variant)
+            with torch.no_grad():
+                _Logits(model)(*_inputs(model))
+        except Exception as e:
+            problem = problem if problem.args else e
+            continue
+        CHOSEN[name] = variant
+        return model
+    raise problem
+
+
+def _inputs(model: torch.nn.Module) -> tuple[torch.Tensor, ...]:
     width = model.config.get_text_config().hidden_size
+    return torch.zeros(1, 6, width), torch.zeros(1, 1, 6, 6), torch.arange(6)[None]
+
+
+def _export(model: torch.nn.Module, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    inputs = torch.zeros(1, 6, width), torch.zeros(1, 1, 6, 6), torch.arange(6)[None]
     with torch.no_grad():
         torch.onnx.export(
-            _Logits(model), inputs, str(path), dynamo=True, optimize=False, external_data=False,
+            _Logits(model), _inputs(model), str(path), dynamo=True, optimize=False, external_data=False,
             input_names=["x", "mask", "positions"], output_names=["y"], verbose=False,
         )  # fmt: skip
 
@@ -169,6 +204,10 @@ def export(name: str, folder: Path) -> None:
         for n, p in model.named_parameters(remove_duplicate=False):
             if p.shape != shapes[n]:
                 p.placements, p.to_local = (Shard(0),), (lambda p=p: p)
+        for m in model.modules():
+            own = list(m.parameters(recurse=False))
+            if any(hasattr(p, "placements") for p in own):  # rules ask while torch.export has put tensors without them there
+                m.parameters = lambda recurse=True, own=own: iter(own)
         _export(model, folder / name / "program" / f"rank{rank}.onnx")
 
 

@@ -155,7 +155,8 @@ def _build(lifted: Lifted, plan: Plan, moves: tuple[str, ...]) -> tuple[store.Bu
     )  # fmt: skip
     timed = simulate(plan, program, on).total
     facts = {"simulated_s": timed, "objective_s": timed, "lower_bound_s": 0.0, "gap": 1.0 if timed else 0.0}
-    report = {**build_report.facts_of(build), **facts, "requests": {"sharding": {"notes": []}}}
+    staged = {"stages": build_report.stages_of(build)}
+    report = {**build_report.facts_of(build), **facts, **staged, "requests": {"sharding": {"notes": []}}}
     return replace(build, report={**report, "plan_sha256": build_report.plan_hash(build)}), held
 
 

@@ -89,9 +89,12 @@ def _explained(what: object) -> Generator[None]:
 
 def write(
     program: ExportedProgram, path: Path, stored: Stored = lambda name, tensor: None, *, inline: int = INLINE,
-    dynamic_shapes: Any = None,
+    dynamic_shapes: Any = None, translations: Mapping[Any, Callable[..., Any]] | None = None,
 ) -> bool:  # fmt: skip
     """Write an exported program as ONNX; weights of more than ``inline`` bytes go to one file beside it, each once.
+
+    Args:
+        translations: what becomes of operators that torch's exporter does not know.
 
     Returns:
         whether all its data is there.
@@ -100,7 +103,8 @@ def write(
         ModelError: torch has no ONNX form of an operator.
     """
     with _explained(program):
-        model: ir.Model = cast(Any, torch.onnx).export(program, dynamo=True, optimize=False, verbose=False).model
+        options = {"optimize": False, "verbose": False, "custom_translation_table": dict(translations or {})}
+        model: ir.Model = cast(Any, torch.onnx).export(program, dynamo=True, **options).model
     for node in model.graph:
         for key in LONG:  # nine tenths of the file
             node.metadata_props.pop(key, None)

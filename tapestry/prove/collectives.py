@@ -11,6 +11,7 @@ from tapestry.ir.expr import Const
 from tapestry.ir.index import Aff, const, dim, floordiv, modulo, substitute
 from tapestry.ir.types import FLOATS
 from tapestry.prove.domains import Domain, join_all
+from tapestry.prove.reductions import Reduction, opened, reduced
 from tapestry.prove.values import MERGES, Ranges, Ref, Table, Value
 
 REDUCING = {"SUM": "sum", "AVG": "sum", "MAX": "max", "MIN": "min", "PROD": "prod"}
@@ -132,6 +133,9 @@ def merge(table: Table, c: Collective, values: Sequence[Value], ranges: Ranges) 
     """The values of a group's members, merged."""
     monoid = REDUCING[c.op]
     if monoid == "sum":
+        inner = _inside(table, c, values, ranges)
+        if inner is not None:
+            return inner
         found = _summed(table, values, Fraction(1, len(values)) if c.op == "AVG" else Fraction(1), ranges)
         if found is not None:
             return found
@@ -145,6 +149,17 @@ def merge(table: Table, c: Collective, values: Sequence[Value], ranges: Ranges) 
     for v in values[1:]:
         out = table.call(MERGES[monoid], (out, v), table.dtype(out), ranges)
     return table.multiple(out, Fraction(1, len(values)), table.dtype(out), ranges) if c.op == "AVG" else out
+
+
+def _inside(table: Table, c: Collective, values: Sequence[Value], ranges: Ranges) -> Value | None:
+    """The sum of the members' sums over one domain, as one sum of the sums of what they add; None where the domains differ."""
+    nodes = [table.nodes[v.node] for v in values if isinstance(v, Ref)]
+    sums = [n for n in nodes if n.kind == "reduce" and n.label[0] == "sum" and not n.model]
+    if len(sums) < len(values) or len({n.bound for n in sums}) > 1:
+        return None
+    apart = [opened(table, v, ranges) for v in values if isinstance(v, Ref)]
+    dims, _, wide = apart[0]
+    return reduced(table, Reduction("sum", 0, (merge(table, c, [b[0] for _, b, _ in apart], wide),), dims, ranges))
 
 
 def _joined(table: Table, monoid: str, values: Sequence[Value]) -> Value | None:

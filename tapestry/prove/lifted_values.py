@@ -10,7 +10,7 @@ from tapestry.ir.graph import Block, Dim, Opaque, Read
 from tapestry.ir.index import Aff, const, dim, dims_of, substitute
 from tapestry.ir.monoid import MONOIDS, Moments, Monoid, Product, Rebased
 from tapestry.ir.types import Tensor
-from tapestry.prove.reductions import Reduction, reduced
+from tapestry.prove.reductions import Reduction, reduced, settled
 from tapestry.prove.values import Node, Ref, Table, Value
 
 Lookup = Callable[[str], Value]
@@ -126,7 +126,7 @@ def _read(b: _Block, r: Read, lookup: Lookup, tensor: Tensor) -> Value:
     """What a read gives: the tensor's value at its places, chosen by its guards."""
     index = [substitute(e, b.single, b.ranges) for e in r.index]
     env = {f"y{k}": e for k, e in enumerate(index)}
-    inside = b.table.read(lookup(r.tensor), env, b.ranges)
+    inside = settled(b.table, b.table.read(lookup(r.tensor), env, b.ranges), b.ranges)
     if r.other is None:
         return inside
     tests = [(substitute(g.aff, b.single, b.ranges), g.op) for g in r.when]

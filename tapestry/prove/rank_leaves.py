@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from tapestry.ir.expr import Const
-from tapestry.ir.index import Aff, const, dim
+from tapestry.ir.index import Aff, const, dim, floordiv, modulo
 from tapestry.ir.types import INTEGERS, Tensor
 from tapestry.lift.building.affine_values import fit
-from tapestry.prove.rank_parts import Placed, apart, by_data, said, starts_in_order
+from tapestry.prove.rank_parts import Placed, apart, by_data, runs_by_data, said, starts_in_order
 from tapestry.prove.rank_programs import OneFile, Program
 from tapestry.prove.values import Ref, Table, Value
 
@@ -87,7 +87,25 @@ class Leaves:
             digest = hashlib.sha256(a.tobytes()).hexdigest()[:12] if a is not None else f"{rank}"
             return self._leaf(f"{name} of rank {rank} ({digest})", t.dtype, here(t.shape))
         self.placed[rank, name] = found
-        return self._leaf(found.tensor, t.dtype, found.places(t.shape))
+        return self._joined(found, t) if found.runs else self._leaf(found.tensor, t.dtype, found.places(t.shape))
+
+    def _joined(self, found: Placed, t: Tensor) -> Value:
+        """A tensor made of runs of the model's along one axis: one expression where they are regular, else a choice of them."""
+        size, name, places = found.runs[0].size, f"y{found.axis}", list(found.places(t.shape))
+        ranges = {f"y{k}": n for k, n in enumerate(t.shape) if n != 1}
+        step = found.runs[1].there - found.runs[0].there
+        if all(r.size == size and r.there == found.runs[0].there + k * step for k, r in enumerate(found.runs)):
+            number, inside = floordiv(dim(name), size, ranges), modulo(dim(name), size, ranges)
+            places[found.axis] = number * step + inside + found.runs[0].there
+            return self._leaf(found.tensor, t.dtype, places)
+        out: Value | None = None
+        for r in reversed(found.runs):
+            places[found.axis] = dim(name) + (r.there - r.here)
+            here = self._leaf(found.tensor, t.dtype, places)
+            test = self.table.test("ge", dim(name) * -1 + (r.here + r.size - 1), ranges)
+            out = here if out is None else self.table.call("where", (test, here, out), t.dtype, ranges)
+        assert out is not None
+        return out
 
     def _place(self, rank: int, name: str, t: Tensor) -> Placed | None:
         graph = self.model.graph
@@ -129,6 +147,9 @@ class Leaves:
         start = by_data(mine, all_of, first)
         if start is not None:
             return Placed(theirs, start, "data" if start not in first else f"{source}, data")
+        runs = runs_by_data(mine, all_of)
+        if runs is not None:
+            return Placed(theirs, (0,) * len(whole), "data", *runs)
         if first:
             self.table.rank, self.table.tensor = rank, name
             self.table.miss(f"{apart(mine, all_of, first[0])}", theirs)

@@ -14,19 +14,44 @@ from tapestry.errors import TapestryError
 from tapestry.ir.index import Aff, const, dim
 
 MOST_STARTS = 4096  # places where a slice is looked for by its data
+MOST_RUNS = 256  # that an axis is made of
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Neighbouring cells of a rank's axis that are neighbours in the model: where they begin in each, and how many."""
+
+    here: int
+    there: int
+    size: int
 
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A rank's tensor as a box of a model's: where it begins, and how that is known."""
+    """A rank's tensor as a box of a model's: where it begins, and how that is known.
+
+    Attributes:
+        axis, runs: where one axis is no single range (a fused weight, cut within each of its sections): what it is made of.
+    """
 
     tensor: str
     start: tuple[int, ...]
     source: str
+    axis: int = 0
+    runs: tuple[Run, ...] = ()
 
     def places(self, shape: Sequence[int]) -> tuple[Aff, ...]:
         """Index expressions over ``y0, …`` for a box of a shape."""
         return tuple((dim(f"y{k}") if n != 1 else const(0)) + s for k, (n, s) in enumerate(zip(shape, self.start, strict=True)))
+
+    def of(self, whole: np.ndarray, shape: Sequence[int]) -> np.ndarray:
+        """The cells, out of the model's tensor."""
+        box = [slice(s, s + n) for s, n in zip(self.start, shape, strict=True)]
+        runs = self.runs or (Run(0, self.start[self.axis], shape[self.axis]),) if shape else ()
+        parts = [
+            whole[tuple(slice(r.there, r.there + r.size) if k == self.axis else b for k, b in enumerate(box))] for r in runs
+        ]
+        return np.concatenate(parts, self.axis) if parts else whole
 
 
 def said(spec: object, name: str, rank: int, mesh: Mapping[str, int], whole: Sequence[int]) -> tuple[int, ...]:
@@ -81,6 +106,27 @@ def by_data(mine: np.ndarray, whole: np.ndarray, first: Sequence[tuple[int, ...]
             if np.array_equal(mine, whole[tuple(slice(s, s + n) for s, n in zip(start, mine.shape, strict=True))]):
                 return tuple(start)
     return None
+
+
+def runs_by_data(mine: np.ndarray, whole: np.ndarray) -> tuple[int, tuple[Run, ...]] | None:
+    """The axis along which an array holds some of another one's slices, bit for bit, and which; None where there is none."""
+    if mine.ndim != whole.ndim or mine.dtype != whole.dtype:
+        return None
+    shorter = [k for k, (a, b) in enumerate(zip(mine.shape, whole.shape, strict=True)) if a != b]
+    if len(shorter) != 1 or mine.shape[shorter[0]] > whole.shape[shorter[0]]:
+        return None
+    rows, all_of = ([r.tobytes() for r in np.moveaxis(a, shorter[0], 0)] for a in (mine, whole))
+    number = {r: k for k, r in enumerate(all_of)}
+    if len(number) < len(all_of) or not all(r in number for r in rows):
+        return None  # slices that are equal say nothing of where they come from
+    runs: list[Run] = []
+    for here, row in enumerate(rows):
+        there = number[row]
+        if runs and runs[-1].there + runs[-1].size == there:
+            runs[-1] = Run(runs[-1].here, runs[-1].there, runs[-1].size + 1)
+        else:
+            runs.append(Run(here, there, 1))
+    return (shorter[0], tuple(runs)) if len(runs) <= MOST_RUNS else None
 
 
 def apart(mine: np.ndarray, whole: np.ndarray, start: Sequence[int]) -> str:

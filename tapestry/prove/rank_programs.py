@@ -206,6 +206,7 @@ def _without_data(proto: ModelProto) -> dict[str, TensorProto]:
     """Take the data out of every floating weight, so that none is folded; returns all weights as the file has them."""
     sizes = {i for n in proto.graph.node if n.op_type in SIZES for i in n.input[1:]}
     kept: list[NodeProto] = []
+    stored: dict[str, TensorProto] = {}
     for node in proto.graph.node:
         value = next((a.t for a in node.attribute if a.name == "value"), None) if node.op_type == "Constant" else None
         if value is not None and value.data_type in FLOATING and int(np.prod(value.dims)) > 1 and node.output[0] not in sizes:
@@ -213,11 +214,12 @@ def _without_data(proto: ModelProto) -> dict[str, TensorProto]:
             proto.graph.initializer[-1].name = node.output[0]
         else:
             kept.append(node)
+            if value is not None:
+                stored[node.output[0]] = TensorProto.FromString(value.SerializeToString())
     if len(kept) < len(proto.graph.node):
         nodes = [NodeProto.FromString(n.SerializeToString()) for n in kept]
         del proto.graph.node[:]
         proto.graph.node.extend(nodes)
-    stored: dict[str, TensorProto] = {}
     for t in proto.graph.initializer:
         stored[t.name] = TensorProto.FromString(t.SerializeToString())
         if t.data_type not in FLOATING or int(np.prod(t.dims)) < 2 or t.name in sizes:

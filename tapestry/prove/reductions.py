@@ -15,6 +15,7 @@ from tapestry.ir.monoid import MONOIDS
 from tapestry.prove.domains import Domain, ranges_of
 from tapestry.prove.values import MERGES, Node, Ranges, Ref, Table, Value, moved, same
 
+DEEP = 6  # steps from a read down to a choice of what it reads: a bias, a scale and a cast after a matrix product
 MOST_POINTS = 1 << 22  # of a reduced dimension, where places are listed
 
 
@@ -55,6 +56,33 @@ def reduced(table: Table, r: Reduction) -> Value:
     args, index = _template(r)
     bound = tuple(d.size for d in r.reduce)
     return Ref(table.add(key, Node("reduce", label, args, len(index), table.dtype(r.values[r.field]), bound)), index)
+
+
+def opened(table: Table, ref: Ref, ranges: Ranges) -> tuple[tuple[Dim, ...], list[Value], dict[str, int]]:
+    """What a reduction merges, over the space where it is read and dimensions of its own: these, the values, all sizes."""
+    node = table.nodes[ref.node]
+    dims = tuple(Dim(f"s{len(ranges)}_{k}", n) for k, n in enumerate(node.bound))
+    wide = {**ranges, **{d.name: d.size for d in dims}}
+    env = {f"v{k}": e for k, e in enumerate(ref.index)} | {f"r{k}": dim(d.name) for k, d in enumerate(dims)}
+    return dims, [table.read(a, env, wide) for a in node.args], wide
+
+
+def settled(table: Table, v: Value, ranges: Ranges, deep: int = DEEP) -> Value:
+    """A program's value where choices by place that are known in this space are made, up to so many steps below it."""
+    if not isinstance(v, Ref) or table.choice_below(v.node) > deep:
+        return v
+    v = table.resolved(v, ranges)
+    if not isinstance(v, Ref) or table.choice_below(v.node) > deep:
+        return v
+    node = table.nodes[v.node]
+    if node.kind == "call":
+        args = table.arguments(v)
+        new = tuple(settled(table, a, ranges, deep - 1) for a in args)
+        return v if new == args else table.call(node.label[0], new, node.label[1], ranges)
+    dims, values, wide = opened(table, v, ranges)
+    new = tuple(settled(table, a, wide, deep - 1) for a in values)
+    monoid, number = node.label
+    return v if new == tuple(values) else reduced(table, Reduction(monoid, number, new, dims, ranges))
 
 
 def _without_single_points(r: Reduction) -> Reduction:

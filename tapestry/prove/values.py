@@ -24,6 +24,7 @@ from tapestry.prove.domains import Domain
 from tapestry.verify.interp import value as evaluate_expression
 
 Ranges = Mapping[str, int]
+NEVER = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +92,7 @@ class Table:
     misses: list[Miss] = field(default_factory=list[Miss])
     axes: dict[int, tuple[str, ...]] = field(default_factory=dict[int, tuple[str, ...]])
     partial: dict[int, bool] = field(default_factory=dict[int, bool])
+    chosen: dict[int, int] = field(default_factory=dict[int, int])
 
     def add(self, key: Any, node: Node) -> int:
         """A new node under a key."""
@@ -331,14 +333,24 @@ class Table:
             )
         return self.partial[at]
 
+    def choice_below(self, at: int) -> int:
+        """How many steps below a node that no model computes there is a choice by place; `NEVER` where there is none."""
+        if at not in self.chosen:
+            node = self.nodes[at]
+            made = node.kind in ("call", "reduce") and not node.model
+            refs = [a.node for a in node.args if isinstance(a, Ref)] if made else []
+            tests = (self.nodes[a].label[0] in ("test ge", "test eq") for a in refs[:1]) if node.label[0] == "where" else ()
+            self.chosen[at] = 0 if any(tests) else 1 + min((self.choice_below(a) for a in refs), default=NEVER)
+        return self.chosen[at]
+
     def read(self, v: Value, env: Mapping[str, Aff], ranges: Ranges) -> Value:
         """A value over one space as a value over another one, of sizes ``ranges``."""
         if isinstance(v, Const):
             return v
         out = Ref(v.node, tuple(moved(e, env, ranges) for e in v.index))
-        return self._resolved(out, ranges)
+        return self.resolved(out, ranges)
 
-    def _resolved(self, ref: Ref, ranges: Ranges) -> Value:
+    def resolved(self, ref: Ref, ranges: Ranges) -> Value:
         """A choice by an index expression that is known in a smaller space, as what it chooses."""
         node = self.nodes[ref.node]
         if node.kind == "call" and node.label[0] == "where":
@@ -349,7 +361,7 @@ class Table:
                 found = self.test(op, place.index[0], ranges) if isinstance(place, Ref) else None
                 if isinstance(found, Const):
                     kept = yes if found.value else no
-                    return self._resolved(kept, ranges) if isinstance(kept, Ref) else kept
+                    return self.resolved(kept, ranges) if isinstance(kept, Ref) else kept
         return ref
 
 

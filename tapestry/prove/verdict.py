@@ -106,6 +106,7 @@ def _verdict(document: dict[str, Any], status: str, witness: dict[str, Any] | No
 def _document(model: Path, whole: OneFile, program: Program, found: Comparison) -> dict[str, Any]:
     placed = [
         {"rank": r, "tensor": n, "of": p.tensor, "start": list(p.start), "known_by": p.source}
+        | ({"axis": p.axis, "runs": [[k.here, k.there, k.size] for k in p.runs]} if p.runs else {})
         for (r, n), p in sorted(found.leaves.placed.items()) if any(p.start) or p.source != "shape"
     ]  # fmt: skip
     assumed = sorted({f"'{p['of']}' is cut in the order of the ranks" for p in placed if p["known_by"] == "order of ranks"})

@@ -100,8 +100,7 @@ def _given(found: Comparison, file: OneFile, rank: int, name: str, model: Mappin
     """A rank's input or weight: its part of the model's."""
     placed = found.leaves.placed.get((rank, name))
     if placed is not None:
-        shape = file.graph.tensors[name].shape
-        return np.asarray(model[placed.tensor])[tuple(slice(s, s + n) for s, n in zip(placed.start, shape, strict=True))]
+        return placed.of(np.asarray(model[placed.tensor]), file.graph.tensors[name].shape)
     data = file.data(name)
     if data is None:
         raise KeyError(name)

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from onnx import helper
+from onnx import helper, numpy_helper
 
 from tapestry.cli.entry import main
 from tapestry.prove.collectives import Collective
@@ -195,6 +195,68 @@ def test_what_collectives_move_is_what_they_are_proved_to_move(kind: str, tmp_pa
             continue
         got = np.array([_cell(found, value, at, whole.reshape(-1, 3)) for at in np.ndindex(*expected.shape)])
         assert np.array_equal(got.reshape(expected.shape), expected)
+
+
+def _two_sections(path: Path, w: np.ndarray, u: np.ndarray, v: np.ndarray, ranks: int) -> None:
+    """``y`` = ``a`` u + ``b`` v, where ``a`` and ``b`` are the sections of x wᵀ; summed over ranks where there are some."""
+    nodes = [
+        helper.make_node("Gemm", ["x", "w"], ["ab"], transB=1),
+        helper.make_node("Split", ["ab", "sizes"], ["a", "b"], axis=1),
+    ]
+    nodes += [helper.make_node("MatMul", [a, c], [d]) for a, c, d in (("a", "u", "au"), ("b", "v", "bv"))]
+    nodes.append(helper.make_node("Add", ["au", "bv"], ["part" if ranks else "y"]))
+    if ranks:
+        how = {"collective_operation": "ALL_REDUCE", "reduce_op": "SUM", "nb_rank": ranks}
+        nodes.append(helper.make_node("DistCollective", ["part"], ["y"], **how))
+    weights = [numpy_helper.from_array(a, n) for a, n in ((w, "w"), (u, "u"), (v, "v"), (np.array([len(u), len(v)]), "sizes"))]
+    info = [helper.make_tensor_value_info(n, 1, [2, k]) for n, k in (("x", 4), ("y", 3))]
+    graph = helper.make_graph(nodes, "g", info[:1], info[1:], weights)
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10), path)
+
+
+@pytest.mark.parametrize("sections", [(6, 6), (8, 4)])
+@pytest.mark.parametrize("halves", [True, False])
+def test_a_weight_that_is_cut_within_its_sections(sections: tuple[int, int], halves: bool, tmp_path: Path) -> None:
+    """Halves of each section, or every second row: regular runs, and runs of several sizes; two rows exchanged are refuted."""
+    rng = np.random.default_rng(0)
+    w, u, v = (rng.standard_normal(s).astype(np.float32) for s in ((12, 4), (sections[0], 3), (sections[1], 3)))
+    _two_sections(tmp_path / "model.onnx", w, u, v, 0)
+    (tmp_path / "ranks").mkdir()
+    for rank in range(2):
+        mine = [np.arange(n).reshape(2, -1)[rank] if halves else np.arange(rank, n, 2) for n in sections]
+        rows = np.concatenate([mine[0], mine[1] + sections[0]])
+        _two_sections(tmp_path / "ranks" / f"rank{rank}.onnx", w[rows], u[mine[0]], v[mine[1]], 2)
+    verdict = prove(tmp_path / "model.onnx", [tmp_path / "ranks"])
+    assert verdict.status == PROVED, verdict.text()
+    rows[[0, 1]] = rows[[1, 0]]
+    _two_sections(tmp_path / "ranks" / "rank1.onnx", w[rows], u[mine[0]], v[mine[1]], 2)
+    verdict = prove(tmp_path / "model.onnx", [tmp_path / "ranks"])
+    assert verdict.status == REFUTED and verdict.witness is not None and verdict.witness["cell"]
+
+
+@pytest.mark.parametrize("op", ["SUM", "MAX"])
+def test_a_sum_over_ranks_of_sums_over_experts(op: str, tmp_path: Path) -> None:
+    """What is partial lies inside another sum, times gates, as in experts whose inner axis is cut."""
+    d = np.random.default_rng(0).standard_normal((3, 8, 4)).astype(np.float32)
+    (tmp_path / "ranks").mkdir()
+
+    def write_one(path: Path, mine: np.ndarray, ranks: int) -> None:
+        nodes = [helper.make_node("MatMul", ["h", "d"], ["e"]), helper.make_node("Mul", ["e", "g"], ["w"])]
+        nodes.append(helper.make_node("ReduceSum", ["w", "axis"], ["part" if ranks else "y"], keepdims=0))
+        if ranks:
+            how = {"collective_operation": "ALL_REDUCE", "reduce_op": op, "nb_rank": ranks}
+            nodes.append(helper.make_node("DistCollective", ["part"], ["y"], **how))
+        shapes = {"h": [3, 2, mine.shape[1]], "g": [3, 2, 1], "y": [2, 4]}
+        info = [helper.make_tensor_value_info(n, 1, s) for n, s in shapes.items()]
+        weights = [numpy_helper.from_array(mine, "d"), numpy_helper.from_array(np.array([0]), "axis")]
+        graph = helper.make_graph(nodes, "g", info[:2], info[2:], weights)
+        onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10), path)
+
+    write_one(tmp_path / "model.onnx", d, 0)
+    for rank in range(2):
+        write_one(tmp_path / "ranks" / f"rank{rank}.onnx", d[:, 4 * rank : 4 * rank + 4], 2)
+    verdict = prove(tmp_path / "model.onnx", [tmp_path / "ranks"])
+    assert verdict.status == (PROVED if op == "SUM" else REFUTED), verdict.text()
 
 
 def _cell(found: object, value: object, at: tuple[int, ...], x: np.ndarray) -> float:

@@ -20,6 +20,8 @@ from tapestry.ir.graph import Graph
 from tapestry.ir.kernel import Kernel
 from tapestry.ir.syntax.parser import parse
 from tapestry.verify.kernels.kernel_proofs import COMPARED, FORM, TRIAL, prove
+from tapestry.verify.kernels.reading.c_syntax import functions
+from tapestry.verify.kernels.terms import Unsupported
 from tests.support.faults.c_edits import C_EDITS
 from tests.support.small_models import save
 from tests.support.triton_cases import REDUCTIONS
@@ -48,6 +50,11 @@ GENERATED = {
         input x: i32[50, 200]
         input y: i32[50, 200]
         z: f32[50, 200] = op [i: 50, n: 200] reads x[i, n], y[i, n] body cast(x, f32) / cast(y, f32)
+        output z""",
+    "sums of several": """graph g
+        input x: f32[50, 4, 30]
+        input y: f32[50, 4, 30]
+        z: f32[50] = op [i: 50 | c: 4 sum, n: 30 sum] reads x[i, c, n], y[i, c, n] body exp(x) * y then acc0 / 120.0
         output z""",
 }
 CONTRACTED = {
@@ -200,3 +207,29 @@ def test_verify_says_by_what_each_kernel_was_shown(tmp_path: Path, capsys: pytes
     for r in rows:
         assert (r["value"] == COMPARED) == bool(r["why"])
         assert r["value"] == COMPARED or not r["form"].startswith("tapestry_") or "instances" in r["value"]
+
+
+@pytest.mark.parametrize(
+    ("loop", "read"),
+    [
+        ("const float b = p[d0];\na0 += b;", True),
+        ("a0 += p[d0] * a0;", False),  # its steps are not independent
+        ("a1 += p[d0];", False),  # not what the directive names
+        ("y[d0] = p[d0];\na0 += p[d0];", False),
+        ("a0 = p[d0];", False),
+    ],
+)
+def test_a_directive_lets_a_loop_only_add(loop: str, read: bool) -> None:
+    text = f"""void f(const float *p, float *y) {{
+double a0 = 0, a1 = 0;
+#pragma omp simd reduction(+:a0)
+for (int64_t d0 = 0; d0 <= 7; d0++) {{
+{loop}
+}}
+y[0] = a0 + a1;
+}}"""
+    if read:
+        assert list(functions(text)) == ["f"]
+        return
+    with pytest.raises(Unsupported, match="directive"):
+        functions(text)

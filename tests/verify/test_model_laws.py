@@ -28,6 +28,7 @@ from tapestry.runtime.feeds import random_feeds
 from tapestry.saved_build import verify_build
 from tapestry.verify.model import model_laws
 from tapestry.verify.model.bodies import near
+from tapestry.verify.model.cell_tolerance import same
 from tapestry.verify.model.model_values import ModelFile, ReferenceValues
 from tapestry.verify.model.rounded_inputs import within_rounding
 from tests.support.command_line import run
@@ -240,3 +241,9 @@ def test_what_rounding_does_is_told_from_another_number():
     assert not near(made, turned).all()
     assert within_rounding(lambda given: steps(*given), [r, x], made, turned)
     assert not within_rounding(lambda given: steps(*given), [r, x], made, steps(changed, x))
+
+
+def test_no_finite_number_is_near_an_infinite_one() -> None:
+    """Nor an infinity near the other one; slack that is infinite excuses nothing."""
+    values, reference = np.array([3e38, np.inf, np.inf, 5.0, np.nan]), np.array([np.inf, -np.inf, np.inf, 0.0, np.nan])
+    assert same(values, np.array([0, 0, 0, np.inf, 0]), reference, "f32", 0.0).tolist() == [False, False, True, False, True]

@@ -51,6 +51,7 @@ from tapestry.lift.normalize.inference_fixes import (
     slice_sizes,
 )
 from tapestry.lift.normalize.ml_shapes import ml_types
+from tapestry.lift.normalize.split_sequences import split_sequences
 from tapestry.lift.normalize.unroll import LEVELS, STEPS, StepTypes, unroll
 from tapestry.onnx_eval.opaque_node import RANDOM
 
@@ -452,10 +453,10 @@ def prepare(model: ModelProto, step_types: StepTypes, *, steps: bool = True, bou
             forget_sizes(declared)
         add_defaults(model, version)
         types, _ = _infer(model, version)
-        written = unroll(model, types, step_types, loops=steps and level < LEVELS) or slice_sizes(model, types, version)
-        open_shapes = any(
-            n.op_type in ("Shape", "Size") and _static(types.get(n.input[0], TypeProto())) for n in model.graph.node
-        )
+        written = unroll(model, types, step_types, loops=steps and level < LEVELS)
+        written = written or slice_sizes(model, types, version) or split_sequences(model, types)
+        sized = [n.input[0] for n in model.graph.node if n.op_type in ("Shape", "Size")]
+        open_shapes = any(_static(types.get(name, TypeProto())) for name in sized)
         if not expand_functions(model, types, version, steps=steps) and not written and not open_shapes:
             break
     if bound:

@@ -30,8 +30,10 @@ def same(values: Array, slack: Array, reference: Array, dtype: str, unit: float)
         a, b = as_stored(values, dtype), reference.astype(np.float64)
         finite = np.abs(b[np.isfinite(b)])
         typical = float(np.sqrt(np.mean(finite**2))) if finite.size else 0.0
-        near = np.abs(a - b) <= NEAR * max(unit, UNIT[dtype]) * (np.abs(b) + typical) + 2 * slack
-    return near | (a == b) | (np.isnan(a) & np.isnan(b))
+        near = np.abs(a - b) <= NEAR * max(unit, UNIT[dtype]) * (np.abs(b) + typical) + 2 * np.where(
+            np.isfinite(slack), slack, 0
+        )
+    return (near & np.isfinite(b)) | (a == b) | (np.isnan(a) & np.isnan(b))
 
 
 def as_stored(values: Array, dtype: str) -> Array:
@@ -55,7 +57,9 @@ def explained(cells: CellValues, op: Block, k: int, points: Array, reference: Ar
         with np.errstate(all="ignore"):
             if floating:
                 spread = np.fmax(spread, np.abs(noisy - middle))
-                near = np.abs(as_stored(noisy, dtype) - reference) <= NEAR * UNIT[dtype] * np.abs(reference.astype(np.float64))
+                stored = as_stored(noisy, dtype)
+                near = np.abs(stored - reference) <= NEAR * UNIT[dtype] * np.abs(reference.astype(np.float64))
+                near = np.where(np.isfinite(reference), near, stored == reference)
                 found |= near | ((np.isnan(noisy) & np.isnan(reference.astype(np.float64))) & ~np.isnan(middle))
             else:
                 found |= noisy == reference

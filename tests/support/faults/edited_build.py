@@ -81,7 +81,8 @@ def save(e: Edited, folder: Path) -> None:
 
 
 def alters(before: Graph, after: Graph) -> bool:
-    """Whether an operation that was changed gives anything else on random numbers; true where that cannot be told.
+    """Whether an operation that was changed gives anything else on random numbers, or where infinities, NaN and huge numbers
+    are among them; true where that cannot be told.
 
     A number times 0, or a value that a ``where`` never takes, may be edited without another function coming of it.
     """
@@ -91,8 +92,8 @@ def alters(before: Graph, after: Graph) -> bool:
     if any(not isinstance(x, Block) or math.prod(d.size for d in x.space) > MOST for pair in pairs for x in pair):
         return True
     rng = np.random.default_rng(0)
-    for pair in pairs:
-        feeds = {t: _numbers(before.tensors[t], rng) for x in pair for t in x.inputs}
+    for pair, special in ((p, s) for p in pairs for s in (False, True)):
+        feeds = {t: _numbers(before.tensors[t], rng, special) for x in pair for t in x.inputs}
         one, two = (
             interp.run(Graph(name="", tensors=before.tensors, ops=(x,), inputs=x.inputs, outputs=x.outs), feeds) for x in pair
         )
@@ -101,9 +102,13 @@ def alters(before: Graph, after: Graph) -> bool:
     return False
 
 
-def _numbers(t: Tensor, rng: np.random.Generator) -> np.ndarray:
-    whole = numpy_dtype(t.dtype).kind in "iub"
-    return (rng.integers(0, 4, t.shape) if whole else rng.standard_normal(t.shape)).astype(numpy_dtype(t.dtype))
+def _numbers(t: Tensor, rng: np.random.Generator, special: bool) -> np.ndarray:
+    if numpy_dtype(t.dtype).kind in "iub":
+        return rng.integers(0, 4, t.shape).astype(numpy_dtype(t.dtype))
+    some = rng.standard_normal(t.shape)
+    if special:
+        some = np.where(rng.random(t.shape) < 0.1, rng.choice([np.inf, -np.inf, np.nan, 1e6, -1e6], t.shape), some)
+    return some.astype(numpy_dtype(t.dtype))
 
 
 # places

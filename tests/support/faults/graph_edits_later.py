@@ -10,7 +10,7 @@ from onnx import NodeProto, helper
 
 from tapestry.ir.expr import Call, Const, Expr, Index, call, cast, distinct
 from tapestry.ir.graph import Block, Dim, Read
-from tapestry.ir.index import Aff, dim
+from tapestry.ir.index import Aff, Floor, dim
 from tapestry.ir.monoid import number
 from tests.support.faults.graph_edits import (
     Edit,
@@ -293,3 +293,181 @@ def another_models_file(e: Edited) -> bool:
 def peak_of_the_report_halved(e: Edited) -> bool:
     e.again = False
     return e.report(peak_bytes=[p // 2 for p in e.build.report["peak_bytes"]])
+
+
+# a third lot, written apart from both others
+
+
+def _longest(op: Block) -> Dim:
+    return max(op.dims, key=lambda d: d.size, default=Dim("", 0))
+
+
+def _where_index(op: Block, test: str, at: int, yes: Expr, no: Expr) -> Expr:
+    return call("where", call(test, Index(dim(_longest(op).name)), number(at, "i64")), yes, no)
+
+
+@later
+def nan_made_zero(e: Edited) -> bool:
+    return result_changed(e, lambda op, x: call("where", call("isnan", x), number(0, "f32"), x))
+
+
+@later
+def infinity_made_large(e: Edited) -> bool:
+    return result_changed(e, lambda op, x: call("where", call("isinf", x), number(3e38, "f32"), x))
+
+
+@later
+def fraction_cut_off(e: Edited) -> bool:
+    return result_changed(e, lambda op, x: cast(cast(x, "i32"), "f32"))
+
+
+@later
+def rounded_to_a_thousandth(e: Edited) -> bool:
+    grid = number(1024, "f32")
+    return result_changed(e, lambda op, x: call("div", call("round", call("mul", x, grid)), grid))
+
+
+@later
+def sign_lost(e: Edited) -> bool:
+    return result_changed(e, lambda op, x: call("abs", x))
+
+
+@later
+def negative_cut_off(e: Edited) -> bool:
+    return result_changed(e, lambda op, x: call("max", x, number(0, "f32")))
+
+
+@later
+def squared(e: Edited) -> bool:
+    return result_changed(e, lambda op, x: call("mul", x, x))
+
+
+@later
+def root_of_no_small_number(e: Edited) -> bool:
+    """A square root is taken of what is at least a thousandth."""
+    for i, op in blocks(e):
+        for x in distinct((*op.point, *op.then)):
+            if isinstance(x, Call) and x.fn in ("sqrt", "rsqrt") and x.dtype == "f32":
+                return e.op(i, put_call(op, x, Call(x.fn, (call("max", x.args[0], number(1e-3, "f32")),), x.dtype)))
+    return False
+
+
+@later
+def sloped_along_an_axis(e: Edited) -> bool:
+    """Every cell is larger by a thousandth of its place."""
+
+    def change(op: Block, x: Expr) -> Expr | None:
+        if _longest(op).size < 3:
+            return None
+        slope = call("mul", cast(Index(dim(_longest(op).name)), "f32"), number(1e-3, "f32"))
+        return call("mul", x, call("add", slope, number(1, "f32")))
+
+    return result_changed(e, change)
+
+
+@later
+def every_second_cell_negated(e: Edited) -> bool:
+    def change(op: Block, x: Expr) -> Expr | None:
+        if _longest(op).size < 2:
+            return None
+        odd = call("eq", call("mod", Index(dim(_longest(op).name)), number(2, "i64")), number(1, "i64"))
+        return call("where", odd, call("neg", x), x)
+
+    return result_changed(e, change)
+
+
+@later
+def last_cell_of_an_axis_nudged(e: Edited) -> bool:
+    return result_changed(
+        e,
+        lambda op, x: (
+            _where_index(op, "ge", _longest(op).size - 1, call("add", x, number(0.01, "f32")), x) if op.dims else None
+        ),
+    )
+
+
+@later
+def upper_half_of_an_axis_zeroed(e: Edited) -> bool:
+    def change(op: Block, x: Expr) -> Expr | None:
+        half = _longest(op).size // 2
+        return _where_index(op, "ge", half, number(0, "f32"), x) if half else None
+
+    return result_changed(e, change)
+
+
+@later
+def large_values_cut_off(e: Edited) -> bool:
+    return result_changed(e, lambda op, x: call("min", x, number(1e4, "f32")))
+
+
+@later
+def whole_number_one_more(e: Edited) -> bool:
+    def change(op: Block, x: Expr) -> Expr | None:
+        return call("add", x, number(1, x.dtype)) if x.dtype in ("i32", "i64") else None
+
+    return result_changed(e, change, floats=False)
+
+
+@later
+def whole_number_wrapped(e: Edited) -> bool:
+    def change(op: Block, x: Expr) -> Expr | None:
+        return call("mod", x, number(3, x.dtype)) if x.dtype in ("i32", "i64") else None
+
+    return result_changed(e, change, floats=False)
+
+
+@later
+def truth_inverted(e: Edited) -> bool:
+    return result_changed(e, lambda op, x: call("not", x) if x.dtype == "bool" else None, floats=False)
+
+
+@later
+def read_at_every_second_place_twice(e: Edited) -> bool:
+    """Along one axis of a read, place 2 k is read for 2 k + 1 as well."""
+    for i, op in blocks(e):
+        for k, r in enumerate(op.reads):
+            for a, place in enumerate(r.index):
+                if e.graph.tensors[r.tensor].shape[a] > 3 and len(place.terms) == 1 and isinstance(place.terms[0][0], str):
+                    even = Aff(((Floor(place, 2), 2),))
+                    return e.op(i, with_read(op, k, index=(*r.index[:a], even, *r.index[a + 1 :])))
+    return False
+
+
+@later
+def sum_of_squares_made_a_sum(e: Edited) -> bool:
+    """A product of a value with itself that is merged is the value."""
+    for i, op in blocks(e):
+        for x in distinct(op.point):
+            if op.reduce and isinstance(x, Call) and x.fn == "mul" and x.args[0] == x.args[1]:
+                return e.op(i, put_call(op, x, x.args[0]))  # type: ignore[arg-type]
+    return False
+
+
+@later
+def exponential_of_a_bounded_number(e: Edited) -> bool:
+    for i, op in blocks(e):
+        for x in distinct((*op.point, *op.then)):
+            if isinstance(x, Call) and x.fn == "exp" and x.dtype == "f32":
+                return e.op(i, put_call(op, x, Call("exp", (call("max", x.args[0], number(-2, "f32")),), x.dtype)))
+    return False
+
+
+@later
+def result_of_half_a_sum(e: Edited) -> bool:
+    """What is merged is nothing where the first merged place is odd."""
+    for i, op in blocks(e):
+        if op.monoid == "sum" and op.body[0].dtype == "f32" and op.reduce[0].size > 3:
+            odd = call("eq", call("mod", Index(dim(op.reduce[0].name)), number(2, "i64")), number(1, "i64"))
+            return e.op(i, replace(op, body=(call("where", odd, number(0, "f32"), op.body[0]), *op.body[1:])))
+    return False
+
+
+@later
+def weight_read_transposed(e: Edited) -> bool:
+    """A square weight is read with its axes exchanged."""
+    for i, op in blocks(e):
+        for k, r in enumerate(op.reads):
+            shape = e.graph.tensors[r.tensor].shape
+            if r.tensor in e.graph.weights and len(shape) == 2 and shape[0] == shape[1] > 1:
+                return e.op(i, with_read(op, k, index=(r.index[1], r.index[0])))
+    return False

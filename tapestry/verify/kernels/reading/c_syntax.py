@@ -19,6 +19,8 @@ _DIRECTIVES = frozenset({
     "#include <math.h>", "#include <stdint.h>", '#include "../conv.h"', '#include "../norm.h"', '#include "../attention.h"',
     "#define INLINE static inline __attribute__((always_inline))",
 })  # fmt: skip
+_SIMD = re.compile(r"#pragma omp simd reduction\(\+:(\w+(?:,\w+)*)\)")
+_OF_A_SUM = re.compile(r"(?P<declared>const \w+ \w+ = [^;{}]*;)|(?P<sum>\w+) \+= (?P<term>[^;{}]*);")
 _COMMENT = re.compile(r"/\*.*?\*/|//[^\n]*", re.DOTALL)
 
 
@@ -37,7 +39,7 @@ def functions(source: str) -> dict[str, Any]:
     lines = text.split("\n")
     for k, line in enumerate(lines):
         if line.lstrip().startswith("#"):
-            if line.strip() not in _DIRECTIVES:
+            if line.strip() not in _DIRECTIVES and not _adds_alone(line.strip(), lines[k + 1 :]):
                 raise Unsupported(f"line {k + 1}: the directive '{line.strip()}'")
             lines[k] = ""
     types = [*(n for n in KINDS if n.endswith("_t")), *STRUCTS]
@@ -51,6 +53,25 @@ def functions(source: str) -> dict[str, Any]:
     if rest:
         raise Unsupported(f"line {line_of(rest[0])}: a {kind_of_node(rest[0])} outside of functions")
     return {n.decl.name: n for n in own if kind_of_node(n) == "FuncDef"}
+
+
+def _adds_alone(directive: str, rest: list[str]) -> bool:
+    """Whether a directive lets the steps of a loop be added in any order, and the loop does nothing but add to what it names.
+
+    Then the loop is the sum that it is without the directive, but for the order; else its steps might not be independent.
+    """
+    found = _SIMD.fullmatch(directive)
+    if found is None or not rest or not re.fullmatch(r"for \([^;{}]*;[^;{}]*;[^;{}]*\) \{", rest[0].strip()):
+        return False
+    names = set(found[1].split(","))
+    for line in rest[1:]:
+        if line.strip().startswith("}"):
+            return True
+        m = _OF_A_SUM.fullmatch(line.strip())
+        words = set(re.findall(r"\w+", (m["declared"] or m["term"]) if m else ""))
+        if m is None or words & names or (m["sum"] and m["sum"] not in names):
+            return False
+    return False
 
 
 def _is_struct(node: Any) -> bool:
