@@ -13,6 +13,7 @@ of split-K included. Rows that are not asked for stay in bench/results/kernels_s
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 import time
 from collections.abc import Callable
@@ -46,6 +47,7 @@ SIZES: dict[str, dict[str, int]] = {
     "resnet50": {"s31": 32},
 }
 LAYERS = {"llama_layer 2048": 2048, "llama_layer 8192": 8192}  # tokens
+KEYS = ("model", "dtype", "target")
 TARGETS = ("sm80", "sm90", "sm100")
 DTYPES = ("f16", "bf16")
 TILED = ("dot", "folded", "stream")  # kinds of products
@@ -107,6 +109,13 @@ def _one(graph: Graph, kernel: Kernel, ops: int, target: str, kernels: list[Row]
         failing[e.where] = e.why
 
 
+def not_measured(rows: list[Row]) -> list[list[str]]:
+    """What there is no row of."""
+    there = {tuple(r[k] for k in KEYS) for r in rows}
+    every = itertools.product((*SIZES, *LAYERS), DTYPES, TARGETS)
+    return [[*key] for key in every if key not in there and models(key[0], key[1]) is not None]
+
+
 def table(rows: list[dict[str, Any]]) -> Table:
     """A line for each row."""
     out = Table("model", "dtype", "target", "launches", "distinct", "spill", "serial", "refused", "shared", "fail", "missing")
@@ -135,7 +144,8 @@ def main() -> int:
             graph = fused_graph(make(), SIZES.get(name, {}))
             for target in args.targets:
                 rows.append({"model": name, "dtype": dtype, "target": target, **measure(graph, target, until)})
-                record.write("kernels_static", record.merged("kernels_static", rows, ("model", "dtype", "target")))
+                kept = record.merged("kernels_static", rows, KEYS)
+                record.write("kernels_static", kept, not_measured=not_measured(kept))
     Console(width=140).print(table(rows))
     return 1 if any(r["failing"] for r in rows) else 0
 

@@ -11,6 +11,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 KINDS = {"f16": TensorProto.FLOAT16, "bf16": TensorProto.BFLOAT16}
 _NUMPY = {"f16": np.dtype(np.float16), "bf16": np.dtype(ml_dtypes.bfloat16)}
+BF16_OPSET = 22  # the first in which Conv, Cos and others take bfloat16; exports of 18 and later mean the same in it
 _OF_TYPE = ("to", "dtype")  # attributes that name an element type
 
 
@@ -19,7 +20,9 @@ def in_half(model: onnx.ModelProto, dtype: str) -> onnx.ModelProto:
 
     Scales of Resize stay: ONNX has them in f32 alone.
     """
-    graph = model.graph
+    graph, opset = model.graph, next(o for o in model.opset_import if not o.domain)
+    if dtype == "bf16":
+        opset.version = max(opset.version, BF16_OPSET)
     kept = {n for node in graph.node if node.op_type == "Resize" for n in node.input[1:3]}
     for t in graph.initializer:
         if t.name not in kept:

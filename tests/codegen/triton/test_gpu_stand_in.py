@@ -16,7 +16,7 @@ from tests.support.paths import ROOT, SHARED
 pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="the stand-in is compiled with cc")
 
 
-FAULTS = dict[tuple[str, str], int]()  # kernels without a candidate that neither spills nor is serialised
+FAULTS = {("llama_7b 2048", "sm90"): 1, ("llama_7b 8192", "sm90"): 1}  # kernels without a candidate that is free of both
 
 
 def check(*args: str) -> str:
