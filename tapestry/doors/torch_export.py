@@ -19,11 +19,16 @@ from onnx_ir.tensor_adapters import TorchTensor
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
+from tapestry.doors.repeated_layers import folded, unfold
 from tapestry.errors import ModelError, TapestryError
 
 INLINE = 1024  # bytes up to which a tensor stays in the ONNX file
 DATA, ABSENT = "weights.bin", "absent.bin"
-LONG = ("pkg.torch.onnx.stack_trace", "pkg.torch.onnx.fx_node")  # what the exporter says of a node that nobody reads here
+LONG = (
+    "pkg.torch.onnx.stack_trace",
+    "pkg.torch.onnx.fx_node",
+    "namespace",
+)  # what the exporter says of a node that nobody reads here
 Stored = Callable[[str, ir.TensorProtocol], "ir.ExternalTensor | torch.Tensor | None"]
 """Where a weight's data is: in a file beside the model, in another tensor, or nowhere but in the tensor itself."""
 
@@ -100,7 +105,7 @@ def write(
         ModelError: torch has no ONNX form of an operator.
     """
     with _explained(program):
-        model: ir.Model = cast(Any, torch.onnx).export(program, dynamo=True, optimize=False, verbose=False).model
+        model = _translated(program)
     for node in model.graph:
         for key in LONG:  # nine tenths of the file
             node.metadata_props.pop(key, None)
@@ -131,6 +136,18 @@ def write(
         value.const_value = kept
     cast(Any, ir).save(model, path)
     return not absent
+
+
+def _translated(program: ExportedProgram) -> ir.Model:
+    """The program in ONNX's operators; layers that repeat are translated once."""
+
+    def whole(p: ExportedProgram) -> ir.Model:
+        return cast(Any, torch.onnx).export(p, dynamo=True, optimize=False, verbose=False).model
+
+    fewer = folded(program)
+    if fewer is not None and unfold(model := whole(fewer.program), fewer):
+        return model
+    return whole(program)
 
 
 def placed(tensor: ir.TensorProtocol, name: str, file: str, offset: int) -> ir.ExternalTensor:
