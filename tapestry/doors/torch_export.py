@@ -85,7 +85,9 @@ def _explained(what: object) -> Generator[None]:
             raise
         except Exception as e:  # (torch raises classes of its own, of no common base)
             lines = [s for s in str(e).splitlines() if s.strip()] or [type(e).__name__]
-            hint = "torch.onnx.export(module, inputs, dynamo=True) says more; data-dependent branches cannot be exported"
+            hint = (
+                "inputs are those of the module's forward; branches on data cannot be exported (torch.export.export says more)"
+            )
             raise ModelError("torch cannot export the module", where=type(what).__name__, why=lines[0], hint=hint) from e
         finally:
             if collects:
