@@ -140,8 +140,9 @@ def _without(program: ExportedProgram, path: str, layers: Mapping[int, list[Node
     kept = [s for s in signature.input_specs if s.arg.name not in left]
     parameters = {str(specs[k].target): _data(program, str(specs[k].target)) for k in left}
     smaller = ExportedProgram(
-        program.graph_module, graph, ExportGraphSignature(kept, outputs), program.state_dict, program.range_constraints,
-        program.module_call_graph, program.example_inputs, program.constants, verifiers=program.verifiers,
+        program.graph_module, graph, ExportGraphSignature(kept, outputs), program.state_dict,
+        cast(Any, program).range_constraints, program.module_call_graph, program.example_inputs,
+        program.constants, verifiers=program.verifiers,
     )  # fmt: skip
     called = tuple(map(str, program.graph_signature.user_outputs))
     return Folded(smaller, path, tuple(layers), parameters, called)
