@@ -200,6 +200,9 @@ class Compiled:
 
     def run(self, feeds: Mapping[str, Any]) -> dict[str, Any]:
         """Outputs by name, like an onnxruntime session: arrays, and lists for sequences."""
+        if not isinstance(cast(object, feeds), Mapping):
+            first = next(iter(self.build.plan.graph.inputs), "x")
+            raise TapestryError(f"inputs are given by name, not as a {type(feeds).__name__}", hint=f"run({{'{first}': …}})")
         return self.at_inputs(feeds).session.run(feeds).outputs
 
     def random_feeds(self, seed: int = 0) -> dict[str, Any]:

@@ -3,6 +3,7 @@
     python -m bench doors [NAME ...]                 transformers' tensor parallelism, on two gloo ranks (`tensor_parallel`)
     python -m bench doors --onnx FOLDER [NAME ...]   per-rank and fused ONNX, for every .onnx of a folder (`onnx_folders`)
     python -m bench doors --jax PYTHON [NAME ...]    XLA given PartitionSpecs, and Shardy text (`xla_layouts`)
+    python -m bench doors --modules [--python PATH]  modules of torch, planned and run in five lines (`modules`)
 
 Every row is compared with the model itself, or with the bytes of the plan; a row that fails is shown with the reason. JSON goes
 to bench/results/doors.json, among the rows of earlier runs.
@@ -16,8 +17,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from bench.doors import onnx_folders, tensor_parallel, xla_layouts
-from bench.support import record
+from bench.doors import modules, onnx_folders, tensor_parallel, xla_layouts
+from bench.support import other_python, record
 
 
 def main() -> None:
@@ -26,11 +27,16 @@ def main() -> None:
     parser.add_argument("names", nargs="*", metavar="NAME")
     parser.add_argument("--onnx", type=Path, metavar="FOLDER")
     parser.add_argument("--jax", metavar="PYTHON", help="an interpreter that has jax")
+    parser.add_argument("--modules", action="store_true")
+    other_python.add_python(parser)
     args = parser.parse_args()
+    other_python.moved(args, "doors")
     found: Iterable[record.Row]
     line: Callable[[dict[str, Any]], str]
     if args.onnx:
         found, line = onnx_folders.rows(args.onnx, args.names), onnx_folders.line
+    elif args.modules:
+        found, line = modules.rows(args.names), modules.line
     elif args.jax:
         found, line = xla_layouts.rows(args.jax, args.names), xla_layouts.line
     else:

@@ -36,7 +36,7 @@ def measured(layers: int, batch: int, sequence: int) -> dict[str, Any]:
 
     start = time.process_time()
     with torch.device("meta"):
-        module = LlamaForCausalLM(LlamaConfig(num_hidden_layers=layers, use_cache=False, dtype=torch.bfloat16, **SIZES)).eval()
+        module = LlamaForCausalLM(LlamaConfig(num_hidden_layers=layers, use_cache=False, **SIZES)).eval()
     program = exported(module, {"input_ids": torch.zeros((batch, sequence), dtype=torch.int64)})
     traced = time.process_time()
     source = opened(program)
@@ -45,7 +45,8 @@ def measured(layers: int, batch: int, sequence: int) -> dict[str, Any]:
     done = time.process_time()
     keep = ("nodes", "ops", "signatures", "objective_s", "lower_bound_s", "gap", "seconds")
     spent = {"export_cpu_s": traced - start, "file_cpu_s": written - traced, "plan_cpu_s": done - written}
-    sizes = {"layers": layers, "batch": batch, "sequence": sequence}
+    dtype = str(next(module.parameters()).dtype).removeprefix("torch.")
+    sizes = {"layers": layers, "batch": batch, "sequence": sequence, "dtype": dtype}
     return {**sizes, **spent, "cpu_s": done - start, "goal_s": GOAL, **{k: build.report[k] for k in keep}}
 
 

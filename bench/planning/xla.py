@@ -87,7 +87,11 @@ def _wire(kind: str, payload: int, line: str) -> int:
 
 
 def _groups(line: str) -> list[int]:
-    """Sizes of replica groups, written out or as ``[groups,size]<=[…]``."""
+    """Sizes of replica groups: written out, as ``[groups,size]<=[…]``, or as axes of a mesh: ``mesh['a'=2,'b'=4] {'a'}``."""
+    if named := re.search(r"replica_groups=mesh\[(.*?)\].*?\{(.*?)\}", line):
+        sizes = {a: int(n) for a, n in re.findall(r"'([^']+)'=(\d+)", named[1])}
+        n = prod(sizes[a] for a in re.findall(r"'([^']+)'", named[2]))
+        return [n] * (prod(sizes.values()) // n)
     if iota := re.search(r"replica_groups=\[(\d+),(\d+)\]<=", line):
         return [int(iota[2])] * int(iota[1])
     if written := re.search(r"replica_groups=\{(\{.*?\})\}", line):

@@ -1,20 +1,22 @@
 """The viewer on a large plan: how long until the first picture, and how large the file is.
 
-    .venv/bin/python -m bench view
+    .venv/bin/python -m bench view [--build FOLDER]
 
 Llama-70B (19,186 nodes, a graph of shared/models without weights) at batch 8 and sequence 4096 on 8x8 devices of the preset
 h100. "First picture" is from the start of the navigation to all panels drawn, by the browser's own clock: the median of several
 openings in a headless Chromium, in the size of a desk and of a phone. Writes bench/results/view.json; exits 1 where a target is
-missed. Also takes the photograph of it in docs/viewer.md.
+missed. Also takes the photograph of it in docs/viewer.md. ``--build`` is that plan, saved before.
 """
 
 from __future__ import annotations
 
+import argparse
 import gzip
 import os
 import statistics
 import sys
 import time
+from pathlib import Path
 
 from bench.planning.scale import SHAPES
 from bench.support import record
@@ -28,6 +30,9 @@ TIMES = 7
 
 def main() -> int:
     """Measure, print and record."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--build", type=Path, metavar="FOLDER")
+    args = parser.parse_args()
     packed = record.SHARED / "llama_70b.onnx.gz"
     if not packed.is_file() or chromium.PROGRAM is None:
         print("skipped: needs the folder of exported models beside the checkout, and Chromium")
@@ -35,7 +40,8 @@ def main() -> int:
     FOLDER.mkdir(parents=True, exist_ok=True)
     model = FOLDER / "llama_70b.onnx"
     model.write_bytes(gzip.decompress(packed.read_bytes()))
-    build = api.compile(model, mesh="8x8", topology="h100", shapes=SHAPES, weights=False)
+    saved = api.load(args.build) if args.build else None
+    build = saved or api.compile(model, mesh="8x8", topology="h100", shapes=SHAPES, weights=False)
     start = time.process_time()
     page = build.view().save(FOLDER / "llama_70b.html")
     made = time.process_time() - start

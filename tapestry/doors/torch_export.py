@@ -19,11 +19,16 @@ from onnx_ir.tensor_adapters import TorchTensor
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
+from tapestry.doors.repeated_layers import folded, unfold
 from tapestry.errors import ModelError, TapestryError
 
 INLINE = 1024  # bytes up to which a tensor stays in the ONNX file
 DATA, ABSENT = "weights.bin", "absent.bin"
-LONG = ("pkg.torch.onnx.stack_trace", "pkg.torch.onnx.fx_node")  # what the exporter says of a node that nobody reads here
+LONG = (
+    "pkg.torch.onnx.stack_trace",
+    "pkg.torch.onnx.fx_node",
+    "namespace",
+)  # what the exporter says of a node that nobody reads here
 Stored = Callable[[str, ir.TensorProtocol], "ir.ExternalTensor | torch.Tensor | None"]
 """Where a weight's data is: in a file beside the model, in another tensor, or nowhere but in the tensor itself."""
 
@@ -80,7 +85,9 @@ def _explained(what: object) -> Generator[None]:
             raise
         except Exception as e:  # (torch raises classes of its own, of no common base)
             lines = [s for s in str(e).splitlines() if s.strip()] or [type(e).__name__]
-            hint = "torch.onnx.export(module, inputs, dynamo=True) says more; data-dependent branches cannot be exported"
+            hint = (
+                "inputs are those of the module's forward; branches on data cannot be exported (torch.export.export says more)"
+            )
             raise ModelError("torch cannot export the module", where=type(what).__name__, why=lines[0], hint=hint) from e
         finally:
             if collects:
@@ -103,8 +110,7 @@ def write(
         ModelError: torch has no ONNX form of an operator.
     """
     with _explained(program):
-        options = {"optimize": False, "verbose": False, "custom_translation_table": dict(translations or {})}
-        model: ir.Model = cast(Any, torch.onnx).export(program, dynamo=True, **options).model
+        model = _translated(program, translations or {})
     for node in model.graph:
         for key in LONG:  # nine tenths of the file
             node.metadata_props.pop(key, None)
@@ -135,6 +141,19 @@ def write(
         value.const_value = kept
     cast(Any, ir).save(model, path)
     return not absent
+
+
+def _translated(program: ExportedProgram, translations: Mapping[Any, Callable[..., Any]]) -> ir.Model:
+    """The program in ONNX's operators; layers that repeat are translated once, but where operators are the caller's own."""
+
+    def whole(p: ExportedProgram) -> ir.Model:
+        options = {"optimize": False, "verbose": False, "custom_translation_table": dict(translations)}
+        return cast(Any, torch.onnx).export(p, dynamo=True, **options).model
+
+    fewer = None if translations else folded(program)
+    if fewer is not None and unfold(model := whole(fewer.program), fewer):
+        return model
+    return whole(program)
 
 
 def placed(tensor: ir.TensorProtocol, name: str, file: str, offset: int) -> ir.ExternalTensor:

@@ -245,8 +245,8 @@ def places(build: Build, form: str, *, nearest_will_do: bool) -> Placed:
                 out.extra.update({t: max(at.extra, out.extra.get(t, 0))} if at.extra else {})
                 if at.uneven and form != "dtensor" and (into is out.last or t in graph.inputs or t in graph.weights):
                     out.padded[t] = padded(at.layout, x.shape, mesh)
-    for s in build.program.steps:
-        for b in (buffers[b] for b in s.ins if b) if isinstance(s, Launch) else ():
+    for s in (s for s in build.program.steps if isinstance(s, Launch)):
+        for b in (buffers[b] for b in s.ins if b):
             at = layout_of(b.boxes, graph.tensors[b.tensor].shape, mesh) if b.field is None else None
             if at is not None and at != out.first.get(b.tensor):
                 out.reads[s.op, b.tensor] = at

@@ -19,6 +19,7 @@ from tapestry import arguments, cli
 from tapestry.exports import formats, layouts
 from tapestry.exports.onnx_blocks.onnx_nodes import NotExpressible
 from tapestry.interop.placement import held
+from tapestry.ir.program import Launch
 from tests.support.small_models import save
 
 NET = """
@@ -146,7 +147,25 @@ def test_an_uneven_part_has_no_place_but_the_nearest(tmp_path):
         layouts.export_places(c.build, tmp_path / "d.json", "dtensor", nearest_will_do=False)
     done = layouts.export_places(c.build, tmp_path / "d.json", "dtensor", nearest_will_do=True)
     said = json.loads((tmp_path / "d.json").read_text())
-    assert said["outputs"]["y"] == ["Replicate()"] and done["extra"]["y"] == 7 * 5 * 4
+    assert said["outputs"]["y"] == ["Shard(0)"] and done["extra"]["y"] == 5 * 4  # DTensor's parts are 4 and 3, ours 3 and 4
+    layouts.export_places(c.build, tmp_path / "j.json", "jax", nearest_will_do=True)
+    said = json.loads((tmp_path / "j.json").read_text())
+    assert said["outputs"]["y"] == ["d0", None] and said["padded"]["y"] == [8, 5]  # jit takes no uneven ends
+    assert said["extra"]["y"] == 2 * 5 * 4
+
+
+def test_what_is_moved_before_an_operation_is_said_of_it(tmp_path):
+    c = tapestry.compile(save("mlp"), mesh={"tp": 2}, layouts=["x:replicated", "y:replicated", "w2:0=2@tp", "w1:0=2@tp"])
+    found = layouts.places(c.build, "jax", nearest_will_do=True)
+    moved = {
+        (k, b.tensor): b.boxes
+        for s in c.build.program.steps if isinstance(s, Launch)
+        for k, b in ((s.op, c.build.program.buffers[n]) for n in s.ins if n)
+        if b.field is None and b.boxes != held(found.first[b.tensor], c.build.plan.graph.tensors[b.tensor].shape, c.build.plan.mesh)
+    }  # fmt: skip
+    assert found.reads and moved == {
+        at: held(layout, c.build.plan.graph.tensors[at[1]].shape, c.build.plan.mesh) for at, layout in found.reads.items()
+    }
 
 
 def test_the_commands_formats_are_those_of_the_table(tmp_path, capsys):

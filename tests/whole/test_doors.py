@@ -259,3 +259,11 @@ def test_a_checkpoint_is_read_where_it_lies(name: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**config, width: 32, "head_dim": 16}))
     with pytest.raises(ModelError, match="not what the module says"):
         tapestry.from_pretrained(tmp_path, sequence=5)
+
+
+def test_inputs_without_names_are_refused() -> None:
+    plan = tapestry.compile(nn.Linear(5, 3), example_inputs=torch.zeros(2, 5))
+    with pytest.raises(TapestryError, match=r"by name, not as a Tensor\n.*try: run\(\{'input'"):
+        plan.run(torch.zeros(2, 5))  # type: ignore[arg-type]
+    with pytest.raises(ModelError, match="inputs are those of the module's forward"):
+        tapestry.compile(nn.Linear(5, 3), example_inputs=torch.zeros(2, 4))

@@ -10,6 +10,7 @@ from onnx import NodeProto, defs
 from tapestry.exports.onnx_blocks.contractions import contract, convolve
 from tapestry.exports.onnx_blocks.merge_nodes import Merging
 from tapestry.exports.onnx_blocks.onnx_nodes import OPSET, Nodes, NotExpressible, Value
+from tapestry.exports.onnx_blocks.plain_reads import cut_out, plain
 from tapestry.exports.onnx_blocks.pools import pooled
 from tapestry.exports.onnx_blocks.read_nodes import Frame, read_value
 from tapestry.exports.onnx_blocks.scalar_nodes import Expressions
@@ -19,6 +20,7 @@ from tapestry.ir.graph import Block, Graph, Inner, Opaque
 from tapestry.ir.kernel import Kernel, shape, whole
 from tapestry.ir.monoid import MONOIDS
 from tapestry.ir.recognise.contraction import part, products
+from tapestry.ir.recognise.convolution import convolution
 from tapestry.ir.recognise.exponential import exponential
 from tapestry.ir.recognise.selection_sum import selection
 
@@ -196,7 +198,16 @@ class _Launch:
         """A convolution."""
         if self.op.inner or len(self.op.body) != 1:
             return None
-        return convolve(self.nodes, part(self.op, 0), self.frame, self.kernel.ins, self.ins)
+        one, ins = part(self.op, 0), list(zip(self.kernel.ins, self.ins, strict=True))
+        if convolution(one) is None:
+            plainer = plain(one, [self.graph.tensors[r.tensor].shape for r in one.reads])
+            if convolution(plainer) is None:
+                return None
+            at = dict(zip(self.frame.names, self.frame.box, strict=True))
+            for k, (r, new) in enumerate(zip(one.reads, plainer.reads, strict=True)):
+                ins[k] = ins[k] if r.index == new.index else cut_out(self.nodes, r, at, *ins[k])
+            one = plainer
+        return convolve(self.nodes, one, self.frame, [b for b, _ in ins], [v for _, v in ins])
 
     def lets(self) -> list[Value]:
         """The reductions inside every point, over the map and the reduced dimensions."""

@@ -77,7 +77,7 @@ def measured(tk: TritonKernel, target: str) -> tuple[Resources, ...]:
         return msgspec.json.decode(path.read_bytes(), type=tuple[Resources, ...])
     try:
         found = tuple(c.resources for c in compile_ahead(tk, target))
-    except (TapestryError, OSError, SubprocessError):
+    except (TapestryError, OSError, SubprocessError, ModuleNotFoundError):
         raise
     except Exception as e:  # whatever a pass of Triton's, or the assembler, stumbles over
         raise TapestryError("the kernel does not compile", where=tk.name, why=f"{type(e).__name__}: {first_line(e)}") from None

@@ -1,0 +1,68 @@
+"""A convolution of every other row of its weights, with guards that its index implies, is said by Conv nodes."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnxruntime
+import pytest
+import torch
+
+from tapestry.exports.fused_onnx import graph_nodes
+from tapestry.exports.onnx_blocks.blocks import opset_of
+from tapestry.exports.onnx_blocks.plain_reads import implied
+from tapestry.exports.onnx_files import model_of
+from tapestry.ir.graph import Guard, Read
+from tapestry.ir.index import dim
+from tapestry.ir.syntax.parser import parse
+
+HALVES = """graph halves
+input x: f32[2, 4, 8, 8]
+input w: f32[3, 4, 3, 3]
+a: f32[2, 3, 4, 4] = op [b: 2, o: 3, h: 4, v: 4 | c: 4 sum, r: 1 sum, s: 3 sum]
+  reads x[b, c, 2*h + 2*r, s + 2*v - 1] else 0.0, w[o, c, 2*r + 1, s]
+  body x * w
+y: f32[2, 3, 4, 4] = op [b: 2, o: 3, h: 4, v: 4 | c: 4 sum, r: 2 sum, s: 3 sum]
+  reads x[b, c, 2*h + 2*r - 1, s + 2*v - 1]GUARD else 0.0, w[o, c, 2*r, s], a2 = a[b, o, h, v]
+  body x * w
+  then acc0 + a2
+output y
+"""
+
+
+def run(graph, x: np.ndarray, w: np.ndarray) -> tuple[list[str], np.ndarray]:
+    """The operators that a graph is written with, and its result in onnxruntime."""
+    nodes, values = graph_nodes(graph)
+    ends = [values[t] for t in graph.inputs], [values[t] for t in graph.outputs]
+    model = model_of(nodes, "m", *ends, [], opset_of(graph))
+    (y,) = onnxruntime.InferenceSession(model.SerializeToString()).run(None, {"x": x, "w": w})
+    return [n.op_type for n in model.graph.node], y
+
+
+@pytest.mark.parametrize(("guard", "convs"), [("", 2), (" when h + r - 1 >= 0", 2), (" when h + r - 2 >= 0", 1)])
+def test_halves_of_a_convolution_are_convolutions(guard, convs):
+    rng = np.random.default_rng(0)
+    x, w = rng.standard_normal((2, 4, 8, 8), np.float32), rng.standard_normal((3, 4, 3, 3), np.float32)
+    kinds, y = run(parse(HALVES.replace("GUARD", guard), "halves.tap"), x, w)
+    want = torch.nn.functional.conv2d(torch.from_numpy(x), torch.from_numpy(w), stride=2, padding=1).numpy()
+    assert kinds.count("Conv") == convs
+    assert np.allclose(y, want, atol=1e-5) == (convs == 2)  # (the last guard cuts off more than the padding)
+
+
+@pytest.mark.parametrize(
+    ("guard", "holds"),
+    [
+        (dim("h"), True),  # 2h + 1 < 0 where h < 0
+        (dim("h") - 1, False),  # h = 0 is inside
+        (dim("h") * -1 + 3, True),  # h = 4 reads 9 of 8
+        (dim("h") * -1 + 2, False),
+        (dim("r"), False),
+    ],
+)
+def test_a_guard_is_implied_where_its_failure_leaves_the_tensor(guard, holds):
+    read = Read(tensor="x", index=(dim("h") * 2 + 1,), other=0.0)
+    assert implied(Guard(guard, "ge"), read, (8,)) == holds
+    inside = [h for h in range(-9, 9) if 0 <= 2 * h + 1 < 8]
+    env = {"h": 0, "r": -1}
+    assert holds == all(sum((env | {"h": h})[a] * c for a, c in guard.terms) + guard.const >= 0 for h in inside)
+    assert not implied(Guard(guard, "eq"), read, (8,))
+    assert not implied(Guard(guard, "ge"), Read(tensor="x", index=read.index), (8,))
