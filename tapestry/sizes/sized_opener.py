@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 from tapestry import flags
@@ -17,8 +17,10 @@ class SizedOpener:
         self.once = OnceRead()
         self.packed: dict[Hashable, Any] = {}
 
-    def __call__(self, build: store.Build, constants: bytes, compiles: bool) -> Session:
-        """A session with its kernels bound; they are compiled now, or are there."""
+    def __call__(
+        self, build: store.Build, constants: bytes, compiles: bool, equal: Mapping[tuple[int, int], int]
+    ) -> Session:
+        """A session with its kernels bound; they are compiled now, or are there. ``equal`` launches are one function."""
         flags.before_torch()
         from tapestry.codegen.torch_cpu import How, TorchCpu, compile_waiting
         from tapestry.runtime.one_process.logical_devices import LocalExecutor
@@ -28,7 +30,7 @@ class SizedOpener:
 
         session = Session(build, constants, TorchCpu(build.exact, How(True, compiles)), Executor, self.once.of(build))
         assert isinstance(session.executor, LocalExecutor)
-        session.executor.packed = self.packed
+        session.executor.packed, session.executor.equal = self.packed, equal
         session.executor.bind()
         if compiles:
             compile_waiting()
