@@ -17,9 +17,7 @@ class SizedOpener:
         self.once = OnceRead()
         self.packed: dict[Hashable, Any] = {}
 
-    def __call__(
-        self, build: store.Build, constants: bytes, compiles: bool, equal: Mapping[tuple[int, int], int]
-    ) -> Session:
+    def __call__(self, build: store.Build, constants: bytes, compiles: bool, equal: Mapping[tuple[int, int], int]) -> Session:
         """A session with its kernels bound; they are compiled now, or are there. ``equal`` launches are one function."""
         flags.before_torch()
         from tapestry.codegen.torch_cpu import How, TorchCpu, compile_waiting

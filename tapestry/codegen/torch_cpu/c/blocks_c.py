@@ -12,6 +12,7 @@ import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -20,12 +21,12 @@ from tapestry.codegen.torch_cpu.base.point_values import Run, held
 from tapestry.codegen.torch_cpu.base.scalars import TORCH_DTYPES
 from tapestry.codegen.torch_cpu.c import conv_c, generated_c
 from tapestry.codegen.torch_cpu.c.c_calls import Call, Ins, Written, shares
-from tapestry.codegen.torch_cpu.c.maps_c import Mapped
+from tapestry.codegen.torch_cpu.c.maps_c import PLAIN, How, Mapped
 from tapestry.codegen.torch_cpu.c.print_c import TYPES, Writer, is_slow, literal, written
 from tapestry.ir.expr import Arg, Const, Expr, Index, Let, arg_positions, walk
 from tapestry.ir.expr import Call as Apply
 from tapestry.ir.graph import Block, Graph, Read
-from tapestry.ir.kernel import Box, Kernel, shape, size, strides
+from tapestry.ir.kernel import Box, Kernel, shape, size
 from tapestry.ir.monoid import MONOIDS, Moments
 from tapestry.ir.recognise.contraction import only_sums
 from tapestry.ir.state import varies
@@ -39,8 +40,11 @@ SLOW = 32  # primitives that a call of the library takes as long as
 MOST_TEXT = 2000  # primitives of an operation
 
 
-def as_loops(op: Block, graph: Graph, kernel: Kernel, plain: Run, dear: bool) -> Run:
-    """The operation with its function in C, where all of it can be written, and it is small or torch's way is ``dear``."""
+def as_loops(op: Block, graph: Graph, kernel: Kernel, plain: Run, is_dear: Callable[[], bool], how: How) -> Run:
+    """The operation with its function in C, where all of it can be written, and it is small or torch's way is dear.
+
+    One for any size is compiled where it is neither: at another size it may be.
+    """
     lib = conv_c.available()
     if lib is None or kernel.mode != "full" or any(hi <= lo for lo, hi in kernel.block):
         return plain
@@ -50,19 +54,23 @@ def as_loops(op: Block, graph: Graph, kernel: Kernel, plain: Run, dear: bool) ->
     exprs = (*op.point, *op.then, *combined)
     inside = tuple(b for d, b in zip(op.space, kernel.block, strict=True) if d not in op.dims or d.name in _outer(op))
     work = size(inside) * _weight((*op.point, *combined)) + size(out) * _weight(op.then)
-    few = work <= _most(op)
-    if not (few or dear) or any(b != out for b in kernel.outs):
+    few, ahead = work <= _most(op), how.any_size and how.compiles
+    dear = not ahead and is_dear()
+    if not (few or ahead or dear) or any(b != out for b in kernel.outs):
         return plain
     reads = _reads(op, graph, kernel)
     if reads is None or not written(exprs, few=True) or any(graph.tensors[t].dtype not in TYPES for t in op.outs):
         return plain
-    name = generated_c.register(BlockWriter(tuple(d.name for d in op.space), reads, out).block(op, kernel))
+    writer = BlockWriter(tuple(d.name for d in op.space), reads, out, given=[] if how.any_size else None)
+    name = generated_c.register(writer.block(op, kernel), how.compiles)
+    if not (few or dear):
+        return plain
     extents = shape(out)
     arrays: list[Callable[[Tensor], Tensor]] = [lambda memory: memory.view(extents)] * len(op.outs)
     used = tuple(sorted(reads))
     memory = tuple((size(out), TORCH_DTYPES[graph.tensors[t].dtype]) for t in op.outs)
-    call = Written(tuple(arrays), functools.partial(_record, name, used), memory)
-    return Mapped(plain, (name,), call, used, few=not dear)
+    call = Written(tuple(arrays), functools.partial(_record, name, used, writer.sizes()), memory)
+    return Mapped(plain, (name,), call, used, few=not dear, compiles=how.compiles)
 
 
 def _most(op: Block) -> int:
@@ -85,12 +93,12 @@ def _weight(exprs: Sequence[Expr]) -> int:
     return sum(SLOW if isinstance(x, Apply) and is_slow(x) else 1 for x in nodes)
 
 
-def _record(name: str, used: Sequence[int], ins: Ins, memory: Sequence[Tensor]) -> Call:
+def _record(name: str, used: Sequence[int], sizes: Any, ins: Ins, memory: Sequence[Tensor]) -> Call:
     function = generated_c.function(name)
     given = [held(ins[k]).contiguous() for k in used]
     buffers = (ctypes.c_void_p * (len(given) + len(memory)))(*(x.data_ptr() for x in (*given, *memory)))
     fixed = all(shares(x, held(ins[k])) for x, k in zip(given, used, strict=True))
-    return Call(function, ctypes.c_int64(0), buffers, (*given, *memory), fixed)
+    return Call(function, sizes, buffers, (*given, *memory), fixed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +129,7 @@ def each_cell(value: Expr) -> Cells | None:
     return Cells(name, (), record)
 
 
-def cells_of(op: Block, graph: Graph, kernel: Kernel, names: Sequence[str], value: Expr) -> Cells | None:
+def cells_of(op: Block, graph: Graph, kernel: Kernel, names: Sequence[str], value: Expr, how: How = PLAIN) -> Cells | None:
     """An expression of an operation over some of its dimensions, its `Acc` what is there before; else ``None``."""
     at = {d.name: (d, b) for d, b in zip(op.space, kernel.block, strict=True)}
     box = tuple(at[n][1] for n in names)
@@ -132,8 +140,10 @@ def cells_of(op: Block, graph: Graph, kernel: Kernel, names: Sequence[str], valu
     slow = any(isinstance(x, Apply) and is_slow(x) for x in walk(value))
     if (slow and size(box) * _weight((value,)) > MOST_WORK) or any(isinstance(x, Let) for x in walk(value)):
         return None
-    name = generated_c.register(BlockWriter(tuple(names), found, box).block(alone, replace(kernel, block=box)))
-    return Cells(name, box, lambda ins, memory: _record(name, sorted(found), ins, [memory]))
+    writer = BlockWriter(tuple(names), found, box, given=[] if how.any_size else None)
+    name = generated_c.register(writer.block(alone, replace(kernel, block=box)), how.compiles)
+    sizes, used = writer.sizes(), sorted(found)
+    return Cells(name, box, lambda ins, memory: _record(name, used, sizes, ins, [memory]))
 
 
 def _reads(op: Block, graph: Graph, kernel: Kernel) -> Reads | None:
@@ -170,18 +180,19 @@ class BlockWriter(Writer):
         lines = [f"const {TYPES[self.reads[k][3]]} *restrict p{i} = p[{i}];" for k, i in self.slots.items()]
         lines += [f"{TYPES[e.dtype]} *restrict y{j} = p[{n + j}];" for j, e in enumerate(results)]
         outer = _outer(op)
+        begin = len(lines)
         lines += self._loop([d.name for d in op.dims if d.name in outer])
-        steps = zip(strides(self.out), self.out, strict=True)
-        place = " + ".join(f"{s} * (d{i} - {lo})" for i, (s, (lo, _)) in enumerate(steps)) or "0"
+        place = self._place(self.out, [f"(d{i} - {self._size(lo)})" for i, (lo, _) in enumerate(self.out)])
         acc = self._reduced(op, lines) if op.monoid else self._let(op, lines, place)
         lines += self._loop([d.name for d in op.dims if d.name not in outer])
         lines += [f"y{j}[{place}] = {self._expr(e, self.inner, acc)};" for j, e in enumerate(results)]
-        return "\n".join([*lines, "}" * len(op.dims)])
+        return "\n".join([*lines[:begin], *self._given(), *lines[begin:], "}" * len(op.dims)])
 
     def _loop(self, names: Sequence[str]) -> list[str]:
         """The beginnings of loops."""
         at = [(self.names.index(n), self.inner[n]) for n in names]
-        return [f"for (int64_t d{i} = {lo}; d{i} <= {hi}; d{i}++) {{" for i, (lo, hi) in at]
+        ends = [(i, self._size(lo), self._size(hi + 1)) for i, (lo, hi) in at]
+        return [f"for (int64_t d{i} = {lo}; d{i} < {hi}; d{i}++) {{" for i, lo, hi in ends]
 
     def _let(self, op: Block, lines: list[str], place: str = "") -> list[str]:
         """The values of inner reductions, in loops of their own; what is at the result's place may be read."""
@@ -237,12 +248,14 @@ class BlockWriter(Writer):
         count = 1
         for n in names:
             count *= self.inner[n][1] - self.inner[n][0] + 1
+        cells = self._size(count)
         loops, value = self._loop(names), self._expr(x, self.inner, [])
         for total, term in (("mean", value), ("spread", f"({value} - mean) * ({value} - mean)")):
             pragma = f"#pragma omp simd reduction(+:{total})\n{loops[-1]}"
             lines += [f"double {total} = 0;", *loops[:-1], pragma, f"{total} += {term};", "}" * len(names)]
-            lines += [f"mean /= {count};"] * (total == "mean")
-        return [literal(Const(float(count), x.dtype)), "((float)mean)", "((float)spread)"]
+            lines += [f"mean /= {cells};"] * (total == "mean")
+        whole = literal(Const(float(count), x.dtype)) if self.given is None else f"((float){cells})"
+        return [whole, "((float)mean)", "((float)spread)"]
 
     @staticmethod
     def _double(monoid: str, dtype: str) -> bool:

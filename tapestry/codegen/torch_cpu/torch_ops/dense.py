@@ -21,7 +21,7 @@ from tapestry.codegen.torch_cpu.base.strided_reads import Frame, Remembered, Ten
 from tapestry.codegen.torch_cpu.c import conv_c
 from tapestry.codegen.torch_cpu.c.blocks_c import cells_of, each_cell
 from tapestry.codegen.torch_cpu.c.c_calls import Call, Calls, Ins, Link, Recorded, shares
-from tapestry.codegen.torch_cpu.c.maps_c import LEAST, Mapped
+from tapestry.codegen.torch_cpu.c.maps_c import LEAST, PLAIN, How, Mapped
 from tapestry.codegen.torch_cpu.c.pooling import transposed
 from tapestry.ir.expr import Acc, Arg, Expr
 from tapestry.ir.graph import Block, Graph
@@ -91,7 +91,7 @@ class _Dense:
         return self.array(memory)
 
 
-def packable(op: Block, graph: Graph, kernel: Kernel, plain: Run) -> Run:
+def packable(op: Block, graph: Graph, kernel: Kernel, plain: Run, how: How = PLAIN) -> Run:
     """The kernel with its packed form, where it has one."""
     frame = Frame(op.space, kernel.block)
     if kernel.mode != "full" or not torch.backends.mkldnn.is_available() or any(hi <= lo for lo, hi in kernel.block):
@@ -120,15 +120,13 @@ def packable(op: Block, graph: Graph, kernel: Kernel, plain: Run) -> Run:
     if found.record and (tail is None or then.rest == (Acc(0, "f32"),)):
         return Packable(plain, packs, Recorded(found.array, record, size, found.link))
     rest = then.rest if found.record and kernel.outs == (base.box,) else None
-    anyhow = each_cell(rest[0]) if rest else None
-    ordered = (
-        cells_of(op, graph, kernel, [d.name for d in op.dims], rest[0]) if rest and found.in_order and not anyhow else None
-    )
-    after = anyhow or ordered
+    after = each_cell(rest[0]) if rest else None
+    if rest and found.in_order and after is None:
+        after = cells_of(op, graph, kernel, [d.name for d in op.dims], rest[0], how)
     if after is None:
         return Packable(plain, packs, packed)
     both = Recorded(found.array, lambda ins, memory: Calls.of(record(ins, memory), after.record(ins, memory)), size)
-    return Packable(plain, packs, Mapped(packed, (after.name,), both, few=size < LEAST, sized=anyhow is None))
+    return Packable(plain, packs, Mapped(packed, (after.name,), both, few=size < LEAST, compiles=how.compiles))
 
 
 def partial(op: Block, graph: Graph, kernel: Kernel, plain: Run) -> Run:
