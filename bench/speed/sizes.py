@@ -90,7 +90,7 @@ def row(name: str, model: Path, mesh: str, count: int, fixed_of: int) -> dict[st
             alone = fixed.run(feeds)
             same += all(alone[t].tobytes() == a.tobytes() for t, a in out.items())
             one.append(fixed_s)
-            ratio.append(_ratio(at, fixed, feeds))
+            ratio.append(_ratio(build, fixed, feeds))
     return {
         "model": name, "mesh": mesh, "ranges": RANGES[name], "sizes": len(set(all_sizes)), "regions": len(sized.regions),
         "largest_error": error, "equal_to_1e-4": error < 1e-4, "compile_s": compile_s, "compile_one_s": min(one, default=None),
