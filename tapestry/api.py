@@ -20,6 +20,7 @@ from tapestry.doors.choices import options as options_of
 from tapestry.doors.model_sources import Opened, files_of, opened
 from tapestry.errors import BuildError, TapestryError
 from tapestry.ir.graph import Opaque
+from tapestry.ir.sizes.size_formula import Sizes
 from tapestry.lift.building.own_operators import load_operators
 from tapestry.lift.onnx_to_graph import TEXT
 from tapestry.machines import machine_count
@@ -180,9 +181,22 @@ class Compiled:
 
     def _at(self, sizes: tuple[int, ...]) -> Compiled:
         session = self._sessions().at(sizes)
-        out = Compiled(session.build, self.constants, self.kernels, self.laws, self.rewrites, self.evidence)
+        out = self._of_region(session.build.report["at_sizes"]["region"], session.build)
         out._session = session
         return out
+
+    def planned(self, sizes: Sizes) -> Compiled:
+        """The plan at sizes of the symbols that have several, in order; nothing is loaded.
+
+        Raises:
+            TapestryError: it is not for these sizes.
+        """
+        assert self.sized is not None
+        return self._of_region(*self.sized.at(sizes))
+
+    def _of_region(self, k: int, build: store.Build) -> Compiled:
+        assert self.sized is not None
+        return Compiled(build, self.sized.regions[k].derived, self.kernels, self.laws, self.rewrites, self.evidence)
 
     @property
     def session(self) -> Session:

@@ -137,7 +137,7 @@ def attention(op: Block, graph: Graph, kernel: Kernel, how: How = PLAIN) -> Foun
     outer, inner = points(plan.outer, extent), points(plan.inner, extent)
     rows, count, depth = points(roles.rows, extent), extent[roles.key], points(roles.depth, extent)
     few = rows <= FEW
-    if (plan.made and not few) or max(count, depth) > conv_c.DEEPEST or points(roles.columns, extent) != depth:
+    if max(count, depth) > conv_c.DEEPEST or points(roles.columns, extent) != depth:
         return None
     out = {"outer": rows * inner * depth, "inner": depth, "rows": inner * depth}
     strides = [_out_stride(d.name, plan, out) for d in op.dims]
