@@ -11,34 +11,26 @@ from typing import TYPE_CHECKING, Any, Unpack, cast
 import msgspec
 import numpy as np
 
-from tapestry import flags, model_evidence, pipeline, saved_build
+from tapestry import flags
 from tapestry.build import sized_builds, store
 from tapestry.build.sized_builds import SizedBuild
 from tapestry.codegen.triton.task.chips import plain
-from tapestry.doors.choices import Choices, check, several
-from tapestry.doors.choices import options as options_of
-from tapestry.doors.model_sources import Opened, files_of, opened
+from tapestry.doors.model_sources import Opened, files_of
 from tapestry.errors import BuildError, TapestryError
 from tapestry.ir.graph import Opaque
 from tapestry.ir.sizes.size_formula import Sizes
-from tapestry.lift.building.own_operators import load_operators
-from tapestry.lift.onnx_to_graph import TEXT
-from tapestry.machines import machine_count
+from tapestry.lift.file.structure import TEXT
 from tapestry.runtime import kept_state
 from tapestry.runtime.feeds import random_feeds
 from tapestry.runtime.session import MakeExecutor, Result, Session, Slices, largest_constant, shapes_of
 from tapestry.runtime.sized_sessions import SizedSessions
 from tapestry.runtime.target_protocol import Progress, Target
-from tapestry.sharding import export_sharding
-from tapestry.sizes.asked_sizes import asked as asked_sizes
-from tapestry.sizes.sized_compile import compile_sizes
 from tapestry.sizes.sized_opener import SizedOpener
 from tapestry.verify import model_outputs
-from tapestry.viz import trace
-from tapestry.viz.explain import document, explain, placed, schedule
 from tapestry.viz.format import duration, human
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # a build is loaded and run without the compiler
+    from tapestry.doors.choices import Choices
     from tapestry.viewer.shown import Page
 
 Array = np.ndarray[Any, Any]
@@ -78,6 +70,8 @@ class Compiled:
 
     def explain(self, *, why: bool = False, critical: bool = False, every: bool = False) -> str:
         """The plan as a person reads it; the arguments are those of `viz.explain.explain`."""
+        from tapestry.viz.explain import explain
+
         return explain(self.build, why=why, critical=critical, every=every)
 
     def view(self, other: Compiled | None = None) -> Page:
@@ -95,16 +89,22 @@ class Compiled:
     @property
     def placements(self) -> dict[str, dict[str, int]]:
         """For each tensor that is cut where it is first held, by the author's name: mesh axis to the axis of it that is cut."""
+        from tapestry.viz.explain import placed
+
         return placed(self.build.plan, self.build.program)
 
     @property
     def transfers(self) -> list[dict[str, Any]]:
         """What devices send each other, in order: kind, tensor, bytes, when (simulated) and for how long."""
+        from tapestry.viz.explain import document
+
         return document(self.build)["steps"]
 
     @property
     def memory(self) -> dict[str, Any]:
         """Peak bytes per device, when and where the fullest one has it, and what lies there then."""
+        from tapestry.viz.explain import document
+
         return document(self.build)["memory"]
 
     def check(self, feeds: Values | None = None) -> dict[str, Any]:
@@ -117,6 +117,8 @@ class Compiled:
         Raises:
             LawError: one is broken.
         """
+        from tapestry import saved_build
+
         with tempfile.TemporaryDirectory(prefix="tapestry-verify-") as place:
             self.save(Path(place) / "build", bundle=False)
             return saved_build.verify_build(Path(place) / "build")[1]
@@ -129,11 +131,16 @@ class Compiled:
         Args:
             into: an annotated file of the same model, whose configurations are kept beside this one.
         """
+        from tapestry.sharding import export_sharding
+
         beside = None if into is None else Path(into)
         return export_sharding.export(self.build, Path(output), copy=copy_data, into=beside, configuration=configuration)
 
     def trace(self, file: str | Path) -> Path:
         """Write the simulated schedule, for https://ui.perfetto.dev."""
+        from tapestry.viz import trace
+        from tapestry.viz.explain import schedule
+
         trace.write(Path(file), self.build.plan, schedule(self.build))
         return Path(file)
 
@@ -225,39 +232,12 @@ def compile(model: Any, **choices: Unpack[Choices]) -> Compiled:
     Raises:
         TapestryError: with what, where, why and what to try.
     """
-    check(choices)
-    load_operators(*map(Path, several(choices, "ops")))
-    source = opened(model, choices.get("example_inputs"), choices.get("dynamic_shapes"))
-    progress = choices.get("progress", lambda phase, name: None)
-    options, limits = options_of(source, choices), several(choices, "limits")
-    machines = machine_count.asked_of(
-        choices.get("max_devices"), choices.get("objective"), limits, mesh=options.mesh is not None
-    )
-    return _planned(options, source, choices.get("state"), progress, machines)
+    from tapestry.doors import compiling
 
-
-def _planned(
-    options: pipeline.Options, source: Opened, state: str | None, progress: pipeline.Report,
-    machines: machine_count.Asked | None,
-) -> Compiled:  # fmt: skip
-    """A plan of one size, or of several in one build; for as many devices as are given, or as pay."""
-    asked = asked_sizes(source.path, options.shapes)
-    if machines is not None:
-        if asked is not None:
-            raise TapestryError("an objective is of one size", where="--objective", hint="one size of each symbol")
-        return _compiled(machine_count.compile_model(options, machines, progress), source, state)
-    if asked is None:
-        return _compiled(pipeline.compile_model(options, progress), source, state)
-    if state is not None:
-        raise TapestryError("a build that keeps caches is of one size", where="--state", hint="one size of each symbol")
-    done = compile_sizes(options, asked, progress)
-    return replace(_compiled(done.first, source, None), sized=done.sized)
-
-
-def _compiled(done: pipeline.Compiled, source: Opened, state: str | None) -> Compiled:
-    build = done.build if state is None else _with_state(done.build, state)
+    done, source, sized = compiling.planned(model, choices)
+    build = done.build if (state := choices.get("state")) is None else _with_state(done.build, state)
     parts = (build, done.constants, done.kernels, done.laws, done.rewrites, done.evidence, done.printed)
-    return Compiled(*parts, source=source)
+    return Compiled(*parts, source=source, sized=sized)
 
 
 def from_pretrained(
@@ -403,6 +383,8 @@ def compared(compiled: Compiled, feeds: Values, outs: Values, *, check: bool) ->
     document: dict[str, Any] = {"outputs": rows, "reference": None, "passed": True}
     if check:
         allowed, model = model_outputs.tolerances(compiled.build.plan.graph), Path(compiled.build.model)
+        from tapestry import model_evidence
+
         if model.suffix == TEXT:
             _check(model, feeds, outs, allowed, document, ("tapestry.verify.interp", model_evidence.text_outputs(model, feeds)))
             return document
@@ -416,6 +398,8 @@ def _ask_again(compiled: Compiled, feeds: Values, document: dict[str, Any]) -> N
     graph = compiled.build.plan.graph
     if not any(isinstance(op, Opaque) for op in graph.ops):
         return
+    from tapestry import model_evidence
+
     again = model_evidence.second_opinions(graph, Path(compiled.build.model), compiled.constants, feeds, document["reference"])
     document["opaque"] = again
     if again["differ"]:

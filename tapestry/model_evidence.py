@@ -16,12 +16,11 @@ from tapestry.errors import LawError, ModelError, TapestryError, refusing
 from tapestry.ir.graph import Graph
 from tapestry.ir.syntax.parser import parse
 from tapestry.ir.types import FLOATS, numpy_dtype
-from tapestry.lift.file.structure import file_bytes, load
+from tapestry.lift.file.structure import TEXT, file_bytes, load
 from tapestry.lift.file.weight_data import read_weight
 from tapestry.lift.microsoft import contrib
 from tapestry.lift.normalize import opset_upgrade
 from tapestry.lift.normalize.opset_upgrade import upgrade
-from tapestry.lift.onnx_to_graph import TEXT
 from tapestry.onnx_eval.value_kinds import is_array
 from tapestry.plugins.entry_points import Plugin
 from tapestry.runtime.feeds import random_feeds

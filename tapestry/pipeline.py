@@ -22,6 +22,7 @@ from tapestry.ir.canonical_parts import PARTS
 from tapestry.ir.graph import Graph
 from tapestry.ir.plan import Mesh, MeshAxis, device_count
 from tapestry.lift import onnx_to_graph as lift
+from tapestry.lift.file.structure import TEXT
 from tapestry.model_evidence import plugin_evidence
 from tapestry.pass_runner import Pass, Report, Runner, check_names
 from tapestry.plan import search_passes as search
@@ -214,7 +215,7 @@ def search_again(options: Options, build: store.Build, graph: Graph) -> PricedPl
 
 
 def _passes(options: Options) -> Sequence[Pass]:
-    return TEXT_PASSES if options.model.suffix == lift.TEXT else PASSES
+    return TEXT_PASSES if options.model.suffix == TEXT else PASSES
 
 
 def _between(
@@ -238,7 +239,7 @@ def _values(options: Options) -> dict[str, Any]:
     for path in options.rules:
         load_rules(path)
     mesh = options.mesh or default_mesh(options.topology)
-    annotated = options.sharding and options.model.suffix != lift.TEXT
+    annotated = options.sharding and options.model.suffix != TEXT
     if options.configuration is not None and not annotated:
         raise TapestryError("annotations are not read", where="--configuration", hint="without --ignore-sharding, from ONNX")
     devices = device_count(mesh) if mesh else None

@@ -198,11 +198,14 @@ def _differs(written: Mapping[str, bytes], name: str, source: str) -> str:
 def emit_kernels(folder: Path, output: Path, target: str, report: Callable[[int, int], None]) -> dict[str, Any]:
     """Sources, compiled objects and a resource table of a build's kernels, written in one step; returns the document.
 
+    Kernels are those that a GPU runs: as the build has them measured, else the first candidate with sound machine code.
+
     Raises:
         TapestryError: the target is unknown, or the output is a folder with other things in it.
     """
-    from tapestry.codegen.triton import compile_ahead
+    from tapestry.codegen.triton import compile_ahead, kernel_key
     from tapestry.codegen.triton.run.report import rows_of, summary
+    from tapestry.codegen.triton.run.sound_choice import sound
 
     build, _ = store.read(folder)
     graph = build.plan.graph
@@ -213,10 +216,13 @@ def emit_kernels(folder: Path, output: Path, target: str, report: Callable[[int,
     rows: list[dict[str, Any]] = []
     for done, (name, (kernel, source)) in enumerate(made.items()):
         report(done, len(made))
-        stem = name.removesuffix(".py")
+        stem, refused = name.removesuffix(".py"), list[Mapping[str, Any]]()
+        if kernel_key(graph, kernel) not in knobs:
+            found = sound(graph, kernel, target, build.precision)
+            source, refused = found.made, found.rows()
         files[name] = source.source.encode()
         compiled = compile_ahead(source, target)
-        of_kernel = rows_of(graph, kernel, source, stem, compiled, counts[kernel])
+        of_kernel = rows_of(graph, kernel, source, stem, compiled, counts[kernel], refused)
         for each, row in zip(compiled, of_kernel, strict=True):
             for kind, text in each.asm.items():
                 files[f"{row['kernel']}.{kind}"] = text if isinstance(text, bytes) else str(text).encode()

@@ -8,6 +8,8 @@ that ``without_scatter`` counts an all-reduce for each of the plan's: twice its 
 from __future__ import annotations
 
 import tempfile
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,7 @@ def planned(name: str, case: Case, folder: Path) -> tuple[Row, list[Row]]:
     onnx.save(case.model(), path)
     mesh = "x".join(map(str, case.mesh))
     c = tapestry.compile(path, mesh=mesh, layouts=case.texts(), topology="a100-pcie", weights=False, stages=1)
+    graph = c.build.plan.graph
 
     def said(layout: Layout) -> dict[str, list[str]]:
         axes = [a.name for a in c.build.plan.mesh]
@@ -42,14 +45,19 @@ def planned(name: str, case: Case, folder: Path) -> tuple[Row, list[Row]]:
     ends = {t: at for t, at in placed.first.items() if t in case.inputs} | placed.last
     made = {o for n in case.nodes for o in n.output}
     inner = {t: said(at) for t, at in placed.first.items() if t in made}
+    reads = dict[str, dict[str, Any]]()
+    for (k, t), at in placed.reads.items():
+        for n in (n for n in case.nodes if n.name in graph.ops[k].source and t in n.input):
+            reads.setdefault(n.output[0], {})[t] = said(at)
     moved = c.report["transfers"]
     row = {
         "name": name, "plan_bytes": sum(t["bytes"] for t in moved), "moved": [[t["kind"], t["bytes"]] for t in moved],
         "without_scatter": sum(t["bytes"] * TWICE.get(t["kind"], 1) for t in moved),
         "extra_bytes": sum(placed.extra.values()), "refused": why,
+        "not_the_models": [t for op in graph.ops for t in op.outs if t not in made],
     }  # fmt: skip
-    graph = case.document(f"{name}, jax") | {"layouts": {t: said(at) for t, at in ends.items()}, "inner": inner}
-    return row, [graph, *([] if why else [{"name": f"{name}, shardy", "mesh": case.mesh, "text": text}])]
+    given = case.document(f"{name}, jax") | {"layouts": {t: said(at) for t, at in ends.items()}, "inner": inner, "reads": reads}
+    return row, [given, *([] if why else [{"name": f"{name}, shardy", "mesh": case.mesh, "text": text}])]
 
 
 def _text(build: Build, path: Path) -> tuple[str, str]:
@@ -79,9 +87,11 @@ def rows(python: str, names: list[str]) -> list[Row]:
             if peer is None:
                 out.append({"door": door, **row, "equal": False, "error": row["refused"]})
                 continue
-            kinds = sorted({c["kind"] for c in peer["collectives"]})
+            moved = Counter[str]()
+            for c in peer["collectives"]:
+                moved[c["kind"]] += c["bytes"]
             same = any(abs(peer["bytes"] - n) <= CLOSE * max(n, 1) for n in (row["plan_bytes"], row["without_scatter"]))
-            out.append({"door": door, **row, "xla_bytes": peer["bytes"], "xla_collectives": kinds, "equal": same})
+            out.append({"door": door, **row, "xla_bytes": peer["bytes"], "xla_moved": sorted(moved.items()), "equal": same})
     return out
 
 
@@ -89,7 +99,9 @@ def line(row: Row) -> str:
     """A row as a line."""
     if "error" in row:
         return row["error"]
-    kinds = ", ".join(k for k, _ in row["moved"]) or "nothing"
-    theirs = ", ".join(row["xla_collectives"]) or "nothing"
+
+    def kinds(moved: Sequence[tuple[str, int]]) -> str:
+        return ", ".join(f"{kind} {n:,}" for kind, n in moved) or "nothing"
+
     extra = f"; {row['extra_bytes']:,} bytes more are held" if row["extra_bytes"] else ""
-    return f"plan {row['plan_bytes']:,} ({kinds}), XLA {row['xla_bytes']:,} ({theirs}){extra}"
+    return f"plan: {kinds(row['moved'])}; XLA: {kinds(row['xla_moved'])}{extra}"

@@ -175,6 +175,12 @@ def _sharding(mesh: Any, rank: int, layout: Mapping[str, list[str]]) -> Any:
     return NamedSharding(mesh, PartitionSpec(*(tuple(layout.get(str(d), ())) for d in range(rank))))
 
 
+def _constrained(mesh: Any, x: Any, layout: Mapping[str, list[str]] | None) -> Any:
+    import jax
+
+    return x if layout is None else jax.lax.with_sharding_constraint(x, _sharding(mesh, x.ndim, layout))
+
+
 def _padded(mesh: Any, shape: list[int], layout: Mapping[str, list[str]]) -> list[int]:
     """The shape whose dimensions divide: jit takes no other at its ends. A device's share is as long as XLA's own of the uneven
     shape, so that padding and cutting move nothing."""
@@ -204,7 +210,7 @@ def compiled_text(case: Row) -> str:
 def compiled(case: Row) -> str:
     """A case's HLO, partitioned: that of its text if it has one, else of its graph.
 
-    ``inner`` has layouts of the nodes' results, which are constraints.
+    ``inner`` has layouts of the nodes' results, and ``reads`` of what they read, which are constraints.
     """
     if "text" in case:
         return compiled_text(case)
@@ -230,11 +236,9 @@ def compiled(case: Row) -> str:
             values[name] = cut if shape == full else jax.lax.with_sharding_constraint(cut, sharding)
         values |= case["constants"]
         for n in case["nodes"]:
-            made = ops[n["op"]](n["attributes"], *(values[i] for i in n["inputs"]))
-            inner = case.get("inner", {}).get(n["output"])
-            values[n["output"]] = (
-                made if inner is None else jax.lax.with_sharding_constraint(made, _sharding(mesh, made.ndim, inner))
-            )
+            ins = [_constrained(mesh, values[i], case.get("reads", {}).get(n["output"], {}).get(i)) for i in n["inputs"]]
+            made = ops[n["op"]](n["attributes"], *ins)
+            values[n["output"]] = _constrained(mesh, made, case.get("inner", {}).get(n["output"]))
         results = []
         for name, shape, full, sharding in ends(case["outputs"]):
             y = values[name] if shape == full else jax.lax.with_sharding_constraint(values[name], sharding)

@@ -18,8 +18,7 @@ from onnx import ModelProto
 from tapestry.errors import TapestryError
 from tapestry.ir.syntax.parser import parse
 from tapestry.lift.file.external_data import parse_place
-from tapestry.lift.file.structure import load
-from tapestry.lift.onnx_to_graph import TEXT
+from tapestry.lift.file.structure import TEXT, load
 
 NAME = "model.onnx"
 KINDS = "a path, bytes, onnx.ModelProto, onnx_ir.Model, torch.export.ExportedProgram, or nn.Module with example_inputs"

@@ -1,8 +1,8 @@
 """Where tensors are under a plan, for formats that give each a place on a mesh: ``json``, ``dtensor`` and ``jax``.
 
-A layout gives, for each mesh axis, the tensor axis that it cuts. DTensor and JAX know layouts alone, and cut into equal parts;
-where a device holds something else (a halo, an uneven part, two parts at once) the nearest layout holds that and more, and the
-bytes that devices hold beyond the plan's are what it costs.
+A layout gives, for each mesh axis, the tensor axis that it cuts. DTensor and XLA know layouts alone, and cut n cells for p
+devices into parts of ⌈n/p⌉, the last ones shorter; where a device holds something else (a halo, a balanced part, two parts at
+once) the nearest layout holds that and more, and the bytes that devices hold beyond the plan's are what it costs.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import prod
 from pathlib import Path
@@ -25,7 +25,7 @@ from tapestry.ir.kernel import Box, inside, size
 from tapestry.ir.monoid import primitive_of
 from tapestry.ir.naming.author_names import dim_names, operation_names, tensor_names
 from tapestry.ir.plan import Layout, Mesh, Strategy
-from tapestry.ir.program import Buffer, Load, Reduce, Transfer, transfer_bytes
+from tapestry.ir.program import Buffer, Launch, Load, Reduce, Transfer, transfer_bytes
 from tapestry.ir.types import itemsize
 
 SCHEMA = "tapestry-layouts/1"
@@ -49,28 +49,58 @@ def layout_of(boxes: Boxes, shape: tuple[int, ...], mesh: Mesh) -> Layout | None
 
 @dataclass(frozen=True, slots=True)
 class Nearest:
-    """A layout of equal parts that holds what devices hold, and how many bytes more that is, on all devices."""
+    """A layout near what devices hold, how many bytes they hold beyond it, all together, and whether its parts are uneven."""
 
     layout: Layout
     extra: int
+    uneven: bool = False
 
 
 @lru_cache(maxsize=1 << 12)
-def nearest(held_boxes: tuple[Boxes, ...], shape: tuple[int, ...], mesh: Mesh, width: int) -> Nearest:
-    """The layout of fewest cells of which each device's part has all that the device holds; all of it on each, at the worst."""
-    best: tuple[int, Layout] | None = None
-    for layout in itertools.product((None, *range(len(shape))), repeat=len(mesh)):
-        parts = [prod(a.size for a, k in zip(mesh, layout, strict=True) if k == axis) for axis in range(len(shape))]
-        if any(n % p for n, p in zip(shape, parts, strict=True)):
-            continue
-        mine = held(layout, shape, mesh)
-        if all(b is None or inside(b, m) for boxes in held_boxes for b, m in zip(boxes, mine, strict=True)):
-            cells = sum(map(size, mine))
-            if best is None or cells < best[0]:
-                best = cells, layout
-    assert best is not None
+def nearest(held_boxes: tuple[Boxes, ...], shape: tuple[int, ...], mesh: Mesh, width: int, filled: bool) -> Nearest:
+    """The plan's own layout, in parts of ⌈n/p⌉, or the layout of fewest cells of which each device's even part has all that the
+    device holds (all of the tensor on each, at the worst): whichever holds less beyond the plan.
+
+    Args:
+        filled: whether short parts are filled up to the length of the others, as XLA does.
+    """
+    found = list[Nearest]()
+    own = layout_of(held_boxes[0], shape, mesh) if len(held_boxes) == 1 else None
+    if own is not None and (short := _short_parts(own, shape, mesh)):
+        parts = _counts(own, shape, mesh)
+        sides = [-(-n // p) for n, p in zip(shape, parts, strict=True)]
+        more = 0
+        for mine, b in zip(short, held_boxes[0], strict=True):
+            assert b is not None
+            both = prod(max(0, min(x[1], y[1]) - max(x[0], y[0])) for x, y in zip(mine, b, strict=True))
+            more += (prod(sides) if filled else size(mine)) - both
+        found.append(Nearest(own, more * width, uneven=True))
     planned = sum(size(b) for boxes in held_boxes for b in boxes if b is not None)
-    return Nearest(best[1], max(0, best[0] - planned) * width)
+    for layout in itertools.product((None, *range(len(shape))), repeat=len(mesh)):
+        if any(n % p for n, p in zip(shape, _counts(layout, shape, mesh), strict=True)):
+            continue
+        mine = held(layout, shape, tuple(replace(a, weights=()) for a in mesh))
+        if all(b is None or inside(b, m) for boxes in held_boxes for b, m in zip(boxes, mine, strict=True)):
+            found.append(Nearest(layout, max(0, sum(map(size, mine)) - planned) * width))
+    return min(found, key=lambda n: n.extra)
+
+
+def _counts(layout: Layout, shape: tuple[int, ...], mesh: Mesh) -> list[int]:
+    """Into how many parts each axis of a tensor is cut."""
+    return [prod(a.size for a, k in zip(mesh, layout, strict=True) if k == axis) for axis in range(len(shape))]
+
+
+def padded(layout: Layout, shape: tuple[int, ...], mesh: Mesh) -> tuple[int, ...]:
+    """The shape with every axis filled up until its parts are equal."""
+    return tuple(-(-n // p) * p for n, p in zip(shape, _counts(layout, shape, mesh), strict=True))
+
+
+def _short_parts(layout: Layout, shape: tuple[int, ...], mesh: Mesh) -> list[Box]:
+    """Each device's part where an axis of n cells for p devices is cut into parts of ⌈n/p⌉; nothing where all are equal."""
+    full, even = padded(layout, shape, mesh), tuple(replace(a, weights=()) for a in mesh)
+    if full == shape and mesh == even:
+        return []
+    return [tuple((min(lo, n), min(hi, n)) for (lo, hi), n in zip(b, shape, strict=True)) for b in held(layout, full, even)]
 
 
 def export_json(build: Build, target: Path) -> dict[str, Any]:
@@ -156,13 +186,19 @@ def export_places(build: Build, target: Path, form: str, *, nearest_will_do: boo
         kind = "parameters" if t in graph.weights else "inputs" if t in graph.inputs else "activations"
         said[kind][names[t] if kind == "activations" else t] = say(layout, len(graph.tensors[t].shape), mesh)
     said["outputs"] = {t: say(layout, len(graph.tensors[t].shape), mesh) for t, layout in found.last.items()}
+    called = operation_names(graph)
+    reads: dict[str, dict[str, Any]] = {}
+    for (k, t), layout in found.reads.items():
+        reads.setdefault(called[k], {})[names[t]] = say(layout, len(graph.tensors[t].shape), mesh)
     sizes = [a.size for a in mesh]
     axis_names = [a.name for a in mesh]
     axes = {"dim_names": axis_names, "shape": sizes} if form == "dtensor" else {"axis_names": axis_names, "axis_sizes": sizes}
     more = {"extra_bytes": sum(found.extra.values()), "extra": found.extra}
-    document = {"schema": f"tapestry-{form}/1", "mesh": axes, **said, **more}
+    document = {"schema": f"tapestry-{form}/1", "mesh": axes, **said, "reads": reads, **more}
     if form == "dtensor":
         document["written"] = _partial(build)
+    else:
+        document["padded"] = found.padded
     _write(target, document)
     return {"file": str(target), **{k: len(v) for k, v in said.items()}, **more}
 
@@ -173,12 +209,16 @@ class Placed:
 
     Attributes:
         first: as they are given or written; ``last``: outputs, as they end.
+        reads: where an operation (its number) reads a tensor otherwise than that: it was moved in between.
         extra: bytes that devices hold beyond the plan's, by tensor.
+        padded: shapes of the ends that are cut unevenly, filled up until their parts are equal.
     """
 
-    first: dict[str, Layout]
-    last: dict[str, Layout]
-    extra: dict[str, int]
+    first: dict[str, Layout] = field(default_factory=dict[str, Layout])
+    last: dict[str, Layout] = field(default_factory=dict[str, Layout])
+    reads: dict[tuple[int, str], Layout] = field(default_factory=dict[tuple[int, str], Layout])
+    extra: dict[str, int] = field(default_factory=dict[str, int])
+    padded: dict[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
 
 
 def places(build: Build, form: str, *, nearest_will_do: bool) -> Placed:
@@ -190,10 +230,10 @@ def places(build: Build, form: str, *, nearest_will_do: bool) -> Placed:
     if build.plan.stages:
         what = "a format of one mesh cannot say pipeline stages"
         raise NotExpressible(what, where=f"--format {form}", hint="onnx-ranks or json; or compile with --stages 1")
-    graph, mesh = build.plan.graph, build.plan.mesh
-    found, names, out = buffers_of(build.program.buffers.values()), tensor_names(graph), Placed({}, {}, {})
-    loaded = buffers_of(build.program.buffers[s.buffer] for s in build.program.steps if isinstance(s, Load))
-    last = {t: build.program.buffers[b].boxes for t, b in build.program.outputs.items()}
+    graph, mesh, buffers = build.plan.graph, build.plan.mesh, build.program.buffers
+    found, names, out = buffers_of(buffers.values()), tensor_names(graph), Placed()
+    loaded = buffers_of(buffers[s.buffer] for s in build.program.steps if isinstance(s, Load))
+    last = {t: buffers[b].boxes for t, b in build.program.outputs.items()}
     for t, x in graph.tensors.items():
         if x.on_host:
             raise NotExpressible("a value of the host has no place on devices", where=f"'{t}'", hint="onnx")
@@ -203,6 +243,13 @@ def places(build: Build, form: str, *, nearest_will_do: bool) -> Placed:
                 at = _place(boxes, x.shape, mesh, itemsize(x.dtype), nearest_will_do, name, form)
                 into[t] = at.layout
                 out.extra.update({t: max(at.extra, out.extra.get(t, 0))} if at.extra else {})
+                if at.uneven and form != "dtensor" and (into is out.last or t in graph.inputs or t in graph.weights):
+                    out.padded[t] = padded(at.layout, x.shape, mesh)
+    for s in build.program.steps:
+        for b in (buffers[b] for b in s.ins if b) if isinstance(s, Launch) else ():
+            at = layout_of(b.boxes, graph.tensors[b.tensor].shape, mesh) if b.field is None else None
+            if at is not None and at != out.first.get(b.tensor):
+                out.reads[s.op, b.tensor] = at
     return out
 
 
@@ -214,7 +261,7 @@ def _place(
     Raises:
         NotExpressible: it has none; says what is held.
     """
-    at = nearest(tuple(held_boxes), shape, mesh, width)
+    at = nearest(tuple(held_boxes), shape, mesh, width, form != "dtensor")
     alone = len(held_boxes) == 1 and layout_of(held_boxes[0], shape, mesh) is not None
     if not nearest_will_do and (at.extra or not alone):
         first = next(b for b in held_boxes[0] if b is not None)

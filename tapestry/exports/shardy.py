@@ -15,7 +15,7 @@ from tapestry.build.store import Build
 from tapestry.exports.fused_onnx import graph_nodes
 from tapestry.exports.layouts import as_partition_spec, places
 from tapestry.exports.onnx_blocks.onnx_nodes import NotExpressible, live
-from tapestry.exports.stablehlo_nodes import Ref, Text, body, tensor_type
+from tapestry.exports.stablehlo_nodes import Ref, Text, body
 from tapestry.ir.graph import Graph, Opaque
 from tapestry.ir.naming.author_names import operation_names
 from tapestry.ir.plan import Layout, Mesh
@@ -35,21 +35,41 @@ def export(build: Build, target: Path, *, nearest: bool) -> dict[str, Any]:
                 "StableHLO has no form of a model's own node", where=f"'{name}'", why=op.kind, hint="onnx-ranks"
             )
     placed = places(build, "shardy", nearest_will_do=nearest)
-    marks = {t: _sharding(layout, len(graph.tensors[t].shape), mesh) for t, layout in placed.first.items()}
-    ends = {t: _sharding(layout, len(graph.tensors[t].shape), mesh) for t, layout in placed.last.items()}
-    nodes, values = graph_nodes(graph)
+
+    def said(t: str, layout: Layout) -> str:
+        return _sharding(layout, len(graph.tensors[t].shape), mesh)
+
+    marks, ends = ({t: said(t, layout) for t, layout in some.items()} for some in (placed.first, placed.last))
+    copies = {(k, t): f"{t}/{said(t, layout)}" for (k, t), layout in placed.reads.items()}
+    nodes, values = graph_nodes(graph, copies)
     kept = live(nodes.nodes, [values[t].name for t in graph.outputs])
     read = {t for op in graph.ops for t in op.inputs} | set(graph.outputs)
     given = [*graph.inputs, *(t for t in graph.weights if t in read)]
-    arguments = {t: Ref(f"%arg{k}", graph.tensors[t].shape, graph.tensors[t].dtype) for k, t in enumerate(given)}
-    text = body(nodes, kept, arguments, {t: s for t, s in marks.items() if t not in arguments})
+    arguments = {
+        t: Ref(f"%arg{k}", placed.padded.get(t, graph.tensors[t].shape), graph.tensors[t].dtype) for k, t in enumerate(given)
+    }
+    text = Text(nodes.constants, nodes.values, dict(arguments))
+    for t in (t for t in given if t in placed.padded):
+        text.held[t] = text.placed(text.slice(arguments[t], [(0, n, 1) for n in graph.tensors[t].shape]), marks[t])
+    shardings = {t: s for t, s in marks.items() if t not in arguments}
+    body(text, kept, shardings | {name: said(t, placed.reads[k, t]) for (k, t), name in copies.items()})
+    results = {t: _filled(text, text.held[t], ends.get(t, ""), placed.padded.get(t)) for t in graph.outputs}
     with new_file(target) as path:
-        path.write_text(_module(graph, mesh, text, arguments, marks, ends))
+        path.write_text(_module(graph, mesh, text.lines, arguments, results, (marks, ends)))
     planned = sum(transfer_bytes(s, build.program) for s in build.program.steps if isinstance(s, Transfer | Reduce))
     return {
-        "file": str(target), "arguments": given, "results": list(graph.outputs), "constraints": len(set(marks) - set(given)),
-        "operations": len(text.lines), "plan_bytes": planned, "extra_bytes": sum(placed.extra.values()), "extra": placed.extra,
+        "file": str(target), "arguments": given, "results": list(graph.outputs),
+        "constraints": sum(" sdy.sharding_constraint " in line for line in text.lines), "operations": len(text.lines),
+        "plan_bytes": planned, "extra_bytes": sum(placed.extra.values()), "extra": placed.extra, "padded": placed.padded,
     }  # fmt: skip
+
+
+def _filled(text: Text, x: Ref, sharding: str, shape: tuple[int, ...] | None) -> Ref:
+    """A result that is cut unevenly, filled up with zeros until its parts are equal."""
+    if shape is None or shape == x.shape:
+        return x
+    more = [n - m for n, m in zip(shape, x.shape, strict=True)]
+    return text.pad(text.placed(x, sharding), [0] * len(more), more, text.number(0, x.dtype))
 
 
 def _sharding(layout: Layout, rank: int, mesh: Mesh) -> str:
@@ -60,16 +80,17 @@ def _sharding(layout: Layout, rank: int, mesh: Mesh) -> str:
 
 
 def _module(
-    graph: Graph, mesh: Mesh, text: Text, arguments: dict[str, Ref], marks: dict[str, str], ends: dict[str, str]
+    graph: Graph, mesh: Mesh, lines: list[str], arguments: dict[str, Ref], results: dict[str, Ref],
+    shardings: tuple[dict[str, str], dict[str, str]],
 ) -> str:  # fmt: skip
-    """The whole text."""
+    """The whole text; ``shardings`` are those of tensors as they begin and end."""
+    marks, ends = shardings
     name, axes = _quoted(graph.name or "model"), ", ".join(f"{_quoted(a.name)}={a.size}" for a in mesh)
     given = [f"      {v.ssa}: {v.type}{_attribute(marks.get(t))} loc({_quoted(t)})" for t, v in arguments.items()]
-    types = [tensor_type(graph.tensors[t].shape, graph.tensors[t].dtype) for t in graph.outputs]
-    results = ", ".join(kind + _attribute(ends.get(t)) for kind, t in zip(types, graph.outputs, strict=True))
-    last = f"    return {', '.join(text.held[t].ssa for t in graph.outputs)} : {', '.join(types)}"
+    ending = ", ".join(x.type + _attribute(ends.get(t)) for t, x in results.items())
+    last = f"    return {', '.join(x.ssa for x in results.values())} : {', '.join(x.type for x in results.values())}"
     head = [f"module @{name} {{", f"  sdy.mesh @mesh = <[{axes}]>", "  func.func public @main("]
-    return "\n".join([*head, ",\n".join(given), f"  ) -> ({results}) {{", *text.lines, last, "  }", "}", ""])
+    return "\n".join([*head, ",\n".join(given), f"  ) -> ({ending}) {{", *lines, last, "  }", "}", ""])
 
 
 def _quoted(name: str) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
-from tapestry.exports.onnx_blocks.onnx_nodes import ONNX_TYPES, Nodes, NotExpressible, Value
+from tapestry.exports.onnx_blocks.onnx_nodes import ONNX_TYPES, NotExpressible, Value
 from tapestry.ir.monoid import highest, lowest
 from tapestry.ir.types import FLOATS, numpy_dtype
 
@@ -123,6 +123,21 @@ class Text:
         axes = list(range(len(shape) - len(x.shape), len(shape)))
         return self.op("stablehlo.broadcast_in_dim", [x], shape, x.dtype, f", dims = {axes}")
 
+    def slice(self, x: Ref, box: Sequence[tuple[int, int, int]]) -> Ref:
+        """Cells from one to before another, in steps, along each axis."""
+        text, shape = ", ".join(f"{lo}:{hi}:{step}" for lo, hi, step in box), [-(-(hi - lo) // step) for lo, hi, step in box]
+        return self.line(f"stablehlo.slice {x.ssa} [{text}] : ({x.type}) -> {tensor_type(shape, x.dtype)}", shape, x.dtype)
+
+    def pad(self, x: Ref, low: Sequence[int], high: Sequence[int], fill: Ref) -> Ref:
+        """A value with more cells (fewer, by a negative count) before and behind along each axis."""
+        shape = [a + n + b for a, n, b in zip(low, x.shape, high, strict=True)]
+        more = f", low = {list(low)}, high = {list(high)}, interior = {[0] * len(shape)}"
+        return self.op("stablehlo.pad", [x, self.reshape(fill, ())], shape, x.dtype, more)
+
+    def placed(self, x: Ref, sharding: str) -> Ref:
+        """A value that lies so."""
+        return self.line(f"sdy.sharding_constraint {x.ssa} {sharding} : {x.type}", x.shape, x.dtype)
+
     def apply(self, kind: str, *ins: Ref) -> Ref:
         """An element-wise operation on values that broadcast."""
         shape = np.broadcast_shapes(*(x.shape for x in ins))
@@ -168,26 +183,22 @@ def _start(merge: str, dtype: str) -> float | int | bool:
     return (lowest if merge == "maximum" else highest)(dtype).value
 
 
-def body(nodes: Nodes, kept: Sequence[NodeProto], given: Mapping[str, Ref], marks: Mapping[str, str]) -> Text:
-    """The lines of nodes.
+def body(text: Text, kept: Sequence[NodeProto], marks: Mapping[str, str]) -> None:
+    """The lines of nodes, behind those that are there.
 
     Args:
-        given: the function's arguments, by name; ``marks``: shardings of results, by name.
+        marks: shardings of results, by name.
 
     Raises:
         NotExpressible: a node that has no form here.
     """
-    text = Text(nodes.constants, nodes.values, dict(given))
     for node in kept:
         say = _SAY.get(node.op_type)
         if say is None or len(node.output) != 1 or node.domain not in ("", "ai.onnx"):
             raise NotExpressible("StableHLO text is made of other nodes", where=f"'{node.name}'", why=node.op_type)
         (name,) = node.output
         out = say(text, node)
-        if name in marks:
-            out = text.line(f"sdy.sharding_constraint {out.ssa} {marks[name]} : {out.type}", out.shape, out.dtype)
-        text.held[name] = out
-    return text
+        text.held[name] = text.placed(out, marks[name]) if name in marks else out
 
 
 # nodes
@@ -308,19 +319,16 @@ def _gather(t: Text, n: NodeProto) -> Ref:
 
 
 def _slice(t: Text, n: NodeProto) -> Ref:
-    x, out = t.of(n.input[0]), t.values[n.output[0]]
+    x = t.of(n.input[0])
     box = [(0, m, 1) for m in x.shape]
     for lo, hi, axis, step in zip(*map(t.integers, n.input[1:]), strict=True):
         box[axis] = lo, hi, step
-    text = ", ".join(f"{lo}:{hi}:{step}" for lo, hi, step in box)
-    return t.line(f"stablehlo.slice {x.ssa} [{text}] : ({x.type}) -> {tensor_type(out.shape, x.dtype)}", out.shape, x.dtype)
+    return t.slice(x, box)
 
 
 def _pad(t: Text, n: NodeProto) -> Ref:
     x, counts, fill = t.of(n.input[0]), t.integers(n.input[1]), t.of(n.input[2])
-    rank, out = len(x.shape), t.values[n.output[0]]
-    more = f", low = {counts[:rank]}, high = {counts[rank:]}, interior = {[0] * rank}"
-    return t.op("stablehlo.pad", [x, t.reshape(fill, ())], out.shape, x.dtype, more)
+    return t.pad(x, counts[: len(x.shape)], counts[len(x.shape) :], fill)
 
 
 def _concat(t: Text, n: NodeProto) -> Ref:

@@ -41,9 +41,6 @@ for room in (operators, movement, recurrences, microsoft):  # their modules regi
         import_module(module.name)
 
 
-TEXT = ".tap"  # files of IR text
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lifted:
     """A model as a Graph.

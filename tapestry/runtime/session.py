@@ -17,7 +17,7 @@ from tapestry.ir.graph import Graph
 from tapestry.ir.kernel import Box
 from tapestry.ir.program import Program
 from tapestry.ir.types import DTYPES, Tensor, Weight, itemsize, numpy_dtype
-from tapestry.lift import read_checked
+from tapestry.lift.file.weight_data import read_checked
 from tapestry.onnx_eval.opaque_node import HostValue
 from tapestry.onnx_eval.value_kinds import is_array
 from tapestry.plan.topology import from_data

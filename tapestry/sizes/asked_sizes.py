@@ -11,6 +11,7 @@ from typing import Any, cast
 from tapestry.errors import TapestryError
 from tapestry.ir.sizes.size_formula import Region, Sizes
 from tapestry.lift import onnx_to_graph as lift
+from tapestry.lift.file.structure import TEXT
 
 MOST_LISTED = 64
 
@@ -31,7 +32,7 @@ def asked(model: Path, shapes: Mapping[str, Any]) -> Asked | None:
         TapestryError: a range is none, or is of no symbol of the model.
     """
     found = {name: value for name, value in shapes.items() if _several(value)}
-    if not found or model.suffix == lift.TEXT:
+    if not found or model.suffix == TEXT:
         return None
     inputs = lift.input_dims(lift.read_model(model, False).model, set())
     found = {name: value for name, value in found.items() if name not in inputs}

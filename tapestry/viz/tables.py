@@ -238,7 +238,13 @@ def _resources(r: Mapping[str, Any]) -> str:
     grid = f"grid {'×'.join(map(str, r['grid']))}, {r['num_warps']} warps, {r['registers']} registers, {r['spills']} spills"
     text = f"{grid}, {shared}, occupancy {r['occupancy']:.0%}, {r['wide_share']:.0%} in 16 bytes"
     text += f", {r['matrix']}" if r["matrix"] else ""
-    return text + (f"; {count(r['flops'])}FLOP, {human(r['bytes'])}" if "bytes" in r else "")
+    text += f", loop of {r['loop']} instructions" if r["loop"] else ""
+    text += f", {human(r['in_flight'])} in flight" if r["in_flight"] else ""
+    text += f"; {', '.join(m.split()[0] for m in r['messages'])}" if r["messages"] else ""
+    if "bytes" not in r:
+        return text
+    passed = f"; {len(r['refused'])} candidates passed over ({r['refused'][0]['why']})" if r["refused"] else ""
+    return text + f"; {count(r['flops'])}FLOP, {human(r['bytes'])}, predicted {duration(r['predicted_s'])}{passed}"
 
 
 def _model(m: Mapping[str, Any], precision: str) -> list[str]:

@@ -16,7 +16,7 @@ from bench.support import onnx_suite
 from tapestry.backend import TapestryBackend
 from tapestry.errors import TapestryError
 
-SAMPLE, SPLIT_SAMPLE = 37, 61  # every n-th case in the fast tests
+SAMPLE, SPLIT_SAMPLE = 74, 61  # every n-th case in the fast tests
 SLOWER = ("densenet", "inception", "resnet", "vgg", "alexnet", "shufflenet", "zfnet")
 
 
@@ -40,7 +40,7 @@ def outcome(names) -> dict[str, tuple[str, str, str]]:
 def test_a_sample_of_the_suite_is_as_the_table_says():
     found = outcome(lambda names: [n for n in names[::SAMPLE] if not any(s in n for s in SLOWER)])
     assert conformance.differences(found) == []
-    assert sum(r[1] == "pass" for r in found.values()) > 45
+    assert sum(r[1] == "pass" for r in found.values()) > 22
 
 
 @pytest.mark.slow

@@ -100,7 +100,9 @@ def test_without_names_the_structure_says_what_is_alike(builds) -> None:
 
 def row(k: int, **more: object) -> dict:
     machine = {"grid": [65535, 16, 1], "num_warps": 8, "registers": 255, "spills": 12, "shared": 233472, "shared_limit": 233472}
-    work = {"flops": 123456789012, "bytes": 98765432, "roofline_s": 5.072e-05}
+    machine |= {"loop": 401, "in_flight": 3 << 20, "messages": ["C7515 wgmma.mma_async instructions are serialized"]}
+    work = {"flops": 123456789012, "bytes": 98765432, "roofline_s": 5.072e-05, "predicted_s": 6.5e-05}
+    work["refused"] = [{"knobs": {}, "why": "245,784 bytes of shared memory, of 232,448"}]
     more = {"occupancy": 0.125, "matrix": "wgmma", "wide_share": 1.0, "kind": "dot", "launches": 32, **work, **more}
     return {"kernel": f"model_layers_{k}_self_attn_q_proj_with_a_long_name_{k}", **machine, **more}
 
@@ -112,6 +114,8 @@ def test_kernels_fit_and_fold() -> None:
     assert max(map(len, text.splitlines())) <= 80 and ODD.findall(text) == []
     assert [x.split()[0] for x in text.splitlines() if re.match(r" +\d+ +\d", x)] == ["64", "32"]
     assert "3.25 ms" in text and "50.7 µs" not in text and "12 spills" in text
+    plain = " ".join(text.split())
+    assert "C7515" in plain and "loop of 401" in plain and "65.0 µs" in plain and "passed over (245,784 bytes" in plain
 
 
 @pytest.mark.slow

@@ -20,11 +20,14 @@ from tapestry.codegen.torch_cpu.base.point_values import Expressions, Run, held
 from tapestry.codegen.torch_cpu.base.selection import gather
 from tapestry.codegen.torch_cpu.base.strided_reads import Frame, Tensor
 from tapestry.codegen.torch_cpu.base.torch_api import tensor_of
-from tapestry.codegen.torch_cpu.c import pooling, row_norms
+from tapestry.codegen.torch_cpu.c import conv_c, pooling, row_norms
 from tapestry.codegen.torch_cpu.c.blocks_c import as_loops
 from tapestry.codegen.torch_cpu.c.c_calls import Recorded, Together
 from tapestry.codegen.torch_cpu.c.maps_c import PLAIN, How, Mapped, mapped
 from tapestry.codegen.torch_cpu.torch_ops import dense, integers, layers, norms, running_scan
+from tapestry.codegen.torch_cpu.torch_ops.viewed import viewed
+from tapestry.codegen.torch_cpu.views.image_view import seen
+from tapestry.codegen.torch_cpu.views.pixel_view import pixels
 from tapestry.ir.expr import Expr, arg_positions
 from tapestry.ir.graph import Block, Graph, Opaque
 from tapestry.ir.kernel import Kernel, shape, size
@@ -43,15 +46,30 @@ def build(graph: Graph, kernel: Kernel, how: How = PLAIN) -> Run:
     op = graph.ops[kernel.op]
     if isinstance(op, Opaque):
         return _opaque(op, graph, kernel)
-    run = _built(op, graph, kernel, how)
+    view = seen(op, graph, kernel)
+    if not view and not how.any_size and (found := _by_pixels(op, graph, kernel, how)):
+        return found
+    run = viewed(_built(view.op, view.graph, view.kernel, how), view) if view else _built(op, graph, kernel, how)
     made = isinstance(run, Recorded | Together | Mapped | dense.Packable)
-    return run if made else as_loops(op, graph, kernel, run, partial(_is_dear, op, graph, kernel), how)
+    return run if made or view else as_loops(op, graph, kernel, run, partial(_is_dear, op, graph, kernel), how)
+
+
+def _by_pixels(op: Block, graph: Graph, kernel: Kernel, how: How) -> Run | None:
+    """The function in C of an operation on images, pixel by pixel; ``None`` where there is none."""
+    view = pixels(op, graph, kernel) if conv_c.available() else None
+    if view is None or row_norms.mean(op, kernel) or pooling.pooled(op, kernel):
+        return None
+    run = _built(view.op, view.graph, view.kernel, how)
+    run = run if isinstance(run, Mapped) else as_loops(view.op, view.graph, view.kernel, run, lambda: True, how)
+    return viewed(run, view) if isinstance(run, Mapped) else None
 
 
 def _is_dear(op: Block, graph: Graph, kernel: Kernel) -> bool:
     """Whether torch has no operator for an operation: it would write out the points of a reduction, or gather cell by cell."""
     if op.monoid is None:
         return _gathers(op, op.body)
+    if norms.by_rows(op):
+        return True
     plain = len(op.body) == 1 and not op.inner and not layered(op) and len(parts_of(op.monoid)) == 1
     frame = Frame(op.space, kernel.block)
     if not plain or kernel.mode != "full" or _read_off(op, graph, kernel, frame):

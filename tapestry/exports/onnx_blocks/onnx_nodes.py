@@ -112,17 +112,22 @@ class Nodes:
     def result(self, value: Value, name: str) -> Value:
         """A value under a name that others know: that of the node's result, or a copy where it has a name already."""
         at = self._made.pop(value.name, None)
-        named = self.values[name] = Value(name, value.shape, value.dtype)
         if at is None:
-            source = self._renamed.get(value.name, value.name)
-            self.nodes.append(helper.make_node("Identity", [source], [name], name=self.fresh(f"{name}/Identity")))
-            return named
+            return self.copied(value, name)
+        named = self.values[name] = Value(name, value.shape, value.dtype)
         self._renamed[value.name] = name
         for node in self.nodes[at:]:
             for names in (node.input, node.output):
                 for k, old in enumerate(names):
                     if old == value.name:
                         names[k] = name
+        return named
+
+    def copied(self, value: Value, name: str) -> Value:
+        """A copy of a value under a name that others know."""
+        named = self.values[name] = Value(name, value.shape, value.dtype)
+        source = self._renamed.get(value.name, value.name)
+        self.nodes.append(helper.make_node("Identity", [source], [name], name=self.fresh(f"{name}/Identity")))
         return named
 
     def named(self, value: Value) -> Value:

@@ -18,6 +18,7 @@ from tapestry.lift.file.protos import captured, model_nodes, nested, node_name, 
 from tapestry.lift.file.sparse import densify
 from tapestry.onnx_eval.own_nodes import EVALUATORS
 
+TEXT = ".tap"  # files of IR text
 MAX_BYTES = (1 << 31) - 1  # of one protobuf message
 MAX_VERSION = (1 << 31) - 1
 MAX_NODES = 250_000  # of a model, and of one function with all that it calls (Llama-70B: 19,186)

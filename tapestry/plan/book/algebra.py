@@ -18,13 +18,14 @@ from dataclasses import dataclass, field, replace
 from tapestry.errors import TapestryError
 from tapestry.ir.graph import Block, Graph, with_ops
 from tapestry.ir.plan import MeshAxis, Stage
-from tapestry.ir.syntax.printer import to_text
+from tapestry.ir.syntax.printer import signature, to_text
 from tapestry.ir.types import Tensor
 from tapestry.plan.pipelines.staged_plan import stage_topology
 from tapestry.plan.search.problem import Tables, build
 from tapestry.plan.solver.budget import Meter
 from tapestry.plan.topology import Topology
 from tapestry.rewrites.core.driver import SIMPLIFIED, rules_of, simplify
+from tapestry.rewrites.core.matching import Draft
 from tapestry.rewrites.core.rule import Move, Refusal
 from tapestry.rewrites.equations.equation import Equation
 
@@ -33,8 +34,9 @@ MOST_OPS = 9  # of a region in all
 LOOKED_AT, LATER = 24, 5  # forms of a region from which equations are tried, and moves in a row
 WORSE = 2.5  # a form that costs more than the region by this factor is not followed
 PAYS = 0.98  # of a region's price, under which a derivation is worth planning
-CHILD = 3e6  # units of work of a form: measured, 3 ms
+CHILD = 6e6  # units of work of a form: measured, 6 ms
 _NONE = frozenset[str]()
+_Key = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +90,7 @@ class Book:
         meter: of work; at most ``units`` of it are done here.
         known: of regions that were searched, by their text: the cheapest form, if any pays.
         disabled: rules that are left out.
+        holds: whether an equation holds at an operation with such surroundings, which have ``numbers``.
     """
 
     topology: Topology
@@ -95,6 +98,8 @@ class Book:
     units: float
     disabled: frozenset[str] = _NONE
     known: dict[str, Cheaper | None] = field(default_factory=dict[str, Cheaper | None])
+    holds: dict[tuple[str, _Key], bool] = field(default_factory=dict[tuple[str, "_Key"], bool])
+    numbers: dict[str, int] = field(default_factory=dict[str, int])
     tables: Tables = field(default_factory=Tables)
     looked_at: int = 0
 
@@ -102,7 +107,7 @@ class Book:
         """For each kind of region, the moves at all its places that lead to the cheapest form; most seconds saved first."""
         found: dict[str, tuple[Cheaper, list[tuple[Move, ...]]]] = {}
         taken, wires = set[str](), _Wires(graph)
-        for at in dict.fromkeys(wires.makers[m.at] for m in self.moves(graph)):
+        for at in dict.fromkeys(at for _, _, at in self._places(graph)):
             if self.looked_at * CHILD > self.units:
                 break
             for up, down in NEAR:
@@ -137,10 +142,22 @@ class Book:
 
     def moves(self, graph: Graph) -> Iterator[Move]:
         """Every place where an equation of the book holds."""
-        blocks = [op for op in graph.ops if isinstance(op, Block)]
+        for rule, draft, at in self._places(graph):
+            yield from (m for m in rule.found(draft, at) if not isinstance(m, Refusal))
+
+    def _places(self, graph: Graph) -> Iterator[tuple[Equation, Draft, int]]:
+        """Every operation at which an equation of the book holds; equal surroundings are matched once."""
+        draft, near = Draft(graph), _Surroundings(graph, self.numbers)
+        blocks = [(at, op) for at, op in enumerate(graph.ops) if isinstance(op, Block)]
         for rule in self.rules():
-            if any(rule.matcher.fits(op) for op in blocks):
-                yield from (m for m in rule.find(graph) if not isinstance(m, Refusal))
+            for at, op in blocks:
+                if not rule.matcher.fits(op):
+                    continue
+                key = rule.name, near.of(at, len(rule.rule.before) - 1)
+                if key not in self.holds:
+                    self.holds[key] = any(not isinstance(m, Refusal) for m in rule.found(draft, at))
+                if self.holds[key]:
+                    yield rule, draft, at
 
     def _searched(self, region: Graph) -> Cheaper | None:
         """The cheapest form of a region, of equally cheap ones that of the fewest moves; ``None`` where none pays."""
@@ -190,6 +207,40 @@ def _together(places: list[tuple[Move, ...]]) -> Iterator[Move]:
         if k:
             yield Move(SIMPLIFIED, "graph")
         yield from step
+
+
+class _Surroundings:
+    """What an equation sees of an operation: it and those that it is made of, whatever they are called."""
+
+    def __init__(self, graph: Graph, numbers: dict[str, int]) -> None:
+        """``numbers``: of the signatures of operations, which grows."""
+        self.graph, self.makers, self.readers = graph, graph.producers(), graph.consumers()
+        self.numbers, self.outputs, self.signatures = numbers, set(graph.outputs), dict[int, int]()
+
+    def of(self, at: int, depth: int) -> _Key:
+        """Equal for equal surroundings, up to so many operations behind each other."""
+        out, layer, place = list[tuple[int, ...]](), [at], {at: 0}
+        for left in range(depth, -1, -1):
+            behind = list[int]()
+            for k in layer:
+                made = [self.makers.get(t, -1) for t in self.graph.ops[k].inputs]
+                for m in made if left else ():
+                    if m >= 0 and m not in place:
+                        place[m] = len(place)
+                        behind.append(m)
+                out.append((self._number(k), *(place.get(m, -1) for m in made)))
+            layer = behind
+        return tuple(out)
+
+    def _number(self, k: int) -> int:
+        """Of an operation's signature, and of who reads its results."""
+        if k not in self.signatures:
+            op = self.graph.ops[k]
+            readers = [self.readers.get(t, ()) for t in op.outs]
+            alone = [len(r) == 1 and t not in self.outputs for t, r in zip(op.outs, readers, strict=True)]
+            text = f"{signature(op, self.graph)} {alone}"
+            self.signatures[k] = self.numbers.setdefault(text, len(self.numbers))
+        return self.signatures[k]
 
 
 class _Wires:

@@ -14,7 +14,7 @@ from itertools import pairwise
 import numpy as np
 
 from tapestry.ir.plan import Mesh, MeshAxis, device_count
-from tapestry.plan.topology.measured_costs import PRODUCTS, CallTimes, KernelRates
+from tapestry.plan.topology.measured_costs import LIKE, PRODUCTS, CallTimes, KernelRates
 
 HOST, HOST_LATENCY = 1.0e10, 1e-5  # B/s and s of a load from the host, where a topology says nothing
 
@@ -46,10 +46,10 @@ class Device:
         return self.flops.get(dtype, self.flops["other"])
 
     def kernel(self, kind: str, dtype: str) -> KernelRates:
-        """What kernels of a class take; the common rates where the class was not measured. Those of products
-        of another dtype than f32 are faster or slower as `flops` says."""
+        """What kernels of a class take; the common rates where neither the class nor one like it was measured. Those of
+        products of another dtype than f32 are faster or slower as `flops` says."""
         heavy = kind in PRODUCTS
-        found = self.classes.get(kind)
+        found = self.classes.get(kind) or self.classes.get(LIKE.get(kind, ""))
         if found is None:
             return KernelRates(self.launch, self.rate(dtype) if heavy else self.vector, self.bandwidth)
         return replace(found, rate=found.rate * self.rate(dtype) / self.rate("f32")) if heavy else found

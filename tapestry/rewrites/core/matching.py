@@ -191,14 +191,18 @@ class MatchRule(Rule):
     def find(self, graph: Graph) -> Iterator[Move | Refusal]:
         """Every place where the rule applies, and refusals where a user might expect it to."""
         draft = Draft(graph, live=self.live)
-        for at, op in enumerate(graph.ops):
-            given = set[Params]()
-            for result in self.candidates(draft, at, None):
-                if isinstance(result, Refusal):
-                    yield replace(result, rule=self.name, at=self.named(op))
-                elif result[0] not in given:
-                    given.add(result[0])
-                    yield Move(self.name, self.named(op), result[0])
+        for at in range(len(graph.ops)):
+            yield from self.found(draft, at)
+
+    def found(self, draft: Draft, at: int) -> Iterator[Move | Refusal]:
+        """Where the rule applies, and refusals, at one position of a graph that is not rewritten meanwhile."""
+        op, given = draft.ops(at)[-1], set[Params]()
+        for result in self.candidates(draft, at, None):
+            if isinstance(result, Refusal):
+                yield replace(result, rule=self.name, at=self.named(op))
+            elif result[0] not in given:
+                given.add(result[0])
+                yield Move(self.name, self.named(op), result[0])
 
     def apply(self, graph: Graph, move: Move) -> Graph:
         """The graph after one move.

@@ -107,7 +107,7 @@ class Matcher:
 
     def at(self, draft: Draft, op: Block) -> Iterator[Bindings | Refusal]:
         """Every match whose last operation is ``op``, and near misses."""
-        if self.fits(op):
+        if self.fits(op) and next(self._chosen(draft, self.before[-1], op, _NOTHING), None) is not None:
             yield from self._op(draft, len(self.before) - 1, op, Bindings(ranges=op.ranges), {})
 
     def _op(self, draft: Draft, k: int, op: Block, m: Bindings, env: Mapping[str, Aff]) -> Iterator[Bindings | Refusal]:

@@ -26,6 +26,7 @@ from tapestry.codegen.torch_cpu.c.print_c import TYPES, Writer, is_slow, literal
 from tapestry.ir.expr import Arg, Const, Expr, Index, Let, arg_positions, walk
 from tapestry.ir.expr import Call as Apply
 from tapestry.ir.graph import Block, Graph, Read
+from tapestry.ir.index import dims_of
 from tapestry.ir.kernel import Box, Kernel, shape, size
 from tapestry.ir.monoid import MONOIDS, Moments
 from tapestry.ir.recognise.contraction import only_sums
@@ -37,6 +38,7 @@ MOST_WORK = 1 << 18  # primitives: more take longer than torch's calls
 MOST_SUMS = 1 << 16  # in sums, which torch's matrix products are better at
 MOST_MERGES = 1 << 14  # in other reductions, which are a cell at a time
 SLOW = 32  # primitives that a call of the library takes as long as
+LANES = 64  # neighbours that are summed side by side
 MOST_TEXT = 2000  # primitives of an operation
 
 
@@ -181,12 +183,37 @@ class BlockWriter(Writer):
         lines += [f"{TYPES[e.dtype]} *restrict y{j} = p[{n + j}];" for j, e in enumerate(results)]
         outer = _outer(op)
         begin = len(lines)
+        if _side_by_side(op):
+            lines += self._lanes(op, results)
+            return "\n".join([*lines[:begin], *self._given(), *lines[begin:]])
         lines += self._loop([d.name for d in op.dims if d.name in outer])
         place = self._place(self.out, [f"(d{i} - {self._size(lo)})" for i, (lo, _) in enumerate(self.out)])
         acc = self._reduced(op, lines) if op.monoid else self._let(op, lines, place)
         lines += self._loop([d.name for d in op.dims if d.name not in outer])
         lines += [f"y{j}[{place}] = {self._expr(e, self.inner, acc)};" for j, e in enumerate(results)]
         return "\n".join([*lines[:begin], *self._given(), *lines[begin:], "}" * len(op.dims)])
+
+    def _lanes(self, op: Block, results: Sequence[Expr]) -> list[str]:
+        """Sums of neighbours along the last dimension side by side, in loops of their own in the innermost."""
+        last, (lo, hi) = len(op.dims) - 1, self.out[-1]
+        place = self._place(self.out, [f"(d{i} - {self._size(a)})" for i, (a, _) in enumerate(self.out)])
+        low, high = self._size(lo), self._size(hi)
+        names, fields, at = [d.name for d in op.reduce], range(len(op.body)), f"const int64_t d{last} = first + i;"
+        each = f"for (int64_t i = 0; i < many; i++) {{ {at}"
+        acc = [f"((float)a{k}[i])" for k in fields]
+        return [
+            *self._loop([d.name for d in op.dims[:-1]]),
+            f"for (int64_t first = {low}; first < {high}; first += {LANES}) {{",
+            f"const int64_t many = {high} - first < {LANES} ? {high} - first : {LANES};",
+            *(f"double a{k}[{LANES}] = {{0}};" for k in fields),
+            *self._loop(names),
+            f"#pragma omp simd\n{each}",
+            *(f"a{k}[i] += {self._expr(e, self.inner, [])};" for k, e in enumerate(op.body)),
+            "}" * (len(names) + 1),
+            f"#pragma omp simd\n{each}",
+            *(f"y{j}[{place}] = {self._expr(e, self.inner, acc)};" for j, e in enumerate(results)),
+            "}" * (len(op.dims) + 1),
+        ]
 
     def _loop(self, names: Sequence[str]) -> list[str]:
         """The beginnings of loops."""
@@ -263,6 +290,20 @@ class BlockWriter(Writer):
 
     def _field(self, name: str, monoid: str, k: int, dtype: str) -> str:
         return f"((float){name}{k})" if self._double(monoid, dtype) else f"{name}{k}"
+
+
+def _side_by_side(op: Block) -> bool:
+    """Whether it sums few floats for each of many neighbours, as a pooling by pixels does."""
+    if not op.monoid or not only_sums(op.monoid) or op.inner or not op.dims or any(e.dtype != "f32" for e in op.body):
+        return False
+    last, row = op.dims[-1], _row_of(op)
+    return last.size >= LANES // 4 and last.name in _outer(op) and row is not None and last.name in row
+
+
+def _row_of(op: Block) -> frozenset[str] | None:
+    """What the last axes of what the body reads are along; ``None`` where they differ."""
+    ends = {dims_of(op.reads[k].index[-1]) for k in arg_positions(op.body) if op.reads[k].index}
+    return next(iter(ends)) if len(ends) == 1 else None
 
 
 def _plain_moments(op: Block) -> bool:

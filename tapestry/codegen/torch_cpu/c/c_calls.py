@@ -160,6 +160,12 @@ def ask(call: Call | Calls, made: Call) -> None:
     who.buffers.seldom, who.kept = ctypes.addressof(step), (*who.kept, step, made)
 
 
+def hold(call: Call | Calls, fixed: bool) -> Call | Calls:
+    """The call, which is bound anew at every run unless it is ``fixed``."""
+    last(call).fixed &= fixed
+    return call
+
+
 def last(call: Call | Calls) -> Call:
     """The call that writes the result."""
     return call.parts[-1] if isinstance(call, Calls) else call

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,10 +12,10 @@ import torch
 from tapestry.codegen.torch_cpu import native
 from tapestry.codegen.torch_cpu.base import contract
 from tapestry.codegen.torch_cpu.base.epilogue import Epilogue
-from tapestry.codegen.torch_cpu.c.c_calls import Call, Link, shares
+from tapestry.codegen.torch_cpu.c.c_calls import Call, Calls, Link, shares
 
 Tensor = torch.Tensor
-Convolve = Callable[[Tensor, Tensor, Tensor | None, Tensor | None, Tensor], Call]
+Convolve = Callable[[Tensor, Tensor, Tensor | None, Tensor | None, Tensor], Call | Calls]
 """From the image, the packed weight, the bias, the residual and flat memory for the result to the call that computes it."""
 DEEPEST = 1 << 20  # steps of a reduced dimension: their blocks are listed on the stack
 MOST_PLANES = 4  # channels of an image that our own loop makes adjacent
@@ -102,9 +102,9 @@ def convolve(parts: contract.Call, weight: Sequence[int], shape: Sequence[int], 
     if lib is None or weight[1] * weight[2] * weight[3] > DEEPEST or weight[2] * weight[3] > DEEPEST >> 8:
         return None
     call: Any
+    if parts.groups > 1 and (weight[1] > 1 or parts.groups != weight[0]):
+        return _grouped(parts, weight, shape, then, lib.tapestry_lanes())
     if parts.groups > 1:
-        if weight[1] != 1 or parts.groups != weight[0]:
-            return None
         call, pack, key = lib.tapestry_depthwise, pack_depthwise, "taps"
     elif _in_tiles(parts, weight, lib.tapestry_lanes()):
         call, pack, key = lib.tapestry_winograd, pack_winograd, "winograd"
@@ -114,6 +114,32 @@ def convolve(parts: contract.Call, weight: Sequence[int], shape: Sequence[int], 
     single = tuple(weight[2:]) == parts.stride == (1, 1) and not any(parts.padding)
     link = Link(4 * shape[1] * shape[2] * shape[3], single or key == "taps") if small and key != "winograd" else None
     return Kernel(_caller(call, parts, weight, shape, then), pack, key, link)
+
+
+def _grouped(parts: contract.Call, weight: Sequence[int], shape: Sequence[int], then: Epilogue, lanes: int) -> Kernel | None:
+    """A convolution of groups of several features, group by group; few features leave lanes empty."""
+    count, each = parts.groups, weight[0] // parts.groups
+    if 2 * each < lanes:
+        return None
+    part = replace(parts, groups=1, input=(parts.input[0], weight[1], *parts.input[2:]))
+    one = _caller(available().tapestry_conv, part, (each, *weight[1:]), (shape[0], each, *shape[2:]), then, weight[0])
+
+    def pack(w: Tensor) -> Tensor:
+        return torch.cat([pack_convolution(w[i : i + each]) for i in range(0, weight[0], each)])
+
+    def call(image: Tensor, w: Tensor, bias: Tensor | None, residual: Tensor | None, out: Tensor) -> Calls:
+        calls, x = list[Call](), last(image)
+        r = None if residual is None else last(residual)
+        for g in range(count):
+            own = slice(g * each, (g + 1) * each)
+            panel = w[g * (w.numel() // count) :]
+            some = None if bias is None else bias[own], None if r is None else r[:, own]
+            calls += Calls.of(one(x[:, g * weight[1] : (g + 1) * weight[1]], panel, *some, out[own.start :])).parts
+        moved = not shares(x, image) or (r is not None and residual is not None and not shares(r, residual))
+        calls[-1].fixed &= not moved
+        return Calls(tuple(calls))
+
+    return Kernel(call, pack, f"panels of {count} groups")
 
 
 def available() -> Any:
@@ -129,21 +155,25 @@ def _in_tiles(parts: contract.Call, weight: Sequence[int], lanes: int) -> bool:
     return near and whole and min(channels, features) >= 32 and channels + features > 64
 
 
-def _caller(call: Any, parts: contract.Call, weight: Sequence[int], shape: Sequence[int], then: Epilogue) -> Convolve:
+def _caller(
+    call: Any, parts: contract.Call, weight: Sequence[int], shape: Sequence[int], then: Epilogue, pixel: int = 0
+) -> Convolve:
+    """Calls of a kernel; ``pixel``: cells from one pixel of the result to the next, by default its features."""
     images, features, out_h, out_w = shape
     _, channels, in_h, in_w = parts.input
     nothing = zeros(weight[3] * max(channels, 64))
     sizes = (images, channels, features, in_h, in_w, out_h, out_w, weight[2], weight[3], *parts.stride, *parts.padding,
              *parts.dilation)  # fmt: skip
-    y_strides = (out_h * out_w * features, 1, out_w * features, features)
+    wide = pixel or features
+    y_strides = (out_h * out_w * wide, 1, out_w * wide, wide)
     clamp = (int(then.clamped), then.low, then.high)
     known: dict[tuple[int, ...], Any] = {}
     planes: Any = native.library()
     planes = planes.tapestry_planes if parts.groups == 1 and call is not planes.tapestry_winograd else None
 
     def layout(x: tuple[int, ...], r: tuple[int, ...], apart: bool) -> Any:
-        pixel = x[1 if apart else 3]
-        return native.Conv(*sizes, x[0], x[2], pixel, *(y_strides[i] for i in (0, 2, 3)), r[0], r[2], r[3], *clamp)
+        step = x[1 if apart else 3]
+        return native.Conv(*sizes, x[0], x[2], step, *(y_strides[i] for i in (0, 2, 3)), r[0], r[2], r[3], *clamp)
 
     def record(image: Tensor, w: Tensor, bias: Tensor | None, residual: Tensor | None, out: Tensor) -> Call:
         apart = planes is not None and _planes(image)

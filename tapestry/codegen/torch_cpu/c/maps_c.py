@@ -23,7 +23,7 @@ from tapestry.ir.recognise.selection_sum import selection
 
 Tensor = torch.Tensor
 LEAST = 1 << 10  # points: fewer are worth a function in a program of many small operations alone
-MOST_PIECES = 8
+MOST_PIECES = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,11 @@ def mapped(op: Block, graph: Graph, kernel: Kernel, plain: Run, how: How = PLAIN
         return plain
     used = sorted(arg_positions(tuple(e for p in found for e in _exprs(p))))
     boxes = {k: b for k in used if (b := kernel.ins[k]) is not None}
-    if len(boxes) < len(used) or not all(_row_by_row(op, op.reads[k], boxes[k], out) for k in used) or _image(op, used):
+    if (
+        len(boxes) < len(used)
+        or not all(_row_by_row(op, op.reads[k], boxes[k], out) for k in used)
+        or (how.any_size and _image(op, used))
+    ):
         return plain
     names = tuple(d.name for d in op.dims)
     tensors = {k: graph.tensors[op.reads[k].tensor] for k in used}

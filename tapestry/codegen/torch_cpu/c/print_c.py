@@ -55,6 +55,16 @@ INLINE float t_tanh(float x) {
     float far = copysignf(1.0f - 2.0f / (t_exp(a + a) + 1.0f), x);
     return a < 0.625f ? p : far;
 }
+/* erf: Juffa's polynomials (2018, "a faster and more accurate erff"), 1 - exp(p(|x|)) from 475/512 on. */
+INLINE float t_erf(float x) {
+    float a = fabsf(x), s = x * x, p = -5.96761703e-4f, q = -1.72853470e-5f * a + 3.83197126e-4f;
+    p = p * s + 4.99119423e-3f, p = p * s - 2.67681349e-2f, p = p * s + 1.12819925e-1f, p = p * s - 3.76125336e-1f;
+    p = p * s + 1.28379166e-1f;
+    q = q * s + (-3.88396438e-3f * a + 2.42546219e-2f);
+    q = q * a - 1.06777877e-1f, q = q * a - 6.34846687e-1f, q = q * a - 1.28717512e-1f;
+    float far = copysignf(1.0f - t_exp(q * a - a), x);
+    return a > 0.927734375f ? far : p * x + x;
+}
 INLINE float t_square(float x) { return x * x; }
 INLINE float t_cube(float x) { return x * x * x; }
 INLINE float t_sign(float x) { return x != x ? x : (float)((x > 0) - (x < 0)); }
@@ -75,10 +85,10 @@ FLOAT: dict[str, str] = {
     "add": "({} + {})", "sub": "({} - {})", "mul": "({} * {})", "div": "({} / {})", "neg": "(-{})", "min": "t_min({}, {})",
     "max": "t_max({}, {})", "abs": "fabsf({})", "sqrt": "sqrtf({})", "exp": "t_exp({})", "sigmoid": "t_sigmoid({})",
     "sin": "sinf({})", "cos": "cosf({})", "floor": "floorf({})", "ceil": "ceilf({})",
-    "round": "rintf({})", "sign": "t_sign({})", "tanh": "t_tanh({})",
+    "round": "rintf({})", "sign": "t_sign({})", "tanh": "t_tanh({})", "erf": "t_erf({})",
 }  # fmt: skip
 LIBRARY: dict[str, str] = {  # calls, a cell at a time: torch is faster where there are many
-    "erf": "erff({})", "log": "logf({})", "tan": "tanf({})", "asin": "asinf({})", "acos": "acosf({})",
+    "log": "logf({})", "tan": "tanf({})", "asin": "asinf({})", "acos": "acosf({})",
     "atan": "atanf({})", "sinh": "sinhf({})", "cosh": "coshf({})", "asinh": "asinhf({})", "acosh": "acoshf({})",
     "atanh": "atanhf({})", "log1p": "log1pf({})", "expm1": "expm1f({})", "pow": "powf({}, {})", "fmod": "fmodf({}, {})",
     "mod": "t_mod({}, {})",

@@ -20,7 +20,7 @@ from tapestry.codegen.torch_cpu.base.point_values import Expressions, Run, held
 from tapestry.codegen.torch_cpu.base.strided_reads import Frame, Remembered, Tensor
 from tapestry.codegen.torch_cpu.c import conv_c
 from tapestry.codegen.torch_cpu.c.blocks_c import cells_of, each_cell
-from tapestry.codegen.torch_cpu.c.c_calls import Call, Calls, Ins, Link, Recorded, shares
+from tapestry.codegen.torch_cpu.c.c_calls import Call, Calls, Ins, Link, Recorded, hold, shares
 from tapestry.codegen.torch_cpu.c.maps_c import LEAST, PLAIN, How, Mapped
 from tapestry.codegen.torch_cpu.c.pooling import transposed
 from tapestry.ir.expr import Acc, Arg, Expr
@@ -76,7 +76,7 @@ class _Dense:
     pack: Pack
     then: Epilogue
     run: States | None = None
-    record: Callable[[Ins, Tensor | None, Tensor | None, Tensor], Call] | None = None
+    record: Callable[[Ins, Tensor | None, Tensor | None, Tensor], Call | Calls] | None = None
     array: Callable[[Tensor], Tensor] = lambda memory: memory
     link: Link | None = None
     in_order: bool = False  # whether the memory of `record` is row-major
@@ -238,13 +238,14 @@ class _Rows:
         multiply = torch.ops.mkldnn._linear_pointwise.default
         return self.result(multiply(self.rows(ins), held(ins[self.weight]), bias, "none", [], ""))
 
-    def record(self, ours: conv_c.Convolve, ins: Ins, bias: Tensor | None, residual: Tensor | None, memory: Tensor) -> Call:
+    def record(
+        self, ours: conv_c.Convolve, ins: Ins, bias: Tensor | None, residual: Tensor | None, memory: Tensor
+    ) -> Call | Calls:
         """The call of our kernel."""
         left, more = self.rows(ins), None if residual is None else self.added(residual)
         call = ours(left, held(ins[self.weight]), bias, more, memory)
         moved = more is not None and residual is not None and not shares(more, residual)
-        call.fixed &= self.at is not None and shares(left, held(ins[self.at])) and not moved
-        return call
+        return hold(call, self.at is not None and shares(left, held(ins[self.at])) and not moved)
 
 
 def _plain_axes(op: Block, w: int, box: Box | None, block: dict[str, tuple[int, int]]) -> list[str] | None:
@@ -306,11 +307,9 @@ def _convolution(op: Block, graph: Graph, kernel: Kernel) -> _Dense | None:
         return _Dense(found.w, Pack(key, pack), epilogue(op, kernel, found.feature, whole=False), run)
     strides = (shape[1] * shape[2] * shape[3], 1, shape[1] * shape[3], shape[1])
 
-    def record(ins: Ins, bias: Tensor | None, residual: Tensor | None, memory: Tensor) -> Call:
+    def record(ins: Ins, bias: Tensor | None, residual: Tensor | None, memory: Tensor) -> Call | Calls:
         x = fetch(held(ins[at]))
-        call = ours.call(x, held(ins[found.w]), bias, residual, memory)
-        call.fixed &= shares(x, held(ins[at]))
-        return call
+        return hold(ours.call(x, held(ins[found.w]), bias, residual, memory), shares(x, held(ins[at])))
 
     def array(memory: Tensor) -> Tensor:
         return memory.as_strided(shape, strides)

@@ -9,11 +9,13 @@ import torch
 
 from tapestry.codegen.torch_cpu.base.point_values import Run, held
 from tapestry.codegen.torch_cpu.base.strided_reads import Tensor
-from tapestry.ir.expr import Acc, Arg, Call, Const, Expr
+from tapestry.ir.expr import Acc, Arg, Call, Const, Expr, arg_positions
 from tapestry.ir.graph import Block
 from tapestry.ir.index import dim, substitute
 from tapestry.ir.kernel import Kernel, shape, whole
 from tapestry.ir.monoid import MONOIDS, Moments
+from tapestry.ir.recognise.contraction import only_sums
+from tapestry.ir.state import varies
 
 
 def layer_norm(op: Block, kernel: Kernel) -> Run | None:
@@ -65,6 +67,15 @@ def _parts(e: Expr) -> tuple[int, int, int, float] | None:
     if not isinstance(value, Arg) or mean != Acc(1, "f32") or eps is None:
         return None
     return value.pos, scale.pos, shift.pos, eps
+
+
+def by_rows(op: Block) -> bool:
+    """Whether rows of one tensor are summed, and then every cell of a row follows from that, as in norms."""
+    sums = only_sums(op.monoid) or (op.monoid is not None and isinstance(MONOIDS[op.monoid].structure, Moments))
+    if not sums or op.inner or len({op.reads[k].tensor for k in arg_positions(op.body)}) != 1:
+        return False
+    shared = [d for k, d in enumerate(op.dims) if d.size > 1 and not any(field[k] for field in varies(op))]
+    return bool(shared)
 
 
 def _split(e: Expr, fn: str, first: Callable[[Expr], bool]) -> tuple[Expr, Expr] | None:

@@ -18,6 +18,9 @@ from tapestry.ir.kernel import Box, Kernel, size
 from tapestry.ir.monoid import MONOIDS
 from tapestry.ir.types import itemsize
 
+# Seconds from a load to its value, past both caches: 479 cycles at 1.755 GHz (Luo et al. 2024, "Benchmarking and Dissecting the
+# Nvidia Hopper GPU Architecture via Microbenchmarking"); of an idle memory, so that more must be under way in truth
+LATENCY = 2.7e-7
 _MOST = 1 << 20  # points of one axis's dimensions that are enumerated; beyond, the axis counts whole
 
 
@@ -53,13 +56,27 @@ def work_of(graph: Graph, kernel: Kernel, op: KernelForm) -> Work:
     return Work(matrix_flops=matrix, other_flops=other, reads=_read_bytes(graph, kernel, op), writes=_written(kernel, op))
 
 
-def roofline(work: Work, op: KernelForm, chip: Chip) -> float:
-    """Seconds that the chip needs at least: memory, matrix units and the other units each at their peak, side by side."""
+def roofline(work: Work, op: KernelForm, chip: Chip, waves: float = 1.0) -> float:
+    """Seconds that the chip needs at least: memory, matrix units and the other units each at their peak, side by side.
+
+    Args:
+        waves: how much longer the units take because the last of them wait for nobody else's programs.
+    """
     shares = [(op.product.operand if op.product is not None else "f32", 1)]
     if (s := op.streamed) is not None:  # two products, by the FLOPs of each
         shares = [(s.operand, points(s.depth)), (s.weighted, points(s.columns))]
     matrix = sum(n / _peak(operand, op.precision, chip) for operand, n in shares) / sum(n for _, n in shares)
-    return max(work.bytes / chip.bandwidth, work.matrix_flops * matrix, work.other_flops / chip.flops["vector"])
+    units = max(work.matrix_flops * matrix, work.other_flops / chip.flops["vector"])
+    return max(work.bytes / chip.bandwidth, units * waves)
+
+
+def predicted(work: Work, op: KernelForm, chip: Chip, programs: int, in_flight: int) -> float:
+    """The roofline with whole waves of programs, and with the bandwidth that so many bytes under way sustain.
+
+    Bytes per second are bytes under way over latency (Little 1961); 0 bytes: nothing is known of them.
+    """
+    waves = -(-programs // chip.units) * chip.units / max(1, programs)
+    return max(roofline(work, op, chip, waves), work.bytes * LATENCY / in_flight if in_flight else 0.0)
 
 
 def _peak(operand: str, precision: str, chip: Chip) -> float:

@@ -1,45 +1,26 @@
-"""Ahead-of-time compilation, without a GPU, and what the machine code says: registers, spills, shared memory, instructions."""
+"""Ahead-of-time compilation, without a GPU, and what the machine code of it says."""
 
 from __future__ import annotations
 
-import re
-import subprocess
-import tempfile
-from collections import Counter
+import hashlib
+import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from pathlib import Path
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
+from subprocess import SubprocessError
 
+from tapestry import flags
+from tapestry.build.atomic import new_file
 from tapestry.codegen.triton.emit.source import Pass, TritonKernel
-from tapestry.codegen.triton.run.launcher import compile_pass
-from tapestry.codegen.triton.run.triton_api import interpreted, tool
+from tapestry.codegen.triton.run.execute import launch_options
+from tapestry.codegen.triton.run.launcher import compile_pass, first_line
+from tapestry.codegen.triton.run.machine_code import Resources, of_amd, of_cuda
+from tapestry.codegen.triton.run.triton_api import assembled, interpreted
 from tapestry.codegen.triton.task.chips import CHIPS, plain
 from tapestry.errors import TapestryError
 
-_GLOBAL = re.compile(r"^(LDG|STG|LDGSTS|global_(?:load|store)|buffer_(?:load|store))")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Resources:
-    """What a compiled kernel takes, as its machine code says.
-
-    Attributes:
-        registers: per thread.
-        spills: bytes of stack per thread on CUDA; spilled vector and scalar registers on AMD.
-        shared: bytes of shared memory per program.
-        instructions: count by opcode, such as ``HGMMA``, ``LDG.128``, ``v_mfma``.
-        total: number of instructions.
-        global_bytes, wide_bytes: bytes per thread that the listing's accesses of global memory move (not those by descriptors),
-            and how many of these in accesses of 16 bytes.
-    """
-
-    registers: int
-    spills: int
-    shared: int
-    instructions: Mapping[str, int]
-    total: int
-    global_bytes: int = 0
-    wide_bytes: int = 0
+FORMAT = 1  # of what is kept of a compiled kernel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,58 +57,37 @@ def _compiled(tk: TritonKernel, one: Pass, name: str) -> Compiled:
         one = replace(one, num_stages=min(2, one.num_stages))
     built = compile_pass(tk, one, (chip.backend, chip.arch, chip.warp))
     shared = int(built.metadata.shared)
-    resources = _cuda(built.asm["cubin"], shared) if chip.backend == "cuda" else _amd(built.asm["amdgcn"], shared)
+    if chip.backend == "cuda":
+        resources = of_cuda(built.asm["cubin"], assembled(built.asm["ptx"], (chip.backend, chip.arch, chip.warp)), shared)
+    else:
+        resources = of_amd(built.asm["amdgcn"], shared)
     return Compiled(name=one.function, target=name, asm=dict(built.asm), resources=resources)
 
 
-def _cuda(cubin: bytes, shared: int) -> Resources:
-    """Resources and opcodes by the disassemblers of the Triton wheel."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "kernel.cubin"
-        path.write_bytes(cubin)
-        usage = _tool("cuobjdump", "--dump-resource-usage", str(path))
-        listing = _tool("nvdisasm", "-c", str(path))
-    # "        /*0010*/   @!P0 LDG.E.128 R4, [R2.64] ;"
-    opcodes = re.findall(r"^\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*[\w.]*)", listing, re.MULTILINE)
-    counts = Counter(op.split(".")[0] for op in opcodes)
-    counts += Counter(f"{op.split('.')[0]}.128" for op in opcodes if ".128" in op)
-    moved = [(op, _width(op)) for op in opcodes if _GLOBAL.match(op)]
-    stack = _number(r"STACK:(\d+)", usage) + _number(r"LOCAL:(\d+)", usage)
-    return Resources(
-        registers=_number(r"REG:(\d+)", usage), spills=stack, shared=shared, instructions=dict(counts), total=len(opcodes),
-        global_bytes=sum(n for _, n in moved), wide_bytes=sum(n for _, n in moved if n == 16),
-    )  # fmt: skip
+def measured(tk: TritonKernel, target: str) -> tuple[Resources, ...]:
+    """What every pass takes: compiled once on this machine, and kept in the user's cache under the hash of all it depends on.
+
+    Raises:
+        TapestryError: as `compile_ahead`, and for a kernel that Triton or its assembler fails on.
+        OSError, SubprocessError: there are no disassemblers, or they fail.
+    """
+    path = flags.cache_folder() / "machine-code" / f"{_digest(tk, target)}.json"
+    with suppress(OSError, ValueError, TypeError, KeyError):
+        kept = json.loads(path.read_bytes())
+        return tuple(Resources(**{**r, "messages": tuple(r["messages"])}) for r in kept["passes"])
+    try:
+        found = tuple(c.resources for c in compile_ahead(tk, target))
+    except (TapestryError, OSError, SubprocessError):
+        raise
+    except Exception as e:  # whatever a pass of Triton's, or the assembler, stumbles over
+        raise TapestryError("the kernel does not compile", where=tk.name, why=f"{type(e).__name__}: {first_line(e)}") from None
+    with suppress(OSError), new_file(path) as temporary:
+        temporary.write_text(json.dumps({"kernel": tk.name, "target": target, "passes": [asdict(r) for r in found]}))
+    return found
 
 
-def _amd(listing: str, shared: int) -> Resources:
-    """Resources and opcodes from the assembly text and its metadata."""
-    opcodes = re.findall(r"^\s+([a-z][a-z0-9]*_[a-z0-9_]+)", listing.partition(".amdgpu_metadata")[0], re.MULTILINE)
-    counts = Counter(opcodes)
-    counts["v_mfma"] = sum(n for op, n in counts.items() if op.startswith("v_mfma"))
-    spills = _number(r"\.vgpr_spill_count:\s*(\d+)", listing) + _number(r"\.sgpr_spill_count:\s*(\d+)", listing)
-    registers = _number(r"\.vgpr_count:\s*(\d+)", listing)
-    moved = [_width(op) for op in opcodes if _GLOBAL.match(op)]
-    return Resources(
-        registers=registers, spills=spills, shared=shared, instructions=dict(counts), total=len(opcodes),
-        global_bytes=sum(moved), wide_bytes=sum(n for n in moved if n == 16),
-    )  # fmt: skip
-
-
-def _width(opcode: str) -> int:
-    """Bytes per thread of an access: ``LDG.E.128``, ``STG.E.U16``, ``global_load_dwordx4``; 4 where nothing is said."""
-    if bits := _number(r"\.(?:[US])?(8|16|64|128|256)(?:\.|$)", opcode):
-        return min(16, bits // 8)
-    if words := _number(r"dwordx(\d)", opcode):
-        return 4 * words
-    return 1 if re.search(r"(byte|_[us]?b8)", opcode) else 2 if re.search(r"(short|_[us]?b16|d16)", opcode) else 4
-
-
-def _number(pattern: str, text: str) -> int:
-    found = re.search(pattern, text)
-    return int(found.group(1)) if found else 0
-
-
-def _tool(name: str, *args: str) -> str:
-    """Output of a disassembler shipped in the Triton wheel."""
-    done = subprocess.run([str(tool(name)), *args], capture_output=True, text=True, check=True)  # noqa: S603
-    return done.stdout
+def _digest(tk: TritonKernel, target: str) -> str:
+    """Of what the machine code and its measure depend on."""
+    passes = [(p.function, sorted(launch_options(p).items()), sorted(p.signature.items())) for p in tk.passes]
+    about = (FORMAT, plain(target), version("triton"), tk.source, passes)
+    return hashlib.sha256(repr(about).encode()).hexdigest()[:40]

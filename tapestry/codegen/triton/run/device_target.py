@@ -5,6 +5,7 @@ On the CPU Triton's interpreter runs them, by the same code path.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,13 +20,16 @@ from tapestry.codegen.triton.run import library
 from tapestry.codegen.triton.run.execute import launch
 from tapestry.codegen.triton.run.launcher import Call, Shared, bind, compile_all
 from tapestry.codegen.triton.run.local_gpu import chip_name
-from tapestry.codegen.triton.run.triton_api import here
+from tapestry.codegen.triton.run.sound_choice import sound
+from tapestry.codegen.triton.run.triton_api import here, shared_memory
 from tapestry.codegen.triton.run.tuned import Choice, Tuned, config_from
 from tapestry.codegen.triton.task.chips import DEFAULT
 from tapestry.codegen.triton.task.lowered import unavailable
+from tapestry.errors import TapestryError
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.kernel import Kernel, shape
 
+log = logging.getLogger("tapestry")
 Tensor = torch.Tensor
 _WIDE = (torch.uint16, torch.uint32, torch.uint64)
 
@@ -90,22 +94,41 @@ class TritonTarget:
         return lambda ins, states: [there(v) for v in host([here(x) for x in ins], [here(s) for s in states])]
 
     def prepare(self, graph: Graph, kernels: Sequence[Kernel]) -> None:
-        """Compile what is going to be bound, several kernels at a time."""
-        if self.device.type != "cpu":
-            compile_all([self._made(graph, k) for k in kernels], here(), os.cpu_count() or 1)
+        """Compile what is going to be bound, several kernels at a time, and choose other candidates for what came out badly."""
+        if self.device.type == "cpu":
+            return
+        new = {key: k for k in kernels if (key := kernel_key(graph, k)) not in self.made}
+        first = [self._wished(graph, k) or generate(graph, k, **self._kind) for k in new.values()]
+        compile_all(first, here(), os.cpu_count() or 1)  # in Triton's cache from here on
+        for kernel in new.values():
+            self._made(graph, kernel)
 
     def _choice(self, graph: Graph, kernel: Kernel) -> Choice:
         return self.tuned(graph, kernel) if self.tuned else Choice()
+
+    @property
+    def _kind(self) -> dict[str, str]:
+        return {"target": self.target, "precision": self.precision}
+
+    def _wished(self, graph: Graph, kernel: Kernel) -> TritonKernel | None:
+        """A kernel as it was measured here, or as the build has it."""
+        config = self._choice(graph, kernel).config
+        if config is None and (own := self.knobs.get(kernel_key(graph, kernel))) is not None:
+            config = config_from(own)
+        return None if config is None else generate(graph, kernel, config, **self._kind)
 
     def _made(self, graph: Graph, kernel: Kernel) -> TritonKernel:
         """What is generated for a kernel; equal ones in other layers share it, and are compiled once."""
         key = kernel_key(graph, kernel)
         if key not in self.made:
-            config = self._choice(graph, kernel).config
-            if config is None and key in self.knobs:
-                config = config_from(self.knobs[key])
-            self.made[key] = generate(graph, kernel, config, target=self.target, precision=self.precision)
+            self.made[key] = self._wished(graph, kernel) or self._chosen(graph, kernel)
         return self.made[key]
+
+    def _chosen(self, graph: Graph, kernel: Kernel) -> TritonKernel:
+        """The generator's own choice: on a GPU the first candidate whose machine code is sound there."""
+        if self.device.type == "cpu":
+            return generate(graph, kernel, **self._kind)
+        return sound(graph, kernel, self.target, self.precision, shared_memory()).made
 
     def bind(
         self, graph: Graph, kernel: Kernel, ins: Sequence[Tensor | None], states: Sequence[Tensor], outs: Sequence[Tensor]
@@ -116,7 +139,15 @@ class TritonTarget:
             return call
         made = self._made(graph, kernel)
         given = [x for k in made.reads if (x := ins[k]) is not None]
-        return bind(made, [*given, *states, *outs], self.shared)
+        try:
+            return bind(made, [*given, *states, *outs], self.shared)
+        except TapestryError as e:
+            other = self._chosen(graph, kernel)
+            if other == made:
+                raise
+            log.warning("%s: what was measured or is in the build does not run here (%s)", made.name, e.why or e.what)
+            self.made[kernel_key(graph, kernel)] = other
+            return bind(other, [*given, *states, *outs], self.shared)
 
     def merge(self, monoid: str, states: Sequence[Sequence[Tensor]]) -> list[Tensor]:
         """Merge the states of several devices, in their order."""

@@ -105,10 +105,18 @@ def _loaded(tk: TritonKernel, one: Pass, aligned: tuple[int, ...], device: int) 
     options = tuple(sorted(launch_options(one).items()))
     key = (hashlib.sha256(tk.source.encode()).hexdigest(), one.function, options, aligned, device)
     if key not in _COMPILED:
-        built = compile_pass(tk, one, here(), aligned)
+        try:
+            built = compile_pass(tk, one, here(), aligned)
+        except Exception as e:  # whatever a pass of Triton's, or the assembler, stumbles over
+            raise TapestryError("the kernel does not compile", where=tk.name, why=f"{type(e).__name__}: {first_line(e)}") from e
         try:
             assert built.run is not None  # loads the machine code
         except module("triton.runtime.errors").OutOfResources as e:
             raise TapestryError("the kernel needs more than this GPU has", where=tk.name, why=str(e)) from None
         _COMPILED[key] = built
     return _COMPILED[key]
+
+
+def first_line(e: BaseException) -> str:
+    """What an error says, in a line."""
+    return (str(e).strip().splitlines() or [""])[0][:200] or type(e).__name__

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from math import prod
 from typing import Any
 
 from tapestry.codegen.triton.emit.source import Pass, TritonKernel
-from tapestry.codegen.triton.model.kernel_work import roofline, work_of
-from tapestry.codegen.triton.run.compile_ahead import Compiled, Resources
+from tapestry.codegen.triton.model.kernel_work import predicted, roofline, work_of
+from tapestry.codegen.triton.run.compile_ahead import Compiled
+from tapestry.codegen.triton.run.machine_code import MATRIX, Resources
 from tapestry.codegen.triton.task.chips import CHIPS, Chip
 from tapestry.codegen.triton.task.kernel_choice import kernel_form
 from tapestry.codegen.triton.task.kernel_form import on_chip
@@ -16,9 +19,6 @@ from tapestry.codegen.triton.task.lowered import points
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.kernel import Kernel
 from tapestry.ir.types import itemsize
-
-# the matrix instructions of any chip, fastest first, as opcodes begin
-MATRIX = ("UTCQMMA", "UTCIMMA", "UTCHMMA", "QGMMA", "IGMMA", "HGMMA", "IMMA", "HMMA", "v_mfma")
 
 
 def occupancy(found: Resources, warps: int, chip: Chip) -> float:
@@ -39,9 +39,14 @@ def matrix_instruction(found: Resources) -> str:
 
 
 def rows_of(
-    graph: Graph, kernel: Kernel, made: TritonKernel, stem: str, compiled: Sequence[Compiled], launches: int
+    graph: Graph, kernel: Kernel, made: TritonKernel, stem: str, compiled: Sequence[Compiled], launches: int,
+    refused: Sequence[Mapping[str, Any]] = (),
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """A row for each pass of a kernel; work and roofline are those of the whole kernel and stand in its last row."""
+    """A row for each pass of a kernel; work and times are those of the whole kernel and stand in its last row.
+
+    Args:
+        refused: candidates that were passed over before this one.
+    """
     op = graph.ops[kernel.op]
     assert isinstance(op, Block)
     chip = CHIPS[compiled[0].target]
@@ -53,7 +58,7 @@ def rows_of(
     for k, (one, each) in enumerate(zip(made.passes, compiled, strict=True)):
         last = one is made.passes[-1]
         kind = "copy" if k < copies else f"{made.kind} in parts" if not last else "merge" if _in_parts(made) else made.kind
-        row = {"kernel": stem if last else f"{stem}.{k}", **_machine(one, each.resources, chip), "kind": kind}
+        row = {"kernel": stem if last else f"{stem}.{k}", **_machine(made, one, each.resources, chip), "kind": kind}
         row |= {
             "mode": kernel.mode,
             "nodes": list(op.source),
@@ -67,6 +72,8 @@ def rows_of(
         row |= {"flops": work.flops, "matrix_flops": work.matrix_flops, "bytes": work.bytes} if last else {}
         row |= {"scratch_bytes": scratch_bytes(made), "roofline_s": roofline(work, found, chip)} if last else {}
         out.append(row)
+    main = out[-2 if _in_parts(made) else -1]  # what the merge of parts reads is little
+    out[-1] |= {"predicted_s": predicted(work, found, chip, prod(main["grid"]), main["in_flight"]), "refused": list(refused)}
     return out
 
 
@@ -75,14 +82,23 @@ def _in_parts(made: TritonKernel) -> bool:
     return len(made.passes) > 1 and made.passes[-2].function.startswith(f"{made.name}_parts")
 
 
-def _machine(one: Pass, found: Resources, chip: Chip) -> dict[str, Any]:
+def _machine(made: TritonKernel, one: Pass, found: Resources, chip: Chip) -> dict[str, Any]:
     """What the machine code says."""
     wide = found.wide_bytes / found.global_bytes if found.global_bytes else 1.0
     return {
         "grid": list(one.grid), "num_warps": one.num_warps, **asdict(found), "shared_limit": chip.shared,
         "occupancy": round(occupancy(found, one.num_warps, chip), 4), "matrix": matrix_instruction(found),
-        "wide_share": round(wide, 4), "descriptors": len(one.descriptors),
+        "wide_share": round(wide, 4), "descriptors": len(one.descriptors), "in_flight": in_flight(made, one, found, chip),
     }  # fmt: skip
+
+
+def in_flight(made: TritonKernel, one: Pass, found: Resources, chip: Chip) -> int:
+    """Bytes that all resident programs load at once: by threads, and by descriptors a stage less than there are."""
+    resident = int(occupancy(found, one.num_warps, chip) * chip.warps) // one.num_warps
+    loaded = [d for p, d in one.descriptors.items() if re.search(rf"\b{p}\.load\(", made.source)]
+    boxes = sum(prod(d.block) * itemsize(d.dtype) for d in loaded) * max(1, one.num_stages - 1)
+    each = found.thread_loads * chip.warp * one.num_warps + boxes
+    return min(prod(one.grid), chip.units * resident) * each
 
 
 def scratch_bytes(made: TritonKernel) -> int:
@@ -98,7 +114,9 @@ def summary(rows: Sequence[Mapping[str, Any]], opaque: Sequence[str], unfused: M
         "bytes": sum(r["launches"] * (r["bytes"] + r["scratch_bytes"]) for r in ends),
         "flops": sum(r["launches"] * r["flops"] for r in ends),
         "roofline_s": sum(r["launches"] * r["roofline_s"] for r in ends),
-        "spilling": [r["kernel"] for r in rows if r["spills"]], "opaque": list(opaque),
+        "predicted_s": sum(r["launches"] * r["predicted_s"] for r in ends),
+        "spilling": [r["kernel"] for r in rows if r["spills"]],
+        "serialized": [r["kernel"] for r in rows if any("serialized" in m for m in r["messages"])], "opaque": list(opaque),
     }  # fmt: skip
     if unfused:
         out |= {"unfused_kernels": unfused["kernels"], "unfused_bytes": unfused["bytes"]}

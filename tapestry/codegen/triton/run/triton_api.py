@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterable, Mapping
+from contextlib import redirect_stdout
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -32,6 +34,11 @@ def here() -> Architecture:
     return target.backend, target.arch, target.warp_size
 
 
+def shared_memory() -> int:
+    """Bytes of shared memory that one program may use on the current GPU."""
+    return int(driver().utils.get_device_properties(driver().get_current_device())["max_shared_mem"])
+
+
 def compiled(
     function: Any, signature: Mapping[str, str], aligned: Iterable[int], target: Architecture, options: Mapping[str, Any]
 ) -> Any:
@@ -40,6 +47,16 @@ def compiled(
     source = module("triton.compiler").ASTSource(fn=function, signature=dict(signature), constexprs={}, attrs=attributes)
     gpu = module("triton.backends.compiler").GPUTarget(*target)
     return module("triton").compile(source, target=gpu, options=dict(options))
+
+
+def assembled(ptx: str, target: Architecture) -> str:
+    """What Triton's assembler prints of a kernel (``-v``), by the command that Triton runs, which throws it away."""
+    nvidia, said = module("triton").knobs.nvidia, io.StringIO()
+    backend = module("triton.compiler").make_backend(module("triton.backends.compiler").GPUTarget(*target))
+    with nvidia.scope(), redirect_stdout(said):
+        nvidia.dump_ptxas_log = True
+        backend.make_cubin(ptx, {}, backend.parse_options({"enable_fp_fusion": False}), target[1])
+    return said.getvalue()
 
 
 def tool(name: str) -> Path:

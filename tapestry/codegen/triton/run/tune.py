@@ -24,7 +24,7 @@ from tapestry.codegen.torch_cpu.kernels import from_numpy
 from tapestry.codegen.triton.emit.source import TritonKernel, generate
 from tapestry.codegen.triton.model.kernel_config import KernelConfig, candidates
 from tapestry.codegen.triton.run import library
-from tapestry.codegen.triton.run.launcher import Call, bind, compile_all
+from tapestry.codegen.triton.run.launcher import Call, bind, compile_all, first_line
 from tapestry.codegen.triton.run.local_gpu import chip_name
 from tapestry.codegen.triton.run.triton_api import here
 from tapestry.codegen.triton.run.tuned import Cache, Choice
@@ -203,7 +203,7 @@ def _try(graph: Graph, kernel: Kernel, data: Data, how: How, config: KernelConfi
         given = [x for k in made.reads if (x := data.ins[k]) is not None]
         call = bind(made, [*given, *data.states, *data.outs])
     except Exception as e:
-        return Trial(config=config, seconds=None, refused=f"does not compile: {_first_line(e)}")
+        return Trial(config=config, seconds=None, refused=f"does not compile: {first_line(e)}")
     return _timed(call, data, how, config)
 
 
@@ -219,9 +219,9 @@ def _timed(call: Call, data: Data, how: How, config: KernelConfig | None) -> Tri
         if any(text in str(e) for text in _FATAL):
             raise TapestryError(
                 "the GPU failed while a candidate ran; kernels measured before it are in the cache", where=str(config),
-                why=_first_line(e), hint="run tune again; it goes on from there",
+                why=first_line(e), hint="run tune again; it goes on from there",
             ) from None  # fmt: skip
-        return Trial(config=config, seconds=None, refused=_first_line(e))
+        return Trial(config=config, seconds=None, refused=first_line(e))
     return Trial(config=config, seconds=seconds, refused=why)
 
 
@@ -280,7 +280,3 @@ def _rows(op: Block) -> int:
     equals = (x for e in op.point for x in walk(e) if isinstance(x, Applied) and x.fn == "eq")
     picks = any(isinstance(a, Index) for x in equals for a in x.args)
     return max((d.size for d in op.reduce), default=8) if picks else 8
-
-
-def _first_line(e: BaseException) -> str:
-    return (str(e).splitlines() or [""])[0][:200] or type(e).__name__

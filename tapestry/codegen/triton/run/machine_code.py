@@ -1,0 +1,205 @@
+"""What the machine code of a compiled kernel says: registers, spills, instructions, its hottest loop, loads in flight."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tapestry.codegen.triton.run.triton_api import tool
+
+_GLOBAL = re.compile(r"^(LDG|STG|LDGSTS|global_(?:load|store)|buffer_(?:load|store))")
+# "        /*0010*/   @!P0 LDG.E.128 R4, [R2.64] ;"
+_CUDA_LINE = re.compile(r"^\s*/\*[0-9a-f]+\*/\s+(?P<if>@!?U?P\w+\s+)?(?P<op>[A-Z][A-Z0-9_]*[\w.]*)(?P<args>[^;]*);")
+_LABEL = re.compile(r"^(\.L_x_\d+):")
+_SPIN = 16  # instructions: a loop of fewer only waits for a barrier
+MATRIX = ("UTCQMMA", "UTCIMMA", "UTCHMMA", "QGMMA", "IGMMA", "HGMMA", "IMMA", "HMMA", "DMMA", "v_mfma")  # fastest first
+_KINDS = (
+    ("matrix", re.compile("|".join(MATRIX))),
+    ("spills", re.compile("LDL|STL")),
+    ("global", re.compile("LDG|STG|UTMA|UBLK|ATOM|RED|LD$|ST$")),
+    ("shared", re.compile("LDS|STS|LDSM|STSM|LDTM|STTM|LDT|STT")),
+    ("waits", re.compile("BAR|SYNCS|DEPBAR|LDGDEPBAR|WARPGROUP|MEMBAR|FENCE|WARPSYNC|UTCBAR|CCTL|NANOSLEEP|ERRBAR|YIELD")),
+    ("floats", re.compile("MUFU|F[A-Z]|H[A-Z]|D(ADD|MUL|FMA|SETP|MNMX)|I2F|F2I")),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resources:
+    """What a compiled kernel takes, as its machine code says.
+
+    Attributes:
+        registers: per thread.
+        spills: bytes per thread that the assembler stores for want of registers; on AMD spilled vector and scalar registers.
+        stack: bytes of stack per thread: spills, and arrays of a function that indexes one.
+        shared: bytes of shared memory per program.
+        instructions: count by opcode, such as ``HGMMA``, ``LDG.128``, ``v_mfma``.
+        total: number of instructions.
+        global_bytes, wide_bytes: bytes per thread that the listing's accesses of global memory move (not those by descriptors),
+            and how many of these in accesses of 16 bytes.
+        loop: instructions of the loop that counts: of the innermost ones the longest with matrix instructions, else the
+            longest; 0 without any (and on AMD, whose listing is not taken apart).
+        loop_mix: these by kind: matrix, spills, global, shared, waits, floats, other (integers, addresses, control).
+        thread_loads: bytes per thread of loads that are under way at once (not those by descriptors).
+        messages: what the assembler warns of, such as ``C7515 … wgmma.mma_async instructions are serialized due to …``.
+    """
+
+    registers: int
+    spills: int
+    shared: int
+    instructions: Mapping[str, int]
+    total: int
+    stack: int = 0
+    global_bytes: int = 0
+    wide_bytes: int = 0
+    loop: int = 0
+    loop_mix: Mapping[str, int] = field(default_factory=dict[str, int])
+    thread_loads: int = 0
+    messages: tuple[str, ...] = ()
+
+    @property
+    def serialized(self) -> bool:
+        """Whether the assembler gave up running matrix instructions one behind the other."""
+        return any("serialized" in m for m in self.messages)
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One instruction: opcode with its modifiers, operands, and whether a predicate guards it."""
+
+    op: str
+    args: str
+    guarded: bool
+
+    @property
+    def name(self) -> str:
+        """The opcode alone."""
+        return self.op.partition(".")[0]
+
+
+def of_cuda(cubin: bytes, said: str, shared: int) -> Resources:
+    """Resources of a cubin, by the disassemblers of the Triton wheel and ``said``, what its assembler printed (``-v``)."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(cubin)
+        usage = _tool("cuobjdump", "--dump-resource-usage", str(path))
+        listing = _tool("nvdisasm", "-c", str(path))
+    lines, labels = read(listing)
+    counts = Counter(line.name for line in lines)
+    counts += Counter(f"{line.name}.128" for line in lines if ".128" in line.op)
+    moved = [_width(line.op) for line in lines if _GLOBAL.match(line.op)]
+    inside = main_loop(lines, labels)
+    return Resources(
+        registers=_number(r"REG:(\d+)", usage), spills=_number(r"(\d+) bytes spill stores", said), shared=shared,
+        stack=_number(r"STACK:(\d+)", usage) + _number(r"LOCAL:(\d+)", usage), instructions=dict(counts), total=len(lines),
+        global_bytes=sum(moved), wide_bytes=sum(n for n in moved if n == 16), loop=len(inside),
+        loop_mix=dict(Counter(kind_of(line) for line in inside)), thread_loads=thread_loads(lines), messages=messages(said),
+    )  # fmt: skip
+
+
+def of_amd(listing: str, shared: int) -> Resources:
+    """Resources and opcodes from the assembly text and its metadata."""
+    opcodes = re.findall(r"^\s+([a-z][a-z0-9]*_[a-z0-9_]+)", listing.partition(".amdgpu_metadata")[0], re.MULTILINE)
+    counts = Counter(opcodes)
+    counts["v_mfma"] = sum(n for op, n in counts.items() if op.startswith("v_mfma"))
+    spills = _number(r"\.vgpr_spill_count:\s*(\d+)", listing) + _number(r"\.sgpr_spill_count:\s*(\d+)", listing)
+    registers = _number(r"\.vgpr_count:\s*(\d+)", listing)
+    moved = [_width(op) for op in opcodes if _GLOBAL.match(op)]
+    return Resources(
+        registers=registers, spills=spills, shared=shared, instructions=dict(counts), total=len(opcodes),
+        global_bytes=sum(moved), wide_bytes=sum(n for n in moved if n == 16),
+    )  # fmt: skip
+
+
+def messages(said: str) -> tuple[str, ...]:
+    """The assembler's numbered warnings, each once: ``(C7515) Potential Performance Loss: … in the function 'y'``."""
+    warning = r"\((C\d+)\)\s*(?:Potential Performance Loss:\s*)?(.*?)(?: in (?:the )?function.*)?$"
+    found = re.findall(warning, said, re.MULTILINE)
+    return tuple(dict.fromkeys(" ".join(f"{code} {text}".split()) for code, text in found))
+
+
+def read(listing: str) -> tuple[list[Line], dict[str, int]]:
+    """A disassembly's instructions in order, and before which of them each label stands."""
+    lines: list[Line] = []
+    labels: dict[str, int] = {}
+    for text in listing.splitlines():
+        if m := _LABEL.match(text):
+            labels[m.group(1)] = len(lines)
+        elif m := _CUDA_LINE.match(text):
+            lines.append(Line(m["op"], m["args"], bool(m["if"])))
+    return lines, labels
+
+
+def main_loop(lines: Sequence[Line], labels: Mapping[str, int]) -> Sequence[Line]:
+    """The instructions of the innermost loop that counts (see `Resources`); none where there is no loop.
+
+    A loop is what a branch on a condition goes back over; other branches back come from code that was moved out of the way.
+    """
+    found: list[tuple[int, int]] = []
+    for at, line in enumerate(lines):
+        if line.name != "BRA" or not (line.guarded or re.search(r"\bU?P\d", line.args)):
+            continue
+        target = re.search(r"\.L_x_\d+", line.args)
+        first = labels.get(target.group(), at + 1) if target else at + 1
+        if at - first >= _SPIN:
+            found.append((first, at))
+    inner = [(a, b) for a, b in found if not any((c, d) != (a, b) and a <= c and d <= b for c, d in found)]
+    inside = [lines[a : b + 1] for a, b in inner]
+    multiplying = [part for part in inside if any(kind_of(line) == "matrix" for line in part)]
+    return max(multiplying or inside, key=len, default=[])
+
+
+def kind_of(line: Line) -> str:
+    """What an instruction is for: one of the kinds of ``loop_mix``."""
+    return next((kind for kind, pattern in _KINDS if pattern.match(line.name)), "other")
+
+
+def thread_loads(lines: Sequence[Line]) -> int:
+    """The most bytes per thread under way at once, in the order of the listing.
+
+    A load into registers is under way until something names one of them; an asynchronous copy until a wait for its group.
+    """
+    most = copied = 0
+    waited: dict[int, int] = {}  # bytes by the number of the load
+    holds: dict[int, int] = {}  # register to the load that fills it
+    groups: list[int] = []
+    for at, line in enumerate(lines):
+        named = {holds[r] for r in map(int, re.findall(r"\bR(\d+)", line.args)) if r in holds}
+        for load in named:
+            waited.pop(load, None)
+        holds = {r: load for r, load in holds.items() if load not in named}
+        if line.name == "LDG" and (into := re.match(r"\s*(?:P\w+,\s*)?R(\d+)", line.args)):
+            waited[at] = _width(line.op)
+            holds.update(dict.fromkeys(range(int(into.group(1)), int(into.group(1)) + max(1, waited[at] // 4)), at))
+        elif line.name == "LDGSTS":
+            copied += _width(line.op)
+        elif line.name == "LDGDEPBAR":
+            groups, copied = [*groups, copied], 0
+        elif line.name == "DEPBAR" and (left := re.search(r"SB0, 0x([0-9a-f]+)", line.args)):
+            groups = groups[len(groups) - min(len(groups), int(left.group(1), 16)) :]
+        most = max(most, sum(waited.values()) + copied + sum(groups))
+    return most
+
+
+def _width(opcode: str) -> int:
+    """Bytes per thread of an access: ``LDG.E.128``, ``STG.E.U16``, ``global_load_dwordx4``; 4 where nothing is said."""
+    if bits := _number(r"\.(?:[US])?(8|16|64|128|256)(?:\.|$)", opcode):
+        return min(16, bits // 8)
+    if words := _number(r"dwordx(\d)", opcode):
+        return 4 * words
+    return 1 if re.search(r"(byte|_[us]?b8)", opcode) else 2 if re.search(r"(short|_[us]?b16|d16)", opcode) else 4
+
+
+def _number(pattern: str, text: str) -> int:
+    found = re.search(pattern, text)
+    return int(found.group(1)) if found else 0
+
+
+def _tool(name: str, *args: str) -> str:
+    """Output of a disassembler shipped in the Triton wheel."""
+    done = subprocess.run([str(tool(name)), *args], capture_output=True, text=True, check=True)  # noqa: S603
+    return done.stdout

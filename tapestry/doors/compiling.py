@@ -1,0 +1,44 @@
+"""From a model and the choices of `tapestry.compile` to its plan: of one size or several, of given devices or as many as pay.
+
+A module of its own, so that loading and running a build imports no compiler.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from tapestry import pipeline
+from tapestry.build.sized_builds import SizedBuild
+from tapestry.doors.choices import Choices, check, options, several
+from tapestry.doors.model_sources import Opened, opened
+from tapestry.errors import TapestryError
+from tapestry.lift.building.own_operators import load_operators
+from tapestry.machines import machine_count
+from tapestry.sizes.asked_sizes import asked as asked_sizes
+from tapestry.sizes.sized_compile import compile_sizes
+
+
+def planned(model: Any, choices: Choices) -> tuple[pipeline.Compiled, Opened, SizedBuild | None]:
+    """The plan, the model's file, and the plans of all sizes where there are several.
+
+    Raises:
+        TapestryError: with what, where, why and what to try.
+    """
+    check(choices)
+    load_operators(*map(Path, several(choices, "ops")))
+    source = opened(model, choices.get("example_inputs"), choices.get("dynamic_shapes"))
+    progress = choices.get("progress", lambda phase, name: None)
+    asked, limits = options(source, choices), several(choices, "limits")
+    machines = machine_count.asked_of(choices.get("max_devices"), choices.get("objective"), limits, mesh=asked.mesh is not None)
+    sizes = asked_sizes(source.path, asked.shapes)
+    if machines is not None:
+        if sizes is not None:
+            raise TapestryError("an objective is of one size", where="--objective", hint="one size of each symbol")
+        return machine_count.compile_model(asked, machines, progress), source, None
+    if sizes is None:
+        return pipeline.compile_model(asked, progress), source, None
+    if choices.get("state") is not None:
+        raise TapestryError("a build that keeps caches is of one size", where="--state", hint="one size of each symbol")
+    done = compile_sizes(asked, sizes, progress)
+    return done.first, source, done.sized
