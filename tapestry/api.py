@@ -18,6 +18,7 @@ from tapestry.codegen.triton.task.chips import plain
 from tapestry.doors.model_sources import Opened, files_of
 from tapestry.errors import BuildError, TapestryError
 from tapestry.ir.graph import Opaque
+from tapestry.ir.sizes.size_formula import Sizes
 from tapestry.lift.file.structure import TEXT
 from tapestry.runtime import kept_state
 from tapestry.runtime.feeds import random_feeds
@@ -187,9 +188,22 @@ class Compiled:
 
     def _at(self, sizes: tuple[int, ...]) -> Compiled:
         session = self._sessions().at(sizes)
-        out = Compiled(session.build, self.constants, self.kernels, self.laws, self.rewrites, self.evidence)
+        out = self._of_region(session.build.report["at_sizes"]["region"], session.build)
         out._session = session
         return out
+
+    def planned(self, sizes: Sizes) -> Compiled:
+        """The plan at sizes of the symbols that have several, in order; nothing is loaded.
+
+        Raises:
+            TapestryError: it is not for these sizes.
+        """
+        assert self.sized is not None
+        return self._of_region(*self.sized.at(sizes))
+
+    def _of_region(self, k: int, build: store.Build) -> Compiled:
+        assert self.sized is not None
+        return Compiled(build, self.sized.regions[k].derived, self.kernels, self.laws, self.rewrites, self.evidence)
 
     @property
     def session(self) -> Session:

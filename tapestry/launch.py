@@ -24,7 +24,7 @@ from tapestry.runtime.outputs import places
 from tapestry.runtime.processes import batches as streams
 from tapestry.runtime.processes import weight_shards
 from tapestry.runtime.processes.batches import Batch
-from tapestry.runtime.session import ModelFiles, Result, hold
+from tapestry.runtime.session import ModelFiles, Result, hold, shapes_of
 from tapestry.runtime.target_protocol import Measured
 from tapestry.viz import measured
 
@@ -71,6 +71,21 @@ def _single(r: Request, names: Sequence[str], output: Path | None, count: int = 
     return [Batch(number=k, name=f"run {k}", output=output, inputs=tuple(files), seed=r.seed) for k in range(count)]
 
 
+def _at_inputs(compiled: api.Compiled, r: Request) -> api.Compiled:
+    """A build for several sizes at those of the inputs that are given, the first ones of a stream; else as it was made.
+
+    Raises:
+        TapestryError: it is not for these sizes.
+    """
+    if compiled.sized is None or not (r.inputs or r.stream):
+        return compiled
+    if r.stream:
+        given = streams.stream(r.stream, None, "")[0].feeds(compiled.build.plan.graph)
+    else:
+        given = {name: streams.load(path) for name, path in _single(r, compiled.build.plan.graph.inputs, None)[0].inputs}
+    return compiled.planned(compiled.sized.sizes_of(shapes_of(given)))
+
+
 def job_of(r: Request, world: int, batches: Sequence[Batch], compiled: api.Compiled, here: int = 0) -> Any:
     """The job of a request, of which ``here`` ranks are on this host (0: all); torch is imported here and not before."""
     build, constants = compiled.build, b"".join(compiled.constants.values())
@@ -109,7 +124,7 @@ def run(r: Request, how: Launch) -> Document:
     Raises:
         RunError: a rank failed. TapestryError: the input is at fault.
     """
-    compiled = api.load(r.folder, r.model)
+    compiled = _at_inputs(api.load(r.folder, r.model), r)
     with tempfile.TemporaryDirectory(prefix="tapestry-run-") as scratch:
         place = r.output or Path(scratch) / "outputs"
         if r.stream:
@@ -240,7 +255,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _ranked(r: Request, check: bool) -> Document:
     """This process's share of the work; the document on rank 0, which alone writes and compares results."""
     place = flags.world()
-    compiled = api.load(r.folder, r.model)
+    compiled = _at_inputs(api.load(r.folder, r.model), r)
     with tempfile.TemporaryDirectory(prefix="tapestry-run-") as scratch:
         results = r.output or (Path(scratch) / "outputs" if check else None)
         mine = results if place.rank == 0 else None

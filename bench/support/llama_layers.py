@@ -19,6 +19,7 @@ class Size:
     heads: int = 32
     groups: int = 8
     inner: int = 14336
+    caches: bool = False
 
     @property
     def head(self) -> int:
@@ -63,7 +64,7 @@ class _Writer:
     def project(self, x: str, weight: str, heads: int) -> str:
         """A linear map cut into heads: [batch, heads, sequence, head]."""
         s = self.size
-        split = self.constant(f"split{heads}", [s.batch, s.sequence, heads, s.head])
+        split = self.constant(f"split{heads}", [s.batch, -1, heads, s.head])
         return self.add("Transpose", self.add("Reshape", self.add("MatMul", x, weight), split), perm=[0, 2, 1, 3])
 
     def rotary(self, x: str) -> str:
@@ -82,11 +83,14 @@ class _Writer:
         q = self.rotary(self.project(x, w(f"l{k}.q", s.width, s.width), s.heads))
         key = self.rotary(self.project(x, w(f"l{k}.k", s.width, narrow), s.groups))
         value = self.project(x, w(f"l{k}.v", s.width, narrow), s.groups)
+        if s.caches:
+            key = self.appended(f"past_key_values.{k}.key", f"present.{k}.key", key)
+            value = self.appended(f"past_key_values.{k}.value", f"present.{k}.value", value)
         key, value = self.repeated(key), self.repeated(value)
         scores = self.add("MatMul", q, self.add("Transpose", key, perm=[0, 1, 3, 2]))
         scores = self.add("Mul", scores, self.constant("scale", s.head**-0.5, np.float32))
         read = self.add("MatMul", self.add("Softmax", self.add("Add", scores, "mask"), axis=-1), value)
-        flat = self.constant("flat", [s.batch, s.sequence, s.width])
+        flat = self.constant("flat", [s.batch, -1, s.width])
         joined = self.add("Reshape", self.add("Transpose", read, perm=[0, 2, 1, 3]), flat)
         return self.add("MatMul", joined, w(f"l{k}.o", s.width, s.width))
 
@@ -94,9 +98,14 @@ class _Writer:
         """Each group's heads for all heads that share them."""
         s = self.size
         times = s.heads // s.groups
-        wide = self.constant("wide", [s.batch, s.groups, times, s.sequence, s.head])
-        each = self.constant("each", [s.batch, s.heads, s.sequence, s.head])
+        wide = self.constant("wide", [s.batch, s.groups, times, 1, s.head])
+        each = self.constant("each", [s.batch, s.heads, -1, s.head])
         return self.add("Reshape", self.add("Expand", self.add("Unsqueeze", x, self.constant("axis2", [2])), wide), each)
+
+    def appended(self, past: str, present: str, new: str) -> str:
+        """A cache with new cells behind it."""
+        self.nodes.append(helper.make_node("Concat", [past, new], [present], name=present, axis=2))
+        return present
 
     def layer(self, x: str, k: int) -> str:
         """Layer ``k``: attention and SwiGLU, each with its norm and residual."""
@@ -109,24 +118,27 @@ class _Writer:
 
 
 def write(layers: int, folder: Path, size: Size = Size()) -> Path:
-    """``llama_LAYERS.onnx`` in a folder: hidden states, mask and rotary tables in, hidden states out."""
+    """``llama_LAYERS.onnx`` in a folder: hidden states, mask and rotary tables in, hidden states out; with caches also these,
+    and sizes ``sequence``, ``past`` and ``total``."""
     w = _Writer(size)
     x = "x"
     for k in range(layers):
         x = w.layer(x, k)
     s = size
-    shapes = {
-        "x": (s.batch, s.sequence, s.width),
-        "mask": (1, 1, s.sequence, s.sequence),
-        "cos": (s.sequence, s.head),
-        "sin": (s.sequence, s.head),
-    }
+    rows, keys = ("sequence", "total") if s.caches else (s.sequence, s.sequence)
+    shapes: dict[str, tuple[int | str, ...]] = {
+        "x": (s.batch, rows, s.width), "mask": (1, 1, rows, keys), "cos": (rows, s.head), "sin": (rows, s.head),
+    }  # fmt: skip
+    names = [f"{k}.{part}" for k in range(layers if s.caches else 0) for part in ("key", "value")]
+    past = {f"past_key_values.{n}": (s.batch, s.groups, "past", s.head) for n in names}
+    present = {f"present.{n}": (s.batch, s.groups, "total", s.head) for n in names}
 
-    def info(name: str, shape: tuple[int, ...]) -> ValueInfoProto:
+    def info(name: str, shape: tuple[int | str, ...]) -> ValueInfoProto:
         return helper.make_tensor_value_info(name, TensorProto.FLOAT, shape)
 
-    inputs = [info(n, shape) for n, shape in shapes.items()]
-    graph = helper.make_graph(w.nodes, "llama", inputs, [info(x, shapes["x"])], w.weights)
+    inputs = [info(n, shape) for n, shape in {**shapes, **past}.items()]
+    outputs = [info(n, shape) for n, shape in {x: shapes["x"], **present}.items()]
+    graph = helper.make_graph(w.nodes, "llama", inputs, outputs, w.weights)
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"llama_{layers}.onnx"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from tapestry.build import store
 from tapestry.build.store import Build
 from tapestry.errors import BuildError, TapestryError
 from tapestry.ir.program import peak_bytes
-from tapestry.ir.sizes.size_formula import Formula, Region, Sizes
+from tapestry.ir.sizes.size_formula import Formula, Region, Sizes, formula_of
 from tapestry.ir.sizes.symbolic_plan import SymbolicPlan, flat, with_formulas
 
 SIZES, REGIONS = store.SIZED
@@ -46,6 +47,21 @@ class SizedRegion:
     about: Mapping[str, Any]
     constants: bytes
     files: Mapping[str, bytes] = field(default_factory=dict[str, bytes])
+
+    @cached_property
+    def derived(self) -> Mapping[str, bytes]:
+        """The constants by name, in the order of their data."""
+        places = sorted(self.build.constants.items(), key=lambda c: c[1])
+        return {t: self.constants[at : at + n] for t, (at, n) in places}
+
+    def widest(self, tensor: str) -> tuple[int, ...]:
+        """The most cells that a tensor has along each axis, at any size of the region: at a corner, as formulas have it."""
+        shape = self.plan.graph.tensors[tensor].shape
+        formulas = [formula_of(n) for n in shape]
+        return tuple(
+            int(n) if f is None else max(f.at(sizes) for sizes in self.region.corners())
+            for n, f in zip(shape, formulas, strict=True)
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,17 +8,20 @@ plan was made.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from threading import Lock
 
 from tapestry.build.sized_builds import SizedBuild
 from tapestry.build.store import Build
+from tapestry.ir.sizes.equal_launches import equal_launches
 from tapestry.ir.sizes.size_formula import Sizes
 from tapestry.runtime.session import Session
 
 KEPT = 32  # sizes whose kernels stay bound
-Open = Callable[[Build, bytes, bool], Session]
-"""(build, derived constants, whether kernels may be compiled) to a session."""
+Equal = Mapping[tuple[int, int], int]
+"""A number for a launch, by step and device: equal where kernels are one function."""
+Open = Callable[[Build, bytes, bool, Equal], Session]
+"""(build, derived constants, whether kernels may be compiled, launches that are one function) to a session."""
 
 
 class SizedSessions:
@@ -31,7 +34,7 @@ class SizedSessions:
     def __init__(self, sized: SizedBuild, open_one: Open) -> None:
         self.sized, self._open, self.bound = sized, open_one, 0
         self._there: OrderedDict[Sizes, Session] = OrderedDict()
-        self._ready: set[int] = set()
+        self._equal: dict[int, Equal] = {}
         self._busy = Lock()
 
     def at(self, sizes: Sizes) -> Session:
@@ -55,14 +58,16 @@ class SizedSessions:
             for k in range(len(self.sized.regions)):
                 self._prepare(k)
 
-    def _prepare(self, k: int) -> None:
-        if k not in self._ready:
+    def _prepare(self, k: int) -> Equal:
+        if k not in self._equal:
             r = self.sized.regions[k]
-            self._open(self.sized.at(r.made_at)[1], r.constants, True)
-            self._ready.add(k)
+            found = equal_launches(r.plan)
+            self._open(self.sized.at(r.made_at)[1], r.constants, True, found)
+            self._equal[k] = found
+        return self._equal[k]
 
     def _bind(self, sizes: Sizes) -> Session:
         k, build = self.sized.at(sizes)
-        self._prepare(k)
+        equal = self._prepare(k)
         self.bound += 1
-        return self._open(build, self.sized.regions[k].constants, False)
+        return self._open(build, self.sized.regions[k].constants, False, equal)

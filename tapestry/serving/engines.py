@@ -11,6 +11,7 @@ from tapestry.errors import TapestryError
 from tapestry.runtime.session import MakeExecutor, OnceRead, Session, Slices
 from tapestry.runtime.target_protocol import Array, Target
 from tapestry.serving.members import Member
+from tapestry.sizes.sized_opener import SizedOpener
 
 if TYPE_CHECKING:
     from tapestry.runtime.one_process.held_state import HeldState
@@ -40,18 +41,28 @@ class Loader:
         self.members, self.state, self.libraries = members, state, libraries
         self.once = OnceRead()
         self.packed: dict[Hashable, Array] = {}
+        self.weights: Slices | None = None
+
+    def opener(self, make: MakeExecutor[Target] | None) -> SizedOpener:
+        """What opens a build for several sizes, on the same weights."""
+        found = SizedOpener(make, self.weights)
+        found.once, found.packed = self.once, self.packed
+        return found
 
     def __call__(
         self, build: Build, constants: bytes, *, weights: Slices | None = None, make: MakeExecutor[Target] | None = None
     ) -> Session:
-        """A session; see `api.open_session`."""
+        """A session; see `api.open_session`. Of a build for several sizes at those at which it was made."""
         from tapestry.runtime.one_process.logical_devices import LocalExecutor
 
-        slices = self.once.of(build, weights)
+        self.weights, slices = weights, self.once.of(build, weights)
+        member = next(m for m in self.members if m.compiled.build is build)
+        if member.compiled.sized is not None:
+            return self.opener(make)(build, constants, True, {})
         session = api.open_session(build, constants, weights=slices, make=make, libraries=self.libraries)
         if isinstance(session.executor, LocalExecutor):
             session.executor.packed = self.packed
-        keep(next(m for m in self.members if m.compiled.build is build), session, self.state)
+        keep(member, session, self.state)
         return session
 
 

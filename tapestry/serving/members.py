@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,13 @@ from tapestry import api
 from tapestry.build.cache import Cache
 from tapestry.errors import TapestryError
 from tapestry.ir.graph import Graph
+from tapestry.ir.sizes.size_formula import Sizes
 from tapestry.ir.types import Tensor
 from tapestry.runtime import kept_state
 from tapestry.runtime.feeds import check_indices, index_bounds
 from tapestry.runtime.kept_state import State
-from tapestry.runtime.session import as_numpy, check_feeds
+from tapestry.runtime.session import as_numpy, check_feeds, shapes_of
+from tapestry.runtime.sized_sessions import KEPT
 
 Given = str | Path | api.Compiled
 """A build directory, or what was compiled."""
@@ -56,6 +59,18 @@ class Member:
         return {t: self.graph.tensors[t] for t in self.compiled.build.program.outputs if t not in stay}
 
     @cached_property
+    def widest(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Inputs and outputs with as many cells along each axis as at any size."""
+        if (sized := self.compiled.sized) is None:
+            return self.inputs, self.outputs
+
+        def most(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+            shapes = {n: zip(*(r.widest(n) for r in sized.regions), strict=True) for n in tensors}
+            return {n: replace(t, shape=tuple(max(some) for some in shapes[n])) for n, t in tensors.items()}
+
+        return most(self.inputs), most(self.outputs)
+
+    @cached_property
     def bounds(self) -> Any:
         """What its indices may be."""
         return [b for b in index_bounds(self.graph) if b[0] in self.inputs]
@@ -82,6 +97,31 @@ class Member:
         if unknown is not None:
             raise TapestryError(f"there is no output '{unknown}'", hint=f"the outputs are {', '.join(self.outputs)}")
         return tuple(self.outputs) if names is None else tuple(names)
+
+
+class KnownSizes:
+    """A build for several sizes at those that were wanted lately; nothing of it is loaded."""
+
+    def __init__(self) -> None:
+        self._there: OrderedDict[tuple[int, Sizes], Member] = OrderedDict()
+
+    def of(self, member: Member, feeds: Mapping[str, Any]) -> tuple[Member, Sizes]:
+        """The member at the sizes of some inputs, and the sizes; one of one size as it is.
+
+        Raises:
+            TapestryError: it is not for these sizes.
+        """
+        sized = member.compiled.sized
+        if sized is None:
+            return member, ()
+        sizes = sized.sizes_of(shapes_of(feeds))
+        key = (id(member), sizes)
+        if key not in self._there:
+            self._there[key] = Member(member.compiled.planned(sizes))
+            if len(self._there) > KEPT:
+                self._there.popitem(last=False)
+        self._there.move_to_end(key)
+        return self._there[key], sizes
 
 
 def members(builds: Sequence[Given]) -> list[Member]:

@@ -24,7 +24,7 @@ from tapestry.errors import RunError, TapestryError
 from tapestry.onnx_eval.opaque_node import HostValue
 from tapestry.runtime.processes import host_values
 from tapestry.serving import frames
-from tapestry.serving.members import Member
+from tapestry.serving.members import KnownSizes, Member
 from tapestry.serving.shared_places import SharedPlaces, new_memory
 
 PARTING = 10.0  # seconds in which ranks that were told to end are gone
@@ -46,10 +46,11 @@ class Order(msgspec.Struct, forbid_unknown_fields=True):
 class Request(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     """One step of a member; values of the host are in it, arrays in the shared memory. Without a member: end.
 
-    ``at`` says where caches are appended to, ``fresh`` that they are emptied first.
+    ``at`` says where caches are appended to, ``fresh`` that they are emptied first, ``sizes`` what symbols with several are.
     """
 
     member: int | None = None
+    sizes: tuple[int, ...] = ()
     wanted: list[str] = []
     at: int = 0
     fresh: bool = False
@@ -97,7 +98,7 @@ class Ranks:
             report=tell,
         )  # fmt: skip
         try:
-            self.places = SharedPlaces([(m.inputs, m.outputs) for m in members], memory)
+            self.places = SharedPlaces([m.widest for m in members], memory)
             command = [sys.executable, "-m", "tapestry.serving.rank_launcher", msgspec.json.encode(order).decode()]
             process = subprocess.Popen(command, pass_fds=given, start_new_session=True, stdin=subprocess.DEVNULL)  # noqa: S603
         except BaseException:
@@ -110,6 +111,7 @@ class Ranks:
             os.close(tell)
             for _, theirs in ends:
                 theirs.close()
+        self.members, self._sizes = members, KnownSizes()
         self.sockets = [ours for ours, _ in ends]
         self.process, self.failed = process, ""
         self.close = weakref.finalize(self, _end, process, self.sockets, report, os.getpid())
@@ -134,13 +136,14 @@ class Ranks:
             raise RunError(f"the session has ended: {self.failed}")
         if not self.close.alive:
             raise TapestryError("the session is closed")
+        one, sizes = self._sizes.of(self.members[member], feeds)
         hosted: dict[str, str] = {}
-        for name, value in feeds.items():
+        for name, value in (one.checked(feeds) if sizes else feeds).items():
             if isinstance(value, HostValue):
                 hosted[name] = host_values.encode(value.value).decode()
             else:
-                np.copyto(self.places.inputs[member][name], value)
-        request = Request(member=member, wanted=list(wanted), at=at, fresh=fresh, hosted=hosted)
+                np.copyto(self.places.part(self.places.inputs[member][name], value.shape), value)
+        request = Request(member=member, sizes=sizes, wanted=list(wanted), at=at, fresh=fresh, hosted=hosted)
         try:
             for s in self.sockets:
                 with suppress(frames.Closed):  # the report says why
@@ -151,7 +154,7 @@ class Ranks:
                 self.failed = "it was interrupted in the middle of a step"
                 self.close()
             raise
-        there = self.places.outputs[member]
+        there = {n: self.places.part(a, one.outputs[n].shape) for n, a in self.places.outputs[member].items() if n in wanted}
         return {n: there[n].copy() if n in there else host_values.decode(back[n].encode()) for n in wanted}
 
     def _answers(self) -> dict[str, str]:

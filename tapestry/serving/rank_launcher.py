@@ -10,7 +10,7 @@ import os
 import select
 import socket
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -22,10 +22,13 @@ import msgspec
 import numpy as np
 
 from tapestry import launch
+from tapestry.build.sized_builds import SizedBuild
+from tapestry.build.store import Build
 from tapestry.errors import RunError, TapestryError
 from tapestry.ir.kernel import Box
 from tapestry.onnx_eval.opaque_node import HostValue
 from tapestry.runtime.session import Session
+from tapestry.runtime.sized_sessions import SizedSessions
 from tapestry.runtime.target_protocol import Array
 from tapestry.serving import frames
 from tapestry.serving.engines import Loader, longest
@@ -73,9 +76,10 @@ def answer(order: Order, of: Sequence[Member], loader: Loader, me: Rank, first: 
         if fd != mine:
             os.close(fd)
     os.close(order.report)
-    places = SharedPlaces([(m.inputs, m.outputs) for m in of], order.memory)
+    places = SharedPlaces([m.widest for m in of], order.memory)
     sessions, state = [first], loader.state
     sessions += _others(of[1:], loader, wire, order.timeout)
+    sizes = None if of[0].compiled.sized is None else _of_sizes(of[0].compiled.sized, loader, wire, order.timeout)
     with socket.socket(fileno=mine) as s, suppress(frames.Closed):  # without a word: the session is gone
         frames.send(s, Answer())
         while (request := _next(s, wire)) is not None and request.member is not None:
@@ -84,7 +88,8 @@ def answer(order: Order, of: Sequence[Member], loader: Loader, me: Rank, first: 
             state.at = request.at
             wire.batch += 1
             wire.heartbeat.batch(wire.batch)
-            frames.send(s, _step(sessions[request.member], request, places, request.member))
+            session = sessions[request.member] if sizes is None else sizes.at(request.sizes)
+            frames.send(s, _step(session, request, places, request.member))
 
 
 def _others(of: Sequence[Member], loader: Loader, wire: Any, timeout: float) -> Iterator[Session]:
@@ -97,6 +102,27 @@ def _others(of: Sequence[Member], loader: Loader, wire: Any, timeout: float) -> 
         assert isinstance(session.executor, RankExecutor)
         session.executor.connect([a.size for a in build.plan.mesh], timedelta(seconds=timeout + 2))
         yield session
+
+
+def _of_sizes(sized: SizedBuild, loader: Loader, wire: Any, timeout: float) -> SizedSessions:
+    """The sessions of a build for several sizes on this rank: all ranks bind the same ones, in the order of requests."""
+    from tapestry.runtime.processes.distributed import RankExecutor
+
+    class Executor(RankExecutor):
+        reads_late = True
+
+    opener = loader.opener(partial(Executor, wire=wire))
+
+    def opened(build: Build, constants: bytes, compiles: bool, equal: Mapping[tuple[int, int], int]) -> Session:
+        session = opener(build, constants, compiles, equal)
+        if not compiles:
+            assert isinstance(session.executor, RankExecutor)
+            session.executor.connect([a.size for a in build.plan.mesh], timedelta(seconds=timeout + 2))
+        return session
+
+    found = SizedSessions(sized, opened)
+    found.prepare()
+    return found
 
 
 def carry(values: Array | None, there: Array | None, sender: int, receiver: int) -> None:
@@ -127,15 +153,17 @@ def _step(session: Session, request: Request, places: SharedPlaces, member: int)
     from tapestry.runtime.processes import host_values
     from tapestry.runtime.processes.distributed import RankExecutor
 
-    executor, there = session.executor, places.outputs[member]
+    executor, tensors = session.executor, session.build.plan.graph.tensors
     assert isinstance(executor, RankExecutor)
+    there = {n: places.part(a, tensors[n].shape) for n, a in places.outputs[member].items()}
 
     def put(name: str, box: Box, array: Any) -> None:
-        part = session.target.to_numpy(array, session.build.plan.graph.tensors[name].dtype)
+        part = session.target.to_numpy(array, tensors[name].dtype)
         np.copyto(there[name][tuple(slice(lo, hi) for lo, hi in box)], part)
 
     executor.put = put
-    feeds = places.inputs[member] | {n: HostValue(host_values.decode(v.encode())) for n, v in request.hosted.items()}
+    feeds: dict[str, Any] = {n: places.part(a, tensors[n].shape) for n, a in places.inputs[member].items()}
+    feeds |= {n: HostValue(host_values.decode(v.encode())) for n, v in request.hosted.items()}
     result = session.compute(feeds, wanted=request.wanted)
     return Answer(hosted={n: host_values.encode(v).decode() for n, v in result.outputs.items() if v is not None})
 

@@ -164,10 +164,10 @@ class Session:
 
     def _start(self) -> Engine:
         if any(m.compiled.sized for m in self._members):
-            if self._processes is not None or len(self._members) > 1:
-                what = "a build for several sizes runs alone, in one process"
-                raise TapestryError(what, where="processes", hint="builds of one size for ranks")
-            return AnySize(self._members[0])
+            if len(self._members) > 1:
+                raise TapestryError("a build for several sizes is alone in a session", hint="one session for each")
+            if self._processes is None:
+                return AnySize(self._members[0])
         if self._processes is None:
             return InProcess(self._members)
         from tapestry.runtime.step_messages import owners

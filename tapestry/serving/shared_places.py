@@ -8,6 +8,7 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Mapping, Sequence
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -47,6 +48,11 @@ class SharedPlaces:
         for ins, outs in tensors:
             self.inputs.append({t.name: next(found) for t in ins})
             self.outputs.append({t.name: next(found) for t in outs})
+
+    @staticmethod
+    def part(place: Array, shape: Sequence[int]) -> Array:
+        """The beginning of a place as an array of a shape that it has room for."""
+        return place.reshape(-1)[: prod(shape)].reshape(shape)
 
     def _array(self, t: Tensor, offset: int) -> Array:
         dtype = numpy_dtype(t.dtype)

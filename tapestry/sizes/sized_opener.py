@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 from tapestry import flags
 from tapestry.build import store
-from tapestry.runtime.session import OnceRead, Session
+from tapestry.runtime.session import MakeExecutor, OnceRead, Session, Slices
+from tapestry.runtime.target_protocol import Target
 
 
 class SizedOpener:
-    """Opens sessions of one build at several sizes, all on one copy of its weights, packed ones included."""
+    """Opens sessions of one build at several sizes, all on one copy of its weights, packed ones included.
 
-    def __init__(self) -> None:
-        self.once = OnceRead()
+    Args:
+        make: the executor, where it is a rank's.
+        weights: slices from elsewhere than the model's files.
+    """
+
+    def __init__(self, make: MakeExecutor[Target] | None = None, weights: Slices | None = None) -> None:
+        self.once, self.make, self.weights = OnceRead(), make, weights
         self.packed: dict[Hashable, Any] = {}
 
-    def __call__(self, build: store.Build, constants: bytes, compiles: bool) -> Session:
-        """A session with its kernels bound; they are compiled now, or are there."""
+    def __call__(self, build: store.Build, constants: bytes, compiles: bool, equal: Mapping[tuple[int, int], int]) -> Session:
+        """A session with its kernels bound; they are compiled now, or are there. ``equal`` launches are one function."""
         flags.before_torch()
         from tapestry.codegen.torch_cpu import How, TorchCpu, compile_waiting
         from tapestry.runtime.one_process.logical_devices import LocalExecutor
@@ -26,9 +32,10 @@ class SizedOpener:
         class Executor(LocalExecutor):
             reads_late = True
 
-        session = Session(build, constants, TorchCpu(build.exact, How(True, compiles)), Executor, self.once.of(build))
+        slices = self.once.of(build, self.weights)
+        session = Session(build, constants, TorchCpu(build.exact, How(True, compiles)), self.make or Executor, slices)
         assert isinstance(session.executor, LocalExecutor)
-        session.executor.packed = self.packed
+        session.executor.packed, session.executor.equal = self.packed, equal
         session.executor.bind()
         if compiles:
             compile_waiting()

@@ -16,6 +16,7 @@ from tapestry.codegen.torch_cpu.base.point_values import held
 from tapestry.codegen.torch_cpu.c import conv_c
 from tapestry.codegen.torch_cpu.c.blocks_c import Cells, cells_of
 from tapestry.codegen.torch_cpu.c.c_calls import Call, Calls, Ins, Recorded, shares
+from tapestry.codegen.torch_cpu.c.maps_c import PLAIN, How
 from tapestry.codegen.torch_cpu.torch_ops.attention_torch import Match, match
 from tapestry.ir.expr import Acc, Arg, Const, Expr
 from tapestry.ir.expr import Call as Apply
@@ -118,7 +119,7 @@ class Found:
     names: tuple[str, ...]
 
 
-def attention(op: Block, graph: Graph, kernel: Kernel) -> Found | None:
+def attention(op: Block, graph: Graph, kernel: Kernel, how: How = PLAIN) -> Found | None:
     """The values weighted by the softmax of scaled and biased scores; ``None`` where the kernel does not do it."""
     lib = conv_c.available()
     roles = match(op) if lib is not None and kernel.mode == "full" and len(op.then) == 1 else None
@@ -128,7 +129,7 @@ def attention(op: Block, graph: Graph, kernel: Kernel) -> Found | None:
     a, scale = roles.attention, roles.scale
     block = {d.name: b for d, b in zip(op.space, kernel.block, strict=True)}
     keys, factor = _factored(a.keys)
-    plan, scale = _plan(op, graph, kernel, block, roles, (a.query, keys, a.value, roles.bias)), scale * factor
+    plan, scale = _plan(op, graph, kernel, roles, (a.query, keys, a.value, roles.bias), how), scale * factor
     other = walk_of(op, kernel, block, given) if given else None
     if plan is None or (given and not _once(other, (*plan.outer, *plan.inner, *roles.columns))):
         return None
@@ -136,7 +137,7 @@ def attention(op: Block, graph: Graph, kernel: Kernel) -> Found | None:
     outer, inner = points(plan.outer, extent), points(plan.inner, extent)
     rows, count, depth = points(roles.rows, extent), extent[roles.key], points(roles.depth, extent)
     few = rows <= FEW
-    if (plan.made and not few) or max(count, depth) > conv_c.DEEPEST or points(roles.columns, extent) != depth:
+    if max(count, depth) > conv_c.DEEPEST or points(roles.columns, extent) != depth:
         return None
     out = {"outer": rows * inner * depth, "inner": depth, "rows": inner * depth}
     strides = [out_stride(d.name, plan.outer, plan.inner, roles.rows, out) for d in op.dims]
@@ -180,8 +181,9 @@ class Made:
 
 
 def _plan(
-    op: Block, graph: Graph, kernel: Kernel, block: Intervals, roles: Match, parts: tuple[Expr, Expr, Expr, Expr | None]
+    op: Block, graph: Graph, kernel: Kernel, roles: Match, parts: tuple[Expr, Expr, Expr, Expr | None], how: How
 ) -> _Plan | None:
+    block = {d.name: b for d, b in zip(op.space, kernel.block, strict=True)}
     batch = [n for n in roles.batch if block[n][1] - block[n][0] > 1]
     singles = [[n for n in names if block[n][1] - block[n][0] > 1] for names in (roles.rows, roles.columns, roles.depth)]
     if len(batch) > 2 or any(len(names) > 1 for names in singles):
@@ -189,7 +191,7 @@ def _plan(
     walks, made = [walk_of(op, kernel, block, e) for e in parts if e is not None], list[Made]()
     for n, last in ((0, roles.depth), (3, (roles.key,))):  # queries and biases may be any expression
         if n < len(walks) and walks[n] is None:
-            walks[n] = _made(op, graph, kernel, parts[n], (*roles.batch, *roles.rows, *last), made)
+            walks[n] = _made(op, graph, kernel, parts[n], (*roles.batch, *roles.rows, *last), made, how)
     if not all(walks):
         return None
     q, k, v, *rest = (w for w in walks if w)
@@ -203,12 +205,14 @@ def _plan(
     return _Plan(q, k, v, rest[0] if rest else None, tuple(made), outer, inner, roles, groups.pop() if groups else heads)
 
 
-def _made(op: Block, graph: Graph, kernel: Kernel, e: Expr | None, names: Sequence[str], made: list[Made]) -> Walk | None:
+def _made(
+    op: Block, graph: Graph, kernel: Kernel, e: Expr | None, names: Sequence[str], made: list[Made], how: How
+) -> Walk | None:
     """A walk of what is computed along those of the dimensions that it depends on; it is added to ``made``."""
     if e is None:
         return None
     own = [n for n in names if n in dims_read(op, e)]
-    found = cells_of(op, graph, kernel, own, e)
+    found = cells_of(op, graph, kernel, own, e, how)
     if found is None:
         return None
     made.append(Made(found, shape(found.box)))

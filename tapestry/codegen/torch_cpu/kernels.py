@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -51,10 +52,8 @@ def build(graph: Graph, kernel: Kernel, how: How = PLAIN) -> Run:
     if not view and (found := _by_rows(op, graph, kernel, how) or _by_pixels(op, graph, kernel, how)):
         return found
     run = viewed(_built(view.op, view.graph, view.kernel, how), view) if view else _built(op, graph, kernel, how)
-    if how.any_size:
-        return _of_any_size(run)
     made = isinstance(run, Recorded | Together | Mapped | dense.Packable)
-    return run if made or view else as_loops(op, graph, kernel, run, _is_dear(op, graph, kernel))
+    return run if made or view else as_loops(op, graph, kernel, run, partial(_is_dear, op, graph, kernel), how)
 
 
 def _by_rows(op: Block, graph: Graph, kernel: Kernel, how: How) -> Run | None:
@@ -63,7 +62,8 @@ def _by_rows(op: Block, graph: Graph, kernel: Kernel, how: How) -> Run | None:
     if view is None:
         return None
     plain = _built(op, graph, kernel, how)
-    run = as_loops(view.op, view.graph, view.kernel, plain, dear=True, free=True)
+    alone = replace(how, any_size=False)  # the bits are those of a build of one size
+    run = as_loops(view.op, view.graph, view.kernel, plain, lambda: True, alone, free=True)
     found = viewed(run, view)
     if not isinstance(run, Mapped) or not isinstance(found, Mapped):
         return None
@@ -76,7 +76,7 @@ def _by_pixels(op: Block, graph: Graph, kernel: Kernel, how: How) -> Run | None:
     if view is None or row_norms.mean(op, kernel) or pooling.pooled(op, kernel):
         return None
     run = _built(view.op, view.graph, view.kernel, how)
-    run = run if isinstance(run, Mapped) else as_loops(view.op, view.graph, view.kernel, run, dear=True)
+    run = run if isinstance(run, Mapped) else as_loops(view.op, view.graph, view.kernel, run, lambda: True, how)
     return viewed(run, view) if isinstance(run, Mapped) else None
 
 
@@ -107,13 +107,6 @@ def _gathers(op: Block, exprs: Sequence[Expr]) -> bool:
     return any(not isinstance(a, str) for a in terms)
 
 
-def _of_any_size(run: Run) -> Run:
-    """A function without those in C whose text has the sizes of one block in it."""
-    if isinstance(run, dense.Packable):
-        return replace(run, packed=_of_any_size(run.packed))
-    return run.plain if isinstance(run, Mapped) and run.sized else run
-
-
 def _built(op: Block, graph: Graph, kernel: Kernel, how: How) -> Run:
     """The function that is fastest where there are many points."""
     if kernel.mode == "finish":
@@ -122,11 +115,11 @@ def _built(op: Block, graph: Graph, kernel: Kernel, how: How) -> Run:
         results = Expressions(op, graph, kernel, op.body, Frame(op.dims, kernel.block))
         return mapped(op, graph, kernel, pieces(op, graph, kernel) or (lambda ins, _: results(ins, [])), how)
     if kernel.mode == "full":
-        ours = attention(op, graph, kernel) or scored(op, graph, kernel)
+        ours = attention(op, graph, kernel, how) or (None if how.any_size else scored(op, graph, kernel))
         if ours and not ours.names:
             return ours.run
         if ours:
-            return Mapped(_whole(op, graph, kernel), ours.names, ours.run, few=True, sized=True)
+            return Mapped(_whole(op, graph, kernel), ours.names, ours.run, few=True, compiles=how.compiles)
         found = (
             norms.layer_norm(op, kernel)
             or row_norms.rms_norm(op, kernel)
@@ -144,7 +137,7 @@ def _built(op: Block, graph: Graph, kernel: Kernel, how: How) -> Run:
         plain = _partial(op, lambda ins: [_once(s, wanted, ins) for s, wanted in zip(states(ins), shapes, strict=True)])
         return dense.partial(op, graph, kernel, plain)
     plain = mapped(op, graph, kernel, _whole(op, graph, kernel), how)
-    return conv_int8.packable(op, graph, kernel, plain) or sibling_sums.packable(op, graph, kernel, plain, _whole)
+    return conv_int8.packable(op, graph, kernel, plain) or sibling_sums.packable(op, graph, kernel, plain, _whole, how)
 
 
 def _whole(op: Block, graph: Graph, kernel: Kernel) -> Run:

@@ -12,7 +12,7 @@ from tapestry.codegen.torch_cpu.base.strided_reads import Frame, Tensor
 from tapestry.codegen.torch_cpu.base.torch_unary import added_first
 from tapestry.codegen.torch_cpu.c import conv_c, generated_c
 from tapestry.codegen.torch_cpu.c.c_calls import Call, Ins, Recorded, Together, last
-from tapestry.codegen.torch_cpu.c.maps_c import Mapped
+from tapestry.codegen.torch_cpu.c.maps_c import How, Mapped
 from tapestry.codegen.torch_cpu.c.print_c import Writer, written
 from tapestry.codegen.torch_cpu.torch_ops import dense
 from tapestry.ir.expr import Acc, Arg, Expr, Index, arg_positions, call, walk
@@ -21,14 +21,16 @@ from tapestry.ir.kernel import Kernel
 from tapestry.ir.recognise.contraction import dims_read, factors, only_sums, part
 
 
-def packable(op: Block, graph: Graph, kernel: Kernel, plain: Run, whole: Callable[[Block, Graph, Kernel], Run]) -> Run:
+def packable(
+    op: Block, graph: Graph, kernel: Kernel, plain: Run, whole: Callable[[Block, Graph, Kernel], Run], how: How
+) -> Run:
     """The kernel with a packed form in which every sum is a linear layer or convolution on a packed weight, if each is one.
 
     Args:
         whole: the kernel of one sum on buffers as they are, for a weight that there was no room to pack.
     """
     if kernel.mode != "full" or not only_sums(op.monoid) or len(op.body) == 1 or op.inner:
-        return dense.packable(op, graph, kernel, plain)
+        return dense.packable(op, graph, kernel, plain, how)
     then, runs, added = op.then, list[dense.Packable](), list[int]()
     for k, e in enumerate(op.body):
         bias = added_first(then, lambda _: True, k)

@@ -31,18 +31,24 @@ class Team:
 
 
 class Groups:
-    """Teams by partition. Every rank must make them for the same list of partitions, since making one is a collective."""
+    """Teams by partition. Every rank must make them for the same list of partitions, since making one is a collective.
 
-    def __init__(self, device: str, mesh: Sequence[int], partitions: Sequence[Partition], timeout: timedelta) -> None:
-        self.rank = dist.get_rank()
-        self.teams: dict[Partition, Team | None] = {}
+    Args:
+        teams: those that there are already, of programs before; new ones are added.
+    """
+
+    def __init__(
+        self, device: str, mesh: Sequence[int], partitions: Sequence[Partition], timeout: timedelta,
+        teams: dict[Partition, Team | None],
+    ) -> None:  # fmt: skip
+        self.rank, self.teams = dist.get_rank(), teams
         everybody = tuple(range(dist.get_world_size()))
-        self.teams[(everybody,)] = Team(everybody, dist.group.WORLD)
-        wanted = {ordered(p): None for p in partitions}
+        teams[(everybody,)] = Team(everybody, dist.group.WORLD)
+        wanted = {p: None for p in map(ordered, partitions) if p not in teams}
         if prod(mesh) == len(everybody) and any(axis_groups(mesh, a) in wanted for a in range(len(mesh))):
             self._axes(device, mesh, timeout)
         for partition in wanted:
-            if partition not in self.teams:
+            if partition not in teams:
                 mine, _ = _dist.new_subgroups_by_enumeration([list(g) for g in partition], timeout=timeout)
                 self._keep(partition, mine)
 

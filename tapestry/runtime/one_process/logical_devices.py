@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Callable, Collection, Hashable, Mapping
 from functools import partial
 from threading import Lock
 
@@ -37,6 +37,7 @@ class LocalExecutor(Executor):
         kernels: by step and device, as the target made them.
         launches: by step and device, the kernel and the buffers that it reads (packed weights in place of some).
         weights_held: weights by buffer, as the Program has them; those that are read packed alone are dropped.
+        equal: launches by step and device, with a number that is the same where kernels are one function.
         packed: packed weights of the model by bytes, type, box and key; several executors may share it.
         stays: inputs that are not given but there, by device and buffer; to be set before the first run.
         grown: caches whose present is their own memory, by device and the present's buffer; to be set before the first run.
@@ -56,6 +57,7 @@ class LocalExecutor(Executor):
         super().__init__(graph, program, target, weights, streamed, route)
         self.kernels: dict[tuple[int, int], Run] = {}
         self.launches: dict[tuple[int, int], tuple[Run, tuple[str, ...]]] = {}
+        self.equal: Mapping[tuple[int, int], int] = {}
         self.packing: list[Packing] = []
         self.packed: dict[Hashable, Array] = {}
         self.stays: dict[tuple[int, str], Array] = {}
@@ -134,11 +136,7 @@ class LocalExecutor(Executor):
         """Make every kernel and pack the weights, once: all that later runs need not do."""
         if self.packing:
             return
-        for at, step in enumerate(self.program.steps):
-            for d, _ in self.mine(step.blocks) if isinstance(step, Launch) else ():
-                assert isinstance(step, Launch)
-                kernel, grown = kernel_of(step, d, self.program), self.grown.get((d, step.outs[0]))
-                self.kernels[at, d] = self.target.kernel(self.graph, kernel if grown is None else grown.kernel(kernel))
+        self._make_kernels()
         for d in range(self.program.devices):
             wanted = {at: k.packs for (at, e), k in self.kernels.items() if e == d and isinstance(k, PackableKernel)}
             weigh = self.weigh, partial(self._plain_bytes, d)
@@ -158,6 +156,20 @@ class LocalExecutor(Executor):
         self.schedule = self.scheduled()
         if self.bound is not None:
             self.bound()
+
+    def _make_kernels(self) -> None:
+        made: dict[int, Run] = {}
+        for at, step in enumerate(self.program.steps):
+            for d, _ in self.mine(step.blocks) if isinstance(step, Launch) else ():
+                assert isinstance(step, Launch)
+                kernel, grown = kernel_of(step, d, self.program), self.grown.get((d, step.outs[0]))
+                number = self.equal.get((at, d)) if grown is None else None
+                if number is not None and number in made:
+                    self.kernels[at, d] = made[number]
+                    continue
+                run = self.kernels[at, d] = self.target.kernel(self.graph, kernel if grown is None else grown.kernel(kernel))
+                if number is not None:
+                    made[number] = run
 
     def _plain_bytes(self, device: int, buffer: str) -> int:
         return self.program.buffers[buffer].nbytes(device)

@@ -65,6 +65,7 @@ class Wire:
         ahead: receives are posted before their step. gloo moves a message when its receive is posted; on NCCL a receive holds
             up the stream until it is met, so there they are posted at their step.
         checking: messages go with headers.
+        teams: process groups of all programs so far.
         nothing: no bytes: what an operation holds that is not posted.
     """
 
@@ -83,6 +84,7 @@ class Wire:
     flying_bytes: int = 0
     staged: int = 0
     nothing: Tensor = field(init=False)
+    teams: dict[Partition, Team | None] = field(default_factory=dict[Partition, Team | None])
 
     def __post_init__(self) -> None:
         self.nothing = torch.empty(0, dtype=torch.uint8, device=self.device)
@@ -175,7 +177,7 @@ class Wire:
 
     def groups(self, mesh: Sequence[int], partitions: Sequence[Partition], timeout: timedelta) -> Groups:
         """Process groups, made by all ranks together."""
-        return Groups(self.device.type, mesh, partitions, timeout)
+        return Groups(self.device.type, mesh, partitions, timeout, self.teams)
 
     # what ranks agree on
 

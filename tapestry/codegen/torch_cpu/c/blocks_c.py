@@ -12,6 +12,7 @@ import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -20,13 +21,13 @@ from tapestry.codegen.torch_cpu.base.point_values import Run, held
 from tapestry.codegen.torch_cpu.base.scalars import TORCH_DTYPES
 from tapestry.codegen.torch_cpu.c import conv_c, generated_c
 from tapestry.codegen.torch_cpu.c.c_calls import Call, Ins, Written, shares
-from tapestry.codegen.torch_cpu.c.maps_c import Mapped
+from tapestry.codegen.torch_cpu.c.maps_c import PLAIN, How, Mapped
 from tapestry.codegen.torch_cpu.c.print_c import TYPES, Writer, is_slow, literal, written
 from tapestry.ir.expr import Arg, Const, Expr, Index, Let, arg_positions, walk
 from tapestry.ir.expr import Call as Apply
 from tapestry.ir.graph import Block, Graph, Read
 from tapestry.ir.index import dims_of
-from tapestry.ir.kernel import Box, Kernel, shape, size, strides
+from tapestry.ir.kernel import Box, Kernel, shape, size
 from tapestry.ir.monoid import MONOIDS, Moments
 from tapestry.ir.recognise.contraction import only_sums
 from tapestry.ir.state import varies
@@ -41,8 +42,12 @@ LANES = 64  # neighbours that are summed side by side
 MOST_TEXT = 2000  # primitives of an operation
 
 
-def as_loops(op: Block, graph: Graph, kernel: Kernel, plain: Run, dear: bool, *, free: bool = False) -> Run:
-    """The operation with its function in C, where all of it can be written, and it is small or torch's way is ``dear``.
+def as_loops(
+    op: Block, graph: Graph, kernel: Kernel, plain: Run, is_dear: Callable[[], bool], how: How, *, free: bool = False
+) -> Run:
+    """The operation with its function in C, where all of it can be written, and it is small or torch's way is dear.
+
+    One for any size is compiled where it is neither: at another size it may be.
 
     Args:
         free: the function is one for any size of the first dimension, which begins at 0.
@@ -56,19 +61,23 @@ def as_loops(op: Block, graph: Graph, kernel: Kernel, plain: Run, dear: bool, *,
     exprs = (*op.point, *op.then, *combined)
     inside = tuple(b for d, b in zip(op.space, kernel.block, strict=True) if d not in op.dims or d.name in _outer(op))
     work = size(inside) * _weight((*op.point, *combined)) + size(out) * _weight(op.then)
-    few = work <= _most(op)
-    if not (few or dear) or any(b != out for b in kernel.outs):
+    few, ahead = work <= _most(op), how.any_size and how.compiles
+    dear = not ahead and is_dear()
+    if not (few or ahead or dear) or any(b != out for b in kernel.outs):
         return plain
     reads = _reads(op, graph, kernel)
     if reads is None or not written(exprs, few=True) or any(graph.tensors[t].dtype not in TYPES for t in op.outs):
         return plain
-    name = generated_c.register(BlockWriter(tuple(d.name for d in op.space), reads, out, free=free).block(op, kernel))
+    writer = BlockWriter(tuple(d.name for d in op.space), reads, out, given=[] if how.any_size else None, free=free)
+    name = generated_c.register(writer.block(op, kernel), how.compiles)
+    if not (few or dear):
+        return plain
     extents = shape(out)
     arrays: list[Callable[[Tensor], Tensor]] = [lambda memory: memory.view(extents)] * len(op.outs)
     used = tuple(sorted(reads))
     memory = tuple((size(out), TORCH_DTYPES[graph.tensors[t].dtype]) for t in op.outs)
-    call = Written(tuple(arrays), functools.partial(_record, name, used, count=out[0][1] if free else 0), memory)
-    return Mapped(plain, (name,), call, used, few=not dear)
+    call = Written(tuple(arrays), functools.partial(_record, name, used, writer.sizes()), memory)
+    return Mapped(plain, (name,), call, used, few=not dear, compiles=how.compiles)
 
 
 def _most(op: Block) -> int:
@@ -91,12 +100,12 @@ def _weight(exprs: Sequence[Expr]) -> int:
     return sum(SLOW if isinstance(x, Apply) and is_slow(x) else 1 for x in nodes)
 
 
-def _record(name: str, used: Sequence[int], ins: Ins, memory: Sequence[Tensor], count: int = 0) -> Call:
+def _record(name: str, used: Sequence[int], sizes: Any, ins: Ins, memory: Sequence[Tensor]) -> Call:
     function = generated_c.function(name)
     given = [held(ins[k]).contiguous() for k in used]
     buffers = (ctypes.c_void_p * (len(given) + len(memory)))(*(x.data_ptr() for x in (*given, *memory)))
     fixed = all(shares(x, held(ins[k])) for x, k in zip(given, used, strict=True))
-    return Call(function, ctypes.c_int64(count), buffers, (*given, *memory), fixed)
+    return Call(function, sizes, buffers, (*given, *memory), fixed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +136,7 @@ def each_cell(value: Expr) -> Cells | None:
     return Cells(name, (), record)
 
 
-def cells_of(op: Block, graph: Graph, kernel: Kernel, names: Sequence[str], value: Expr) -> Cells | None:
+def cells_of(op: Block, graph: Graph, kernel: Kernel, names: Sequence[str], value: Expr, how: How = PLAIN) -> Cells | None:
     """An expression of an operation over some of its dimensions, its `Acc` what is there before; else ``None``."""
     at = {d.name: (d, b) for d, b in zip(op.space, kernel.block, strict=True)}
     box = tuple(at[n][1] for n in names)
@@ -138,8 +147,10 @@ def cells_of(op: Block, graph: Graph, kernel: Kernel, names: Sequence[str], valu
     slow = any(isinstance(x, Apply) and is_slow(x) for x in walk(value))
     if (slow and size(box) * _weight((value,)) > MOST_WORK) or any(isinstance(x, Let) for x in walk(value)):
         return None
-    name = generated_c.register(BlockWriter(tuple(names), found, box).block(alone, replace(kernel, block=box)))
-    return Cells(name, box, lambda ins, memory: _record(name, sorted(found), ins, [memory]))
+    writer = BlockWriter(tuple(names), found, box, given=[] if how.any_size else None)
+    name = generated_c.register(writer.block(alone, replace(kernel, block=box)), how.compiles)
+    sizes, used = writer.sizes(), sorted(found)
+    return Cells(name, box, lambda ins, memory: _record(name, used, sizes, ins, [memory]))
 
 
 def _reads(op: Block, graph: Graph, kernel: Kernel) -> Reads | None:
@@ -167,7 +178,11 @@ class BlockWriter(Writer):
     """Writes an operation as loops over its whole index space; ``names`` are all its dimensions, ``out`` the output's box."""
 
     inner: dict[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])
-    free: bool = False  # the first dimension's size is an argument
+    free: bool = False  # the first dimension's size is an argument, and no other
+
+    def sizes(self) -> ctypes.Array[ctypes.c_int64]:
+        """What the function that was written is called with."""
+        return (ctypes.c_int64 * 1)(self.out[0][1]) if self.free else Writer.sizes(self)
 
     def block(self, op: Block, kernel: Kernel) -> str:
         """The body of ``void f(const int64_t *sizes, void *const *p)``: the buffers read, in order, then the outputs."""
@@ -177,28 +192,29 @@ class BlockWriter(Writer):
         lines = [f"const {TYPES[self.reads[k][3]]} *restrict p{i} = p[{i}];" for k, i in self.slots.items()]
         lines += [f"{TYPES[e.dtype]} *restrict y{j} = p[{n + j}];" for j, e in enumerate(results)]
         outer = _outer(op)
+        begin = len(lines)
         if _side_by_side(op):
-            return "\n".join([*lines, *self._lanes(op, results)])
+            lines += self._lanes(op, results)
+            return "\n".join([*lines[:begin], *self._given(), *lines[begin:]])
         lines += self._loop([d.name for d in op.dims if d.name in outer])
-        steps = zip(strides(self.out), self.out, strict=True)
-        place = " + ".join(f"{s} * (d{i} - {lo})" for i, (s, (lo, _)) in enumerate(steps)) or "0"
+        place = self._place(self.out, [f"(d{i} - {self._size(lo)})" for i, (lo, _) in enumerate(self.out)])
         acc = self._reduced(op, lines) if op.monoid else self._let(op, lines, place)
         lines += self._loop([d.name for d in op.dims if d.name not in outer])
         lines += [f"y{j}[{place}] = {self._expr(e, self.inner, acc)};" for j, e in enumerate(results)]
-        return "\n".join([*lines, "}" * len(op.dims)])
+        return "\n".join([*lines[:begin], *self._given(), *lines[begin:], "}" * len(op.dims)])
 
     def _lanes(self, op: Block, results: Sequence[Expr]) -> list[str]:
         """Sums of neighbours along the last dimension side by side; what follows in loops over where they do not vary."""
         last, (lo, hi) = len(op.dims) - 1, self.out[-1]
-        steps = list(zip(strides(self.out), self.out, strict=True))
-        place = " + ".join(f"{s} * (d{i} - {a})" for i, (s, (a, _)) in enumerate(steps))
+        place = self._place(self.out, [f"(d{i} - {self._size(a)})" for i, (a, _) in enumerate(self.out)])
+        low, high = self._size(lo), self._size(hi)
         names, fields, at = [d.name for d in op.reduce], range(len(op.body)), f"const int64_t d{last} = first + i;"
         each = f"for (int64_t i = 0; i < many; i++) {{ {at}"
         acc, outer = [f"((float)a{k}[i])" for k in fields], _outer(op)
         return [
             *self._loop([d.name for d in op.dims[:-1] if d.name in outer]),
-            f"for (int64_t first = {lo}; first < {hi}; first += {LANES}) {{",
-            f"const int64_t many = {hi} - first < {LANES} ? {hi} - first : {LANES};",
+            f"for (int64_t first = {low}; first < {high}; first += {LANES}) {{",
+            f"const int64_t many = {high} - first < {LANES} ? {high} - first : {LANES};",
             *(f"double a{k}[{LANES}] = {{0}};" for k in fields),
             *self._loop(names),
             f"#pragma omp simd\n{each}",
@@ -213,10 +229,8 @@ class BlockWriter(Writer):
     def _loop(self, names: Sequence[str]) -> list[str]:
         """The beginnings of loops."""
         at = [(self.names.index(n), self.inner[n]) for n in names]
-        return [
-            f"for (int64_t d{i} = {lo}; d{i} {'< sizes[0]' if self.free and i == 0 else f'<= {hi}'}; d{i}++) {{"
-            for i, (lo, hi) in at
-        ]
+        at = [(i, self._size(lo), "sizes[0]" if self.free and i == 0 else self._size(hi + 1)) for i, (lo, hi) in at]
+        return [f"for (int64_t d{i} = {lo}; d{i} < {hi}; d{i}++) {{" for i, lo, hi in at]
 
     def _let(self, op: Block, lines: list[str], place: str = "") -> list[str]:
         """The values of inner reductions, in loops of their own; what is at the result's place may be read."""
@@ -272,12 +286,14 @@ class BlockWriter(Writer):
         count = 1
         for n in names:
             count *= self.inner[n][1] - self.inner[n][0] + 1
+        cells = self._size(count)
         loops, value = self._loop(names), self._expr(x, self.inner, [])
         for total, term in (("mean", value), ("spread", f"({value} - mean) * ({value} - mean)")):
             pragma = f"#pragma omp simd reduction(+:{total})\n{loops[-1]}"
             lines += [f"double {total} = 0;", *loops[:-1], pragma, f"{total} += {term};", "}" * len(names)]
-            lines += [f"mean /= {count};"] * (total == "mean")
-        return [literal(Const(float(count), x.dtype)), "((float)mean)", "((float)spread)"]
+            lines += [f"mean /= {cells};"] * (total == "mean")
+        whole = literal(Const(float(count), x.dtype)) if self.given is None else f"((float){cells})"
+        return [whole, "((float)mean)", "((float)spread)"]
 
     @staticmethod
     def _double(monoid: str, dtype: str) -> bool:

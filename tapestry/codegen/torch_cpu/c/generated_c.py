@@ -25,9 +25,15 @@ _known: dict[str, Any] = {}
 _lock = Lock()
 
 
-def register(body: str) -> str:
-    """The name of the function with a body; equal bodies are one function."""
+def register(body: str, compiles: bool = True) -> str:
+    """The name of the function with a body; equal bodies are one function.
+
+    Args:
+        compiles: whether it may be compiled; otherwise it is there already, or is not used.
+    """
     name = f"map_{hashlib.sha256(body.encode()).hexdigest()[:24]}"
+    if not compiles:
+        return name
     with _lock:
         _texts.pop(name, None)  # the last one registered is the last
         _texts[name] = body

@@ -49,7 +49,6 @@ class Mapped:
         reads: which reads of the operation a function that is all of it is given, in order.
         few: whether torch's operators take no longer but for their calls.
         compiles: whether it is compiled where it is not there yet.
-        sized: whether its text has the sizes of one block, where functions of any size are asked for.
     """
 
     plain: Run
@@ -58,7 +57,6 @@ class Mapped:
     reads: tuple[int, ...] = ()
     few: bool = False
     compiles: bool = True
-    sized: bool = False
 
     def __call__(self, ins: Ins, states: Sequence[Tensor]) -> list[Tensor]:
         """Compute into new memory: by torch, where there are few points."""
@@ -88,9 +86,9 @@ def mapped(op: Block, graph: Graph, kernel: Kernel, plain: Run, how: How = PLAIN
     tensors = {k: graph.tensors[op.reads[k].tensor] for k in used}
     reads = {k: (op.reads[k], boxes[k], t.shape, t.dtype) for k, t in tensors.items()}
     writer = Writer(names, reads, out, given=[] if how.any_size else None)
-    name = generated_c.register(writer.function(found))
-    extents, sizes = shape(out), (ctypes.c_int64 * max(1, len(writer.given or ())))(*(writer.given or ()))
-    record = functools.partial(_record, name, used, sizes)
+    name = generated_c.register(writer.function(found), how.compiles)
+    extents = shape(out)
+    record = functools.partial(_record, name, used, writer.sizes())
     call = Recorded(lambda memory: memory.view(extents), record, size(out))
     return Mapped(plain, (name,), call, tuple(used), few=size(out) < LEAST, compiles=how.compiles)
 

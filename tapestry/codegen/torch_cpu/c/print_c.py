@@ -6,6 +6,7 @@ row-major: all places are numbers. A NaN goes where it goes elsewhere; nothing i
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -194,8 +195,16 @@ class Writer:
             f"float *restrict y = p[{len(self.slots)}];"
         ]
         loops = [line for piece in pieces for line in self._loops(piece)]
-        lines += [f"const int64_t s{i} = sizes[{i}];" for i in range(len(self.given or ()))]
-        return "\n".join([*lines, *loops])
+        return "\n".join([*lines, *self._given(), *loops])
+
+    def _given(self) -> list[str]:
+        """The arguments by name."""
+        return [f"const int64_t s{i} = sizes[{i}];" for i in range(len(self.given or ()))]
+
+    def sizes(self) -> ctypes.Array[ctypes.c_int64]:
+        """What the function that was written is called with."""
+        given = self.given or ()
+        return (ctypes.c_int64 * max(1, len(given)))(*given)
 
     def _size(self, n: int) -> str:
         """A number that follows from sizes: as it is, or as an argument."""

@@ -21,7 +21,7 @@ from tapestry.codegen.torch_cpu.base.strided_reads import Frame, Remembered, Ten
 from tapestry.codegen.torch_cpu.c import conv_c, generated_c
 from tapestry.codegen.torch_cpu.c.blocks_c import Cells, cells_of, each_cell
 from tapestry.codegen.torch_cpu.c.c_calls import Call, Calls, Ins, Link, Recorded, hold, moved, shares
-from tapestry.codegen.torch_cpu.c.maps_c import LEAST, Mapped
+from tapestry.codegen.torch_cpu.c.maps_c import LEAST, PLAIN, How, Mapped
 from tapestry.codegen.torch_cpu.c.pooling import transposed
 from tapestry.codegen.torch_cpu.views.pixel_view import ORDER, pixels
 from tapestry.ir.expr import Acc, Arg, Expr
@@ -92,7 +92,7 @@ class _Dense:
         return self.array(memory)
 
 
-def packable(op: Block, graph: Graph, kernel: Kernel, plain: Run) -> Run:
+def packable(op: Block, graph: Graph, kernel: Kernel, plain: Run, how: How = PLAIN) -> Run:
     """The kernel with its packed form, where it has one."""
     frame = Frame(op.space, kernel.block)
     if kernel.mode != "full" or not torch.backends.mkldnn.is_available() or any(hi <= lo for lo, hi in kernel.block):
@@ -121,13 +121,13 @@ def packable(op: Block, graph: Graph, kernel: Kernel, plain: Run) -> Run:
     if found.record and (tail is None or then.rest == (Acc(0, "f32"),)):
         return Packable(plain, packs, Recorded(found.array, record, size, found.link))
     rest = then.rest if kernel.outs == (base.box,) else None
-    after = _after(op, graph, kernel, rest[0], found.order) if rest and then.rest != (Acc(0, "f32"),) else None
+    after = _after(op, graph, kernel, rest[0], found.order, how) if rest and then.rest != (Acc(0, "f32"),) else None
     if after is None:
         return Packable(plain, packs, packed)
     if not found.record:
         return Packable(plain, packs, _Finished(found, bias, after, packed))
     both = Recorded(found.array, lambda ins, memory: Calls.of(record(ins, memory), after.record(ins, memory)), size)
-    return Packable(plain, packs, Mapped(packed, (after.name,), both, few=size < LEAST, sized=bool(after.box)))
+    return Packable(plain, packs, Mapped(packed, (after.name,), both, few=size < LEAST, compiles=how.compiles))
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,18 +152,18 @@ class _Finished:
         return [out]
 
 
-def _after(op: Block, graph: Graph, kernel: Kernel, value: Expr, order: tuple[int, ...]) -> Cells | None:
+def _after(op: Block, graph: Graph, kernel: Kernel, value: Expr, order: tuple[int, ...], how: How) -> Cells | None:
     """What follows a sum, in memory that has the map dimensions in an order."""
     if found := each_cell(value):
         return found
     if order == tuple(range(len(op.dims))):
-        return cells_of(op, graph, kernel, [d.name for d in op.dims], value)
+        return cells_of(op, graph, kernel, [d.name for d in op.dims], value, how)
     alone = Block(outs=op.outs[:1], dims=op.dims, reads=op.reads, body=(value,))
     part = replace(kernel, block=kernel.block[: len(op.dims)])
     view = pixels(alone, graph, part, anyhow=True) if order == ORDER else None
     if view is None or view.op.dims != tuple(op.dims[k] for k in ORDER):
         return None
-    cells = cells_of(view.op, view.graph, view.kernel, [d.name for d in view.op.dims], value)
+    cells = cells_of(view.op, view.graph, view.kernel, [d.name for d in view.op.dims], value, how)
 
     def record(ins: Ins, memory: Tensor) -> Call:
         assert cells
