@@ -57,13 +57,13 @@ def build(graph: Graph, kernel: Kernel, how: How = PLAIN) -> Run:
 
 
 def _by_rows(op: Block, graph: Graph, kernel: Kernel, how: How) -> Run | None:
-    """The function in C of a norm of rows, one for any number of them; ``None`` where there is none."""
+    """The function in C of a norm of rows, one for any sizes; ``None`` where there is none."""
     view = rows(op, graph, kernel) if norms.by_rows(op) and not row_norms.rms_norm(op, kernel) else None
     if view is None:
         return None
     plain = _built(op, graph, kernel, how)
-    alone = replace(how, any_size=False)  # the bits are those of a build of one size
-    run = as_loops(view.op, view.graph, view.kernel, plain, lambda: True, alone, free=True)
+    one = replace(how, any_size=True)  # the bits of a build are those at any of its sizes
+    run = as_loops(view.op, view.graph, view.kernel, plain, lambda: True, one)
     found = viewed(run, view)
     if not isinstance(run, Mapped) or not isinstance(found, Mapped):
         return None

@@ -42,15 +42,10 @@ LANES = 64  # neighbours that are summed side by side
 MOST_TEXT = 2000  # primitives of an operation
 
 
-def as_loops(
-    op: Block, graph: Graph, kernel: Kernel, plain: Run, is_dear: Callable[[], bool], how: How, *, free: bool = False
-) -> Run:
+def as_loops(op: Block, graph: Graph, kernel: Kernel, plain: Run, is_dear: Callable[[], bool], how: How) -> Run:
     """The operation with its function in C, where all of it can be written, and it is small or torch's way is dear.
 
     One for any size is compiled where it is neither: at another size it may be.
-
-    Args:
-        free: the function is one for any size of the first dimension, which begins at 0.
     """
     lib = conv_c.available()
     if lib is None or kernel.mode != "full" or any(hi <= lo for lo, hi in kernel.block):
@@ -62,13 +57,13 @@ def as_loops(
     inside = tuple(b for d, b in zip(op.space, kernel.block, strict=True) if d not in op.dims or d.name in _outer(op))
     work = size(inside) * _weight((*op.point, *combined)) + size(out) * _weight(op.then)
     few, ahead = work <= _most(op), how.any_size and how.compiles
-    dear = not ahead and is_dear()
+    dear = is_dear()
     if not (few or ahead or dear) or any(b != out for b in kernel.outs):
         return plain
     reads = _reads(op, graph, kernel)
     if reads is None or not written(exprs, few=True) or any(graph.tensors[t].dtype not in TYPES for t in op.outs):
         return plain
-    writer = BlockWriter(tuple(d.name for d in op.space), reads, out, given=[] if how.any_size else None, free=free)
+    writer = BlockWriter(tuple(d.name for d in op.space), reads, out, given=[] if how.any_size else None)
     name = generated_c.register(writer.block(op, kernel), how.compiles)
     if not (few or dear):
         return plain
@@ -178,11 +173,6 @@ class BlockWriter(Writer):
     """Writes an operation as loops over its whole index space; ``names`` are all its dimensions, ``out`` the output's box."""
 
     inner: dict[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])
-    free: bool = False  # the first dimension's size is an argument, and no other
-
-    def sizes(self) -> ctypes.Array[ctypes.c_int64]:
-        """What the function that was written is called with."""
-        return (ctypes.c_int64 * 1)(self.out[0][1]) if self.free else Writer.sizes(self)
 
     def block(self, op: Block, kernel: Kernel) -> str:
         """The body of ``void f(const int64_t *sizes, void *const *p)``: the buffers read, in order, then the outputs."""
@@ -229,8 +219,8 @@ class BlockWriter(Writer):
     def _loop(self, names: Sequence[str]) -> list[str]:
         """The beginnings of loops."""
         at = [(self.names.index(n), self.inner[n]) for n in names]
-        at = [(i, self._size(lo), "sizes[0]" if self.free and i == 0 else self._size(hi + 1)) for i, (lo, hi) in at]
-        return [f"for (int64_t d{i} = {lo}; d{i} < {hi}; d{i}++) {{" for i, lo, hi in at]
+        ends = [(i, self._size(lo), self._size(hi + 1)) for i, (lo, hi) in at]
+        return [f"for (int64_t d{i} = {lo}; d{i} < {hi}; d{i}++) {{" for i, lo, hi in ends]
 
     def _let(self, op: Block, lines: list[str], place: str = "") -> list[str]:
         """The values of inner reductions, in loops of their own; what is at the result's place may be read."""
