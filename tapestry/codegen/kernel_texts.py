@@ -116,8 +116,7 @@ def generated_text_of(graph: Graph, kernel: Kernel, run: Mapped, name: str) -> K
     buffers = {n: _read(graph, op, kernel, p) for p, n in names.items()}
     outs = {"y" if len(op.outs) == 1 else f"y{k}": t for k, t in enumerate(op.outs)}
     buffers |= {y: Buffer(graph.tensors[t].dtype, size(kernel.outs[0])) for y, t in outs.items()}
-    rows = size(kernel.outs[0][:-1])  # for a function of any number of them
-    given: dict[str, Argument] = {"sizes": (rows,), "p": tuple(At(n) for n in buffers)}
+    given: dict[str, Argument] = {"sizes": run.sizes or (0,), "p": tuple(At(n) for n in buffers)}
     return KernelText(
         name=name, source=generated_c.source(run.names[0]), launches=(Launch(function=run.names[0], params=given),),
         buffers=buffers, reads=names, outs=tuple(outs), language="c",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -294,13 +293,8 @@ def test_bad_inputs_of_run(build, tmp_path):
 
 
 def test_help_is_fast():
-    command = [sys.executable, "-c", "from tapestry.cli import main; main(['--help'])"]
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert done.returncode == 0 and "compile" in done.stdout and "verify" in done.stdout
-    assert after.ru_utime - before.ru_utime < 0.5  # of the processor: others may be at work as well
-    heavy = "import sys; from tapestry.cli import main\ntry: main(['--help'])\nexcept SystemExit: pass\nassert not {'torch', 'onnx', 'islpy', 'highspy', 'sympy'} & set(sys.modules)"
+    heavy = "import sys; from tapestry.cli import main\ntry: main(['--help'])\nexcept SystemExit: pass\n"
+    heavy += "assert not {'torch', 'numpy', 'onnx', 'islpy', 'highspy', 'sympy'} & set(sys.modules)"
     assert subprocess.run([sys.executable, "-c", heavy], capture_output=True, check=False).returncode == 0
 
 

@@ -72,7 +72,7 @@ def as_loops(op: Block, graph: Graph, kernel: Kernel, plain: Run, is_dear: Calla
     used = tuple(sorted(reads))
     memory = tuple((size(out), TORCH_DTYPES[graph.tensors[t].dtype]) for t in op.outs)
     call = Written(tuple(arrays), functools.partial(_record, name, used, writer.sizes()), memory)
-    return Mapped(plain, (name,), call, used, few=not dear, compiles=how.compiles)
+    return Mapped(plain, (name,), call, used, few=not dear, compiles=how.compiles, sizes=tuple(writer.given or ()))
 
 
 def _most(op: Block) -> int:

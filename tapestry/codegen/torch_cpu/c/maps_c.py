@@ -49,6 +49,7 @@ class Mapped:
         reads: which reads of the operation a function that is all of it is given, in order.
         few: whether torch's operators take no longer but for their calls.
         compiles: whether it is compiled where it is not there yet.
+        sizes: what a function that takes sizes is called with.
     """
 
     plain: Run
@@ -57,6 +58,7 @@ class Mapped:
     reads: tuple[int, ...] = ()
     few: bool = False
     compiles: bool = True
+    sizes: tuple[int, ...] = ()
 
     def __call__(self, ins: Ins, states: Sequence[Tensor]) -> list[Tensor]:
         """Compute into new memory: by torch, where there are few points."""
@@ -90,7 +92,9 @@ def mapped(op: Block, graph: Graph, kernel: Kernel, plain: Run, how: How = PLAIN
     extents = shape(out)
     record = functools.partial(_record, name, used, writer.sizes())
     call = Recorded(lambda memory: memory.view(extents), record, size(out))
-    return Mapped(plain, (name,), call, tuple(used), few=size(out) < LEAST, compiles=how.compiles)
+    return Mapped(
+        plain, (name,), call, tuple(used), few=size(out) < LEAST, compiles=how.compiles, sizes=tuple(writer.given or ())
+    )
 
 
 def _record(name: str, used: Sequence[int], sizes: Any, ins: Ins, memory: Tensor) -> Call:
