@@ -62,12 +62,13 @@ def folded(program: ExportedProgram) -> Folded | None:
 def _lists(graph: Graph) -> list[tuple[str, dict[int, list[Node]]]]:
     """Runs of nodes of numbered modules: the path of their list, and the nodes of each, in order."""
     found: dict[str, dict[int, list[Node]]] = {}
+    twice = set[str]()  # lists of which a module runs twice: what a file's nodes are for does not say which time
     for at, nodes in groupby((n for n in graph.nodes if n.op == "call_function"), _layer):
         if at is not None and at[1] in found.get(at[0], {}):
-            found[at[0]] = {}  # (a module that runs twice)
+            twice.add(at[0])
         elif at is not None:
             found.setdefault(at[0], {})[at[1]] = list(nodes)
-    return list(found.items())
+    return [(path, layers) for path, layers in found.items() if path not in twice]
 
 
 def _layer(n: Node) -> tuple[str, int] | None:
@@ -82,15 +83,18 @@ def _same(path: str, specs: Mapping[str, InputSpec], pair: tuple[int, int], laye
     a, b = (layers[k] for k in pair)
     before = layers[numbers[numbers.index(pair[0]) - 1]]
     places = {y: x for ours, theirs in ((before, a), (a, b)) for x, y in zip(ours, theirs, strict=False)}
+    own = set(before)  # what both read there is not the same thing of each one's layer before
 
     def equal(x: Any, y: Any) -> bool:
         if not isinstance(x, Node) or not isinstance(y, Node):
-            return type(x) is type(y) and x == y
-        if y.op != "placeholder" or x is y:
-            return places.get(y, y) is x
-        own, other = specs[x.name], specs[y.name]
-        named = own.target is not None and other.target == _renumbered(own.target, path, *pair)
-        return named and own.kind == other.kind and own.persistent == other.persistent and _type(x) == _type(y)
+            return type(x) is type(y) and repr(x) == repr(y)  # (0.0 == -0.0)
+        if y.op != "placeholder":
+            return y not in own and places.get(y, y) is x
+        mine, other = specs[x.name], specs[y.name]
+        if mine.target is None:
+            return x is y
+        named = other.target == _renumbered(mine.target, path, *pair)  # (of one layer's for all, copies would read their own)
+        return named and mine.kind == other.kind and mine.persistent == other.persistent and _type(x) == _type(y)
 
     def one(x: Node, y: Node) -> bool:
         mine, theirs = (pytree.tree_flatten((n.args, n.kwargs)) for n in (x, y))

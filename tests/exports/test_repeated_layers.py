@@ -88,3 +88,37 @@ def test_other_layers_are_folded_only_where_they_are_copies(net, folds):
     (found, *_) = tapestry.compile(program).run({"x": X.numpy()}).values()
     want = net.eval()(X)
     torch.testing.assert_close(torch.from_numpy(found), (want[0] if isinstance(want, tuple) else want).detach())
+
+
+class Wired(nn.Module):
+    """Equal layers, of which each reads something beside the result of the layer before."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.layers, self.kind = nn.ModuleList(Layer() for _ in range(7)), kind
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        seen = [x]
+        for _ in range(1 + (self.kind == "twice")):
+            for k, layer in enumerate(self.layers):
+                extra, last = x, seen[-1]
+                if self.kind == "second":  # what the second layer gave is read by all behind it
+                    extra = seen[min(k, 2)]
+                elif self.kind == "beside":  # layers behind the second one stand beside each other
+                    last = seen[min(k, 2)]
+                elif self.kind in ("weight 2", "weight 3"):
+                    extra = self.layers[min(k, int(self.kind[-1]))].norm.weight
+                seen.append(layer(last, extra))
+        return seen[-1]
+
+
+@pytest.mark.parametrize("kind", ["first", "second", "beside", "weight 2", "weight 3", "twice"])
+def test_layers_that_all_read_one_layers_value_are_not_folded_as_a_chain(kind):
+    torch.manual_seed(0)
+    net = Wired(kind).eval()
+    for layer in net.layers:
+        nn.init.uniform_(layer.norm.weight, -1, 1)
+    program = torch_export.exported(net, (X,))
+    assert (folded(program) is not None) == (kind == "first")
+    (found,) = tapestry.compile(program).run({"x": X.numpy()}).values()
+    torch.testing.assert_close(torch.from_numpy(found), net(X).detach())
