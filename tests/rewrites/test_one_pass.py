@@ -318,6 +318,11 @@ def test_what_are_no_moments(change: tuple[str, str], reason: str) -> None:
     assert why("fuse_nested", SQUARES.replace(*change)) == reason
 
 
+def test_squares_about_the_mean_of_one_number_keep_a_nan() -> None:
+    """A number less itself is NaN where it is not finite; the moments of one number are 0 about it."""
+    assert why("fuse_nested", SQUARES.replace("6", "1")) == "the mean is of one number alone"
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [

@@ -117,6 +117,8 @@ def _exponentials(a: Block, b: Block) -> Merged | Refusal:
 
 def _squares(a: Block, b: Block) -> Merged | Refusal:
     """Moments: squares of distances from the mean of the same numbers."""
+    if points(a.reduce) == 1:  # the moments of one number are 0 about it, and a NaN less itself is none
+        return refuse("the mean is of one number alone")
     dtype = b.body[0].dtype
     x = _distance(b.body[0], b, a)
     if x is None or dtype not in FLOATS:
