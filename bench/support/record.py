@@ -51,5 +51,5 @@ def write(name: str, rows: Sequence[Row], **more: Any) -> Path:
     RESULTS.mkdir(parents=True, exist_ok=True)
     path = RESULTS / f"{name}.json"
     document = {"date": str(datetime.date.today()), "machine": machine(), **more, "rows": list(rows)}
-    path.write_text(json.dumps(document, indent=1) + "\n")
+    path.write_text(json.dumps(document, indent=1).replace(f"{ROOT}/", "") + "\n")  # whose folder it was says nothing
     return path
