@@ -11,7 +11,9 @@ import torch
 import tapestry
 from tapestry.codegen.torch_cpu import TorchCpu
 from tapestry.codegen.torch_cpu.c import conv_c
-from tapestry.codegen.torch_cpu.c.maps_c import Mapped
+from tapestry.codegen.torch_cpu.c.maps_c import How, Mapped
+from tapestry.codegen.torch_cpu.kernels import build
+from tapestry.codegen.torch_cpu.torch_ops.dense import Packable
 from tapestry.ir.graph import Block
 from tapestry.ir.kernel import Kernel, whole
 from tapestry.ir.syntax.parser import parse
@@ -145,3 +147,30 @@ def test_neighbours_side_by_side(name: str, laid: str) -> None:
         given = {t: x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x for t, x in given.items()}
     (got,) = kernel([given[r.tensor] for r in op.reads], [])
     np.testing.assert_allclose(got.numpy(), interp.run(graph, feeds, wide=True)["y"], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_at_a_new_size_what_follows_a_product_is_torchs_where_nothing_was_compiled() -> None:
+    if conv_c.available() is None:
+        pytest.skip("no compiler")
+    graph = parse("""graph g
+input x: f32[301, 700]
+input w: f32[700, 1000]
+input s: f32[1, 1000]
+y: f32[301, 1000] = op [m: 301, n: 1000 | k: 700 sum]
+  reads x[m, k], w[k, n], s[0, n]
+  body x * w
+  then sigmoid((acc0 * 0.37) + s) * acc0
+output y""")
+    op, shapes = graph.ops[0], {t: graph.tensors[t].shape for t in ("x", "w", "s")}
+    assert isinstance(op, Block)
+    kernel = Kernel(
+        op=0, mode="full", block=whole((301, 1000, 700)), ins=tuple(map(whole, shapes.values())), outs=(whole((301, 1000)),)
+    )
+    run = build(graph, kernel, How(any_size=True, compiles=False))
+    assert isinstance(run, Packable) and run.packs
+    x, w, s = (torch.from_numpy(a) for a in random_feeds(graph, np.random.default_rng(6)).values())
+    (got,) = run.packed([x, run.packs[1].run(w), s], [])
+    product = x.double() @ w.double()
+    want = torch.sigmoid(0.37 * product + s) * product
+    np.testing.assert_allclose(got.numpy(), want.numpy(), rtol=1e-4, atol=1e-3)

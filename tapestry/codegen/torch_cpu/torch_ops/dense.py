@@ -125,23 +125,24 @@ def packable(op: Block, graph: Graph, kernel: Kernel, plain: Run, how: How = PLA
     if after is None:
         return Packable(plain, packs, packed)
     if not found.record:
-        return Packable(plain, packs, _Finished(found, bias, after, packed))
+        return Packable(plain, packs, _Finished(found, bias, after, packed, how.compiles))
     both = Recorded(found.array, lambda ins, memory: Calls.of(record(ins, memory), after.record(ins, memory)), size)
     return Packable(plain, packs, Mapped(packed, (after.name,), both, few=size < LEAST, compiles=how.compiles))
 
 
 @dataclass(frozen=True, slots=True)
 class _Finished:
-    """A product by oneDNN, and what follows by a function in C in the product's memory; ``plain`` without a compiler."""
+    """A product by oneDNN, and what follows by a function in C in the product's memory; ``plain`` without that function."""
 
     product: _Dense
     bias: Callable[[Ins], Tensor] | None
     after: Cells
     plain: Run
+    compiles: bool
 
     def __call__(self, ins: Ins, states: Sequence[Tensor]) -> list[Tensor]:
         """Compute into new memory."""
-        if generated_c.function(self.after.name) is None:
+        if generated_c.function(self.after.name, self.compiles) is None:
             return self.plain(ins, states)
         assert self.product.run
         out = self.product.run(ins, self.bias(ins) if self.bias else None, None)

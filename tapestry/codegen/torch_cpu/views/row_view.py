@@ -1,4 +1,4 @@
-"""Norms of rows as they are on a matrix: one function in C for any number of rows."""
+"""Norms of rows as they are on a matrix: one function in C for any sizes."""
 
 from __future__ import annotations
 
