@@ -297,6 +297,14 @@ def i64(*values: int) -> np.ndarray:
     return np.array(values, np.int64)
 
 
+def body(*nodes, inputs, outputs):
+    """A body over floats, of declared shapes."""
+    ends = [
+        [helper.make_tensor_value_info(t, onnx.TensorProto.FLOAT, shape) for t, shape in of.items()] for of in (inputs, outputs)
+    ]
+    return helper.make_graph(nodes, "body", *ends)
+
+
 N = helper.make_node
 FOUND = {
     "HardSwish in float64": lambda: case([N("HardSwish", ["x"], ["y"])], {"x": normal(5, 3).astype(np.float64)}, {}),
@@ -370,6 +378,11 @@ FOUND = {
         [N("Hardmax", ["x"], ["h"], axis=2), N("QuantizeLinear", ["x", "s", "z"], ["q"]), N("MatMulInteger", ["q", "w", "z"], ["y"])],
         {"x": normal(2, 0, 2)}, {"s": np.float32(0.5), "z": np.uint8(3), "w": np.ones((2, 2), np.uint8)},
         strategies={"h": Strategy(("x0",), (0,))},
+    ),
+    "a weight that a Scan begins with and its body reads": lambda: case(
+        [N("Scan", ["w", "x"], ["y", "z"], num_scan_inputs=1, body=body(
+            N("Identity", ["w"], ["s"]), N("Mul", ["h", "u"], ["v"]), inputs={"h": [3], "u": [3]}, outputs={"s": [3], "v": [3]}))],
+        {"x": normal(4, 3)}, {"w": normal(3)}, via="build",
     ),
 }  # fmt: skip
 
