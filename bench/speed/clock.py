@@ -27,6 +27,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,6 +49,7 @@ FOLDER = WORK / "clock"
 CLOSE, BAD, SLOW = 1.05, 1.15, 3.0  # times the fastest: as good as it; too slow; too slow to be measured for long
 BATCHES = 5  # different inputs of a turn
 TURN = 4.0  # seconds of one batch that end a turn
+BUILT = ("chosen", "one device")
 PLANS, MACHINES = 7, 5  # different plans that are wanted; other machines that are tried for them
 MODELS: dict[str, dict[str, str]] = {
     "bert_base": dict.fromkeys(("input_ids", "attention_mask", "token_type_ids"), "4x64"),
@@ -118,10 +120,14 @@ def builds(model: Path, shapes: dict[str, str], world: World, path: Path, folder
             there.append(build)
             out[name] = seconds
 
-    for name, n in (("chosen", world.processes), ("one device", 1)):
-        more = ["--devices", n, "--topology", path, "--json", "-q"]
-        made = command("tapestry", "compile", model, "-o", folder / name, *more, "--shape", *sizes)
-        keep(name, made["simulated_s"])
+    def compiled(name: str, devices: int) -> Row:
+        more = ["--devices", devices, "--topology", path, "--json", "-q"]
+        return command("tapestry", "compile", model, "-o", folder / name, *more, "--shape", *sizes)
+
+    with ThreadPoolExecutor(2) as both:  # two compilers, a core each
+        made = dict(zip(BUILT, both.map(compiled, BUILT, (world.processes, 1)), strict=True))
+    for name in BUILT:
+        keep(name, made[name]["simulated_s"])
     topo = topology(parse_mesh(str(world.processes)), str(path))
     competitors = Competitors(api.load(folder / "one device"), topo, folder)
     for name, plan in competitors.named(0):
@@ -148,13 +154,16 @@ Run = Callable[[int], object]
 
 def loaded(world: World, hosts: two_hosts.Hosts | None, names: Sequence[str], folder: Path, ends: ExitStack) -> dict[str, Run]:
     """What runs a batch of each plan, until the stack is closed."""
-    feeds, out = feeds_of(folder), dict[str, Run]()
+    feeds, out, apart = feeds_of(folder), dict[str, Run](), list[two_hosts.Ranks]()
     for k, n in enumerate(names):
-        if hosts is not None and n != "one device":
-            out[n] = ends.enter_context(two_hosts.Ranks(hosts, folder / n, folder / "in", k)).run
+        if hosts is not None and n != "one device":  # started together, for they mostly wait
+            apart.append(ends.enter_context(two_hosts.Ranks(hosts, folder / n, folder / "in", k)))
+            out[n] = apart[-1].run
             continue
         session = ends.enter_context(Session(folder / n, processes=1 if n == "one device" else world.processes, threads=1))
         out[n] = lambda b, s=session: s.run(feeds[b], outputs=())
+    for ranks_of_one in apart:
+        ranks_of_one.ready()
     return out
 
 

@@ -75,7 +75,6 @@ class Ranks:
         self._runs = _started(h, ["bench.support.rank_turns", build, inputs], PORT + 1 + number)
 
     def __enter__(self) -> Ranks:
-        self._answers()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -87,6 +86,14 @@ class Ranks:
                 p.wait(30)
             except subprocess.TimeoutExpired:
                 p.kill()
+
+    def ready(self) -> None:
+        """Wait until both have loaded the build.
+
+        Raises:
+            RuntimeError: a rank failed.
+        """
+        self._answers()
 
     def run(self, batch: int) -> None:
         """One batch by its number; outputs stay on the ranks.
