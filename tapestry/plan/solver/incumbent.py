@@ -8,13 +8,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tapestry.plan.solver.ascent import Messages
-from tapestry.plan.solver.bound import Certificate, Multipliers, certify, rule_out
 from tapestry.plan.solver.budget import Budget
 from tapestry.plan.solver.crossover import Mixture
 from tapestry.plan.solver.lagrange import ascend
 from tapestry.plan.solver.mip import Program
 from tapestry.plan.solver.network_reduction import Reduction, reduce
-from tapestry.plan.solver.pairs import PROVED, Instance, Pairs, Solution, proved
+from tapestry.plan.solver.pairs import PROVED, Certificate, Instance, Multipliers, Pairs, Solution, certify, proved, rule_out
 
 FORCE = 0.5  # of the budget left, for raising prices until a choice keeps to the limits
 
