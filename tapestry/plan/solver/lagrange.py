@@ -13,9 +13,9 @@ import numpy as np
 
 from tapestry.plan.solver.ascent import LARGE, Messages
 from tapestry.plan.solver.budget import Budget
-from tapestry.plan.solver.contraction import Contraction
 from tapestry.plan.solver.crossover import Mixture
 from tapestry.plan.solver.pairs import ROUNDING, Multipliers, proved
+from tapestry.plan.solver.tree_contraction import Contraction
 
 CUTS = 150  # choices that the model remembers
 FLOOR = 2e-4  # smallest box, as a part of the bound
@@ -32,7 +32,9 @@ STILL = 1e-5  # of the bound: messages that raise it by less have settled
 BOX = 0.2  # of the gap: how far prices may go at once, at first
 GROWTH = 1.3  # of a price, each time that it was too low to make a choice fit
 TURNED, TILT = 24, 1.5  # rounds that multiply prices; by how much at most (as a logarithm)
-AMBITION, PATIENCE = 0.1, 3  # of the bound: what such a round aims at first; rounds without a better one until it aims at half
+AMBITION, BOLDER = 0.1, 1.5  # of the bound: what such a round aims at first; times this after a better bound
+PATIENCE = 3  # rounds without a better bound until half is aimed at
+RAISED, RAISE = 12, 1.3  # rounds of ever higher prices until a choice keeps to the limits
 MEMORY = 0.7  # of the excess of the rounds before
 LEFT, HELD = 1e-5, 1e-3  # of prices spread evenly, which every time keeps; of all prices, what counts as one
 AROUND = 0.05  # of all prices: how far the model's first ones may be from the best ones
@@ -209,14 +211,26 @@ class ExactPrices(Prices):
             before = self.best
             bound, over = self.look()
             mean, worse = MEMORY * mean + (1 - MEMORY) * over, 0 if bound > before else worse + 1
+            aim = min(aim * BOLDER, 1.0) if bound > before else aim
             if worse == PATIENCE:
-                aim, worse, self.price = aim / 2, 0, self.best_price
+                aim, worse, self.price = aim / 2, 0, self.best_price if self.best_price.any() else 0.1 * self.price
             held = self.price > HELD * self.price.sum()
             length = (self.best - bound + aim * scale) / max(float(self.price @ mean**2), 1e-300)
             change = min(length, TILT / max(float(np.abs(mean[held]).max(initial=0.0)), 1e-300)) * mean
-            some = LEFT * self.best_price.sum() / len(over)
+            some = LEFT * self.price.sum() / len(over)
             self.price = np.maximum(self.price * np.exp(np.clip(change, -TILT, TILT)), some)
             scale = max(scale, abs(self.best))
+
+    def fit(self) -> None:
+        """Raise prices, most where the limit is passed, until a choice, or a mixture of choices, keeps to the limits."""
+        self.price = self.best_price + LEFT * self.best_price.sum() / max(len(self.best_price), 1)
+        for _ in range(RAISED):
+            if np.isfinite(self.least) or self.budget.over() or not self.price.any():
+                return
+            _, over = self.look()
+            most, whole = float(over.max(initial=0.0)), float(self.price.sum())
+            self.price = self.price * np.exp(np.clip(over / max(most, FAR), -FAR, 1.0) * TILT)
+            self.price *= RAISE * whole / self.price.sum()
 
     def refine(self, rounds: int) -> None:
         """The best prices of the model, at the times that have nearly all of the price, and new peaks."""

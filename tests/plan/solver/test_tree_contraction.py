@@ -10,11 +10,11 @@ import pytest
 from tapestry.plan.solver import lagrange
 from tapestry.plan.solver.ascent import Messages
 from tapestry.plan.solver.budget import SECOND, Budget
-from tapestry.plan.solver.contraction import Contraction
 from tapestry.plan.solver.crossover import Mixture
 from tapestry.plan.solver.lagrange import ExactPrices
 from tapestry.plan.solver.network_reduction import settle
 from tapestry.plan.solver.pairs import Infeasible, Instance, Pairs, Usage, from_instance
+from tapestry.plan.solver.tree_contraction import Contraction
 
 
 def network(seed: int, nodes: int = 7) -> Pairs:

@@ -22,6 +22,7 @@ CELL, GROUP = 2.5, 60_000.0  # units
 
 Member = tuple[int, tuple[int, ...]]  # a node and its neighbours when it goes
 Source = tuple[int, int]  # a group and a row in it; (-1, pair) for the network's own
+Form = tuple[tuple[int, ...], tuple[tuple[tuple[int, ...], bool], ...]]  # sizes of a scope; axes of its tables, made or given
 Held = dict[int, list[tuple[tuple[int, ...], Source]]]  # by node, its tables over several nodes
 
 
@@ -97,7 +98,7 @@ class Contraction:
             for v in pair:
                 held[v].append((pair, (-1, e)))
         for members in rounds:
-            alike: dict[tuple[object, ...], list[tuple[Member, list[Source]]]] = {}
+            alike: dict[Form, list[tuple[Member, list[Source]]]] = {}
             for v, others in members:
                 place = {x: k for k, x in enumerate((v, *others))}
                 parts = sorted((tuple(place[x] for x in scope), source) for scope, source in held[v])
