@@ -35,7 +35,9 @@ def streamed(layer: Layer, dtype: str, folder: Path) -> tuple[Graph, Arrays]:
     assert [f for f in found if f[0] is not None and f != ("sum", 0)] == [("softsum", 1)], to_text(graph)
     scores = layer.batch * layer.heads * layer.queries * layer.keys
     assert not [t.name for t in graph.tensors.values() if t.kind == "value" and t.size >= scores], "scores are not written"
-    return graph, {t: read_weight(lifted.model, w, graph.tensors[t], constants=lifted.constants) for t, w in graph.weights.items()}
+    return graph, {
+        t: read_weight(lifted.model, w, graph.tensors[t], constants=lifted.constants) for t, w in graph.weights.items()
+    }
 
 
 def in_triton(graph: Graph, values: Arrays) -> np.ndarray:
