@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 
 import numpy as np
@@ -93,7 +94,7 @@ def conv(
     at = {d.name: b for d, b in zip(frame.dims, frame.box, strict=True)}
     sizes = [hi - lo for lo, hi in (at[c.batch], at[c.feature], *(at[v.out] for v in c.windows))]
     if 0 in sizes or any(not _inside(v, at, x_shape[k + 2]) for k, v in enumerate(c.windows)):
-        return lambda x, w: torch.zeros(sizes, dtype=x.dtype)  # nothing but padding: the buffer may be any part of x
+        return partial(_of_padding, w_take, sizes)
     function = {1: torch.conv1d, 2: torch.conv2d, 3: torch.conv3d}[len(c.windows)]
     calls = [(_one_call(c, x_box, takes, pads, rows, w_take, g), slice(g[2], g[3])) for g in groups]
 
@@ -107,6 +108,12 @@ def conv(
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
     return run
+
+
+def _of_padding(take: tuple[slice, ...], sizes: list[int], _: Tensor, w: Tensor) -> Tensor:
+    """A convolution of nothing but padding, of which a buffer may be any part: 0 times each weight (NaN of infinite ones)."""
+    each = (w[take] * 0).flatten(1).sum(1)
+    return each.view(1, len(each), *[1] * (len(sizes) - 2)).expand(sizes).contiguous()
 
 
 def channels_first(x: Tensor) -> Tensor:
