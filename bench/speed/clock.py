@@ -51,6 +51,7 @@ CLOSE, BAD = 1.05, 1.15  # times the fastest: as good as it; too slow
 SLOW, FAR = 3.0, 10.0  # times the fastest: measured in one turn, in one batch
 BATCHES = 5  # different inputs of a turn
 TURN = 4.0  # seconds of one batch that end a turn
+FAILURES = (RuntimeError, TapestryError, OSError, ValueError, subprocess.TimeoutExpired)  # of one row, or of one world
 BUILT = ("chosen", "one device")
 PLANS, MACHINES = 7, 5  # different plans that are wanted; other machines that are tried for them
 MODELS: dict[str, dict[str, str]] = {
@@ -328,7 +329,7 @@ def main() -> int:
         try:
             with WORLDS[w].joined() as hosts:
                 now = fingerprint(calibrated(w, hosts, args.again))
-        except two_hosts.NotPermitted as e:
+        except (two_hosts.NotPermitted, *FAILURES) as e:
             print(f"{w}: left out, {e}", file=sys.stderr)
             continue
         for m in args.only or MODELS:
@@ -336,7 +337,7 @@ def main() -> int:
                 continue
             try:
                 rows[m, w] = row(m, w, args)
-            except (RuntimeError, TapestryError, OSError, subprocess.TimeoutExpired) as e:
+            except FAILURES as e:
                 rows[m, w] = {"model": m, "shapes": MODELS[m], "world": w, "error": str(e)}
             ordered = [rows[k, v] for v in WORLDS for k in MODELS if (k, v) in rows]
             record.write("clock", ordered, summary=summary(ordered))
