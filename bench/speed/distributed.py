@@ -2,7 +2,7 @@
 two processes beside one.
 
     .venv/bin/python -m bench distributed [--only NAME …] [--meshes 2 3 4 2x2] [--models FOLDER] [--batches 3]
-    .venv/bin/python -m bench distributed --scaling [--rounds 5] [--models FOLDER]      # BERT-base, batch 8, 128 tokens
+    .venv/bin/python -m bench distributed --scaling [--only NAME …] [--rounds 5] [--models FOLDER]  # BERT 8x128, GPT-2 4x64
 
 Every build runs on one process per device, in one process, and its model as a plan for one device in one process, one thread
 each, with the same inputs. A case passes when all outputs have the same bits in one process and in many (where the backend
@@ -24,6 +24,8 @@ import shutil
 import statistics
 import subprocess
 import sys
+import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +34,7 @@ import numpy as np
 from bench.correctness.models import materialize
 from bench.support import record
 from bench.support.record import ROOT, WORK, Row
-from tapestry import api
+from tapestry import Session, api
 from tapestry.ir.collective_calls import reduce_op
 from tapestry.ir.program import Reduce
 from tapestry.ir.types import FLOATS
@@ -45,7 +47,12 @@ MODELS: dict[str, dict[str, str]] = {
     "t5_small": {"input_ids": "4x8", "attention_mask": "4x8", "decoder_input_ids": "4x4"},
     "unet": {"x": "4x3x128x128"},
 }
+SCALED: dict[str, dict[str, str]] = {
+    "bert_base": dict.fromkeys(("input_ids", "attention_mask", "token_type_ids"), "8x128"),
+    "gpt2": {"input_ids": "4x64", "attention_mask": "4x64"},
+}
 FOLDER = WORK / "distributed"
+BATCHES = 4  # of a turn
 
 
 def tapestry(*argv: object) -> tuple[int, dict[str, Any], str]:
@@ -143,24 +150,28 @@ def case(name: str, model: Path, shapes: list[object], mesh: str, batches: int) 
     }  # fmt: skip
 
 
-def scaling(model: Path, rounds: int) -> Row:
-    """One process on a plan for one device, and two on a plan for two, in turns."""
-    shapes: list[object] = [x for k in MODELS["bert_base"] for x in ("--shape", f"{k}=8x128")]
-    builds = [compiled(model, mesh, shapes)[0] for mesh in ("1", "2")]
-    feed(builds[0], 5)
-    rows: list[list[dict[str, float]]] = []
-    for _ in range(rounds):
-        pair = [run(b, n, "many", 1) for n, b in enumerate(builds, 1)]
-        note = next((note for _, note in pair if note), "")
-        if note:
-            return {"model": "bert_base", "ok": False, "note": note[:300]}
-        rows.append([spent(found) for found, _ in pair])
-        print(json.dumps(rows[-1]), flush=True)
-    one, two = ({k: statistics.median(r[n][k] for r in rows) for k in rows[0][n]} for n in (0, 1))
-    ratios = {k: statistics.median(r[0][k] / r[1][k] for r in rows) for k in one}
+def scaling(name: str, model: Path, rounds: int) -> Row:
+    """One process on a plan for one device, and two on a plan for two, loaded side by side, in turns."""
+    shapes: list[object] = [x for k, v in SCALED[name].items() for x in ("--shape", f"{k}={v}")]
+    made = [compiled(model, mesh, shapes) for mesh in ("1", "2")]
+    note = next((note for _, _, note in made if note), "")
+    if note:
+        return {"model": name, "ok": False, "note": note[:300]}
+    feeds = [api.load(made[0][0]).random_feeds(k) for k in range(BATCHES + 1)]
+    seconds: list[list[float]] = [[], []]
+    with ExitStack() as loaded:
+        sessions = [loaded.enter_context(Session(build, processes=n, threads=1)) for n, (build, _, _) in enumerate(made, 1)]
+        for _ in range(rounds):
+            for session, own in zip(sessions, seconds, strict=True):
+                for k, f in enumerate(feeds):
+                    begun = time.perf_counter()
+                    session.run(f, outputs=())
+                    if k:  # the first finds caches full of the other's
+                        own.append(time.perf_counter() - begun)
+    one, two = map(statistics.median, seconds)
     return {
-        "model": "bert_base", "batch": 8, "tokens": 128, "rounds": rows, "one": one, "two": two, "speed_up": ratios["seconds"],
-        "processor_seconds_ratio": ratios["cpu_seconds"], "load": os.getloadavg()[0], "ok": True,
+        "model": name, "shapes": SCALED[name], "seconds": seconds, "one_s": one, "two_s": two, "speed_up": one / two,
+        "predicted": made[0][1]["simulated_s"] / made[1][1]["simulated_s"], "load": os.getloadavg()[0], "ok": True,
     }  # fmt: skip
 
 
@@ -175,11 +186,13 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
     if args.scaling:
-        found = args.models / "bert_base.onnx" if args.models else materialize("bert_base", WORK / "models")
-        row = scaling(found, args.rounds) if found else {"skipped": "no folder of exported models", "ok": True}
-        print(json.dumps({k: v for k, v in row.items() if k != "rounds"}, indent=1))
-        record.write("distributed_scaling", [row])
-        return 0 if row["ok"] else 1
+        again = list[Row]()
+        for name in (n for n in SCALED if n in args.only):
+            found = args.models / f"{name}.onnx" if args.models else materialize(name, WORK / "models")
+            again.append(scaling(name, found, args.rounds) if found else {"model": name, "skipped": "no models", "ok": True})
+            print(json.dumps({k: v for k, v in again[-1].items() if k != "seconds"}, indent=1), flush=True)
+        record.write("distributed_scaling", record.merged("distributed_scaling", again, ("model",)))
+        return 0 if all(r["ok"] for r in again) else 1
     kept = {(r["model"], r.get("mesh")): r for r in record.read("distributed") if "one_device" in r}
     rows: list[Row] = []
     for name in args.only:

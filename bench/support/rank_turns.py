@@ -12,6 +12,8 @@ from typing import Any
 
 from tapestry import api, flags, launch
 
+TIMEOUT = 120.0  # seconds: many ranks start at once, and a batch over a slow link takes long
+
 
 def turns(feeds: Sequence[Mapping[str, Any]], me: Any, session: Any, wire: Any) -> None:
     """Until there is no line left."""
@@ -31,7 +33,9 @@ def main() -> None:
 
     place, compiled = flags.world(), api.load(Path(sys.argv[1]))
     feeds = [b.feeds(compiled.build.plan.graph) for b in stream([Path(sys.argv[2])], None, "")]
-    job = launch.job_of(launch.Request(folder=Path(sys.argv[1]), threads=1), place.world, (), compiled, place.locals)
+    job = launch.job_of(
+        launch.Request(folder=Path(sys.argv[1]), threads=1, timeout=TIMEOUT), place.world, (), compiled, place.locals
+    )
     launch.as_rank(place, replace(job, serve=partial(turns, feeds)))
 
 

@@ -82,10 +82,11 @@ class Ranks:
             if p.stdin is not None:
                 p.stdin.close()
         for p in self._runs:
-            try:
-                p.wait(30)
-            except subprocess.TimeoutExpired:
-                p.kill()
+            with p:  # closes its pipes
+                try:
+                    p.wait(30)
+                except subprocess.TimeoutExpired:
+                    p.kill()
 
     def ready(self) -> None:
         """Wait until both have loaded the build.

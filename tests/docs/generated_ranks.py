@@ -29,7 +29,8 @@ def _distributed_cases() -> str:
 
 @makes("scaling.speed_up")
 def _scaling() -> str:
-    return f"{rows('distributed_scaling')[0]['speed_up']:.2f}"
+    found = [r for r in rows("distributed_scaling") if "speed_up" in r]
+    return ", ".join(f"{r['model']} {r['speed_up']:.2f}" for r in found)
 
 
 @makes("clock.table")

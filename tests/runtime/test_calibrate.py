@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -107,6 +108,18 @@ def test_a_document_is_a_topology(tmp_path: Path):
     assert topo.links[0].alpha == pytest.approx(2e-4, rel=1e-3) and topo.links[0].beta == pytest.approx(1e-9, rel=1e-3)
     assert {"map", "contraction alone", "all_reduce of 4"} <= set(made["fit"])
     assert all(row["worst_error"] < 1e-3 for row in made["fit"].values())
+
+
+def test_rates_beside_others_are_those_alone_by_how_much_slower_the_same_kernels_were(tmp_path: Path):
+    """One kernel in four was held up for long: the others say how much slower a class is, and its rates stay in proportion."""
+    found = measured()
+    waited = [replace(p, seconds=p.seconds * (7 if k % 4 == 0 else 1)) for k, p in enumerate(found.kernels)]
+    made = document(replace(found, kernels=waited), {})
+    for kind in CLASSES:
+        beside, alone = made["device"]["classes"][kind], made["alone"]["classes"][kind]
+        assert beside["launch"] / alone["launch"] == pytest.approx(2)
+        assert alone["rate"] / beside["rate"] == pytest.approx(2) == alone["bandwidth"] / beside["bandwidth"]
+    assert made["alone"]["vector"] / made["device"]["vector"] == pytest.approx(2)
 
 
 def test_nonsense_is_not_written(tmp_path: Path):

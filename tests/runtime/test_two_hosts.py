@@ -16,6 +16,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
+from bench.support import two_hosts as clock_hosts
 from tapestry import api
 from tests.support import two_hosts
 from tests.support.command_line import attention_build, document
@@ -136,3 +137,29 @@ def test_other_hosts_reach_nothing_without_the_token(hosts, tmp_path):
     runs = [hosts.rank(k, attention_build(), "--timeout", 10, env={"TAPESTRY_TOKEN": "x" * (16 + k)}) for k in range(2)]
     said = [p.communicate(timeout=60)[1] for p in runs]
     assert [p.returncode for p in runs] == [1, 1] and any("has another token" in err for err in said), said
+
+
+def test_the_clocks_ranks_are_one_world_and_its_link_carries_the_plan(tmp_path):
+    """Each host once ran a whole copy of the plan by itself, and `bench clock` compared plans by that."""
+    device = {"memory": 1 << 34, "bandwidth": 1e11, "flops": {"other": 1e9}}
+    (tmp_path / "t.json").write_text(json.dumps({"device": device, "levels": [{"alpha": 1e-6, "beta": 1e-10}]}))
+    argv = [model(tmp_path / "m.onnx"), "-o", tmp_path / "p", "--mesh", "2", "--topology", tmp_path / "t.json"]
+    made = document("compile", *argv)
+    moved = sum(t["bytes"] for t in made["transfers"])
+    assert moved > 1 << 20
+    (tmp_path / "in").mkdir()
+    np.savez(tmp_path / "in" / "b0.npz", **api.load(tmp_path / "p").random_feeds(0))
+
+    def sent(h: Hosts) -> int:
+        files = [f"/sys/class/net/{dev}/statistics/tx_bytes" for dev in h.devices]
+        said = [subprocess.run([*h.inside(k), "cat", f], capture_output=True, check=True).stdout for k, f in enumerate(files)]
+        return sum(map(int, said))
+
+    try:
+        with clock_hosts.joined(1000) as h, clock_hosts.Ranks(h, tmp_path / "p", tmp_path / "in", 0) as both:
+            both.ready()
+            before = sent(h)
+            both.run(0)
+            assert moved <= sent(h) - before < 1.3 * moved
+    except NotPermitted as e:
+        pytest.skip(str(e))

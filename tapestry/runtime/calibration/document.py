@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -16,8 +17,19 @@ from tapestry.plan.topology import Topology, topology
 from tapestry.plan.topology.measured_costs import CLASSES, CallTimes, KernelRates, calls_data, classes_data
 from tapestry.runtime.calibration.call_clock import CallPoint
 from tapestry.runtime.calibration.measure import Measurements
-from tapestry.runtime.calibration.rate_fit import KernelPoint, fit_kernels, fit_line, fit_table, margin, vector_rate
+from tapestry.runtime.calibration.rate_fit import (
+    KernelPoint,
+    fit_kernels,
+    fit_line,
+    fit_table,
+    judged,
+    kept_back,
+    kernel_seconds,
+    margin,
+    vector_rate,
+)
 
+ENOUGH = 6  # kernels of a class for a factor of its own
 HIDDEN = 0.5  # of the shorter one of a transfer and a kernel: with less they take turns rather than run beside each other
 Fit = dict[str, dict[str, Any]]
 
@@ -40,18 +52,20 @@ def document(found: Measurements, versions: Mapping[str, str], given: Mapping[st
         versions: what else to say under ``measured``.
         given: the ``device``, where no kernels were measured.
     """
-    task = found.task
-    classes, fit = fit_classes(found.kernels)
-    out: dict[str, Any] = {"device": given or measured_device(classes, found.kernels, found.dtypes, found.memory // task.here)}
+    task, first = found.task, found.alone or found.kernels
+    classes, fit = fit_classes(first)
+    vector, out = vector_rate(first), dict[str, Any]()
+    if found.alone:
+        out["alone"] = measured_device(classes, vector, found.alone, found.dtypes, found.memory)
+        classes, vector, beside = slowed(classes, vector, found.kernels, found.alone)
+        fit = beside | {f"{k} alone": v for k, v in fit.items()}
+    memory = found.memory // task.here
+    out["device"] = given or measured_device(classes, vector, found.kernels, found.dtypes, memory)
     tables, more = fit_calls(found.calls)
     fit |= more
     out["levels"] = _levels(found)
     if tables:
         out |= {"collectives": calls_data(tables), "overlap": found.hidden is None or found.hidden >= HIDDEN}
-    if found.alone:
-        alone, more = fit_classes(found.alone)
-        fit |= {f"{k} alone": v for k, v in more.items()}
-        out["alone"] = measured_device(alone, found.alone, found.dtypes, found.memory)
     points = [[p.kind, p.work, p.light, p.nbytes, p.seconds] for p in found.kernels]
     measured = {"processes": task.processes, "threads": task.threads, "hidden": found.hidden, **versions, "kernels": points}
     return {**out, "margin": margin(fit), "measured": measured, "fit": fit}
@@ -69,8 +83,39 @@ def fit_classes(points: Sequence[KernelPoint]) -> tuple[dict[str, KernelRates], 
     return classes, fit
 
 
+def slowed(
+    alone: Mapping[str, KernelRates], vector: float, points: Sequence[KernelPoint], same: Sequence[KernelPoint]
+) -> tuple[dict[str, KernelRates], float, Fit]:
+    """Rates where all processes work, of those of one alone: slower by the median over a class of what the same kernel took the
+    one way and, just after, the other. Fitted by themselves, rates of times in which processes wait for each other would
+    say more of when they waited than of the kernels.
+
+    Args:
+        points: with all processes at work; ``same``: alone, in the same order.
+
+    Returns:
+        also the rate of what products are computed with, and how well the rates predict what was kept back.
+    """
+    pairs = defaultdict[str, list[tuple[KernelPoint, KernelPoint]]](list)
+    for p, a in zip(points, same, strict=True):
+        pairs[p.kind].append((p, a))
+    mine, held = dict[str, list[float]](), dict[str, list[KernelPoint]]()
+    for kind, own in pairs.items():
+        kept, back = kept_back(sorted(own, key=lambda pair: pair[1].seconds))
+        mine[kind], held[kind] = [p.seconds / a.seconds for p, a in kept], [p for p, _ in back]
+    common = statistics.median(x for ratios in mine.values() for x in ratios)
+    rates, fit = dict[str, KernelRates](), Fit()
+    for kind, ratios in mine.items():
+        by = statistics.median(ratios) if len(ratios) >= ENOUGH else common
+        k = alone[kind]
+        rates[kind] = KernelRates(k.launch * by, k.rate / by, k.bandwidth / by)
+        guessed = [(kernel_seconds(rates[kind], p, vector / common), p.seconds) for p in held[kind]]
+        fit[kind] = judged(len(pairs[kind]), guessed)
+    return rates, vector / common, fit
+
+
 def measured_device(
-    classes: Mapping[str, KernelRates], points: Sequence[KernelPoint], dtypes: Sequence[KernelPoint], memory: int
+    classes: Mapping[str, KernelRates], vector: float, points: Sequence[KernelPoint], dtypes: Sequence[KernelPoint], memory: int
 ) -> dict[str, Any]:
     """The ``device`` of a document: its common rates are what maps reach, and products by dtype."""
     mapped, heavy = classes["map"], classes["contraction"]
@@ -78,7 +123,7 @@ def measured_device(
     same = next((p.seconds for p in dtypes if p.dtype == "f32"), 1.0)
     flops = {p.dtype: heavy.rate * same / p.seconds for p in dtypes} or {"f32": heavy.rate}
     return {
-        "memory": memory, "bandwidth": bandwidth, "launch": mapped.launch, "vector": vector_rate(points),
+        "memory": memory, "bandwidth": bandwidth, "launch": mapped.launch, "vector": vector,
         "flops": {**flops, "other": min(flops.values())}, "classes": classes_data(classes),
     }  # fmt: skip
 
