@@ -77,21 +77,24 @@ class Search:
 class Stage:
     """What is left of the problem: costs moved so that the least of each node and pair add up to the bound at these prices.
 
-    ``forest``: whether it may still be solved exactly at given prices.
+    ``forest``: whether it may still be solved exactly at given prices; ``exact``: the bound then, and what labels add to it.
     """
 
     net: Pairs
     done: Reduction
     price: np.ndarray = field(default_factory=lambda: np.zeros(0))
     forest: bool = True
+    exact: Certificate | None = None
 
     def proof(self) -> Certificate:
         """The bound, and what labels and joint choices add to it."""
+        if self.exact is not None:
+            return Certificate(self.exact.bound, self.exact.label, np.zeros(len(self.net.a)))
         return certify(self.net, _priced(self.net, self.price))
 
     def copy(self) -> Stage:
         """To be continued in another direction."""
-        return Stage(self.net.copy(), self.done.copy(), self.price, self.forest)
+        return Stage(self.net.copy(), self.done.copy(), self.price, self.forest, self.exact)
 
     def reduce(self) -> None:
         """Reduce the network, and keep the prices of times that are left (those of others go to the next one)."""
@@ -106,7 +109,7 @@ class Stage:
     def move(self, given: Multipliers) -> None:
         """Move costs along messages; the prices stay apart."""
         self.net.move(given.tails, given.heads)
-        self.price = given.price
+        self.price, self.exact = given.price, None
 
 
 def _priced(net: Pairs, price: np.ndarray) -> Multipliers:
@@ -144,11 +147,12 @@ def raise_exactly(state: Search, stage: Stage, budget: Budget) -> float:
     found.fit()
     found.refine(REFINED)
     stage.price, constant = found.best_price / unit, stage.net.constant
+    found.price = found.best_price
+    at, _ = found.look()
+    stage.exact = order.certificate(at + constant)
+    budget.spend(4 * order.work)
     if np.isfinite(state.cost):
-        found.price = found.best_price
-        at, _ = found.look()
-        rule_out(stage.net, order.certificate(at + constant), state.cost)
-        budget.spend(4 * order.work)
+        rule_out(stage.net, stage.exact, state.cost)
         stage.reduce()
     return found.best + constant
 

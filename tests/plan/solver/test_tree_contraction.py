@@ -37,11 +37,12 @@ def every(net: Pairs) -> list[tuple[float, set[int], set[int]]]:
     table = {
         (e, a, b): (k, c) for k, (e, a, b, c) in enumerate(zip(net.edge.tolist(), net.a.tolist(), net.b.tolist(), net.cost))
     }
-    out = []
+    out: list[tuple[float, set[int], set[int]]] = []
     for labels in itertools.product(*(np.flatnonzero(net.alive() & (net.node == v)).tolist() for v in net.nodes())):
         at = dict(zip(net.nodes().tolist(), labels))
-        found = [table.get((e, at[a], at[b])) for e, (a, b) in enumerate(zip(net.tail.tolist(), net.head.tolist()))]
-        if None not in found:
+        keys = [(e, at[a], at[b]) for e, (a, b) in enumerate(zip(net.tail.tolist(), net.head.tolist()))]
+        if all(key in table for key in keys):
+            found = [table[key] for key in keys]
             cost = sum(float(net.unary[k]) for k in labels) + sum(c for _, c in found)
             out.append((cost, set(labels), {k for k, _ in found}))
     return out
