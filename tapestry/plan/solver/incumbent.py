@@ -16,6 +16,7 @@ from tapestry.plan.solver.network_reduction import Reduction, reduce
 from tapestry.plan.solver.pairs import PROVED, Certificate, Instance, Multipliers, Pairs, Solution, certify, proved, rule_out
 from tapestry.plan.solver.tree_contraction import Contraction
 
+TURNS = 0.6  # of the budget, for each way to change exact prices but the last
 REFINED = 40  # rounds of the model's prices at most
 ORDERED = 40_000  # units for a node, to find an order of elimination or that there is none
 FORCE = 0.5  # of the budget left, for raising prices until a choice keeps to the limits
@@ -143,8 +144,8 @@ def raise_exactly(state: Search, stage: Stage, budget: Budget) -> float:
     found = ExactPrices(stage.price * unit, order=order, mixture=mixture, budget=budget)
     found.best_price = found.price
     if not found.price.any():
-        found.turn()
-    found.fit()
+        found.turn(budget.share(TURNS))
+    found.fit(budget.share(TURNS))
     found.refine(REFINED)
     stage.price, constant = found.best_price / unit, stage.net.constant
     found.price = found.best_price

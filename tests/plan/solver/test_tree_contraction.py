@@ -111,7 +111,7 @@ def test_exact_prices_never_pass_the_optimum_and_reach_that_of_the_dual(seed):
     assert order is not None
     mixture = Mixture(messages, lambda _: np.inf)
     prices = ExactPrices(np.zeros(3), order=order, mixture=mixture, budget=Budget(60 * SECOND))
-    prices.turn()
+    prices.turn(prices.budget)
     prices.refine(60)
     assert dual * 0.999 <= prices.best <= dual * (1 + 1e-9)
     fitting = costs[(used <= use.limit).all(axis=1)]
