@@ -14,9 +14,9 @@ from tapestry.plan.solver.lagrange import ExactPrices, ascend
 from tapestry.plan.solver.mip import Program
 from tapestry.plan.solver.network_reduction import Reduction, reduce
 from tapestry.plan.solver.pairs import PROVED, Certificate, Instance, Multipliers, Pairs, Solution, certify, proved, rule_out
-from tapestry.plan.solver.tree_contraction import Contraction
+from tapestry.plan.solver.tree_contraction import Contraction, forest
 
-TURNS = 0.6  # of the budget, for each way to change exact prices but the last
+TURNS, SOME = 0.6, 0.2  # of the budget, for exact prices of the forest within; for multiplying those of the whole
 REFINED = 40  # rounds of the model's prices at most
 ORDERED = 40_000  # units for a node, to find an order of elimination or that there is none
 FORCE = 0.5  # of the budget left, for raising prices until a choice keeps to the limits
@@ -141,10 +141,12 @@ def raise_exactly(state: Search, stage: Stage, budget: Budget) -> float:
         return -np.inf
     mixture = _mixture(state, stage, Messages(stage.net), budget)
     unit = np.maximum(stage.net.usage.limit, 1.0)
-    found = ExactPrices(stage.price * unit, order=order, mixture=mixture, budget=budget)
-    found.best_price = found.price
-    if not found.price.any():
-        found.turn(budget.share(TURNS))
+    first = stage.price * unit
+    if not first.any():
+        first = _first_prices(stage.net, mixture, order, budget.share(TURNS))
+    found = ExactPrices(first, order=order, mixture=mixture, budget=budget)
+    found.best_price = first
+    found.turn(budget.share(SOME))
     found.fit(budget.share(TURNS))
     found.refine(REFINED)
     stage.price, constant = found.best_price / unit, stage.net.constant
@@ -156,6 +158,15 @@ def raise_exactly(state: Search, stage: Stage, budget: Budget) -> float:
         rule_out(stage.net, stage.exact, state.cost)
         stage.reduce()
     return found.best + constant
+
+
+def _first_prices(net: Pairs, mixture: Mixture, order: Contraction, budget: Budget) -> np.ndarray:
+    """Prices of the forest within a network, where that takes much less time than the network."""
+    rough = Contraction.of(forest(net))
+    found = ExactPrices(np.zeros(len(net.usage.limit)), order=rough or order, mixture=mixture, budget=budget)
+    found.best_price = found.price
+    found.turn(budget)
+    return found.best_price
 
 
 def _mixture(state: Search, stage: Stage, messages: Messages, budget: Budget) -> Mixture:

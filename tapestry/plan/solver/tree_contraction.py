@@ -196,6 +196,27 @@ class Contraction:
         return Certificate(bound, whole, joint[self.cell])
 
 
+def forest(net: Pairs) -> Pairs:
+    """The network without the pairs that close cycles, those that matter least: no choice costs more, where pairs cost nothing
+    or more."""
+    width = net.counts()[net.tail] * net.counts()[net.head]
+    allowed = np.bincount(net.edge, minlength=len(width)) / np.maximum(width, 1)
+    weight = np.bincount(net.edge, net.cost, len(width)) / np.maximum(width, 1)
+    root, spare = list(range(len(net.gone))), np.zeros(len(width), bool)
+
+    def top(v: int) -> int:
+        while root[v] != v:
+            root[v] = v = root[root[v]]
+        return v
+
+    for e in np.lexsort((-weight, allowed)).tolist():
+        a, b = top(int(net.tail[e])), top(int(net.head[e]))
+        spare[e], root[a] = a == b, b
+    out = net.copy()
+    out.drop(spare & (np.bincount(net.edge, net.cost < 0, len(width)) == 0))
+    return out
+
+
 def _less(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """``a - b``; infinite where b is, since nothing is allowed there."""
     return np.where(np.isfinite(b), a - np.where(np.isfinite(b), b, 0.0), np.inf)
