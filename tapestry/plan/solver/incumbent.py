@@ -161,11 +161,12 @@ def raise_exactly(state: Search, stage: Stage, budget: Budget) -> float:
 
 
 def _first_prices(net: Pairs, mixture: Mixture, order: Contraction, budget: Budget) -> np.ndarray:
-    """Prices of the forest within a network, where that takes much less time than the network."""
+    """Prices of the forest within a network, which takes much less time; and a choice that keeps to the limits, be it dear."""
     rough = Contraction.of(forest(net))
     found = ExactPrices(np.zeros(len(net.usage.limit)), order=rough or order, mixture=mixture, budget=budget)
     found.best_price = found.price
-    found.turn(budget)
+    found.turn(budget.share(TURNS))
+    found.fit(budget)
     return found.best_price
 
 

@@ -27,6 +27,7 @@ from tapestry.plan.solver.pairs import PROVED, Infeasible, Instance, from_instan
 EXACT = 150_000  # joint choices up to which the whole network goes to HiGHS
 BRANCH = 400_000  # the same for branch and bound: where prices take seconds
 SHARE = 0.2  # of the budget left, for the first search for prices (twice that of large networks), or one linear relaxation
+FOREST = 0.6  # of the budget left, for exact prices
 TURN = 0.04  # of the budget, for neighbourhoods or for branching before the other's turn
 NODES = 10  # of HiGHS in a quick search: its root finds nearly all that 200 find in ten times the time
 TRIES = 2  # searches for prices of the whole
@@ -99,7 +100,7 @@ def _shrink(state: Search, stage: Stage) -> None:
     while True:
         before = stage.net.weight()
         share = (SHARE if before <= BRANCH else 2 * SHARE) * (0.5 if np.isfinite(state.bound) else 1.0)
-        exact = -np.inf if state.quick else raise_exactly(state, stage, state.budget.share(share))
+        exact = -np.inf if state.quick else raise_exactly(state, stage, state.budget.share(FOREST))
         if exact > -np.inf:
             state.raise_bound(exact)
             state.note(f"exact prices; left {len(stage.net.nodes())} nodes, {len(stage.net.a)} joint choices")

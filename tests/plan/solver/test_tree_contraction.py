@@ -137,7 +137,7 @@ def test_the_forest_within_costs_no_more(seed):
 
 def test_a_long_chain_with_little_memory_is_closed():
     """One of the benchmark's shapes, smaller: prices alone leave a gap there, and messages a large one."""
-    made = instance(problem(Shape(1500, 1420, (4, 4), 60, 0.3, 3, 6.0)))
+    made = instance(problem(Shape(4096, 4160, (4, 8), 240, 0.1, 1, 6.0)))
     state = pairwise.search(made, Budget(4 * SECOND))
     assert state.cost < np.inf
     assert state.cost - state.bound <= 1e-3 * state.cost
