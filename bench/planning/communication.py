@@ -1,11 +1,12 @@
 """Bytes between 8 devices: plans against JAX's partitioner, compiled in the same run from the same graphs and layouts.
 
-    .venv/bin/python -m bench communication --jax PYTHON
+    .venv/bin/python -m bench communication --jax PYTHON [--only NAME …]
 
 PYTHON is an interpreter that has jax (the extra ``peers``, or an environment of its own; default: this one). Without jax, XLA's
 figures are those noted before, and marked. Both sides get the layouts of the graph's ends and choose the rest; an end without
 a layout is free on both sides, and each row says which are. We minimise estimated time, not bytes: ratios are shown of plans
-for the links of every preset, and rows above 1 on any are named. Writes bench/results/communication.json; exits 1 where we
+for the links of every preset, and rows above 1 on any are named. ``--only``: the cases whose names have one of these texts in
+them; rows of an earlier run that are not measured anew stay. Writes bench/results/communication.json; exits 1 where we
 move more than XLA under ``--topology``, or where the least bytes are known and we miss them.
 """
 
@@ -110,9 +111,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Bytes between devices, ours against JAX's partitioner.")
     parser.add_argument("--jax", metavar="PYTHON", help="an interpreter that has jax (default: this one, if it has)")
     parser.add_argument("--topology", choices=PRESETS, default="a100-pcie", help="the links that our plans are for")
+    parser.add_argument("--only", nargs="+", metavar="NAME", default=[], help="cases with one of these texts in their names")
     given = parser.parse_args()
     python = given.jax or sys.executable
-    cases = all_cases()
+    cases = {n: c for n, c in all_cases().items() if not given.only or any(text in n for text in given.only)}
+    if not cases:
+        parser.error("no case has such a name: " + ", ".join(all_cases()))
     peers: Row | None = None
     if xla.available(python):
         others = [c.document(f"{n}, other form", other=True) for n, c in cases.items() if c.other_form]
@@ -122,8 +126,10 @@ def main() -> int:
     found, versions = (peers["cases"], peers["versions"]) if peers else ({}, None)
     rows = [row(n, c, given.topology, found.get(n), found.get(f"{n}, other form")) for n, c in cases.items()]
     show(rows, given.topology, versions)
+    passed = all(r["passed"] for r in rows)
+    rows = record.merged("communication", rows, ["case"]) if given.only else rows
     record.write("communication", rows, devices=xla.DEVICES, topology=given.topology, peer=versions)
-    return 0 if all(r["passed"] for r in rows) else 1
+    return 0 if passed else 1
 
 
 if __name__ == "__main__":

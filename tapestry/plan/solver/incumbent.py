@@ -14,8 +14,9 @@ from tapestry.plan.solver.lagrange import ExactPrices, ascend
 from tapestry.plan.solver.mip import Program
 from tapestry.plan.solver.network_reduction import Reduction, reduce
 from tapestry.plan.solver.pairs import PROVED, Certificate, Instance, Multipliers, Pairs, Solution, certify, proved, rule_out
-from tapestry.plan.solver.tree_contraction import Contraction
+from tapestry.plan.solver.tree_contraction import Contraction, forest
 
+TURNS, SOME = 0.6, 0.2  # of the budget, for exact prices of the forest within; for multiplying those of the whole
 REFINED = 40  # rounds of the model's prices at most
 ORDERED = 40_000  # units for a node, to find an order of elimination or that there is none
 FORCE = 0.5  # of the budget left, for raising prices until a choice keeps to the limits
@@ -77,21 +78,24 @@ class Search:
 class Stage:
     """What is left of the problem: costs moved so that the least of each node and pair add up to the bound at these prices.
 
-    ``forest``: whether it may still be solved exactly at given prices.
+    ``forest``: whether it may still be solved exactly at given prices; ``exact``: the bound then, and what labels add to it.
     """
 
     net: Pairs
     done: Reduction
     price: np.ndarray = field(default_factory=lambda: np.zeros(0))
     forest: bool = True
+    exact: Certificate | None = None
 
     def proof(self) -> Certificate:
         """The bound, and what labels and joint choices add to it."""
+        if self.exact is not None:
+            return Certificate(self.exact.bound, self.exact.label, np.zeros(len(self.net.a)))
         return certify(self.net, _priced(self.net, self.price))
 
     def copy(self) -> Stage:
         """To be continued in another direction."""
-        return Stage(self.net.copy(), self.done.copy(), self.price, self.forest)
+        return Stage(self.net.copy(), self.done.copy(), self.price, self.forest, self.exact)
 
     def reduce(self) -> None:
         """Reduce the network, and keep the prices of times that are left (those of others go to the next one)."""
@@ -106,7 +110,7 @@ class Stage:
     def move(self, given: Multipliers) -> None:
         """Move costs along messages; the prices stay apart."""
         self.net.move(given.tails, given.heads)
-        self.price = given.price
+        self.price, self.exact = given.price, None
 
 
 def _priced(net: Pairs, price: np.ndarray) -> Multipliers:
@@ -137,20 +141,33 @@ def raise_exactly(state: Search, stage: Stage, budget: Budget) -> float:
         return -np.inf
     mixture = _mixture(state, stage, Messages(stage.net), budget)
     unit = np.maximum(stage.net.usage.limit, 1.0)
-    found = ExactPrices(stage.price * unit, order=order, mixture=mixture, budget=budget)
-    found.best_price = found.price
-    if not found.price.any():
-        found.turn()
-    found.fit()
+    first = stage.price * unit
+    if not first.any():
+        first = _first_prices(stage.net, mixture, order, budget.share(TURNS))
+    found = ExactPrices(first, order=order, mixture=mixture, budget=budget)
+    found.best_price = first
+    found.turn(budget.share(SOME))
+    found.fit(budget.share(TURNS))
     found.refine(REFINED)
     stage.price, constant = found.best_price / unit, stage.net.constant
+    found.price = found.best_price
+    at, _ = found.look()
+    stage.exact = order.certificate(at + constant)
+    budget.spend(4 * order.work)
     if np.isfinite(state.cost):
-        found.price = found.best_price
-        at, _ = found.look()
-        rule_out(stage.net, order.certificate(at + constant), state.cost)
-        budget.spend(4 * order.work)
+        rule_out(stage.net, stage.exact, state.cost)
         stage.reduce()
     return found.best + constant
+
+
+def _first_prices(net: Pairs, mixture: Mixture, order: Contraction, budget: Budget) -> np.ndarray:
+    """Prices of the forest within a network, which takes much less time; and a choice that keeps to the limits, be it dear."""
+    rough = Contraction.of(forest(net))
+    found = ExactPrices(np.zeros(len(net.usage.limit)), order=rough or order, mixture=mixture, budget=budget)
+    found.best_price = found.price
+    found.turn(budget.share(TURNS))
+    found.fit(budget)
+    return found.best_price
 
 
 def _mixture(state: Search, stage: Stage, messages: Messages, budget: Budget) -> Mixture:

@@ -32,7 +32,7 @@ STILL = 1e-5  # of the bound: messages that raise it by less have settled
 BOX = 0.2  # of the gap: how far prices may go at once, at first
 GROWTH = 1.3  # of a price, each time that it was too low to make a choice fit
 TURNED, TILT = 24, 1.5  # rounds that multiply prices; by how much at most (as a logarithm)
-AMBITION, BOLDER = 0.1, 1.5  # of the bound: what such a round aims at first; times this after a better bound
+AMBITION, BOLDER, BOLD = 0.1, 1.5, 0.5  # of the bound: what such a round aims at first; times this when it is better; at most
 PATIENCE = 3  # rounds without a better bound until half is aimed at
 RAISED, RAISE = 12, 1.3  # rounds of ever higher prices until a choice keeps to the limits
 MEMORY = 0.7  # of the excess of the rounds before
@@ -196,7 +196,7 @@ class ExactPrices(Prices):
         """Whether the best choice is proved, or the budget over."""
         return proved(self.least, self.best) or self.budget.over()
 
-    def turn(self) -> None:
+    def turn(self, budget: Budget) -> None:
         """Multiply prices by what is used too much (exponentiated gradient: Kivinen and Warmuth 1997), in steps that aim at a
         bound a little above the best one (Polyak 1969). Few times matter in the end, but nobody knows which."""
         bound, over = self.look()
@@ -206,26 +206,26 @@ class ExactPrices(Prices):
             self.price = self.price * (0.5 * scale / max(float(self.price.sum()), 1e-300))
         aim, worse, mean = AMBITION, 0, over
         for _ in range(TURNED):
-            if self.ended() or not self.price.any():
+            if self.ended() or budget.over() or not self.price.any():
                 return
             before = self.best
             bound, over = self.look()
             mean, worse = MEMORY * mean + (1 - MEMORY) * over, 0 if bound > before else worse + 1
-            aim = min(aim * BOLDER, 1.0) if bound > before else aim
+            aim = min(aim * BOLDER, BOLD) if bound > before else aim
             if worse == PATIENCE:
                 aim, worse, self.price = aim / 2, 0, self.best_price if self.best_price.any() else 0.1 * self.price
-            held = self.price > HELD * self.price.sum()
+            held = self.price > HELD * self.price.max()
             length = (self.best - bound + aim * scale) / max(float(self.price @ mean**2), 1e-300)
             change = min(length, TILT / max(float(np.abs(mean[held]).max(initial=0.0)), 1e-300)) * mean
             some = LEFT * self.price.sum() / len(over)
             self.price = np.maximum(self.price * np.exp(np.clip(change, -TILT, TILT)), some)
             scale = max(scale, abs(self.best))
 
-    def fit(self) -> None:
+    def fit(self, budget: Budget) -> None:
         """Raise prices, most where the limit is passed, until a choice, or a mixture of choices, keeps to the limits."""
         self.price = self.best_price + LEFT * self.best_price.sum() / max(len(self.best_price), 1)
         for _ in range(RAISED):
-            if np.isfinite(self.least) or self.budget.over() or not self.price.any():
+            if np.isfinite(self.least) or budget.over() or not self.price.any():
                 return
             _, over = self.look()
             most, whole = float(over.max(initial=0.0)), float(self.price.sum())

@@ -27,6 +27,7 @@ from tapestry.plan.solver.pairs import PROVED, Infeasible, Instance, from_instan
 EXACT = 150_000  # joint choices up to which the whole network goes to HiGHS
 BRANCH = 400_000  # the same for branch and bound: where prices take seconds
 SHARE = 0.2  # of the budget left, for the first search for prices (twice that of large networks), or one linear relaxation
+FOREST = 0.6  # of the budget left, for exact prices
 TURN = 0.04  # of the budget, for neighbourhoods or for branching before the other's turn
 NODES = 10  # of HiGHS in a quick search: its root finds nearly all that 200 find in ten times the time
 TRIES = 2  # searches for prices of the whole
@@ -87,7 +88,7 @@ def _work(state: Search, stage: Stage) -> None:
             if not state.closed() and len(stage.net.a) <= EXACT and (state.quick or not stage.forest):
                 _exact(state, stage)
         if (not anew or stage.forest) and len(stage.net.a) <= BRANCH and not (state.quick or state.closed()):
-            tree = tree or Tree(stage.copy())
+            tree = tree or Tree(stage.copy(), state.bound)
             tree.run(state, budget.part(2 * turn))
         if not (state.quick or state.closed()):
             alone = len(tried) == TRIES and tree is None and len(stage.net.a) > BRANCH  # nothing else will change
@@ -99,7 +100,12 @@ def _shrink(state: Search, stage: Stage) -> None:
     while True:
         before = stage.net.weight()
         share = (SHARE if before <= BRANCH else 2 * SHARE) * (0.5 if np.isfinite(state.bound) else 1.0)
-        state.raise_bound(_bound(state, stage, state.budget.share(share)))
+        exact = -np.inf if state.quick else raise_exactly(state, stage, state.budget.share(FOREST))
+        if exact > -np.inf:
+            state.raise_bound(exact)
+            state.note(f"exact prices; left {len(stage.net.nodes())} nodes, {len(stage.net.a)} joint choices")
+        rounds = 1 if stage.exact else 1000  # (messages alone are wanted where prices are exact)
+        state.raise_bound(raise_prices(state, stage, state.budget.share(share), rounds))
         state.note(f"prices for {int((stage.price > 0).sum())} times")
         state.budget.spend(200 * stage.net.weight())
         tighten(state, stage)
@@ -108,15 +114,6 @@ def _shrink(state: Search, stage: Stage) -> None:
         state.note(f"left {len(stage.net.nodes())} nodes, {len(stage.net.a)} joint choices")
         if state.closed() or state.budget.over() or stage.net.weight() > 0.7 * before:
             return
-
-
-def _bound(state: Search, stage: Stage, budget: Budget, rounds: int = 1000) -> float:
-    """Better prices, exact ones where the network allows it: then messages only follow them."""
-    exact = -np.inf if state.quick else raise_exactly(state, stage, budget)
-    if exact == -np.inf:
-        return raise_prices(state, stage, budget, rounds)
-    state.note(f"exact prices; left {len(stage.net.nodes())} nodes, {len(stage.net.a)} joint choices")
-    return max(exact, raise_prices(state, stage, budget, 1))
 
 
 def _exact(state: Search, stage: Stage) -> None:
@@ -144,9 +141,9 @@ def _exact(state: Search, stage: Stage) -> None:
 class Tree:
     """The parts that are open, by their bounds; the least of them is a bound for all."""
 
-    def __init__(self, stage: Stage) -> None:
+    def __init__(self, stage: Stage, bound: float) -> None:
         self.count = itertools.count()
-        self.open = [(stage.proof().bound, next(self.count), stage)]
+        self.open = [(max(stage.proof().bound, bound), next(self.count), stage)]
 
     def bound(self, state: Search) -> float:
         """Of every choice."""
@@ -185,7 +182,9 @@ class Tree:
             halves = _split(stage, bound)
         for half in halves or [stage]:
             try:
-                lower = max(bound, _bound(state, half, state.budget.part(WORK), ROUNDS))
+                part = state.budget.part(WORK)
+                lower = max(bound, raise_exactly(state, half, part))
+                lower = max(lower, raise_prices(state, half, part, ROUNDS)) if half.exact is None else lower
                 tighten(state, half)
                 if len(half.net.nodes()):
                     self._push(state, max(lower, half.proof().bound), half)

@@ -16,6 +16,7 @@ import numpy as np
 from tapestry.plan.solver.pairs import ROUNDING, Certificate, Pairs
 
 MOST = 300_000_000  # cells of all nodes together
+KEPT = 6  # so many times fewer of them are kept, at most: tables that are left when a node is gone
 CHUNK = 250_000  # cells worked out together, about
 ALIKE, FEW = 4, 1_000  # nodes of one round take at most so many times the fewest cells, or so many cells
 CELL, GROUP = 2.5, 60_000.0  # units
@@ -196,6 +197,27 @@ class Contraction:
         return Certificate(bound, whole, joint[self.cell])
 
 
+def forest(net: Pairs) -> Pairs:
+    """The network without the pairs that close cycles, those that matter least: no choice costs more, where pairs cost nothing
+    or more."""
+    width = net.counts()[net.tail] * net.counts()[net.head]
+    allowed = np.bincount(net.edge, minlength=len(width)) / np.maximum(width, 1)
+    weight = np.bincount(net.edge, net.cost, len(width)) / np.maximum(width, 1)
+    root, spare = list(range(len(net.gone))), np.zeros(len(width), bool)
+
+    def top(v: int) -> int:
+        while root[v] != v:
+            root[v] = v = root[root[v]]
+        return v
+
+    for e in np.lexsort((-weight, allowed)).tolist():
+        a, b = top(int(net.tail[e])), top(int(net.head[e]))
+        spare[e], root[a] = a == b, b
+    out = net.copy()
+    out.drop(spare & (np.bincount(net.edge, net.cost < 0, len(width)) == 0))
+    return out
+
+
 def _less(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """``a - b``; infinite where b is, since nothing is allowed there."""
     return np.where(np.isfinite(b), a - np.where(np.isfinite(b), b, 0.0), np.inf)
@@ -209,11 +231,12 @@ def _rounds(net: Pairs, most: int) -> tuple[list[list[Member]], int] | None:
         near[a].add(b)
         near[b].add(a)
     cells = {v: size[v] * prod(size[w] for w in others) for v, others in near.items()}
-    out, spent = list[list[Member]](), 0
+    out, spent, kept = list[list[Member]](), 0, 0
     while near:
         now = list(_independent(cells, near))
         spent += sum(cells[v] for v, _ in now)
-        if spent > most:
+        kept += sum(cells[v] // size[v] for v, _ in now)
+        if spent > most or kept > most // KEPT:
             return None
         out.append(now)
         for v, others in now:
