@@ -111,6 +111,15 @@ def test_streaming_sums_in_every_form(name: str, descriptors: bool, parts: int) 
     check(STREAMS[name], config=KernelConfig(bm=16, bn=16, descriptors=descriptors, split_k=parts))
 
 
+@pytest.mark.parametrize("name", [n for n in STREAMS if "causal" in n])
+@pytest.mark.parametrize("parts", [1, 2])
+def test_one_loop_over_keys_that_some_row_sees(name: str, parts: int) -> None:
+    config = KernelConfig(bm=16, bn=16, descriptors=True, split_k=parts, one_loop=True)
+    graph = parse(STREAMS[name])
+    assert generate(graph, kernel_of(graph), config).source.count("tl.range(") == 1
+    check(STREAMS[name], config=config)
+
+
 def test_heads_that_share_keys_are_rows_of_one_tile_when_queries_are_few() -> None:
     graph = parse(STREAMS["one query for eight heads"])
     found = kernel_form(graph, kernel_of(graph))
@@ -122,6 +131,7 @@ def test_heads_that_share_keys_are_rows_of_one_tile_when_queries_are_few() -> No
 def test_tiles_that_every_row_sees_have_no_mask() -> None:
     source = generate(graph := parse(STREAMS["causal"]), kernel_of(graph), KernelConfig(bm=16, bn=16)).source
     first, second = source.split("for n_0 in tl.range(")[1:]
+    assert "int64" not in source, "places are compared in as many bits as indices have"
     assert 'float("-inf")' not in first.split("tl.maximum")[0] and "tl.where(" in second.split("tl.maximum")[0]
 
 

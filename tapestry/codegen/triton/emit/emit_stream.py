@@ -151,7 +151,9 @@ def _loaded(
 def _loops(frame: Frame, plan: _Plan, keys: KeyRange) -> list[str]:
     """The loop over tiles that need no mask, if there are any, and the loop over the others."""
     lines: list[str] = []
-    spans = [(keys.first, keys.clear, False), (keys.clear, keys.end, True)] if keys.clear else [(keys.first, keys.end, True)]
+    spans = [(keys.first, keys.end, True)]
+    if keys.clear and not plan.config.one_loop:
+        spans = [(keys.first, keys.clear, False), (keys.clear, keys.end, True)]
     for first, end, masked in spans:
         body = _step(frame, plan, masked)
         # one loop of a kernel at most: two are more than Triton 3.9's pass takes

@@ -19,7 +19,7 @@ _FIELDS = {
     "nest": ("rows", "cols"), "gather": ("rows", "cols"),
     "dot": ("bm", "bn", "bk", "group", "persistent", "packed", "split_k", "descriptors", "warp_specialize"),
     "folded": ("bm", "bn", "bk", "group", "packed", "split_k", "descriptors"),
-    "stream": ("bm", "bn", "split_k", "descriptors", "warp_specialize"),
+    "stream": ("bm", "bn", "split_k", "descriptors", "warp_specialize", "one_loop"),
 }  # fmt: skip
 
 

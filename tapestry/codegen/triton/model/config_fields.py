@@ -20,6 +20,7 @@ class KernelConfig:
         descriptors: tiles copied by tensor descriptors (TMA) where strides and alignment allow.
         warp_specialize: producer and consumer warps of their own, on sm90 with ``num_warps=4`` only; descriptors are then the
             program's own. Of products; Triton 3.9 does not compile streaming sums so.
+        one_loop: a streaming sum masks every tile of keys; else those that every row sees whole have a loop of their own.
     """
 
     block: int = 1024
@@ -36,3 +37,4 @@ class KernelConfig:
     split_k: int = 1
     descriptors: bool = False
     warp_specialize: bool = False
+    one_loop: bool = False

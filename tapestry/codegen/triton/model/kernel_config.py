@@ -26,7 +26,7 @@ from tapestry.codegen.triton.task.tiles import (
     plain_results,
     power_of_two,
 )
-from tapestry.ir.expr import arg_positions
+from tapestry.ir.expr import Call, Index, arg_positions, walk
 from tapestry.ir.recognise.contraction import INT8
 from tapestry.ir.types import FLOAT8, itemsize
 
@@ -342,8 +342,18 @@ def _stream(form: KernelForm, s: Stream, chip: Chip) -> Iterator[KernelConfig]:
         ready = chip.descriptors and half
         for split in sorted({1, *parts}, reverse=tall < chip.units):
             yield replace(base, split_k=split, descriptors=ready)
+            if half and _hides_keys(s):  # Triton 3.6 serialises the products of two loops
+                yield replace(base, split_k=split, descriptors=ready, one_loop=True)
             if ready:
                 yield replace(base, split_k=split)
+
+
+def _hides_keys(s: Stream) -> bool:
+    """Whether keys weigh nothing by their places, so that there may be tiles of them with a mask and without."""
+    tests = [
+        x.args[0] for x in walk(s.score) if isinstance(x, Call) and x.fn == "where" and x.args[2] == s.weights.hidden(x.dtype)
+    ]
+    return any(isinstance(y, Index) for test in tests for y in walk(test))
 
 
 def _key_parts(form: KernelForm, programs: int, keys: int, bn: int, chip: Chip) -> list[int]:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tapestry.codegen.triton.task.primitives import cast_text, literal, row, typed
+from tapestry.codegen.triton.task.primitives import TRITON_TYPES, cast_text, literal, row, typed
 from tapestry.codegen.triton.text.axes import Namer
-from tapestry.ir.expr import Arg, Call, Const, Expr
+from tapestry.ir.expr import Arg, Call, Const, Expr, Index
 from tapestry.ir.syntax.printer import bare
 
 _LONG = 88
 # operators and these functions give a bare literal the dtype of the other operands
 _LITERALS_IN = frozenset({"min", "max", "where"})
 _NATURAL = frozenset({"f32", "f16", "bf16", "i32", "i64"})
+_COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
 
 
 class Printer:
@@ -82,6 +83,8 @@ class Printer:
         bare = takes and any(not isinstance(a, Const) for a in operands)
         heads = [self._argument(a) for a in e.args[: len(e.args) - len(operands)]]
         tails = [self._argument(a, bare=bare, named=text.count("{0}") > 1) for a in operands]
+        if e.fn in _COMPARISONS and all(map(_place, operands)):  # in as many bits as indices have: half the registers of i64
+            tails = [t.removesuffix(f".to({TRITON_TYPES['i64']})") for t in tails]
         return self.helped(text.format(*heads, *tails))
 
     def helped(self, text: str) -> str:
@@ -98,6 +101,11 @@ class Printer:
         if named:
             self._uses[self._number[id(e)]] += 1
         return self._print(e)
+
+
+def _place(e: Expr) -> bool:
+    """Whether an expression is an index, or a number that indices may be compared with."""
+    return isinstance(e, Index) or (isinstance(e, Const) and e.dtype == "i64" and abs(int(e.value)) < 1 << 31)
 
 
 def _small_power(e: Expr) -> int:
