@@ -41,6 +41,24 @@ y: f32[2, 3, 50, 8] = op [b: 2, h: 3, i: 50, n: 8 | m: 50 softsum]
   let [d: 8 sum] q * k
   body where(gt(index(m), index(i)), f32(-inf), let0 * cast(index(h + 1), f32)), 1.0, v
 """,
+    "values wider than keys, a bias by heads last": """input q: f32[57, 141]
+input k: f32[57, 141]
+input v: f32[57, 141]
+input bias: f32[57, 57, 3]
+y: f32[1, 3, 57, 33] = op [b: 1, h: 3, i: 57, n: 33 | m: 57 softsum]
+  reads v[m, 47*h + n + 14], q[i, 47*h + d], k[m, 47*h + d + 7], bias[i, m, h]
+  let [d: 7 sum] q * k
+  body ((let0 * 0.25) + bias), 1.0, v
+""",
+    "values by columns": """input q: f32[1, 3, 11, 83]
+input k: f32[1, 3, 13, 83]
+input v: f32[1, 83, 45]
+input t: f32[3, 1, 1]
+y: f32[1, 3, 11, 83] = op [b: 1, h: 3, i: 11, n: 83 | m: 13 softsum]
+  reads v[0, n, 13*h + m + 6], q[b, h, i, d], k[b, h, m, d], t[h, 0, 0]
+  let [d: 83 sum] q * k
+  body (let0 * t), 1.0, v
+""",
     "no product": """input s: f32[1, 5, 61, 30]
 input v: f32[1, 30, 95]
 y: f32[1, 5, 61, 19] = op [b: 1, h: 5, i: 61, n: 19 | m: 30 softsum]
