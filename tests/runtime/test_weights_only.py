@@ -50,7 +50,7 @@ def test_a_norm_of_a_weight_is_worked_out_once(mesh: str, tmp_path: Path) -> Non
     for _ in range(2):
         got = compiled.session.run({"x": x})
         for a, b in zip((got.outputs["y"], got.outputs["z"]), want, strict=True):
-            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+            np.testing.assert_allclose(a, np.asarray(b), rtol=1e-4, atol=1e-4)
         assert got.measured.peak == list(compiled.build.peak_bytes)
     made = [step for step in executor.program.steps if isinstance(step, Launch)]
     alone = {at for at, step in enumerate(executor.program.steps) if isinstance(step, Launch) and _reads_x_not(executor, at)}
