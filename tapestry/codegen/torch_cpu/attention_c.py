@@ -216,7 +216,8 @@ def _made(
     if found is None:
         return None
     made.append(Made(found, shape(found.box)))
-    return Walk(-len(made), (0,) * len(own), {n: ((k, 1),) for k, n in enumerate(own)}, dict.fromkeys(own, 1))
+    steps = {n: ((k, 1),) for k, (n, points) in enumerate(zip(own, made[-1].shape, strict=True)) if points > 1}
+    return Walk(-len(made), (0,) * len(own), steps, dict.fromkeys(own, 1))
 
 
 def _ends(w: Walk, names: Sequence[str], absent: bool, block: Intervals) -> bool:
