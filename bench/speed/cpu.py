@@ -7,13 +7,14 @@ The models are in the folder of exports beside the checkout; or all that are in 
 writes them: of these a third, by a hash of the name, is left alone without --unopened, and is reported apart. A run of ours and
 one of onnxruntime (all its graph optimisations, as many threads) follow each other, so that both see the same machine; what
 counts is processor time, and wall time is recorded beside it. The ratio is that of the medians, its spread the quartiles of the
-ratios of neighbouring runs. Writes bench/results/cpu.json, or cpu_corpus.json of a folder; exits 1 if a result is further than
-1e-5 from onnxruntime's or a peak is not the plan's.
+ratios of neighbouring runs. Rows of earlier runs stay, each with when it was measured. Writes bench/results/cpu.json, or
+cpu_corpus.json of a folder; exits 1 if a result is further than 1e-5 from onnxruntime's or a peak is not the plan's.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import os
 import statistics
@@ -118,7 +119,7 @@ def timed(run: object) -> tuple[float, float]:
 
 def measure(case: Case) -> Row:
     """One model, in a process of its own with so many OpenMP threads."""
-    row: Row = {"model": case.name, "threads": case.threads}
+    row: Row = {"model": case.name, "threads": case.threads, "date": datetime.datetime.now().isoformat(timespec="minutes")}
     command = [sys.executable, "-m", "bench", "cpu", "--worker", json.dumps(asdict(case))]
     env = {**os.environ, "OMP_NUM_THREADS": str(case.threads)}
     try:

@@ -219,8 +219,8 @@ class BindingTarget(Target, Protocol):
 class Measured:
     """What a run really used: peak bytes of buffers per device, and (count, bytes) per kind of transfer.
 
-    ``packed`` is what packed weights take beyond the plan's buffers, for as long as they stay loaded; ``gaps`` what buffers
-    with positions of their own (`runtime.one_process.static_schedule`) take beyond the plan's peak.
+    ``packed`` is what packed weights, and results of launches of weights alone, take beyond the plan's buffers while they stay
+    loaded; ``gaps`` what buffers with positions of their own (`runtime.one_process.static_schedule`) take beyond its peak.
     """
 
     peak: list[int]

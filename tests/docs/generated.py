@@ -110,6 +110,12 @@ def _spread(part: str) -> str:
 MAKERS["corpus.opened"], MAKERS["corpus.unopened"] = lambda: _spread("opened"), lambda: _spread("unopened")
 
 
+@makes("corpus.dated")
+def _corpus_dated() -> str:
+    found = [r for r in rows("cpu_corpus") if "date" in r and r["threads"] == 1]
+    return f"{len(found)} ({', '.join('`' + r['model'] + '`' for r in found)})"
+
+
 @makes("corpus.table")
 def _corpus_table() -> str:
     lines: list[list[object]] = [

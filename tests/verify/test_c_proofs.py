@@ -40,6 +40,11 @@ GENERATED = {
         input x: f32[50, 200]
         z: f32[54, 203] = op [i: 54, n: 203] reads x[i - 2, n - 1] else 0.0 body max(x, 0.5) + exp(x)
         output z""",
+    "a part of a buffer": """graph g
+        input x: f32[60, 210]
+        input y: f32[50, 200]
+        z: f32[50, 200] = op [i: 50, n: 200] reads x[i + 3, n + 7], y[i, n] body (x - y) * x
+        output z""",
     "rows of a table": """graph g
         input t: f32[100, 64]
         input i: i64[7, 9]

@@ -121,7 +121,7 @@ class Found:
 
 def attention(op: Block, graph: Graph, kernel: Kernel, how: How = PLAIN) -> Found | None:
     """The values weighted by the softmax of scaled and biased scores; ``None`` where the kernel does not do it."""
-    lib = conv_c.available()
+    lib = conv_c.available(size(kernel.block))
     roles = match(op) if lib is not None and kernel.mode == "full" and len(op.then) == 1 else None
     normal, given = quotient(op.then[0]) if roles else (0, None)
     if lib is None or roles is None or not normal or any(hi <= lo for lo, hi in kernel.block):
@@ -216,7 +216,8 @@ def _made(
     if found is None:
         return None
     made.append(Made(found, shape(found.box)))
-    return Walk(-len(made), (0,) * len(own), {n: ((k, 1),) for k, n in enumerate(own)}, dict.fromkeys(own, 1))
+    steps = {n: ((k, 1),) for k, (n, points) in enumerate(zip(own, made[-1].shape, strict=True)) if points > 1}
+    return Walk(-len(made), (0,) * len(own), steps, dict.fromkeys(own, 1))
 
 
 def _ends(w: Walk, names: Sequence[str], absent: bool, block: Intervals) -> bool:

@@ -64,6 +64,7 @@ class _Scored:
     used: tuple[int, ...]
     name: str
     counts: tuple[int, int, int, int, int, int]
+    columns: int
     out: tuple[int, int, int]
     normal: int
 
@@ -71,15 +72,16 @@ class _Scored:
         """The call for some inputs and memory."""
         walks = [w for w in (self.q, self.k, self.v) if w]
         given = [adjacent(held(ins[w.pos])) for w in walks]
-        r, crossed = self.roles, self.k is not None and self._crossed(self.k)
-        along = [r.rows, r.depth if crossed else (r.key,), (r.key,)][3 - len(walks) :] if self.q else [(r.key,)]
+        r, crossed, turned = self.roles, self.k is not None and self._crossed(self.k), self._crossed(self.v)
+        along = [r.rows, r.depth if crossed else (r.key,), r.columns if turned else (r.key,)][3 - len(walks) :]
         steps = [
             three(w.stride(x, r.outer), w.stride(x, r.inner), w.stride(x, n))
             for w, x, n in zip(walks, given, along, strict=True)
         ]
         steps = steps if self.q else [three(0, 0, 0), three(0, 0, 0), *steps]
         none = (ctypes.c_int64 * 4)()
-        sizes = native.Attention(*self.counts, *steps, none, three(*self.out), three(0, 0, 0), self.normal, 1.0, int(crossed))
+        more = self.normal, 1.0, int(crossed), self.columns, int(turned)
+        sizes = native.Attention(*self.counts, *steps, none, three(*self.out), three(0, 0, 0), *more)
         places = [w.address(x) for w, x in zip(walks, given, strict=True)]
         places = places if self.q else [None, None, *places]
         reads = [held(ins[k]).contiguous() for k in self.used]
@@ -91,14 +93,16 @@ class _Scored:
         lib: Any = native.library()
         return Call(lib.tapestry_scored, sizes, buffers, (*given, *reads, table, memory), fixed)
 
-    def _crossed(self, k: Walk) -> bool:
-        return k.steps.get(self.roles.key) == ((len(k.first) - 1, 1),)
+    def _crossed(self, w: Walk) -> bool:
+        return w.steps.get(self.roles.key) == ((len(w.first) - 1, 1),)
 
 
 def scored(op: Block, graph: Graph, kernel: Kernel) -> Found | None:
     """The values weighted by the softmax of scores; ``None`` where the kernel does not do it."""
     a = attention(op) or weighed(op)
-    if a is None or conv_c.available() is None or kernel.mode != "full" or len(op.then) != 1 or a.weights.rate != 1:
+    if a is None or kernel.mode != "full" or len(op.then) != 1 or a.weights.rate != 1:
+        return None
+    if conv_c.available(size(kernel.block)) is None:
         return None
     normal, given = quotient(op.then[0])
     if not normal or given is not None or any(hi <= lo for lo, hi in kernel.block) or a.score.dtype != "f32":
@@ -107,7 +111,7 @@ def scored(op: Block, graph: Graph, kernel: Kernel) -> Found | None:
     parts = (a.query, a.keys, a.value) if isinstance(a, Attention) else (a.value,)
     roles, walks = _Roles.of(a, block), [walk_of(op, kernel, block, e) for e in parts]
     extent = {n: hi - lo for n, (lo, hi) in block.items()}
-    if roles is None or None in walks or (len(parts) > 1 and points(roles.depth, extent) != points(roles.columns, extent)):
+    if roles is None or None in walks:
         return None
     *qk, v = (w for w in walks if w)
     q, k = qk or (None, None)
@@ -116,15 +120,15 @@ def scored(op: Block, graph: Graph, kernel: Kernel) -> Found | None:
     if name is None or not group or not _fits(roles, q, k, v, extent):
         return None
     outer, inner, rows = (points(n, extent) for n in (roles.outer, roles.inner, roles.rows))
-    count, depth = extent[roles.key], points(roles.columns, extent)
-    if max(count, depth) > conv_c.DEEPEST:
+    count, depth, columns = extent[roles.key], points(roles.depth, extent) if q else 1, points(roles.columns, extent)
+    if max(count, depth, columns) > conv_c.DEEPEST:
         return None
-    out = {"outer": rows * inner * depth, "inner": depth, "rows": inner * depth}
+    out = {"outer": rows * inner * columns, "inner": columns, "rows": inner * columns}
     strides = [out_stride(d.name, roles.outer, roles.inner, roles.rows, out) for d in op.dims]
     extents = [extent[d.name] for d in op.dims]
     used = tuple(sorted(arg_positions((a.score,))))
     counts = (outer, inner, group, rows, count, depth)
-    one = _Scored(roles, q, k, v, used, name, counts, (out["outer"], out["inner"], out["rows"]), normal)
+    one = _Scored(roles, q, k, v, used, name, counts, columns, (out["outer"], out["inner"], out["rows"]), normal)
     run = Recorded(lambda memory: memory.as_strided(extents, strides), one.record, size(kernel.block[: len(op.dims)]))
     return Found(run, (name,))
 
@@ -140,18 +144,17 @@ def _group(roles: _Roles, q: Walk | None, k: Walk | None, v: Walk, extent: dict[
 
 
 def _fits(roles: _Roles, q: Walk | None, k: Walk | None, v: Walk, extent: dict[str, int]) -> bool:
-    """Whether rows lie as the kernel reads them: of keys, the depth or the keys are adjacent."""
+    """Whether rows lie as the kernel reads them: of keys and values, these or the others are adjacent."""
 
     def ends(w: Walk, names: Names) -> bool:
         return [s for n in names for s in w.steps.get(n, ())] == [(len(w.first) - 1, 1)] or not names
 
+    def either(w: Walk, names: Names) -> bool:
+        return ends(w, names) or (ends(w, (roles.key,)) and bool(names))
+
     if q is None or k is None:
-        return ends(v, roles.columns) and extent[roles.key] > 1
-    return (
-        ends(q, roles.depth)
-        and ends(v, roles.columns)
-        and (ends(k, roles.depth) or (ends(k, (roles.key,)) and bool(roles.depth)))
-    )
+        return either(v, roles.columns) and extent[roles.key] > 1
+    return ends(q, roles.depth) and either(v, roles.columns) and either(k, roles.depth)
 
 
 @dataclass(slots=True)

@@ -52,8 +52,24 @@ def build(graph: Graph, kernel: Kernel, how: How = PLAIN) -> Run:
     if not view and (found := _by_rows(op, graph, kernel, how) or _by_pixels(op, graph, kernel, how)):
         return found
     run = viewed(_built(view.op, view.graph, view.kernel, how), view) if view else _built(op, graph, kernel, how)
+    if isinstance(run, dense.Packable) and not any(_of_weights(graph, op.reads[k].tensor) for k in run.packs):
+        run = run.plain  # what might be packed is worked out at every run
     made = isinstance(run, Recorded | Together | Mapped | dense.Packable)
-    return run if made or view else as_loops(op, graph, kernel, run, partial(_is_dear, op, graph, kernel), how)
+    return run if made else as_loops(op, graph, kernel, run, partial(_is_dear, op, graph, kernel), how)
+
+
+def _of_weights(graph: Graph, tensor: str) -> bool:
+    """Whether a tensor is given, or follows from weights alone."""
+    at, seen, todo = graph.producers(), set[str](), [tensor]
+    while todo and tensor in at:
+        t = todo.pop()
+        if t in seen or t in graph.weights:
+            continue
+        if t not in at:
+            return False
+        seen.add(t)
+        todo += graph.ops[at[t]].inputs
+    return True
 
 
 def _by_rows(op: Block, graph: Graph, kernel: Kernel, how: How) -> Run | None:

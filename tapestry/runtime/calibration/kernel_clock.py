@@ -27,6 +27,8 @@ WHOLE = Strategy((None,), (None,))
 class _StepByStep(LocalExecutor):
     """As a rank runs it."""
 
+    folds = False  # what is timed may read weights alone
+
     def scheduled(self) -> Schedule | None:
         """Nothing is bound to a position."""
         return None

@@ -17,6 +17,7 @@ from tapestry.runtime.one_process.grown_caches import Grown
 from tapestry.runtime.one_process.held_weights import HeldWeights
 from tapestry.runtime.one_process.packing import Packing, pack, renamed
 from tapestry.runtime.one_process.static_schedule import BoundProgram, Schedule, schedule
+from tapestry.runtime.one_process.weights_only import Folded, fold
 from tapestry.runtime.step_messages import Route
 from tapestry.runtime.target_protocol import (
     Array,
@@ -46,9 +47,12 @@ class LocalExecutor(Executor):
         counted: the peaks of an earlier run, which later ones have as well.
         reads_late: weights that are there packed are not read again; by default all are read, and checked, at once.
         kept: per device, the arrays that `load` takes and what they count as: weights, packed or not.
+        folded: per device, the launches of weights alone, which were done when kernels were bound.
+        folds: whether there are any. Sizes of one model, which are one function each, share no results.
     """
 
     reads_late = False
+    folds = True
 
     def __init__(
         self, graph: Graph, program: Program, target: Target, weights: Source, streamed: frozenset[str] = frozenset(),
@@ -59,6 +63,7 @@ class LocalExecutor(Executor):
         self.launches: dict[tuple[int, int], tuple[Run, tuple[str, ...]]] = {}
         self.equal: Mapping[tuple[int, int], int] = {}
         self.packing: list[Packing] = []
+        self.folded: list[Folded] = []
         self.packed: dict[Hashable, Array] = {}
         self.stays: dict[tuple[int, str], Array] = {}
         self.grown: dict[tuple[int, str], Grown] = {}
@@ -137,10 +142,9 @@ class LocalExecutor(Executor):
         if self.packing:
             return
         self._make_kernels()
+        self.folded.clear()
         for d in range(self.program.devices):
-            wanted = {at: k.packs for (at, e), k in self.kernels.items() if e == d and isinstance(k, PackableKernel)}
-            weigh = self.weigh, partial(self._plain_bytes, d)
-            self.packing.append(pack(self.program, wanted, self.weights_held[d], weigh, self.room[d], partial(self._packed, d)))
+            self._ready(d)
         for (at, d), run in self.kernels.items():
             step, names = self.program.steps[at], self.packing[d].names.get(at)
             assert isinstance(step, Launch)
@@ -151,11 +155,25 @@ class LocalExecutor(Executor):
         for d, p in enumerate(self.packing):  # of a packed weight count the plan's bytes: the rest is in `Measured.packed`
             sizes = {b: self.program.buffers[b].nbytes(d) for b in p.arrays if b not in p.copies}
             plain = {b: (a, arrays.nbytes(a)) for b, a in self.weights_held[d].items()}
+            plain |= {b: (a, self.program.buffers[b].nbytes(d)) for b, a in self.folded[d].arrays.items()}
             stays = {b: (a, self.program.buffers[b].nbytes(d)) for (e, b), a in self.stays.items() if e == d}
             self.kept.append(plain | stays | {b: (p.arrays[b], size) for b, size in sizes.items()})
         self.schedule = self.scheduled()
         if self.bound is not None:
             self.bound()
+
+    def _ready(self, d: int) -> None:
+        """Fold and pack what one device has of the weights."""
+        kernels = {at: run for (at, e), run in self.kernels.items() if e == d}
+        plain, held, room = partial(self._plain_bytes, d), self.weights_held[d], self.room[d]
+        may = self.folds and not self.equal
+        empty = partial(torch.empty, 0, device=self.target.device)
+        self.folded.append(fold(self.graph, self.program, kernels, held, plain, room, empty) if may else Folded())
+        wanted = {at: k.packs for at, k in kernels.items() if isinstance(k, PackableKernel)}
+        more = self.folded[d].extra
+        packing = pack(self.program, wanted, held, (self.weigh, plain), room - more, partial(self._packed, d))
+        packing.extra += more
+        self.packing.append(packing)
 
     def _make_kernels(self) -> None:
         made: dict[int, Run] = {}
@@ -177,8 +195,8 @@ class LocalExecutor(Executor):
     def _packed(self, device: int, buffer: str, key: Hashable, make: Callable[[], Array]) -> Array:
         """A packed weight; one of the model's own is packed once for all executors that share them."""
         tensor = self.program.buffers[buffer].tensor
-        weight, t = self.graph.weights[tensor], self.graph.tensors[tensor]
-        if not weight.file:  # derived for this build
+        weight, t = self.graph.weights.get(tensor), self.graph.tensors[tensor]
+        if weight is None or not weight.file:  # derived for this build, or worked out of weights
             return make()
         there = (weight, t.dtype, t.shape, self.box(device, buffer), key)
         if there not in self.packed:
@@ -189,7 +207,7 @@ class LocalExecutor(Executor):
         """What a run need not do again, where one device runs alone on a target that can bind its kernels."""
         if self.program.devices != 1 or not isinstance(self.target, RecordingTarget):
             return None
-        launches = {at: bound for (at, _), bound in self.launches.items()}
+        launches = {at: bound for (at, _), bound in self.launches.items() if at not in self.folded[0].steps}
         room = self.room[0] - self.packing[0].extra
         kept = {n: (a, 0) for n, a in self.packing[0].arrays.items()} | self.kept[0]
         lasting = self.resident | {self.program.buffers[b].tensor for _, b in self.stays}
@@ -214,6 +232,9 @@ class LocalExecutor(Executor):
     def launch(self, at: int, step: Launch, device: int) -> None:
         """Call the kernel on what the device holds."""
         (run, ins), held = self.launches[at, device], self.held.arrays[device]
+        if at in self.folded[device].steps:
+            held.update((name, self.kept[device][name][0]) for name in step.outs)
+            return
         outs = run([held[n] if n else None for n in ins], [held[s] for s in step.states])
         grown = self.grown.get((device, step.outs[0]))
         if grown is not None:

@@ -37,7 +37,7 @@ class BoundProgram:
     """A program of one device with its kernels made and its weights loaded.
 
     Attributes:
-        launches: by step, the kernel and the buffers that it reads.
+        launches: by step, the kernel and the buffers that it reads; not those that are done, whose results are kept.
         resident: weights that stay loaded, and inputs that are there.
         kept: their arrays by buffer, with what they count as.
         room: bytes that may be taken beyond the plan.
@@ -275,6 +275,7 @@ class _Steps:
         self.out += [replace(self._staged(-1, s), early=True) for s in first]
         for at, step in enumerate(self.bound.program.steps):
             quiet = isinstance(step, Free) and all(b in fixed for b in step.buffers)
+            quiet = quiet or (isinstance(step, Launch) and at not in self.bound.launches)  # of weights alone: it is done
             if quiet or (isinstance(step, Load) and (step.buffer in self.bound.kept or step.buffer in self.early)):
                 self.now.append((at, None))
             elif at in self.recorders:

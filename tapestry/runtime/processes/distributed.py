@@ -115,7 +115,8 @@ class RankExecutor(LocalExecutor):
         self.bind()
         self.wire.shake_hands(signature(self.calls, self.wire.world))
         steps = self.program.steps
-        self._left = {b: -1 for s in steps if isinstance(s, Launch) for b in s.outs}
+        done = set[int]().union(*(f.steps for f in self.folded))
+        self._left = {b: -1 for at, s in enumerate(steps) if isinstance(s, Launch) and at not in done for b in s.outs}
         self._left |= {b: at for at, s in enumerate(steps) for b in reads(s) if b in self._left}
         uses, end = first_uses(self.program), len(self.program.steps)
         for at, call in self.calls.items():

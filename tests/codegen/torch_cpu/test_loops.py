@@ -110,6 +110,18 @@ y: f32[2, 71, 9, 6] = op [b: 2, c: 71, h: 9, w: 6 | k: 71 moments, r: 9 moments,
   reads x[b, k, r, s], a1 = x[b, c, h, w], g[c, 0, 0]
   body 1.0, x, 0.0
   then ((a1 - acc1) / sqrt(((acc2 / acc0) + 1e-05))) * g""",
+    "the largest of windows of what is worked out": """input x: f32[2, 71, 9, 6]
+input g: f32[71]
+y: f32[2, 71, 9, 6] = op [b: 2, c: 71, h: 9, w: 6 | r: 3 max, s: 3 max]
+  reads x[b, c, h + r - 1, w + s - 1] else 0.5, g[c]
+  body (x * g) - 1.0
+  then max(acc0, 0.25)""",
+    "a norm of planes": """input x: f32[2, 71, 9, 6]
+input g: f32[71]
+y: f32[2, 71, 9, 6] = op [b: 2, c: 71, h: 9, w: 6 | r: 9 moments, s: 6 moments]
+  reads x[b, c, r, s], a1 = x[b, c, h, w], g[c]
+  body 1.0, x, 0.0
+  then ((a1 - acc1) / sqrt(((acc2 / acc0) + 1e-05))) * g""",
     "channels last of an image": """input x: f32[2, 71, 9, 6]
 input g: f32[71]
 y: f32[2, 9, 6, 71] = op [b: 2, h: 9, w: 6, c: 71 | k: 71 moments]

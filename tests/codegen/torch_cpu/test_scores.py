@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from tapestry.codegen.torch_cpu.attention_c import attention
 from tapestry.codegen.torch_cpu.attention_scores import scored
 from tapestry.codegen.torch_cpu.c import conv_c
 from tapestry.codegen.torch_cpu.kernels import build, from_numpy
@@ -40,6 +41,24 @@ y: f32[2, 3, 50, 8] = op [b: 2, h: 3, i: 50, n: 8 | m: 50 softsum]
   reads v[b, h, m, n], q[b, h, i, d], k[b, h, m, d]
   let [d: 8 sum] q * k
   body where(gt(index(m), index(i)), f32(-inf), let0 * cast(index(h + 1), f32)), 1.0, v
+""",
+    "values wider than keys, a bias by heads last": """input q: f32[57, 141]
+input k: f32[57, 141]
+input v: f32[57, 141]
+input bias: f32[57, 57, 3]
+y: f32[1, 3, 57, 33] = op [b: 1, h: 3, i: 57, n: 33 | m: 57 softsum]
+  reads v[m, 47*h + n + 14], q[i, 47*h + d], k[m, 47*h + d + 7], bias[i, m, h]
+  let [d: 7 sum] q * k
+  body ((let0 * 0.25) + bias), 1.0, v
+""",
+    "values by columns": """input q: f32[1, 3, 11, 83]
+input k: f32[1, 3, 13, 83]
+input v: f32[1, 83, 45]
+input t: f32[3, 1, 1]
+y: f32[1, 3, 11, 83] = op [b: 1, h: 3, i: 11, n: 83 | m: 13 softsum]
+  reads v[0, n, 13*h + m + 6], q[b, h, i, d], k[b, h, m, d], t[h, 0, 0]
+  let [d: 83 sum] q * k
+  body (let0 * t), 1.0, v
 """,
     "no product": """input s: f32[1, 5, 61, 30]
 input v: f32[1, 30, 95]
@@ -81,3 +100,40 @@ def test_scores_of_any_kind(name: str) -> None:
     for run in (found.run, build(graph, kernel)):
         (got,) = run(ins, [])
         np.testing.assert_allclose(got.numpy(), want, rtol=2e-5, atol=2e-6)
+
+
+TWO_BIASES = """graph g
+input q: f32[1, 53, 96]
+input k: f32[1, 61, 96]
+input v: f32[1, 61, 96]
+input rows: f32[53, 61, 3]
+input mask: f32[1, 1, 53, 61]
+y: f32[1, 3, 53, 32] = op [b: 1, h: 3, i: 53, n: 32 | m: 61 softsum]
+  reads v[0, m, 32*h + n], q[0, i, 32*h + d], k[0, m, 32*h + d], rows[i, m, h], mask[b, 0, i, m]
+  let [d: 32 sum] q * k
+  body (((let0 / 5.5) + rows) + mask), 1.0, v
+  then where(isnan((acc0 - acc0)), (acc0 - acc0), (acc2 / acc1))
+output y
+"""
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_bias_of_two_along_a_batch_of_one() -> None:
+    """A dimension of one point, which the bias alone has, is no row."""
+    if conv_c.available() is None:
+        pytest.skip("no compiler")
+    graph = parse(TWO_BIASES)
+    (op,) = graph.ops
+    assert isinstance(op, Block)
+    draw = np.random.default_rng(1)
+    values = {t: draw.standard_normal(graph.tensors[t].shape).astype(np.float32) for t in graph.inputs}
+    values["mask"][0, 0, 7], values["rows"][9, 4, 1], values["v"][0, 3, 40] = -np.inf, np.nan, np.inf
+    with np.errstate(invalid="ignore"):
+        want = interp.run(graph, values, wide=True)["y"]
+    ins = tuple(whole(graph.tensors[r.tensor].shape) for r in op.reads)
+    kernel = Kernel(op=0, mode="full", block=whole(tuple(d.size for d in op.space)), ins=ins, outs=(whole((1, 3, 53, 32)),))
+    found = attention(op, graph, kernel)
+    assert found is not None and found.names
+    build(graph, kernel)  # registers and may compile what the bias is made by
+    (got,) = found.run([from_numpy(values[r.tensor]) for r in op.reads], [])
+    np.testing.assert_allclose(got.numpy(), want, rtol=1e-4, atol=1e-5)

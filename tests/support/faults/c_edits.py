@@ -39,7 +39,7 @@ IN_TEXT: dict[str, tuple[str, str | Callable[[re.Match[str]], str]]] = {
     "an image is read beside its last column": (r"(\(\(d1 \+ -1 \* 1\)\) < )(\d+)( )", _more(1)),
     "padding is one": (r"\(0x0\.0p\+0f\)", "(0x1.0p+0f)"),
     "a constant is another": (r"0x1\.0000000000000p-1f", "0x1.0000000000000p-2f"),
-    "a row of a table is the one before": (r"\(\(v\) - 0\)", "((v) - 1)"),
+    "a row of a table is the one before": (r"\* \(v\)", "* (v - 1)"),
     "a row before the table is read": (r"v >= 0", "v >= -1"),
     "a row that is not there is one": (r" : 0\.0f;\ny", " : 1.0f;\ny"),
     "numbers are divided before they are floats": (r"\(\(float\)(p\d\[[^;]*?\])\) / \(\(float\)(p\d\[[^;]*?\])\)", r"\1 / \2"),

@@ -44,8 +44,8 @@ def epilogue(op: Block, kernel: Kernel, columns: str, *, whole: bool) -> Epilogu
 
     def is_residual(k: int) -> bool:
         r, box = op.reads[k], kernel.ins[k]
-        same = [str(e) if e.is_dim else "" for e in r.index] == [d.name for d in op.dims]
-        return same and not r.when and r.other is None and box is not None
+        axes = sorted(str(e) if e.is_dim else "" for e in r.index)  # in any order: the kernel takes a view
+        return axes == sorted(d.name for d in op.dims) and not r.when and r.other is None and box is not None
 
     found = _all_of(op.then[0], is_bias, is_residual) if whole and len(op.then) == 1 else None
     if found:

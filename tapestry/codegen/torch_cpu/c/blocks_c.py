@@ -12,6 +12,7 @@ import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Any
 
 import torch
@@ -20,12 +21,12 @@ from tapestry.codegen.torch_cpu.base.piecewise import cut_pieces
 from tapestry.codegen.torch_cpu.base.point_values import Run, held
 from tapestry.codegen.torch_cpu.base.scalars import TORCH_DTYPES
 from tapestry.codegen.torch_cpu.c import conv_c, generated_c
-from tapestry.codegen.torch_cpu.c.c_calls import Call, Ins, Written, shares
+from tapestry.codegen.torch_cpu.c.c_calls import Call, Ins, Written, row_major, shares
 from tapestry.codegen.torch_cpu.c.maps_c import PLAIN, How, Mapped
 from tapestry.codegen.torch_cpu.c.print_c import TYPES, Writer, is_slow, literal, written
 from tapestry.ir.expr import Arg, Const, Expr, Index, Let, arg_positions, walk
 from tapestry.ir.expr import Call as Apply
-from tapestry.ir.graph import Block, Graph, Read
+from tapestry.ir.graph import Block, Dim, Graph, Read
 from tapestry.ir.index import dims_of
 from tapestry.ir.kernel import Box, Kernel, shape, size
 from tapestry.ir.monoid import MONOIDS, Moments
@@ -72,7 +73,7 @@ def as_loops(op: Block, graph: Graph, kernel: Kernel, plain: Run, is_dear: Calla
     used = tuple(sorted(reads))
     memory = tuple((size(out), TORCH_DTYPES[graph.tensors[t].dtype]) for t in op.outs)
     call = Written(tuple(arrays), functools.partial(_record, name, used, writer.sizes()), memory)
-    return Mapped(plain, (name,), call, used, few=not dear, compiles=how.compiles, sizes=tuple(writer.given or ()))
+    return Mapped(plain, (name,), call, used, few=not dear, compiles=how.compiles, sizes=writer.arguments)
 
 
 def _most(op: Block) -> int:
@@ -97,7 +98,7 @@ def _weight(exprs: Sequence[Expr]) -> int:
 
 def _record(name: str, used: Sequence[int], sizes: Any, ins: Ins, memory: Sequence[Tensor]) -> Call:
     function = generated_c.function(name)
-    given = [held(ins[k]).contiguous() for k in used]
+    given = [row_major(held(ins[k])) for k in used]
     buffers = (ctypes.c_void_p * (len(given) + len(memory)))(*(x.data_ptr() for x in (*given, *memory)))
     fixed = all(shares(x, held(ins[k])) for x, k in zip(given, used, strict=True))
     return Call(function, sizes, buffers, (*given, *memory), fixed)
@@ -176,7 +177,7 @@ class BlockWriter(Writer):
 
     def block(self, op: Block, kernel: Kernel) -> str:
         """The body of ``void f(const int64_t *sizes, void *const *p)``: the buffers read, in order, then the outputs."""
-        self.slots = {k: i for i, k in enumerate(sorted(self.reads))}
+        self._begin()
         self.inner = {n: (lo, hi - 1) for n, (lo, hi) in zip(self.names, kernel.block, strict=True)}
         n, results = len(self.slots), op.then if op.monoid else op.body
         lines = [f"const {TYPES[self.reads[k][3]]} *restrict p{i} = p[{i}];" for k, i in self.slots.items()]
@@ -194,27 +195,44 @@ class BlockWriter(Writer):
         return "\n".join([*lines[:begin], *self._given(), *lines[begin:], "}" * len(op.dims)])
 
     def _lanes(self, op: Block, results: Sequence[Expr]) -> list[str]:
-        """Sums of neighbours along the last dimension side by side; what follows in loops over where they do not vary."""
-        last, (lo, hi) = len(op.dims) - 1, self.out[-1]
+        """States of neighbours along the last dimension side by side; what follows in loops over where they do not vary."""
+        last = self.names.index(_last(op).name)
         place = self._place(self.out, [f"(d{i} - {self._size(a)})" for i, (a, _) in enumerate(self.out)])
-        low, high = self._size(lo), self._size(hi)
-        names, fields, at = [d.name for d in op.reduce], range(len(op.body)), f"const int64_t d{last} = first + i;"
-        each = f"for (int64_t i = 0; i < many; i++) {{ {at}"
-        acc, outer = [f"((float)a{k}[i])" for k in fields], _outer(op)
+        low, high = (self._size(x) for x in self.out[last])
+        names, outer = [d.name for d in op.reduce], _outer(op)
+        at = f"const int64_t d{last} = first + i;"
+        each = f"#pragma omp simd\nfor (int64_t i = 0; i < many; i++) {{ {at}"
+        zeros, steps, acc = self._side_steps(op, names, each)
+        others = [d.name for d in op.dims if d.name != _last(op).name]
         return [
-            *self._loop([d.name for d in op.dims[:-1] if d.name in outer]),
+            *self._loop([n for n in others if n in outer]),
             f"for (int64_t first = {low}; first < {high}; first += {LANES}) {{",
             f"const int64_t many = {high} - first < {LANES} ? {high} - first : {LANES};",
-            *(f"double a{k}[{LANES}] = {{0}};" for k in fields),
-            *self._loop(names),
-            f"#pragma omp simd\n{each}",
-            *(f"a{k}[i] += {self._expr(e, self.inner, [])};" for k, e in enumerate(op.body)),
-            "}" * (len(names) + 1),
-            *self._loop([d.name for d in op.dims if d.name not in outer]),
-            f"#pragma omp simd\n{each}",
+            *zeros,
+            *steps,
+            *self._loop([n for n in others if n not in outer]),
+            each,
             *(f"y{j}[{place}] = {self._expr(e, self.inner, acc)};" for j, e in enumerate(results)),
             "}" * (len(op.dims) + 1),
         ]
+
+    def _side_steps(self, op: Block, names: Sequence[str], each: str) -> tuple[list[str], list[str], list[str]]:
+        """(the states of lanes before anything, loops that merge into them, their fields in a lane)."""
+        assert op.monoid
+        dtypes, loops, close = tuple(e.dtype for e in op.body), self._loop(names), "}" * (len(names) + 1)
+        if _plain_moments(op):
+            value, cells = self._expr(op.body[1], self.inner, []), self._size(self._count(names))
+            zeros = [f"double mean[{LANES}] = {{0}}, spread[{LANES}] = {{0}};"]
+            steps = [*loops, each, f"mean[i] += {value};", close, each, f"mean[i] /= {cells};", "}"]
+            steps += [*loops, each, f"const double off = {value} - mean[i];", "spread[i] += off * off;", close]
+            return zeros, steps, [f"((float){cells})", "((float)mean[i])", "((float)spread[i])"]
+        zero, sums = MONOIDS[op.monoid].zero(dtypes), only_sums(op.monoid)
+        kind = "double" if sums else "float"
+        zeros = [f"{kind} a{k}[{LANES}];" for k in range(len(dtypes))]
+        zeros += [each, *(f"a{k}[i] = {literal(z)};" for k, z in enumerate(zero)), "}"]
+        lifted = [f"const float ab{k} = {self._expr(e, self.inner, [])};" for k, e in enumerate(op.body)]
+        merged = [f"a{k}[i] += ab{k};" for k in range(len(dtypes))] if sums else self._merged("a", op.monoid, dtypes, "[i]")
+        return zeros, [*loops, each, *lifted, *merged, close], [f"((float)a{k}[i])" for k in range(len(dtypes))]
 
     def _loop(self, names: Sequence[str]) -> list[str]:
         """The beginnings of loops."""
@@ -258,10 +276,10 @@ class BlockWriter(Writer):
             lines += self._merged(name, monoid, dtypes)
         return [*lines, "}" * len(names)]
 
-    def _merged(self, name: str, monoid: str, dtypes: tuple[str, ...]) -> list[str]:
-        """``combine`` of the state and what was lifted."""
+    def _merged(self, name: str, monoid: str, dtypes: tuple[str, ...], lane: str = "") -> list[str]:
+        """``combine`` of the state (of a lane) and what was lifted."""
         before, count = self.once, len(dtypes)
-        states = {Arg(k, d): f"{name}{k}" for k, d in enumerate(dtypes)}
+        states = {Arg(k, d): f"{name}{k}{lane}" for k, d in enumerate(dtypes)}
         self.once = {**states, **{Arg(count + k, d): f"{name}b{k}" for k, d in enumerate(dtypes)}}
         combined = MONOIDS[monoid].combiner(dtypes)
         lines = [
@@ -269,21 +287,21 @@ class BlockWriter(Writer):
             for k, (e, d) in enumerate(zip(combined, dtypes, strict=True))
         ]
         self.once = before
-        return [*lines, *(f"{name}{k} = {name}c{k};" for k in range(count))]
+        return [*lines, *(f"{name}{k}{lane} = {name}c{k};" for k in range(count))]
 
     def _moments(self, x: Expr, names: Sequence[str], lines: list[str]) -> list[str]:
         """(n, mean, M2) of a row: the mean first, then the deviations from it."""
-        count = 1
-        for n in names:
-            count *= self.inner[n][1] - self.inner[n][0] + 1
-        cells = self._size(count)
+        cells = self._size(self._count(names))
         loops, value = self._loop(names), self._expr(x, self.inner, [])
         for total, term in (("mean", value), ("spread", f"({value} - mean) * ({value} - mean)")):
             pragma = f"#pragma omp simd reduction(+:{total})\n{loops[-1]}"
             lines += [f"double {total} = 0;", *loops[:-1], pragma, f"{total} += {term};", "}" * len(names)]
             lines += [f"mean /= {cells};"] * (total == "mean")
-        whole = literal(Const(float(count), x.dtype)) if self.given is None else f"((float){cells})"
-        return [whole, "((float)mean)", "((float)spread)"]
+        return [f"((float){cells})", "((float)mean)", "((float)spread)"]
+
+    def _count(self, names: Sequence[str]) -> int:
+        """Points of some dimensions."""
+        return prod(hi - lo + 1 for lo, hi in (self.inner[n] for n in names))
 
     @staticmethod
     def _double(monoid: str, dtype: str) -> bool:
@@ -294,17 +312,20 @@ class BlockWriter(Writer):
 
 
 def _side_by_side(op: Block) -> bool:
-    """Whether it sums few floats for each of many neighbours, as a pooling by pixels does."""
-    if not op.monoid or not only_sums(op.monoid) or op.inner or not op.dims or any(e.dtype != "f32" for e in op.body):
+    """Whether floats are merged for each of many neighbours that lie side by side in what is read, as in pooling by pixels."""
+    if not op.monoid or op.inner or not op.dims or any(e.dtype != "f32" for e in op.body):
         return False
-    last, row = op.dims[-1], _row_of(op)
-    return last.size >= LANES // 4 and last.name in _outer(op) and row is not None and last.name in row
+    last = _last(op)
+    if last.size < LANES // 4 or last.name not in _outer(op):
+        return False
+    reads = [[last.name in dims_of(e) for e in op.reads[k].index] for k in arg_positions(op.body)]
+    along = [r for r in reads if any(r)]
+    return bool(along) and all(r[-1] and not any(r[:-1]) for r in along)
 
 
-def _row_of(op: Block) -> frozenset[str] | None:
-    """What the last axes of what the body reads are along; ``None`` where they differ."""
-    ends = {dims_of(op.reads[k].index[-1]) for k in arg_positions(op.body) if op.reads[k].index}
-    return next(iter(ends)) if len(ends) == 1 else None
+def _last(op: Block) -> Dim:
+    """The last dimension of several points, of the result."""
+    return next((d for d in reversed(op.dims) if d.size > 1), op.dims[-1])
 
 
 def _plain_moments(op: Block) -> bool:

@@ -203,6 +203,20 @@ def shares(a: Tensor, b: Tensor) -> bool:
     return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 
 
+def row_major(x: Tensor) -> Tensor:
+    """The tensor in row-major memory; channels of pixels are moved by tiles, as torch does it with matrices alone."""
+    if x.is_contiguous():
+        return x
+    flat = x.squeeze()
+    if (
+        flat.dim() < 2
+        or flat.stride(0) != 1
+        or any(flat.stride(i) != flat.stride(i + 1) * flat.shape[i + 1] for i in range(1, flat.dim() - 1))
+    ):
+        return x.contiguous()
+    return flat.flatten(1).contiguous().view(x.shape)
+
+
 def moved(given: Ins, seen: Ins) -> bool:
     """Whether some views of tensors are none, but copies."""
     return any(a is not b and a is not None and b is not None and not shares(a, b) for a, b in zip(given, seen, strict=True))

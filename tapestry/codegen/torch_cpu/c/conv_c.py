@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ DEEPEST = 1 << 20  # steps of a reduced dimension: their blocks are listed on th
 MOST_PLANES = 4  # channels of an image that our own loop makes adjacent
 MOST_REREAD = 1 << 14  # cells of a weight that may be read again for every few rows of an image
 FEW = 8  # rows: what they take is reading the weight
+ALONE = 1 << 24  # products: more are worth several threads, which oneDNN's kernels have
 MOST_LINEAR = 1 << 18  # cells of a weight; oneDNN is as fast on more, and faster on much more
 
 
@@ -98,7 +100,7 @@ def convolve(parts: contract.Call, weight: Sequence[int], shape: Sequence[int], 
         weight: the weight's shape (features, channels of a group, height, width).
         shape: the output's shape (images, features, height, width).
     """
-    lib = available()
+    lib = available(prod(shape) * prod(weight[1:]))
     if lib is None or weight[1] * weight[2] * weight[3] > DEEPEST or weight[2] * weight[3] > DEEPEST >> 8:
         return None
     call: Any
@@ -142,9 +144,9 @@ def _grouped(parts: contract.Call, weight: Sequence[int], shape: Sequence[int], 
     return Kernel(call, pack, f"panels of {count} groups")
 
 
-def available() -> Any:
-    """The library, where torch is to use one thread: our kernels know no more."""
-    return native.library() if torch.get_num_threads() == 1 else None
+def available(products: int = 0) -> Any:
+    """The library, where so many products are as well done by one thread: our kernels know no more."""
+    return native.library() if torch.get_num_threads() == 1 or products <= ALONE else None
 
 
 def _in_tiles(parts: contract.Call, weight: Sequence[int], lanes: int) -> bool:
@@ -194,7 +196,7 @@ def _at(x: Tensor | None) -> int | None:
 
 def multiply(m: int, n: int, k: int, then: Epilogue) -> Convolve | None:
     """Rows times packed weights: (m, k) and (m, n) residuals to (m, n); ``None`` where there is no kernel for it."""
-    lib = available()
+    lib = available(m * n * k)
     if lib is None or k > DEEPEST or (n * k > MOST_LINEAR and m > FEW):
         return None
     rows = (m * n, m * n, n)

@@ -13,7 +13,7 @@ import torch
 from tapestry.codegen.torch_cpu.base.piecewise import cut_pieces
 from tapestry.codegen.torch_cpu.base.point_values import Run, held
 from tapestry.codegen.torch_cpu.c import conv_c, generated_c
-from tapestry.codegen.torch_cpu.c.c_calls import Call, Ins, Recorded, Written, shares
+from tapestry.codegen.torch_cpu.c.c_calls import Call, Ins, Recorded, Written, row_major, shares
 from tapestry.codegen.torch_cpu.c.print_c import Chosen, Piece, Writer, written
 from tapestry.ir.expr import Expr, arg_positions
 from tapestry.ir.graph import Block, Graph, Read
@@ -92,14 +92,12 @@ def mapped(op: Block, graph: Graph, kernel: Kernel, plain: Run, how: How = PLAIN
     extents = shape(out)
     record = functools.partial(_record, name, used, writer.sizes())
     call = Recorded(lambda memory: memory.view(extents), record, size(out))
-    return Mapped(
-        plain, (name,), call, tuple(used), few=size(out) < LEAST, compiles=how.compiles, sizes=tuple(writer.given or ())
-    )
+    return Mapped(plain, (name,), call, tuple(used), few=size(out) < LEAST, compiles=how.compiles, sizes=writer.arguments)
 
 
 def _record(name: str, used: Sequence[int], sizes: Any, ins: Ins, memory: Tensor) -> Call:
     function: Any = generated_c.function(name)
-    given = [held(ins[k]).contiguous() for k in used]
+    given = [row_major(held(ins[k])) for k in used]
     buffers = (ctypes.c_void_p * (len(given) + 1))(*(x.data_ptr() for x in given), memory.data_ptr())
     fixed = all(shares(x, held(ins[k])) for x, k in zip(given, used, strict=True))
     return Call(function, sizes, buffers, (*given, memory), fixed)

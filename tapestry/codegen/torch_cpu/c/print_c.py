@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -179,31 +179,42 @@ class Writer:
         out: the box of the output.
         given: sizes that a function takes as arguments, in order, where it takes them: functions of one operation at several
             sizes then have one text. Strides of 1 stay numbers, and so does what starts at 0.
+        shifts: without those, by read, cells by which it is further into its buffer: steps of a recurrence then have one text.
     """
 
     names: tuple[str, ...]
     reads: Mapping[int, tuple[Read, Box, tuple[int, ...], str]]
     out: Box
     given: list[int] | None = None
+    shifts: dict[int, int] | None = None
     slots: dict[int, int] = field(default_factory=dict[int, int])
     once: dict[Expr, str] = field(default_factory=dict[Expr, str])
 
     def function(self, pieces: list[Piece]) -> str:
         """The body of ``void f(const int64_t *sizes, void *const *p)``: the buffers read, in order, then the output."""
-        self.slots = {k: i for i, k in enumerate(sorted(self.reads))}
+        self._begin()
         lines = [f"const {TYPES[self.reads[k][3]]} *restrict p{i} = p[{i}];" for k, i in self.slots.items()] + [
             f"float *restrict y = p[{len(self.slots)}];"
         ]
         loops = [line for piece in pieces for line in self._loops(piece)]
         return "\n".join([*lines, *self._given(), *loops])
 
+    def _begin(self) -> None:
+        """Number the buffers; what is written from here on may have arguments."""
+        self.slots, self.shifts = {k: i for i, k in enumerate(sorted(self.reads))}, {}
+
+    @property
+    def arguments(self) -> tuple[int, ...]:
+        """What the function that was written is called with."""
+        return (*(self.given or ()), *(self.shifts or {}).values())
+
     def _given(self) -> list[str]:
         """The arguments by name."""
-        return [f"const int64_t s{i} = sizes[{i}];" for i in range(len(self.given or ()))]
+        return [f"const int64_t s{i} = sizes[{i}];" for i in range(len(self.arguments))]
 
     def sizes(self) -> ctypes.Array[ctypes.c_int64]:
-        """What the function that was written is called with."""
-        given = self.given or ()
+        """The arguments in memory."""
+        given = self.arguments
         return (ctypes.c_int64 * max(1, len(given)))(*given)
 
     def _size(self, n: int) -> str:
@@ -310,7 +321,15 @@ class Writer:
             low, high = bounds(e, inner)
             tests += [f"({text}) >= {self._size(max(lo, 0))}"] * bool(low < max(lo, 0))
             tests += [f"({text}) < {self._size(min(hi, n))}"] * bool(high >= min(hi, n))
-        value = f"p{self.slots[k]}[{self._place(box, at)}]"
+        place = self._place(box, at)
+        if not tests and self.given is None and self.shifts is not None:
+            steps = strides(box)
+            shift = sum(n * (e.const - lo) for n, e, (lo, _) in zip(steps, r.index, box, strict=True))
+            place = _sum(zip(steps, (self._aff(replace(e, const=0), inner) for e in r.index), strict=True))
+            if shift:
+                self.shifts[k] = shift
+                place = f"({place} + s{list(self.shifts).index(k)})"
+        value = f"p{self.slots[k]}[{place}]"
         other = literal(Const(0 if r.other is None else r.other, dtype))
         return f"({' && '.join(tests)} ? {value} : {other})" if tests else value
 

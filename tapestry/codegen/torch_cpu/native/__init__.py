@@ -49,7 +49,8 @@ class Attention(ctypes.Structure):
     _fields_ = [
         *((name, _PLACE) for name in ("outer", "inner", "group", "rows", "keys", "depth")),
         *((name, _PLACE * n) for name, n in (("q", 3), ("k", 3), ("v", 3), ("mask", 4), ("out", 3), ("other", 3))),
-        ("normal", _PLACE), ("scale", ctypes.c_float), ("crossed", _PLACE),
+        ("normal", _PLACE), ("scale", ctypes.c_float),
+        *((name, _PLACE) for name in ("crossed", "columns", "turned")),
     ]  # fmt: skip
 
 

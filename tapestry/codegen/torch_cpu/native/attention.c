@@ -82,6 +82,8 @@ static void panel(const float *from, float *to, int64_t features, int64_t depth,
     }
 }
 
+INLINE int64_t columns(const Attention *a) { return a->columns ? a->columns : a->depth; }
+
 static void head(const Attention *a, const Heads *h, int64_t i, int64_t j, const float *keys, const float *values, float *score) {
     int64_t padded = (a->keys + VL - 1) / VL * VL;
     const float *q = h->q + i * a->q[0] + j * a->q[1];
@@ -90,7 +92,7 @@ static void head(const Attention *a, const Heads *h, int64_t i, int64_t j, const
     for (int64_t r = 0; r < a->rows; r += ROWS) {
         int64_t rows = a->rows - r < ROWS ? a->rows - r : ROWS;
         float top[ROWS], sum[ROWS];
-        Conv scores = product(rows, a->depth, padded, a->q[2], padded), weighted = product(rows, a->keys, a->depth, padded, a->out[2]);
+        Conv scores = product(rows, a->depth, padded, a->q[2], padded), weighted = product(rows, a->keys, columns(a), padded, a->out[2]);
         if (h->q) tapestry_conv(&scores, &(Buffers){.x = q + r * a->q[2], .w = keys, .y = score});
         if (h->score) h->reads[h->count] = score, h->score((int64_t[]){i, j, r, rows, padded}, h->reads);
         for (int64_t k = 0; k < rows; k++) {
@@ -103,7 +105,7 @@ static void head(const Attention *a, const Heads *h, int64_t i, int64_t j, const
                 float none = top[k] - top[k], *row = out + (r + k) * a->out[2];
                 int plain = a->normal == 1 || none == 0;
                 if (a->normal == 2) none = 0;
-                for (int64_t d = 0; d < a->depth; d++) row[d] = plain ? row[d] / sum[k] : other ? other[d * a->other[2]] : none;
+                for (int64_t d = 0; d < columns(a); d++) row[d] = plain ? row[d] / sum[k] : other ? other[d * a->other[2]] : none;
             }
             else h->top[(i * a->inner + j) * a->rows + r + k] = top[k], h->sum[(i * a->inner + j) * a->rows + r + k] = sum[k];
     }
@@ -111,7 +113,7 @@ static void head(const Attention *a, const Heads *h, int64_t i, int64_t j, const
 
 /* q: outer x inner x rows x depth; k, v: outer x inner x keys x depth; the last dimension of each is adjacent. */
 void tapestry_attention(const Attention *a, const Heads *h) {
-    int64_t padded = (a->keys + VL - 1) / VL * VL, wide = (a->depth + VL - 1) / VL * VL;
+    int64_t padded = (a->keys + VL - 1) / VL * VL, wide = (columns(a) + VL - 1) / VL * VL;
     float *keys = aligned_alloc(64, (size_t)((padded * a->depth + a->keys * wide + ROWS * padded) * 4 + 63) / 64 * 64);
     if (!keys) abort();
     float *values = keys + padded * a->depth, *score = values + a->keys * wide;
@@ -119,7 +121,7 @@ void tapestry_attention(const Attention *a, const Heads *h) {
         for (int64_t j = 0; j < a->inner; j++) {
             if (j % a->group == 0) {
                 if (h->k) panel(h->k + i * a->k[0] + j / a->group * a->k[1], keys, a->keys, a->depth, a->k[2], !a->crossed);
-                panel(h->v + i * a->v[0] + j / a->group * a->v[1], values, a->depth, a->keys, a->v[2], 0);
+                panel(h->v + i * a->v[0] + j / a->group * a->v[1], values, columns(a), a->keys, a->v[2], (int)a->turned);
             }
             head(a, h, i, j, keys, values, score);
         }

@@ -10,6 +10,7 @@ typedef struct {
     int64_t normal; /* 0: states; 1: the quotient; 2, 3: which is 0 (or `other`), or NaN, in rows whose maximum is not finite */
     float scale;
     int64_t crossed; /* keys are adjacent, and k[2] is from one place along the depth to the next */
+    int64_t columns, turned; /* of values, 0 where they are as many as the depth; keys of values are adjacent, v[2] is from column to column */
 } Attention;
 
 typedef struct {

@@ -187,16 +187,18 @@ def partial(op: Block, graph: Graph, kernel: Kernel, plain: Run) -> Run:
 
 
 def _part(op: Block, kernel: Kernel, k: int | None) -> Callable[[Ins], Tensor] | None:
-    """What the block reads of a buffer whose axes are dimensions."""
+    """What the block reads of a buffer whose axes are dimensions, in their order."""
     if k is None:
         return None
     block = dict(zip((d.name for d in op.dims), kernel.block, strict=False))
     box = kernel.ins[k]
     assert box is not None
     at = tuple(slice(block[str(e)][0] - o, block[str(e)][1] - o) for e, (o, _) in zip(op.reads[k].index, box, strict=True))
-    if all(s == slice(0, hi - lo) for s, (lo, hi) in zip(at, box, strict=True)):
+    names = [d.name for d in op.dims]
+    order = sorted(range(len(box)), key=lambda axis: names.index(str(op.reads[k].index[axis])))
+    if order == [*range(len(box))] and all(s == slice(0, hi - lo) for s, (lo, hi) in zip(at, box, strict=True)):
         return lambda ins: held(ins[k])
-    take = Remembered(lambda buffer: buffer[at])
+    take = Remembered(lambda buffer: buffer[at].permute(order))
     return lambda ins: take(held(ins[k]))
 
 
