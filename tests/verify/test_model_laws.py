@@ -34,10 +34,11 @@ from tapestry.verify.model.rounded_inputs import within_rounding
 from tests.support.command_line import run
 from tests.support.faults import claim_edits, edited_build, graph_edits
 from tests.support.faults.edited_model import mixed
+from tests.support.faults.graph_edits_awkward import AWKWARD
 from tests.support.faults.graph_edits_later import LATER
 from tests.support.small_models import MODELS, N, net
 
-KINDS = {**graph_edits.EDITS, **LATER}
+KINDS = {**graph_edits.EDITS, **LATER, **AWKWARD}
 assert claim_edits.layouts_removed.__name__ in KINDS
 NO_PLACE = {"guard_dropped", "weight_at_another_place", "literal_scaled", "literal_negated"}
 
