@@ -169,7 +169,7 @@ def test_a_part_of_a_joined_tensor_is_proved_without_the_others():
           body sigmoid(where(lt(index(i), 40), x, y))
         output z""")
     part = ((0, 40), (0, 200))
-    kernel = replace(kernel_of(graph), block=part, ins=(part, None), outs=(part,))
+    kernel = replace(kernel_of(graph), block=part, ins=(part, ((0, 0), (0, 200))), outs=(part,))
     of = cpu_kernel_of(graph, kernel, "k.c")
     assert of.texts, of.why
     assert prove(graph, kernel, of.texts[0]).value == FORM
