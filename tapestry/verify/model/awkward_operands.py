@@ -134,26 +134,36 @@ class AwkwardOperands:
         if evaluator.whole_numbers:  # of which a NaN or an infinity may be any
             return
         found = self.parts.opinions(part, values, _work(op) <= SECOND)
-        stored = [r[name][at].reshape(1).astype(numpy_dtype(dtype)) for r in found]
-        first = stored[0].astype(mine.dtype) if stored else mine
-        overflows = not odd and dtype in FLOATS and not np.isfinite(first[0])  # on the way: a matter of order
-        if len(stored) < 2 or overflows or not all(same(first, slack, r, dtype, evaluator.unit)[0] for r in stored):
+        opinions = (r[name][at].reshape(1).astype(numpy_dtype(dtype)) for r in found)
+        first = next(opinions, None)
+        if first is None or self._settled(op, mine[0], first[0], odd, dtype):
+            return
+        if same(mine, slack, first, dtype, evaluator.unit)[0]:
+            return
+        others, wide = list(opinions), first.astype(mine.dtype)
+        if not others or not all(same(wide, slack, r, dtype, evaluator.unit)[0] for r in others):
             self.counts["awkward: references differ"] += 1
             return
-        if same(mine, slack, stored[0], dtype, evaluator.unit)[0]:
-            return
-        if dtype in FLOATS and np.isnan(mine[0]) and not np.isnan(first[0]) and self._keeps_nan(op):
-            self.counts["awkward: by policy"] += 1
-            return
         trial = CellValues(self.graph, lambda t: values.get(t, self.parts.known(t)), coarsest=self.coarsest)
-        if explained(trial, op, k, point, stored[0], dtype, number)[0]:
+        if explained(trial, op, k, point, first, dtype, number)[0]:
             return
         if odd and self._indifferent(part, numbers, name, at):
             self.counts["awkward: by policy"] += 1
             return
         shown = ", ".join(f"{t}{list(i)} = {v:.3g}" for (t, i), v in numbers.items())
-        said = f"cell {point[0].tolist()} is {mine[0]!s} by the plan, {first[0]!s} by {len(stored)} evaluations, where {shown}"
+        by = f"{first[0]!s} by {1 + len(others)} evaluations"
+        said = f"cell {point[0].tolist()} is {mine[0]!s} by the plan, {by}, where {shown}"
         raise LawError(LAW, f"'{name}' is not the model's", where=where(op), why=said)
+
+    def _settled(self, op: Block, mine: Any, first: Any, odd: bool, dtype: str) -> bool:
+        """Whether a policy says enough of a value: a NaN that is kept, or an overflow on the way, a matter of order."""
+        if dtype not in FLOATS:
+            return False
+        kept = bool(np.isnan(mine) and not np.isnan(first)) and self._keeps_nan(op)
+        overflows = not odd and not np.isfinite(first)
+        if kept or overflows:
+            self.counts["awkward: by policy" if kept else "awkward: references differ"] += 1
+        return kept or overflows
 
     def _keeps_nan(self, op: Block) -> bool:
         """Whether a maximum is computed, or a state: there a NaN is not lost, and the mean of an infinity is one."""

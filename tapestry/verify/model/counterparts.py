@@ -171,18 +171,15 @@ class Counterparts:
             values.update(zip([o for o in node.output if o], outs, strict=True))
         return {t: values[t] for t in part.outs}
 
-    def opinions(self, part: Counterpart, operands: Mapping[str, Any], slow: bool) -> list[dict[str, Any]]:
-        """What every evaluator gives that runs the nodes."""
-        ways = [{}, {"independent": True}, {"independent": True, "wide": True}] if slow else [{}]
-        found: list[dict[str, Any]] = []
-        for way in ways:
+    def opinions(self, part: Counterpart, operands: Mapping[str, Any], slow: bool) -> Iterator[dict[str, Any]]:
+        """What every evaluator gives that runs the nodes, each asked when it is wanted."""
+        for way in [{}, {"independent": True}, {"independent": True, "wide": True}] if slow else [{}]:
             try:
                 made = self.run(part, operands, **way)
             except (TapestryError, ArithmeticError, ValueError, TypeError):
                 continue
             if all(is_array(made[t]) and made[t].shape == self.graph.tensors[t].shape for t in part.outs):
-                found.append(made)
-        return found
+                yield made
 
 
 def _nameless(node: NodeProto) -> NodeProto:
