@@ -8,14 +8,25 @@ import tomllib
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
+
+if TYPE_CHECKING:
+    from xdist.remote import Producer
+    from xdist.scheduler import LoadScopeScheduling
 
 os.environ["TAPESTRY_TOPOLOGY"] = "cpu"  # what this machine measures is no test's business
 os.environ["OPENBLAS_NUM_THREADS"] = "1"  # numpy's products here are small, and there is a test on every core
 settings.register_profile("tapestry", deadline=None)  # a first call pays for imports
 settings.load_profile("tapestry")
+
+FAMILIES = (
+    ("test_conformance", "test_special_values"),  # all cases of onnx's suite are made once
+    ("test_author_names", "test_doors", "test_repeated_layers", "test_layouts", "test_torch_ranks"),  # torch.onnx starts once
+)
+"""Files that share what takes long to begin with."""
 
 LEVELS = tomllib.loads((Path(__file__).parent / "levels.toml").read_text())
 
@@ -37,6 +48,21 @@ def pytest_collection_finish() -> None:
     """What imports and collection made stays to the end: the garbage collector need not look at it again and again."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling:
+    """Give the files of a family to one worker, and every other file to one worker: what its cases share is made once."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    family = {file: names[0] for names in FAMILIES for file in names}
+
+    class ByFamily(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file, *_ = nodeid.split("::", maxsplit=1)
+            return family.get(Path(file).stem, file)
+
+    return ByFamily(config, log)
 
 
 def _set(n: int) -> Iterator[None]:

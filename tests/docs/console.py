@@ -10,7 +10,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -104,10 +104,10 @@ def _tidy(text: str) -> str:
     return "\n".join(x.rstrip() for x in text.splitlines()) + "\n" if text else ""
 
 
-def replay(page: Page, folder: Path) -> Iterator[tuple[Block, str]]:
-    """Do what a page says, in order; yields every console block with the text that it should have."""
+def replay(page: Page, folder: Path, blocks: Callable[[Block], bool] = lambda b: True) -> Iterator[tuple[Block, str]]:
+    """Do what a page says, or some of its blocks, in order; yields every console block with the text that it should have."""
     workplace(folder)
-    for block in page.blocks:
+    for block in filter(blocks, page.blocks):
         if block.file:
             (folder / block.file).parent.mkdir(parents=True, exist_ok=True)
             (folder / block.file).write_text(block.text)

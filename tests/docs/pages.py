@@ -7,7 +7,7 @@ Fenced blocks, by the words behind the three backticks:
 - ``python`` alone: a program that is run and must end without an error.
 - everything else is for reading only. ``sh`` is for commands that no test can run; a comment ``<!-- not run: why -->`` says why.
 
-``<!-- slow -->`` before a block sends its whole page to ``make test-all``.
+``<!-- slow -->`` before a block sends its whole page to ``make test-all``, ``<!-- slow, alone -->`` that block, which no other one needs.
 """
 
 from __future__ import annotations
@@ -48,6 +48,11 @@ class Block:
     def runs(self) -> bool:
         """Whether a test does something with it."""
         return self.language == "console" or self.file is not None or self.info == "python"
+
+    @property
+    def alone(self) -> bool:
+        """Whether ``make test`` leaves out this block, and runs the rest of its page."""
+        return self.before.strip() == "<!-- slow, alone -->"
 
 
 @dataclass(frozen=True)

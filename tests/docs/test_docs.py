@@ -18,12 +18,20 @@ from tests.support.small_models import save
 
 PAGES = pages()
 RUN = [pytest.param(p, id=p.name, marks=[pytest.mark.slow] if p.slow else []) for p in PAGES if any(b.runs for b in p.blocks)]
+ALONE = [pytest.param(p, id=p.name) for p in PAGES if any(b.alone for b in p.blocks)]
 EVERY = [pytest.param(p, id=p.name) for p in PAGES]
 
 
 @pytest.mark.parametrize("page", RUN)
 def test_commands_print_what_the_page_shows(page: Page, tmp_path: Path):
-    for block, real in replay(page, tmp_path / "tapestry"):
+    for block, real in replay(page, tmp_path / "tapestry", lambda b: not b.alone):
+        assert normal(real) == normal(block.text), f"{page.name}: python -m tests.docs.update {page.name}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", ALONE)
+def test_long_commands_print_what_the_page_shows(page: Page, tmp_path: Path):
+    for block, real in replay(page, tmp_path / "tapestry", lambda b: b.alone):
         assert normal(real) == normal(block.text), f"{page.name}: python -m tests.docs.update {page.name}"
 
 

@@ -214,25 +214,25 @@ def tensors(model: ModelProto) -> Iterator[TensorProto]:
 
 def check_operators(nodes: Iterable[NodeProto], functions: set[tuple[str, str]], opsets: dict[str, int]) -> None:
     """Refuse the first node, here or in a subgraph, whose operator nobody knows."""
-    domains = {s.domain for s in onnx.defs.get_all_schemas()}
     for node in nested(nodes):
         if isinstance(node.op_type, bytes):  # what protobuf makes of text that is none
             raise ModelError("a name in the model is not text", where="a node's operator", why=repr(node.op_type))
         domain = "" if node.domain == "ai.onnx" else node.domain
         if (node.domain, node.op_type) in functions or (domain, node.op_type) in EVALUATORS:
             continue
-        if domain not in domains:
+        if domain in opsets and onnx.defs.has(node.op_type, opsets[domain], domain):
+            continue
+        if domain not in {s.domain for s in onnx.defs.get_all_schemas()}:  # (all schemas take long to make)
             raise ModelError(
                 "unknown operator domain", where=f"node '{node_name(node)}'",
                 why=f"{node.op_type} is in domain '{node.domain}', for which the model has no function",
                 hint="--ops FILE or a plug-in says what it computes (docs/howto/operator.md), or export it as a function",
             )  # fmt: skip
-        if domain not in opsets or not onnx.defs.has(node.op_type, opsets[domain], domain):
-            raise ModelError(
-                "unknown operator", where=f"node '{node_name(node)}'",
-                why=f"'{node.op_type}' is not in '{domain or 'ai.onnx'}' opset {opsets.get(domain, 'unset')}",
-                hint="check the model's opset_import",
-            )  # fmt: skip
+        raise ModelError(
+            "unknown operator", where=f"node '{node_name(node)}'",
+            why=f"'{node.op_type}' is not in '{domain or 'ai.onnx'}' opset {opsets.get(domain, 'unset')}",
+            hint="check the model's opset_import",
+        )  # fmt: skip
 
 
 def _check_recursion(model: ModelProto) -> None:
