@@ -41,6 +41,8 @@ from tests.support.small_models import MODELS, N, net
 KINDS = {**graph_edits.EDITS, **LATER, **AWKWARD}
 assert claim_edits.layouts_removed.__name__ in KINDS
 NO_PLACE = {"guard_dropped", "weight_at_another_place", "literal_scaled", "literal_negated"}
+NO_PLACE |= {"zero_times_infinity_made_zero", "quotient_by_zero_made_zero", "root_of_a_negative_number_made_zero"}
+NO_PLACE |= {"exponential_capped", "terms_that_are_nan_left_out_of_a_sum"}
 
 
 def compared(path, feeds=None, **options):
@@ -76,9 +78,12 @@ def good(tmp_path_factory):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_edits_that_keep_every_law_of_the_plan_are_refused(kind, good, tmp_path):
-    e = edited_build.load(good, random.Random(kind))
-    before = e.graph
-    if not KINDS[kind](e) or not edited_build.alters(before, e.graph):
+    for seed in (kind, *(f"{kind} {n}" for n in range(5))):  # the first place may be one where nothing comes of it
+        e = edited_build.load(good, random.Random(seed))
+        before = e.graph
+        if KINDS[kind](e) and edited_build.alters(before, e.graph):
+            break
+    else:
         assert kind in NO_PLACE or not e.build.report["transfers"], "the model has a place for every kind but these"
         return
     edited_build.save(e, tmp_path / "b")

@@ -21,7 +21,7 @@ from tapestry.verify.model.model_values import ModelFile, ReferenceValues, run_n
 
 Array = np.ndarray[Any, Any]
 SIZES = frozenset({"Shape", "Size"})  # their results are of no value's cells
-CHAIN = 16  # operations that an operation follows back at most
+CHAIN = 64  # operations that an operation follows back at most
 LITERAL = 64  # elements of a constant that tells two counterparts apart
 
 

@@ -1,9 +1,13 @@
-"""Edits of plans that show at infinities, NaN and huge numbers alone, where the inputs may lead to none."""
+"""Edits of plans that show at infinities, NaN and huge numbers alone, where the inputs may lead to none.
+
+They are put into operations whose results the model has: what a part of an unrolled recurrence does with an infinity need not
+be seen in any of its values.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from tapestry.ir.expr import Arg, Call, Expr, call, distinct, rewrite
@@ -24,9 +28,25 @@ def _clamped(x: Expr, most: float) -> Expr:
     return call("max", call("min", x, number(most, "f32")), number(-most, "f32"))
 
 
-def _operand_changed(e: Edited, change: Callable[[Expr], Expr]) -> bool:
+def _own_blocks(e: Edited) -> Iterator[tuple[int, Block]]:
+    return ((i, op) for i, op in blocks(e) if "." not in op.outs[0])
+
+
+def _result_changed(e: Edited, change: Callable[[Block, Expr], Expr | None]) -> bool:
+    return result_changed(e, lambda op, x: None if "." in op.outs[0] else change(op, x))
+
+
+def _picks(op: Block) -> bool:
+    """Whether a maximum or a minimum is taken: there evaluators differ in what they make of a NaN."""
+    fns = {c.fn for c in distinct((*op.point, *op.then)) if isinstance(c, Call)}
+    return op.monoid not in (None, "sum") or bool(op.inner) or bool(fns & {"max", "min"})
+
+
+def _operand_changed(e: Edited, change: Callable[[Expr], Expr], picking: bool = True) -> bool:
     """One float operand of an operation that is no weight is changed wherever it is read."""
-    for i, op in blocks(e):
+    for i, op in _own_blocks(e):
+        if _picks(op) and not picking:
+            continue
         for k, r in enumerate(op.reads):
             if r.tensor in e.graph.weights or e.graph.tensors[r.tensor].dtype != "f32":
                 continue
@@ -38,7 +58,7 @@ def _operand_changed(e: Edited, change: Callable[[Expr], Expr]) -> bool:
 
 def _calls_changed(e: Edited, fn: str, change: Callable[[Call], Expr]) -> bool:
     """One call; behind a sum some values never are."""
-    for i, op in blocks(e):
+    for i, op in _own_blocks(e):
         if op.monoid is not None:
             continue
         for x in distinct((*op.point, *op.then)):
@@ -49,7 +69,7 @@ def _calls_changed(e: Edited, fn: str, change: Callable[[Call], Expr]) -> bool:
 
 @awkward
 def operand_that_is_nan_made_zero(e: Edited) -> bool:
-    return _operand_changed(e, lambda x: call("where", call("isnan", x), number(0, "f32"), x))
+    return _operand_changed(e, lambda x: call("where", call("isnan", x), number(0, "f32"), x), picking=False)
 
 
 @awkward
@@ -74,7 +94,7 @@ def very_negative_operand_made_zero(e: Edited) -> bool:
 
 @awkward
 def nan_made_infinite(e: Edited) -> bool:
-    return result_changed(e, lambda op, x: call("where", call("isnan", x), number(math.inf, "f32"), x))
+    return _result_changed(e, lambda op, x: call("where", call("isnan", x), number(math.inf, "f32"), x))
 
 
 @awkward
@@ -82,22 +102,19 @@ def infinity_made_nan(e: Edited) -> bool:
     """Where no maximum is: there a NaN of ours is a policy."""
 
     def change(op: Block, x: Expr) -> Expr | None:
-        fns = {c.fn for c in distinct((*op.point, *op.then)) if isinstance(c, Call)}
-        if op.monoid not in (None, "sum") or op.inner or fns & {"max", "min"}:
-            return None
-        return call("where", call("isinf", x), number(math.nan, "f32"), x)
+        return None if _picks(op) else call("where", call("isinf", x), number(math.nan, "f32"), x)
 
-    return result_changed(e, change)
+    return _result_changed(e, change)
 
 
 @awkward
 def negative_infinity_made_large(e: Edited) -> bool:
-    return result_changed(e, lambda op, x: call("max", x, number(-3e38, "f32")))
+    return _result_changed(e, lambda op, x: call("max", x, number(-3e38, "f32")))
 
 
 @awkward
 def huge_results_cut_off(e: Edited) -> bool:
-    return result_changed(e, lambda op, x: _clamped(x, 1e30))
+    return _result_changed(e, lambda op, x: _clamped(x, 1e30))
 
 
 @awkward
@@ -139,8 +156,9 @@ def maximum_that_loses_a_nan(e: Edited) -> bool:
 
 @awkward
 def terms_that_are_nan_left_out_of_a_sum(e: Edited) -> bool:
-    for i, op in blocks(e):
-        if op.monoid == "sum" and op.body[0].dtype == "f32" and op.reduce[0].size > 1:
+    for i, op in _own_blocks(e):
+        plain = op.monoid == "sum" and not any(r.when for r in op.reads)  # what a guard leaves out is 0 in no evaluator alike
+        if plain and op.body[0].dtype == "f32" and op.reduce[0].size > 1:
             x = op.body[0]
             return e.op(i, replace(op, body=(call("where", call("isnan", x), number(0, "f32"), x), *op.body[1:])))
     return False
