@@ -108,10 +108,10 @@ class AwkwardOperands:
             reference, t = theirs.get(name), self.graph.tensors[name]
             if not is_array(reference) or reference.shape != t.shape:
                 continue
-            mine, evaluator = self._mine(op, values, points, k)
+            (mine, slack), evaluator = self._mine(op, values, points, k)
             there = reference[tuple(points.T)].reshape(len(points)).astype(numpy_dtype(t.dtype))
             clean = np.asarray(self.parts.known(name))[tuple(points.T)].reshape(len(points))
-            for at in np.flatnonzero(~same(*mine, there, t.dtype, evaluator.unit, clean)):
+            for at in np.flatnonzero(~same(mine, slack, there, t.dtype, evaluator.unit, clean)):
                 if numbers[at]:
                     suspects.setdefault(_sort(numbers[at]), (int(at), k))
         asked = list(suspects.values())[: max(0, most)]
@@ -119,7 +119,7 @@ class AwkwardOperands:
             self._alone(op, part, points[at : at + 1], numbers[at], k, number)
         return len(asked)
 
-    def _mine(self, op: Block, values: Mapping[str, Any], points: Array, k: int) -> tuple[Any, CellValues]:
+    def _mine(self, op: Block, values: Mapping[str, Any], points: Array, k: int) -> tuple[tuple[Array, Array], CellValues]:
         """What the operation gives, and the evaluator that gave it."""
         found = CellValues(self.graph, lambda t: values.get(t, self.parts.known(t)), coarsest=self.coarsest)
         return found.block(op, points)[k], found
