@@ -264,7 +264,7 @@ def _ranked(r: Request, check: bool) -> Document:
             batches = streams.stream(r.stream, mine, store.identity(r.folder))
         else:
             batches = _single(r, compiled.build.plan.graph.inputs, mine)
-        report = _rank(place, job_of(r, place.world, batches, compiled, place.locals))
+        report = as_rank(place, job_of(r, place.world, batches, compiled, place.locals))
         slices, hosted = report.pop("slices", []), report.pop("hosted", {})
         if report and r.trace is not None:
             report["trace"] = {"file": str(r.trace), **measured.write(r.trace, compiled.build, slices)}
@@ -276,7 +276,7 @@ def _ranked(r: Request, check: bool) -> Document:
     return report
 
 
-def _rank(place: flags.World, job: Any) -> Document:
+def as_rank(place: flags.World, job: Any) -> Document:
     """Meet the others, and work.
 
     Raises:

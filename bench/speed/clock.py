@@ -1,21 +1,24 @@
 """Whether the plan that is chosen is the one that is fastest: plans of one model, each timed on the world that it was made for.
 
-    .venv/bin/python -m bench clock [--only MODEL …] [--world WORLD …] [--rounds R] [--again]
+    .venv/bin/python -m bench clock [--only MODEL …] [--world WORLD …] [--rounds R] [--again | --resume]
 
 A world is a number of processes of one thread each: on this machine, or one on each of two hosts (network namespaces) with a
 link of some rate between them. It is calibrated first (`tapestry calibrate`), and the planner is given that and nothing else.
 Seven plans compete: the chosen one; one device (another compilation, run by one process); pure batch; pure tensor; the best
-plans for two random other machines; and a random strategy for every operation. On one machine all of them stay loaded, each
-in ranks of its own, and take turns of `BATCHES` batches and one that does not count, in a new order every round, so that what
-else the machine does meets all of them alike; outputs stay on the ranks. Between two hosts a turn is a run of its own. A row
-says for each plan what was predicted and what was measured (median seconds of a batch), for the chosen one how far each step
-was off, and which share of the processors' time the machine's own host took away meanwhile. All of them count: those that lose
-as well. Writes bench/results/clock.json.
+plans for random other machines; and a random strategy for every operation. Where these are one program, it is measured once,
+and best plans for more machines are looked for. All stay loaded, each in ranks of its own, on all hosts of the world, and take
+turns of `BATCHES` batches and one that does not count, in a new order every round, so that what else the machine does meets
+all of them alike; outputs stay on the ranks. One that takes `SLOW` times as long as the fastest takes no more turns after its
+first. A row says for each plan what was predicted and what was measured (median seconds of a batch), for the chosen one how far
+each step was off, and which share of the processors' time the machine's own host took away meanwhile. All count: losers
+too. A row takes one to two minutes, and is written when it is done: ``--resume`` leaves out those that were measured under
+the world's present calibration. Writes bench/results/clock.json.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import shutil
@@ -23,11 +26,11 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -35,14 +38,19 @@ from rich.table import Table
 
 from bench.correctness.models import materialize
 from bench.support import record, two_hosts
-from bench.support.plan_variants import saved, variants
+from bench.support.plan_variants import Competitors, saved
 from bench.support.record import ROOT, WORK, Row
 from tapestry import Session, api
+from tapestry.build.store import Build
+from tapestry.errors import TapestryError
 from tapestry.plan.topology import parse_mesh, topology
 
 FOLDER = WORK / "clock"
-CLOSE, BAD = 1.05, 1.15  # times the fastest: as good as it; too slow
-BATCHES = 5  # different inputs of a turn; the first turn does not count
+CLOSE, BAD, SLOW = 1.05, 1.15, 3.0  # times the fastest: as good as it; too slow; too slow to be measured for long
+BATCHES = 5  # different inputs of a turn
+TURN = 4.0  # seconds of one batch that end a turn
+BUILT = ("chosen", "one device")
+PLANS, MACHINES = 7, 5  # different plans that are wanted; other machines that are tried for them
 MODELS: dict[str, dict[str, str]] = {
     "bert_base": dict.fromkeys(("input_ids", "attention_mask", "token_type_ids"), "4x64"),
     "gpt2": dict.fromkeys(("input_ids", "attention_mask"), "1x64"),
@@ -62,17 +70,17 @@ class World:
     processes: int
     megabits: int = 0
 
-    def joined(self) -> Any:
-        """The hosts, while they are needed."""
+    def joined(self) -> AbstractContextManager[two_hosts.Hosts | None]:
+        """The hosts, while they are needed; ``None``: this machine."""
         return two_hosts.joined(self.megabits) if self.megabits else nullcontext()
 
-    def tapestry(self, *argv: object, processes: int | None = None) -> Row:
-        """The JSON document of a command that runs on all processes, or on some."""
-        n = self.processes if processes is None else processes
-        words = ["tapestry", *argv, "--threads", "1", "--json"]
-        if self.megabits:
-            return json.loads(two_hosts.on_both(words, n))
-        return command(*words, "--processes", str(n))
+    def tapestry(self, hosts: two_hosts.Hosts | None, name: str, *argv: object) -> Row:
+        """The JSON document of ``calibrate`` or ``run`` on all processes."""
+        words = [*argv, "--threads", "1", "--json"]
+        if hosts is None:
+            return command("tapestry", name, *words, "--processes", self.processes)
+        ranked = ["tapestry.runtime"] if name == "run" else ["tapestry", name]  # what a launcher starts on each host
+        return json.loads(two_hosts.on_both(hosts, [*ranked, *words]))
 
 
 WORLDS = {"2 processes": World(2), "4 processes": World(4), "1 Gbit/s": World(2, 1000), "50 Mbit/s": World(2, 50)}
@@ -92,29 +100,42 @@ def command(*words: object) -> Row:
     return json.loads(done.stdout)
 
 
-def calibrated(name: str, world: World, again: bool) -> Path:
+def calibrated(name: str, hosts: two_hosts.Hosts | None, again: bool) -> Path:
     """The topology file of a world, measured once."""
     path = FOLDER / f"{name.replace(' ', '-').replace('/', '-')}.json"
     if again or not path.is_file():
-        world.tapestry("calibrate", "-o", path)
+        WORLDS[name].tapestry(hosts, "calibrate", "-o", path)
     return path
 
 
 def builds(model: Path, shapes: dict[str, str], world: World, path: Path, folder: Path) -> dict[str, float]:
-    """Write every plan as a build; predicted seconds by name."""
+    """Write every plan as a build; predicted seconds by name, of different programs only."""
     sizes = [f"{k}={v}" for k, v in shapes.items()]
     out: dict[str, float] = {}
-    for name, n in (("chosen", world.processes), ("one device", 1)):
-        more = ["--devices", n, "--topology", path, "--json", "-q"]
-        made = command("tapestry", "compile", model, "-o", folder / name, *more, "--shape", *sizes)
-        out[name] = made["simulated_s"]
+    there: list[Build] = []
+
+    def keep(name: str, seconds: float) -> None:
+        build = api.load(folder / name).build
+        if all((build.plan.graph, build.program) != (b.plan.graph, b.program) for b in there):
+            there.append(build)
+            out[name] = seconds
+
+    def compiled(name: str, devices: int) -> Row:
+        more = ["--devices", devices, "--topology", path, "--json", "-q"]
+        return command("tapestry", "compile", model, "-o", folder / name, *more, "--shape", *sizes)
+
+    with ThreadPoolExecutor(2) as both:  # two compilers, a core each
+        made = dict(zip(BUILT, both.map(compiled, BUILT, (world.processes, 1)), strict=True))
+    for name in BUILT:
+        keep(name, made[name]["simulated_s"])
     topo = topology(parse_mesh(str(world.processes)), str(path))
-    one = api.load(folder / "one device")
-    for seed in (0, 1):
-        for name, plan in variants(one, topo, seed, folder).items():
-            if seed == 0 or name == "elsewhere":
-                tag = name if seed == 0 else f"{name} {seed}"
-                out[tag] = saved(one, plan, topo, folder / tag)
+    competitors = Competitors(api.load(folder / "one device"), topo, folder)
+    for name, plan in competitors.named(0):
+        keep(name, saved(competitors.one, plan, topo, folder / name))
+    for seed in range(MACHINES):
+        if len(out) < PLANS:
+            name = f"elsewhere {seed}"
+            keep(name, saved(competitors.one, competitors.elsewhere(seed), topo, folder / name))
     return out
 
 
@@ -128,29 +149,48 @@ def feeds_of(folder: Path) -> list[dict[str, np.ndarray]]:
     return made
 
 
-def measured(world: World, names: Sequence[str], folder: Path, rounds: int) -> dict[str, list[float]]:
+Run = Callable[[int], object]
+
+
+def loaded(world: World, hosts: two_hosts.Hosts | None, names: Sequence[str], folder: Path, ends: ExitStack) -> dict[str, Run]:
+    """What runs a batch of each plan, until the stack is closed."""
+    feeds, out, apart = feeds_of(folder), dict[str, Run](), list[two_hosts.Ranks]()
+    for k, n in enumerate(names):
+        if hosts is not None and n != "one device":  # started together, for they mostly wait
+            apart.append(ends.enter_context(two_hosts.Ranks(hosts, folder / n, folder / "in", k)))
+            out[n] = apart[-1].run
+            continue
+        session = ends.enter_context(Session(folder / n, processes=1 if n == "one device" else world.processes, threads=1))
+        out[n] = lambda b, s=session: s.run(feeds[b], outputs=())
+    for ranks_of_one in apart:
+        ranks_of_one.ready()
+    return out
+
+
+def measured(runs: Mapping[str, Run], rounds: int) -> dict[str, list[float]]:
     """Seconds of each batch by plan, in turns."""
-    feeds, order = feeds_of(folder), np.random.default_rng(0)
-    out: dict[str, list[float]] = {n: [] for n in names}
-    if world.megabits:  # the first batch of a run warms up
-        for _ in range(-(-rounds // BATCHES)):
-            for n in order.permutation(names):
-                ran = world.tapestry("run", folder / n, "--inputs", folder / "in", processes=1 if n == "one device" else None)
-                out[n] += ran["batch_seconds"][1:]
-        return out
-    with ExitStack() as loaded:
-        sessions = {
-            n: loaded.enter_context(Session(folder / n, processes=1 if n == "one device" else world.processes, threads=1))
-            for n in names
-        }
-        for _ in range(-(-rounds // BATCHES) + 1):
-            for n in order.permutation(names):
-                for k, f in enumerate(feeds):
-                    begun = time.perf_counter()
-                    sessions[n].run(f, outputs=())
-                    if k:  # the first batch of a turn finds caches full of another plan
-                        out[n].append(time.perf_counter() - begun)
-    return {n: samples[BATCHES:] for n, samples in out.items()}
+    order, out = np.random.default_rng(0), dict[str, list[float]]()
+    for n in runs:  # places are made, and pages touched
+        turn(runs[n], 1)
+    for _ in range(-(-rounds // BATCHES)):
+        fastest = min(map(statistics.median, out.values()), default=np.inf)
+        for n in order.permutation(list(runs)):
+            if n not in out or statistics.median(out[n]) < SLOW * fastest:
+                out[n] = out.get(n, []) + turn(runs[n], BATCHES)
+    return {n: out[n] for n in runs}
+
+
+def turn(run: Run, batches: int) -> list[float]:
+    """Seconds of some batches after one that does not count, which finds caches full of another plan; of fewer, and of the
+    first too, where one takes longer than all should."""
+    out: list[float] = []
+    for k in range(batches + 1):
+        begun = time.perf_counter()
+        run(k)
+        out.append(time.perf_counter() - begun)
+        if out[-1] > TURN:
+            return out
+    return out[1:]
 
 
 def stolen() -> tuple[int, int]:
@@ -159,10 +199,10 @@ def stolen() -> tuple[int, int]:
     return sum(ticks) - ticks[3] - ticks[4], ticks[7]
 
 
-def step_error(world: World, folder: Path) -> float:
+def step_error(world: World, hosts: two_hosts.Hosts | None, folder: Path) -> float:
     """Median factor, either way, between estimated and measured seconds of the chosen plan's steps."""
     trace = folder / "trace.json"
-    world.tapestry("run", folder / "chosen", "--inputs", folder / "in", "--trace", trace)
+    world.tapestry(hosts, "run", folder / "chosen", "--inputs", folder / "in", "--trace", trace)
     steps = json.loads(trace.read_text())["otherData"]["steps"]
     pairs = [(s["estimated_s"], s["measured_s"]) for s in steps if s["estimated_s"] > 0 and s["measured_s"] > 0]
     return statistics.median(max(a / b, b / a) for a, b in pairs) if pairs else 1.0
@@ -183,26 +223,46 @@ def row(name: str, world_name: str, args: argparse.Namespace) -> Row:
     folder = FOLDER / "row"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    with world.joined():
-        predicted = builds(model, MODELS[name], world, calibrated(world_name, world, False), folder)
-        before = stolen()
-        samples = measured(world, list(predicted), folder, args.rounds)
-        after = stolen()
-        off = step_error(world, folder)
+    begun = time.monotonic()
+    with world.joined() as hosts:
+        path = calibrated(world_name, hosts, again=False)
+        predicted = builds(model, MODELS[name], world, path, folder)
+        with ExitStack() as ends:
+            runs = loaded(world, hosts, list(predicted), folder, ends)
+            before = stolen()
+            samples = measured(runs, args.rounds)
+            after = stolen()
+        off = step_error(world, hosts, folder)
     median = {n: statistics.median(s) for n, s in samples.items()}
     fastest = min(median, key=lambda n: median[n])
     order = np.corrcoef(ranks(list(predicted.values())), ranks([median[n] for n in predicted]))[0, 1]
-    plans = {n: {"predicted_s": predicted[n], "measured_s": median[n], "quartiles": quartiles(samples[n])} for n in predicted}
+    plans = {
+        n: {
+            "predicted_s": predicted[n],
+            "measured_s": median[n],
+            "quartiles": quartiles(samples[n]),
+            "batches": len(samples[n]),
+        }
+        for n in predicted
+    }
     return {
         **out, "plans": plans, "fastest": fastest, "ratio": median["chosen"] / median[fastest],
         "rank_correlation": float(order), "predicted_over_measured": predicted["chosen"] / median["chosen"],
         "median_step_factor": off, "load": os.getloadavg()[0],
-        "rounds": min(map(len, samples.values())), "stolen": (after[1] - before[1]) / max(after[0] - before[0], 1),
+        "calibration": fingerprint(path), "took_s": time.monotonic() - begun,
+        "stolen": (after[1] - before[1]) / max(after[0] - before[0], 1),
     }  # fmt: skip
+
+
+def fingerprint(calibration: Path) -> str:
+    """Of a world as it was measured."""
+    return hashlib.sha256(calibration.read_bytes()).hexdigest()[:16]
 
 
 def quartiles(samples: Sequence[float]) -> list[float]:
     """The lower and the upper one."""
+    if len(samples) < 2:
+        return [*samples, *samples]
     low, _, high = statistics.quantiles(samples, n=4)
     return [low, high]
 
@@ -255,22 +315,26 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=list(MODELS), metavar="MODEL")
     parser.add_argument("--world", nargs="+", choices=list(WORLDS), metavar="WORLD")
-    parser.add_argument("--rounds", type=int, default=30, help="batches of each plan")
-    parser.add_argument("--again", action="store_true", help="calibrate the worlds again")
+    parser.add_argument("--rounds", type=int, default=20, help="batches of each plan")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--again", action="store_true", help="calibrate the worlds again")
+    which.add_argument("--resume", action="store_true", help="only rows that the world's present calibration has not")
     args = parser.parse_args()
     FOLDER.mkdir(parents=True, exist_ok=True)
     rows = {(r["model"], r["world"]): r for r in record.read("clock")}
     for w in args.world or WORLDS:
         try:
-            with WORLDS[w].joined():
-                calibrated(w, WORLDS[w], args.again)
+            with WORLDS[w].joined() as hosts:
+                now = fingerprint(calibrated(w, hosts, args.again))
         except two_hosts.NotPermitted as e:
             print(f"{w}: left out, {e}", file=sys.stderr)
             continue
         for m in args.only or MODELS:
+            if args.resume and rows.get((m, w), {}).get("calibration") == now:
+                continue
             try:
                 rows[m, w] = row(m, w, args)
-            except (RuntimeError, subprocess.TimeoutExpired) as e:
+            except (RuntimeError, TapestryError, OSError, subprocess.TimeoutExpired) as e:
                 rows[m, w] = {"model": m, "shapes": MODELS[m], "world": w, "error": str(e)}
             ordered = [rows[k, v] for v in WORLDS for k in MODELS if (k, v) in rows]
             record.write("clock", ordered, summary=summary(ordered))

@@ -1,11 +1,13 @@
 """Sessions: tokens beside onnxruntime's own loop, what a step costs beside its, and whether anything grows in 10,000 steps.
 
-    .venv/bin/python -m bench session [--only tokens|cost|steady] [--models NAME …] [--processes N …]
+    .venv/bin/python -m bench session [--only tokens|continuous|cost|steady] [--models NAME …] [--processes N …]
 
 The models are exports of the shared folder, given caches (`bench/exporters/cached_exports`). Tokens are compared with
 onnxruntime's greedy loop over the same cached export, its caches bound as its own values (IO binding); both take prompts of 16
 random tokens. Cost is processor time for each token, one thread, both in this process and in turns, while the last of a cache
 of so many cells fills. Steady runs two ranks.
+Continuous: prompts of 1 to 40 tokens, three times as many as there are rows, each compared with its own loop, and how many
+steps that takes beside as many rows that begin and end together.
 Writes bench/results/session.json, a row per case; exits 1 where tokens differ.
 """
 
@@ -129,13 +131,46 @@ def tokens(name: str, processes: int) -> Row:
     }  # fmt: skip
 
 
+def continuous(name: str, processes: int, batch: int = 4, count: int = 24) -> Row:
+    """Greedy tokens of more prompts than there are rows, of which a third wants as many as there may be and the others few."""
+    import numpy as np
+
+    import tapestry
+
+    rng = np.random.default_rng(8)
+    given = [rng.integers(0, VOCABULARY, int(n)).tolist() for n in rng.integers(1, 41, 3 * batch)]
+    loop = Theirs(export(name), 1)
+    expected = np.concatenate([loop.generate(np.array([p]), count) for p in given])
+    stop = int(np.bincount(expected[:, count // 4 :].ravel()).argmax())
+    for row in expected:
+        ends = np.flatnonzero(row == stop)
+        row[ends[0] if len(ends) else count :] = stop
+    steps: list[int] = []
+    with tapestry.Session(builds(name, processes, batch, 64), processes=processes, threads=1) as s:
+        step = s._step
+
+        def counted(*args: Any) -> Any:
+            steps.append(1)
+            return step(*args)
+
+        s._step = counted  # type: ignore[method-assign]
+        found = s.generate(given, count, stop=stop)
+        taken = len(steps)
+        for k in range(0, len(given), batch):
+            s.generate(given[k : k + batch], count, stop=stop)
+    return {
+        "case": "continuous", "model": name, "processes": processes, "batch": batch, "prompts": len(given), "tokens": count,
+        "equal": bool((found == expected).all()), "steps": taken, "steps_together": len(steps) - taken,
+    }  # fmt: skip
+
+
 def cost(name: str, batch: int, capacity: int) -> Row:
     """Processor time for a token, ours and theirs in turns: the median of the last ones that the cache has a place for."""
     import numpy as np
     import torch
 
     import tapestry
-    from tapestry.serving.generation import Seeded, greedy
+    from tapestry.serving.sampling import Seeded, greedy
 
     torch.set_num_threads(1)
     theirs, ids = Theirs(export(name), batch), prompts(batch, capacity - NEW)
@@ -144,7 +179,9 @@ def cost(name: str, batch: int, capacity: int) -> Row:
     class Noted(Seeded):
         """Greedy, and the processor's clock at each token."""
 
-        def sampler(self) -> Callable[[Any], Any]:
+        def sampler(self, number: int) -> Callable[[Any], int]:
+            if number:
+                return greedy
             stamps.clear()
             return lambda scores: (stamps.append(time.process_time()), greedy(scores))[1]
 
@@ -212,7 +249,7 @@ def cases(args: argparse.Namespace) -> list[tuple[str, ...]]:
     """What is to be done: a name and its arguments."""
     out: list[tuple[str, ...]] = []
     for m in args.models:
-        out += [("tokens", m, str(p)) for p in args.processes]
+        out += [(c, m, str(p)) for c in ("tokens", "continuous") for p in args.processes]
         fits = [c for c in args.capacity if c <= LONGEST.get(m, c)]
         out += [("cost", m, str(b), str(c)) for b in args.batch for c in fits]
     out += [("steady",)]
@@ -222,15 +259,15 @@ def cases(args: argparse.Namespace) -> list[tuple[str, ...]]:
 def one(case: Sequence[str]) -> Row:
     """A case, in this process."""
     name, *rest = case
-    if name == "tokens":
-        return tokens(rest[0], int(rest[1]))
+    if name in ("tokens", "continuous"):
+        return (tokens if name == "tokens" else continuous)(rest[0], int(rest[1]))
     return cost(rest[0], int(rest[1]), int(rest[2])) if name == "cost" else steady()
 
 
 def main() -> None:
     """Run the cases, each in a process of its own, and keep the rows of others that are there."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", choices=("tokens", "cost", "steady"))
+    parser.add_argument("--only", choices=("tokens", "continuous", "cost", "steady"))
     parser.add_argument("--models", nargs="+", default=list(MODELS))
     parser.add_argument("--processes", nargs="+", type=int, default=[1, 2, 4])
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 8])
@@ -243,7 +280,7 @@ def main() -> None:
     for case in cases(args):
         print(*case, flush=True)
         subprocess.run([sys.executable, "-m", "bench", "session", "--case", *case], check=True, cwd=ROOT)
-    sys.exit(0 if all(r["equal"] for r in record.read("session") if r["case"] == "tokens") else 1)
+    sys.exit(0 if all(r["equal"] for r in record.read("session") if r["case"] in ("tokens", "continuous")) else 1)
 
 
 def _keep(row: Row) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import random as random_numbers
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +18,6 @@ import numpy as np
 from bench.support.random_plan import random_plan
 from tapestry import api
 from tapestry.build import store
-from tapestry.ir.graph import Graph
 from tapestry.ir.plan import Plan, Strategy
 from tapestry.ir.program import peak_bytes
 from tapestry.plan.lower import lower
@@ -36,19 +35,32 @@ SECONDS = 20.0  # of the solver, for one variant
 Wanted = Callable[[int, Strategy], bool]
 
 
-def variants(one: api.Compiled, topo: Topology, seed: int, folder: Path) -> dict[str, Plan]:
-    """Competitors by name, of the graph that was compiled for one device."""
-    graph = one.build.plan.graph
-    problem = build(graph, topo, {}, {}, {})
-    carried = batch_axes(graph)
-    batched = [batch_dim(op, graph, carried) for op in graph.ops]
-    out = {
-        "batch": preferred(problem, lambda i, s: set(s.dims) == ({batched[i]} if batched[i] else {None})),
-        "tensor": preferred(problem, lambda i, s: batched[i] not in s.dims and _cuts_weights(problem, i, s)),
-        "elsewhere": elsewhere(graph, topo, seed, folder),
-        "random": random_plan(graph, topo.mesh, seed),
-    }
-    return {k: p for k, p in out.items() if k != "batch" or any(batched)}
+class Competitors:
+    """Plans of the graph that was compiled for one device."""
+
+    def __init__(self, one: api.Compiled, topo: Topology, folder: Path) -> None:
+        self.one, self.graph, self.topo, self.folder = one, one.build.plan.graph, topo, folder
+
+    def named(self, seed: int) -> Iterator[tuple[str, Plan]]:
+        """Batch (where there is one), tensor and random."""
+        graph, problem = self.graph, build(self.graph, self.topo, {}, {}, {})
+        carried = batch_axes(graph)
+        batched = [batch_dim(op, graph, carried) for op in graph.ops]
+        if any(batched):
+            yield "batch", preferred(problem, lambda i, s: set(s.dims) == ({batched[i]} if batched[i] else {None}))
+        yield "tensor", preferred(problem, lambda i, s: batched[i] not in s.dims and _cuts_weights(problem, i, s))
+        yield "random", random_plan(graph, self.topo.mesh, seed)
+
+    def elsewhere(self, seed: int) -> Plan:
+        """The best plan for a machine whose rates, latencies and links are others, by factors up to 30 either way."""
+        rng, d = random_numbers.Random(seed), self.topo.device
+        slower = [30 ** rng.uniform(-1, 1) for _ in range(6)]
+        rates = {"bandwidth": d.bandwidth * slower[0], "launch": d.launch * slower[1], "vector": d.vector * slower[2]}
+        flops = {k: v * slower[3] for k, v in d.flops.items()}
+        level = {"alpha": self.topo.links[0].alpha * slower[4], "beta": self.topo.links[0].beta * slower[5]}
+        path = self.folder / "elsewhere.json"
+        path.write_text(json.dumps({"device": {"memory": d.memory, "flops": flops, **rates}, "levels": [level]}))
+        return chosen(build(self.graph, topology(self.topo.mesh, str(path)), {}, {}, {}), [])
 
 
 def preferred(problem: Problem, wanted: Wanted) -> Plan:
@@ -59,18 +71,6 @@ def preferred(problem: Problem, wanted: Wanted) -> Plan:
         if any(right):
             more.append(Factor((i,), np.where(right, 0.0, PENALTY)))
     return chosen(problem, more)
-
-
-def elsewhere(graph: Graph, topo: Topology, seed: int, folder: Path) -> Plan:
-    """The best plan for a machine whose rates, latencies and links are others, by factors up to 30 either way."""
-    rng, d = random_numbers.Random(seed), topo.device
-    slower = [30 ** rng.uniform(-1, 1) for _ in range(6)]
-    rates = {"bandwidth": d.bandwidth * slower[0], "launch": d.launch * slower[1], "vector": d.vector * slower[2]}
-    flops = {k: v * slower[3] for k, v in d.flops.items()}
-    level = {"alpha": topo.links[0].alpha * slower[4], "beta": topo.links[0].beta * slower[5]}
-    path = folder / "elsewhere.json"
-    path.write_text(json.dumps({"device": {"memory": d.memory, "flops": flops, **rates}, "levels": [level]}))
-    return chosen(build(graph, topology(topo.mesh, str(path)), {}, {}, {}), [])
 
 
 def chosen(problem: Problem, more: Sequence[Factor]) -> Plan:

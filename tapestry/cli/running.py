@@ -82,9 +82,16 @@ def _inputs(items: list[str]) -> dict[str, Any]:
 
 
 def _run_processes(args: argparse.Namespace) -> Outcome:
-    from tapestry import launch
+    from tapestry import flags, launch
     from tapestry.viz import tables
 
+    if (
+        args.processes is None and (place := flags.world()).world > 1
+    ):  # else every one of them would run all of it, and nothing be said
+        raise TapestryError(
+            f"this is rank {place.rank} of the {place.world} that {place.by} has started, and would run all of it by itself",
+            where="tapestry run", hint="python -m tapestry.runtime BUILD for each rank, or --processes N to start ranks here",
+        )  # fmt: skip
     request = launch.request(args)
     with bar(args, "run") as report:
         how = launch.Launch(

@@ -59,7 +59,7 @@ def generate(args: argparse.Namespace) -> Outcome:
     import numpy as np
 
     from tapestry.build import store
-    from tapestry.serving.generation import Seeded
+    from tapestry.serving.sampling import Seeded
 
     store.check_beside(args.build, args.output)
     ids, mask = _integers(args.tokens), None if args.mask is None else _integers(args.mask)

@@ -160,7 +160,7 @@ def _awkward(p: Prepared, recipe: Recipe, planned: tuple[Plan, Program], target:
     except TapestryError:  # a shape or a position that comes of data
         return None
     outs, _ = execute(*planned, given, p.data, target)
-    wrong = awkward.differs(outs, expected, unseen=awkward.masks(planned[0].graph))
+    wrong = awkward.differs(outs, expected, awkward.Policy.of(planned[0].graph))
     return Failure("wrong", "awkward values", wrong) if wrong else None
 
 

@@ -7,6 +7,8 @@ excluded by the model's own mask, and positions are given. Two facts make that r
 - present = concat(past, new) along one axis: read off the model's graph;
 - a past with empty places, masked, gives what a past without them gives: no graph says that, so the model is run both ways by
   onnxruntime, at two fills. That is a measurement, not a proof, and the build says so.
+
+Rows of a batch may be filled differently where a row gives the same among others of another fill: measured as well (``rows``).
 """
 
 # pyright: basic
@@ -30,12 +32,17 @@ from tapestry.verify import model_outputs
 
 AUTO = "auto"
 MASK, POSITIONS = "attention_mask", "position_ids"  # as exporters of transformers and optimum name them
+ROWS = "rows"  # what is measured of rows of different fills
 TOLERANCE = 1e-4  # relative: masked cells weigh exactly nothing, what is left is the order of sums
+UNLIKE = 1e9  # of results that have no distance
 Array = np.ndarray[Any, Any]
 
 
 class State(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a build keeps: its caches, the input that masks them, and by how much empty places changed results at which fill."""
+    """What a build keeps: its caches, the input that masks them, and by how much empty places changed results at which fill.
+
+    ``rows`` is not a fill: there, rows of several were in one batch.
+    """
 
     caches: tuple[Cache, ...]
     mask: str
@@ -50,6 +57,14 @@ class State(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def new(self) -> int:
         """How many a step appends."""
         return self.caches[0].new
+
+    @property
+    def apart(self) -> str:
+        """Why rows cannot be filled differently; nothing where they can."""
+        if ROWS not in self.measured:
+            return "the rows of a batch are not the first axis of every cache, or of less than three cells"
+        found = self.measured[ROWS]
+        return "" if found <= TOLERANCE else f"a row changes by {found:.2g} of its size with the past of another one"
 
 
 def established(asked: str, model: Path, graph: Graph) -> State:
@@ -180,6 +195,7 @@ def _masked(model: Path, graph: Graph, caches: Sequence[Cache]) -> dict[str, flo
         TapestryError: too far, or the model does not run with a shorter past.
     """
     out: dict[str, float] = {}
+    pairs: list[tuple[int, dict[str, Array], Mapping[str, Array]]] = []
     for fill in sorted({1, caches[0].capacity - 1} - {0, caches[0].capacity}):
         short, full = _both(graph, caches, fill)
         try:
@@ -187,7 +203,8 @@ def _masked(model: Path, graph: Graph, caches: Sequence[Cache]) -> dict[str, flo
         except ModelError as e:
             why = f"with a past of {fill} cells: {e.what}"
             raise TapestryError("the model does not run with a shorter past", where="--state", why=why[:1000]) from None
-        worst, name = max((_apart(expected, found, n, caches, fill), n) for n in graph.outputs)
+        pairs.append((fill, full, expected))
+        worst, name = max((_apart(expected[n], found[n], n, caches, fill), n) for n in graph.outputs)
         out[str(fill)] = worst
         if not worst <= TOLERANCE:
             raise TapestryError(
@@ -196,7 +213,28 @@ def _masked(model: Path, graph: Graph, caches: Sequence[Cache]) -> dict[str, flo
                 "or masks from the length of its past, or its mask does not reach every layer",
                 hint=f"an export with {POSITIONS} and {MASK} as inputs",
             )  # fmt: skip
+    batch = graph.tensors[MASK].shape[0]
+    if len(pairs) > 1 and batch > 1 and all(c.axis and graph.tensors[c.past].shape[0] == batch for c in caches):
+        out[ROWS] = _by_row(model, graph, caches, pairs, batch)
     return out
+
+
+def _by_row(
+    model: Path, graph: Graph, caches: Sequence[Cache], pairs: Sequence[tuple[int, dict[str, Array], Mapping[str, Array]]],
+    batch: int,
+) -> float:  # fmt: skip
+    """How far rows are from what they are among rows of their own fill, where their neighbours have another one."""
+    mixed = {n: a.copy() for n, a in pairs[0][1].items()}
+    for n, a in pairs[1][1].items():
+        if a.shape[:1] == (batch,):
+            mixed[n][1::2] = a[1::2]
+    found = model_outputs.reference(model, mixed)[1]
+    outs = [n for n in graph.outputs if graph.tensors[n].shape[:1] == (batch,)]
+    apart = [
+        _apart(expected[n][r : r + 1], found[n][r : r + 1], n, caches, fill)
+        for r in range(batch) for fill, _, expected in [pairs[r % 2]] for n in outs
+    ]  # fmt: skip
+    return float(np.nan_to_num(apart, nan=UNLIKE, posinf=UNLIKE).max())
 
 
 def _both(graph: Graph, caches: Sequence[Cache], fill: int) -> tuple[dict[str, Array], dict[str, Array]]:
@@ -221,9 +259,8 @@ def _both(graph: Graph, caches: Sequence[Cache], fill: int) -> tuple[dict[str, A
     return short, full
 
 
-def _apart(expected: Mapping[str, Array], found: Mapping[str, Array], name: str, caches: Sequence[Cache], fill: int) -> float:
+def _apart(a: Array, b: Array, name: str, caches: Sequence[Cache], fill: int) -> float:
     """Relative distance of an output; of a present, of what is new in it."""
-    a, b = expected[name], found[name]
     cache = next((c for c in caches if c.present == name), None)
     if cache is not None:
         a, b = (np.take(x, range(n, n + cache.new), cache.axis) for x, n in ((a, fill), (b, cache.capacity)))

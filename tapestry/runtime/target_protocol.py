@@ -183,7 +183,8 @@ class RecordingTarget(Protocol):
         """Copy an array to places of another one, both dense from an axis on.
 
         Args:
-            at: the address of a number (i64) of cells along the axis by which the places are moved; 0 where there is none.
+            at: the address of numbers (i64), one for each row of the first axis: of cells along ``axis`` by which its places
+                are moved; 0 where there are none. Places that are moved may reach into the array itself.
         """
         ...
 

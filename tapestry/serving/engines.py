@@ -14,18 +14,20 @@ from tapestry.serving.members import Member
 from tapestry.sizes.sized_opener import SizedOpener
 
 if TYPE_CHECKING:
-    from tapestry.runtime.one_process.held_state import HeldState
+    from tapestry.runtime.one_process.held_state import Carry, HeldState, Places
 
 
 class Engine(Protocol):
     """Runs one member of a session at a time."""
 
-    def step(self, member: int, feeds: Mapping[str, Any], wanted: Collection[str], at: int, fresh: bool) -> dict[str, Any]:
+    def step(
+        self, member: int, feeds: Mapping[str, Any], wanted: Collection[str], at: Places, fresh: Collection[int]
+    ) -> dict[str, Any]:
         """Outputs by name, from inputs that were checked.
 
         Args:
             at: where caches are appended to.
-            fresh: they are emptied first.
+            fresh: rows of them that are emptied first.
         """
         ...
 
@@ -81,9 +83,12 @@ def keep(member: Member, session: Session, state: HeldState) -> None:
     state.join(session.executor, member.caches)
 
 
-def longest(members: Sequence[Member]) -> int:
-    """How many cells a step of any member appends to caches at most."""
-    return max((m.state.new for m in members if m.state), default=0)
+def held(members: Sequence[Member], carry: Carry | None = None) -> HeldState:
+    """Where the caches of all members are going to be."""
+    from tapestry.runtime.one_process.held_state import HeldState
+
+    longest = max((m.state.new for m in members if m.state), default=0)
+    return HeldState(longest, max(m.rows for m in members), carry)
 
 
 class InProcess:
@@ -91,20 +96,20 @@ class InProcess:
 
     def __init__(self, members: Sequence[Member], libraries: bool = False) -> None:
         flags.before_torch()
-        from tapestry.runtime.one_process.held_state import HeldState
         from tapestry.runtime.one_process.logical_devices import LocalExecutor
 
-        self.members, self.state = members, HeldState(longest(members))
+        self.members, self.state = members, held(members)
         loader = Loader(members, self.state, libraries)
         self.sessions = [loader(m.compiled.build, b"".join(m.compiled.constants.values())) for m in members]
         for s in self.sessions:
             if isinstance(s.executor, LocalExecutor):
                 s.executor.bind()
 
-    def step(self, member: int, feeds: Mapping[str, Any], wanted: Collection[str], at: int, fresh: bool) -> dict[str, Any]:
+    def step(
+        self, member: int, feeds: Mapping[str, Any], wanted: Collection[str], at: Places, fresh: Collection[int]
+    ) -> dict[str, Any]:
         """Outputs by name."""
-        if fresh:
-            self.state.clear()
+        self.state.clear(fresh)
         if (kept := self.members[member].state) is not None:
             self.state.expect(at, kept.caches[0], feeds[kept.mask])
         return self.sessions[member].compute(feeds, wanted=wanted).outputs
@@ -121,7 +126,9 @@ class AnySize:
         self.compiled = member.compiled
         self.compiled.prepare()
 
-    def step(self, member: int, feeds: Mapping[str, Any], wanted: Collection[str], at: int, fresh: bool) -> dict[str, Any]:
+    def step(
+        self, member: int, feeds: Mapping[str, Any], wanted: Collection[str], at: Places, fresh: Collection[int]
+    ) -> dict[str, Any]:
         """Outputs by name, from inputs that are checked here, where their sizes are known."""
         one = Member(self.compiled.at_inputs(feeds))
         return one.compiled.session.compute(one.checked(feeds), wanted=wanted).outputs

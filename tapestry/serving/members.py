@@ -47,6 +47,12 @@ class Member:
         return self.state.caches if self.state else ()
 
     @cached_property
+    def rows(self) -> int:
+        """Of a step of what keeps caches, or of their first axis, if those are more; 0 where nothing is kept."""
+        names = [c.past for c in self.caches] + ([self.state.mask] if self.state else [])
+        return max((self.graph.tensors[n].shape[0] for n in names), default=0)
+
+    @cached_property
     def inputs(self) -> dict[str, Tensor]:
         """What a caller gives."""
         stay = {c.past for c in self.caches}

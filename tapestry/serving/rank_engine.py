@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -26,6 +26,9 @@ from tapestry.runtime.processes import host_values
 from tapestry.serving import frames
 from tapestry.serving.members import KnownSizes, Member
 from tapestry.serving.shared_places import SharedPlaces, new_memory
+
+if TYPE_CHECKING:
+    from tapestry.runtime.one_process.held_state import Places
 
 PARTING = 10.0  # seconds in which ranks that were told to end are gone
 
@@ -46,14 +49,14 @@ class Order(msgspec.Struct, forbid_unknown_fields=True):
 class Request(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     """One step of a member; values of the host are in it, arrays in the shared memory. Without a member: end.
 
-    ``at`` says where caches are appended to, ``fresh`` that they are emptied first, ``sizes`` what symbols with several are.
+    ``at`` says where caches are appended to, ``fresh`` which rows are emptied first, ``sizes`` what symbols with several are.
     """
 
     member: int | None = None
     sizes: tuple[int, ...] = ()
     wanted: list[str] = []
-    at: int = 0
-    fresh: bool = False
+    at: list[tuple[int, int]] = []
+    fresh: list[int] = []
     hosted: dict[str, str] = {}
 
 
@@ -126,7 +129,9 @@ class Ranks:
         with open(f"/proc/{self.process.pid}/task/{self.process.pid}/children") as f:
             return [int(p) for p in f.read().split()]
 
-    def step(self, member: int, feeds: Mapping[str, Any], wanted: Collection[str], at: int, fresh: bool) -> dict[str, Any]:
+    def step(
+        self, member: int, feeds: Mapping[str, Any], wanted: Collection[str], at: Places, fresh: Collection[int]
+    ) -> dict[str, Any]:
         """Outputs by name, copied out of the shared memory.
 
         Raises:
@@ -143,7 +148,7 @@ class Ranks:
                 hosted[name] = host_values.encode(value.value).decode()
             else:
                 np.copyto(self.places.part(self.places.inputs[member][name], value.shape), value)
-        request = Request(member=member, sizes=sizes, wanted=list(wanted), at=at, fresh=fresh, hosted=hosted)
+        request = Request(member=member, sizes=sizes, wanted=list(wanted), at=list(at), fresh=list(fresh), hosted=hosted)
         try:
             for s in self.sockets:
                 with suppress(frames.Closed):  # the report says why

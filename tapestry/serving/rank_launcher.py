@@ -31,7 +31,7 @@ from tapestry.runtime.session import Session
 from tapestry.runtime.sized_sessions import SizedSessions
 from tapestry.runtime.target_protocol import Array
 from tapestry.serving import frames
-from tapestry.serving.engines import Loader, longest
+from tapestry.serving.engines import Loader, held
 from tapestry.serving.members import Member, members
 from tapestry.serving.rank_engine import Answer, Failure, Order, Request
 from tapestry.serving.shared_places import SharedPlaces
@@ -52,10 +52,9 @@ def main() -> int:
             weights=None if order.weights is None else Path(order.weights),
         )  # fmt: skip
         job = launch.job_of(request, order.processes, (), of[0].compiled)
-        from tapestry.runtime.one_process.held_state import HeldState
         from tapestry.runtime.processes.supervisor import supervise
 
-        loader = Loader(of, HeldState(longest(of), carry))
+        loader = Loader(of, held(of, carry))
         supervise(replace(job, serve=partial(answer, order, of, loader)), order.processes, loader)
     except TapestryError as e:
         with suppress(BrokenPipeError):  # the session is gone
@@ -83,9 +82,8 @@ def answer(order: Order, of: Sequence[Member], loader: Loader, me: Rank, first: 
     with socket.socket(fileno=mine) as s, suppress(frames.Closed):  # without a word: the session is gone
         frames.send(s, Answer())
         while (request := _next(s, wire)) is not None and request.member is not None:
-            if request.fresh:
-                state.clear()
-            state.at = request.at
+            state.clear(request.fresh)
+            state.at = tuple(request.at)
             wire.batch += 1
             wire.heartbeat.batch(wire.batch)
             session = sessions[request.member] if sizes is None else sizes.at(request.sizes)

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from tapestry.api import Compiled
 from tapestry.errors import RunError, TapestryError
 from tapestry.ir.types import DTYPES, Tensor
+from tapestry.serving.continuous_batch import SharedGeneration
 from tapestry.serving.engines import AnySize, Engine, InProcess
-from tapestry.serving.generation import Array, CachesLost, Seeded, generate, sampler_of
+from tapestry.serving.generation import CachesLost, Request
 from tapestry.serving.members import Given, Member, chosen, members
+from tapestry.serving.sampling import Array, Seeded, sampler_of
 from tapestry.serving.turns import Turns
+
+if TYPE_CHECKING:
+    from tapestry.runtime.one_process.held_state import Places
 
 Shapes = Mapping[str, tuple[str, tuple[int, ...]]]
 """Numpy's name of the dtype and the sizes, by name; of what is no array, what it is."""
@@ -47,7 +54,8 @@ class Session:
         self._processes, self._threads, self._timeout = processes, threads, timeout
         self._weights = None if weights is None else Path(weights)
         self._turns, self._restart, self.restarts = Turns(queue), restart, 0
-        self.fill, self._fresh = 0, False
+        self.fill, self._fresh = 0, range(0)
+        self._shared = SharedGeneration(self._turns, self._empty)
         self._engine: Engine | None = self._start()
 
     @property
@@ -74,7 +82,7 @@ class Session:
     def reset(self) -> None:
         """Begin again with empty caches."""
         with self._turns.turn():
-            self.fill, self._fresh = 0, True
+            self._empty()
 
     def run(
         self, feeds: Mapping[str, Any], outputs: Sequence[str] | None = None, *, at: int | None = None,
@@ -100,19 +108,26 @@ class Session:
         member = self._members[k]
         checked, wanted = member.checked(feeds), member.wanted(outputs)
         with self._turns.turn(timeout):
-            return self._step(k, checked, wanted, at)
+            state, first = member.state, self.fill if at is None else at
+            places = [(first, state.new)] * member.rows if state else []
+            return self._step(k, checked, wanted, places, self._fresh)
 
     def generate(
         self, ids: Array | Sequence[Sequence[int]], max_new_tokens: int, *, sampler: str | Seeded = "greedy",
         mask: Array | None = None, stop: int | None = None, timeout: float | None = None,
     ) -> Array:  # fmt: skip
-        """New tokens of a causal decoder [rows, max_new_tokens], as int64. It is one turn, whatever it takes.
+        """New tokens of a causal decoder [prompts, max_new_tokens], as int64.
+
+        There may be more prompts than the build's batch has rows: one that is finished gives its row to the next, while others
+        go on. Callers who come meanwhile share the rows. What a prompt gives does not depend on what runs beside it. Caches are
+        empty behind the last.
 
         Args:
-            ids: prompts [rows, tokens], or a row each of any length.
+            ids: prompts [prompts, tokens], or a list of tokens each, of any length.
             sampler: ``greedy``, ``seeded`` or `Seeded`.
-            mask: [rows, tokens], which of ``ids`` count (padding may be on either side); by default all.
-            stop: a token after which a row has ended; it stands behind the end as well.
+            mask: [prompts, tokens], which of ``ids`` count (padding may be on either side); by default all.
+            stop: a token after which a prompt has ended; it stands behind the end as well.
+            timeout: seconds that the caller waits at most, for its turn or, of others' batch, for a row.
 
         Raises:
             TapestryError: the builds are no causal decoder of tokens, or the tokens do not fit; and as `run`.
@@ -120,9 +135,15 @@ class Session:
         marks = [None] * len(ids) if mask is None else list(mask)
         prompts = [[int(t) for t, m in zip(row, [1] * len(row) if k is None else k, strict=True) if m]
                    for row, k in zip(ids, marks, strict=True)]  # fmt: skip
-        with self._turns.turn(timeout):
-            self.fill, self._fresh = 0, bool(self._members[0].caches)
-            return generate(self._members, self._step, prompts, max_new_tokens, sampler_of(sampler), stop)
+        if not prompts or not all(prompts) or max_new_tokens < 1:
+            what = (
+                f"{len(prompts)} prompts of {min(map(len, prompts), default=0)} tokens or more, and {max_new_tokens} new ones"
+            )
+            raise TapestryError(what, where="generate", hint="prompts of a token at least, and a new token")
+        draw, end = sampler_of(sampler), -1 if stop is None else stop  # no token is -1
+        requests = [Request(p, len(p), max_new_tokens, end, draw(k)) for k, p in enumerate(prompts)]
+        self._shared.run(self._members, self._step, requests, timeout)
+        return np.array([q.new for q in requests], np.int64)
 
     def close(self) -> None:
         """Give everything back: no process, no descriptor and no weight is left. Called again it does nothing."""
@@ -139,27 +160,34 @@ class Session:
         """Close it."""
         self.close()
 
-    def _step(self, k: int, checked: Mapping[str, Any], wanted: Sequence[str], at: int | None) -> dict[str, Any]:
+    def _empty(self) -> None:
+        """Let the next step find empty caches."""
+        self.fill, self._fresh = 0, range(max(m.rows for m in self._members))
+
+    def _step(
+        self, k: int, checked: Mapping[str, Any], wanted: Sequence[str], at: Places, fresh: Collection[int]
+    ) -> dict[str, Any]:
         if self._engine is None:
             raise TapestryError("the session is closed")
-        state, at = self._members[k].state, self.fill if at is None else at
-        if state is not None and not 0 <= at <= state.capacity - state.new:
-            why = f"{state.new} cells at {at} of {state.capacity}"
+        state = self._members[k].state
+        wrong = next((p for p in at if state is not None and not 0 <= p[0] <= state.capacity - p[1]), None)
+        if state is not None and wrong is not None:
+            why = f"{wrong[1]} cells at {wrong[0]} of {state.capacity}"
             raise TapestryError(
                 "the caches have no place for this step", why=why, hint="reset(), or a build of a larger capacity"
             )
         try:
-            out = self._engine.step(k, checked, wanted, at, self._fresh)
+            out = self._engine.step(k, checked, wanted, at, fresh)
         except RunError as e:
             if not self._restart:
                 raise
             self._engine = self._start()
             self.restarts += 1
-            if state is not None and not self._fresh and self.fill:
-                self.fill, self._fresh = 0, True
+            if state is not None and self.fill:
+                self._empty()
                 raise CachesLost("the ranks were started again, and their caches are empty", why=str(e)) from None
-            out = self._engine.step(k, checked, wanted, at, self._fresh)
-        self._fresh, self.fill = False, at + (state.new if state else 0)
+            out = self._engine.step(k, checked, wanted, at, fresh)
+        self._fresh, self.fill = range(0), max(map(sum, at), default=0)
         return out
 
     def _start(self) -> Engine:

@@ -28,6 +28,11 @@ class Turns:
         self._taken = False
         self._waiting: deque[Lock] = deque()
 
+    @property
+    def waiting(self) -> int:
+        """How many callers wait."""
+        return len(self._waiting)
+
     @contextmanager
     def turn(self, timeout: float | None = None) -> Generator[None]:
         """A turn.

@@ -27,12 +27,13 @@ from tapestry.verify.plain_philox import philox
 Array = np.ndarray[Any, Any]
 
 
-def run(graph: Graph, feeds: Mapping[str, Array], *, wide: bool = False) -> dict[str, Array]:
+def run(graph: Graph, feeds: Mapping[str, Array], *, wide: bool = False, independent: bool = True) -> dict[str, Array]:
     """Outputs of a graph.
 
     Args:
         feeds: an array for every graph input and weight.
         wide: compute floats in float64, whatever the graph says.
+        independent: opaque nodes by another library than a target asks, where one is known to be right.
     """
 
     def stored(name: str, a: Any) -> Any:
@@ -41,21 +42,22 @@ def run(graph: Graph, feeds: Mapping[str, Array], *, wide: bool = False) -> dict
 
     values = {n: stored(n, a) for n, a in feeds.items()}
     for op in graph.ops:
-        results = opaque(op, graph, values, wide) if isinstance(op, Opaque) else _block(op, graph, values, wide)
+        block = isinstance(op, Block)
+        results = _block(op, graph, values, wide) if block else opaque(op, graph, values, wide, independent)
         values.update({t: stored(t, a) for t, a in zip(op.outs, results, strict=True)})
     return {t: values[t].value if graph.tensors[t].on_host else values[t] for t in graph.outputs}
 
 
-def opaque(op: Opaque, graph: Graph, values: Mapping[str, Any], wide: bool) -> list[Any]:
+def opaque(op: Opaque, graph: Graph, values: Mapping[str, Any], wide: bool, independent: bool = True) -> list[Any]:
     """Outputs of an opaque operation, block by block where it is split."""
     arrays = [values[t] if t else None for t in op.ins]
     if not op.dims:  # whole; values of the host are never taken apart
-        return opaque_node.run(op, arrays, _expected(op, graph, (), wide), independent=True)
+        return opaque_node.run(op, arrays, _expected(op, graph, (), wide), independent=independent)
     cuts = _cuts(op.splits)
     pieces: list[tuple[tuple[tuple[int, int], ...], list[Array]]] = []
     for box in itertools.product(*([cut(d.size, cuts.get(d.name, 1), k) for k in range(cuts.get(d.name, 1))] for d in op.dims)):
         ins = [None if a is None else a[_slices(a.ndim, axes, box)] for a, axes in zip(arrays, op.in_axes, strict=True)]
-        pieces.append((box, opaque_node.run(op, ins, _expected(op, graph, box, wide), independent=True)))
+        pieces.append((box, opaque_node.run(op, ins, _expected(op, graph, box, wide), independent=independent)))
     return [_assemble(op, i, pieces) for i in range(len(op.outs))]
 
 

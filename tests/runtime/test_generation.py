@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import threading
+import time
 from functools import cache
 
 import numpy as np
@@ -15,7 +17,7 @@ from tapestry import saved_build
 from tapestry.cli import main
 from tapestry.errors import RunError, TapestryError
 from tapestry.onnx_eval.ort_session import ort_session
-from tapestry.serving.generation import Seeded, greedy
+from tapestry.serving.sampling import Seeded, sampler_of
 from tests.support.attention.cached_decoder import PLACES, VOCABULARY, decoder, sizes
 from tests.support.small_models import FOLDER
 
@@ -46,17 +48,16 @@ def theirs():
     return ort_session(str(saved("whole", cached=False)))
 
 
-def looped(prompts, count: int, sampler=greedy):
-    """onnxruntime's own loop, each row alone, over whole sequences."""
-    rows = [list(p) for p in prompts]
-    for _ in range(count):
-        scores = []
-        for row in rows:
+def looped(prompts, count: int, sampler="greedy"):
+    """onnxruntime's own loop, each prompt alone, over whole sequences."""
+    out = []
+    for number, p in enumerate(prompts):
+        row, draw = list(p), sampler_of(sampler)(number)
+        for _ in range(count):
             feeds = {"input_ids": [row], "attention_mask": [[1] * len(row)], "position_ids": [range(len(row))]}
-            scores.append(theirs().run(None, {n: np.array(a, np.int64) for n, a in feeds.items()})[0][0, -1])
-        for row, token in zip(rows, sampler(np.stack(scores)), strict=True):
-            row.append(int(token))
-    return np.array([row[len(p) :] for row, p in zip(rows, prompts, strict=True)])
+            row.append(draw(theirs().run(None, {n: np.array(a, np.int64) for n, a in feeds.items()})[0][0, -1]))
+        out.append(row[len(p) :])
+    return np.array(out)
 
 
 # --- state
@@ -67,7 +68,7 @@ def test_a_build_says_what_it_keeps_and_verify_asks_the_model_again(tmp_path):
     state = plan.report["state"]
     assert [c["past"] for c in state["caches"]] == [f"past_key_values.{n}.{k}" for n in (0, 1) for k in ("key", "value")]
     assert {(c["axis"], c["capacity"], c["new"]) for c in state["caches"]} == {(2, CAPACITY, 1)}
-    assert all(v < 1e-6 for v in state["measured"].values()) and set(state["measured"]) == {"1", str(CAPACITY - 1)}
+    assert all(v < 1e-6 for v in state["measured"].values()) and set(state["measured"]) == {"1", str(CAPACITY - 1), "rows"}
     plan.save(tmp_path / "plan")
     _, laws, _ = saved_build.verify_build(tmp_path / "plan")
     assert laws["state"] == 4
@@ -161,7 +162,7 @@ def test_what_looks_ahead_is_refused(monkeypatch):
     with tapestry.Session(whole(12)) as s:
         step = s._step
         monkeypatch.setattr(
-            s, "_step", lambda k, f, w, at: {n: a + f["input_ids"][:, -1:, None] for n, a in step(k, f, w, at).items()}
+            s, "_step", lambda k, f, *g: {n: a + f["input_ids"][:, -1:, None] for n, a in step(k, f, *g).items()}
         )
         with pytest.raises(TapestryError, match="no causal decoder"):
             s.generate(PROMPTS, 2)
@@ -171,7 +172,7 @@ def test_drawn_tokens_are_the_same_for_the_same_seed_and_end_where_asked():
     with tapestry.Session(build(1)) as s:
         first, again, other = (s.generate(PROMPTS, 12, sampler=Seeded(k, 3.0)) for k in (1, 1, 2))
         assert np.array_equal(first, again) and not np.array_equal(first, other)
-        assert np.array_equal(first, looped(PROMPTS, 12, Seeded(1, 3.0).sampler()))
+        assert np.array_equal(first, looped(PROMPTS, 12, Seeded(1, 3.0)))
         assert np.array_equal(s.generate(PROMPTS, 6, sampler=Seeded(3, 1.0, top_k=1)), looped(PROMPTS, 6))
         stop = int(first[0, 3])
         ended = s.generate(PROMPTS[:1], 12, sampler=Seeded(1, 3.0), stop=stop)[0]
@@ -181,7 +182,7 @@ def test_drawn_tokens_are_the_same_for_the_same_seed_and_end_where_asked():
 
 @pytest.mark.parametrize(
     ("prompts", "count", "said"),
-    [([[1]] * 4, 1, "1 to 3 prompts"), ([[]], 1, "1 to 3"), ([[1]], 0, "1 to 3"), ([[1] * 20], 6, "no place for so many")],
+    [([], 1, "0 prompts"), ([[1], []], 1, "of 0 tokens"), ([[1]], 0, "0 new"), ([[2], [1] * 20], 6, "no place for so many")],
 )
 def test_tokens_that_do_not_fit_are_refused(prompts, count, said):
     with tapestry.Session(build(1)) as s:
@@ -191,6 +192,154 @@ def test_tokens_that_do_not_fit_are_refused(prompts, count, said):
             s.generate([[VOCABULARY]], 1)
         assert s.generate([[1] * 20], 5).shape == (1, 5), "the last token is not fed"
     assert PLACES > CAPACITY
+
+
+# --- more prompts than rows
+
+MANY = [[5, 9, 2, 30, 7, 1, 1, 22], [3], [14, 36, 0, 8, 8], [7, 7], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11], [20], [21, 4, 4]]
+
+
+@cache
+def alone(count: int, sampler: str | Seeded = "greedy"):
+    return looped(MANY, count, sampler)
+
+
+@pytest.mark.parametrize(
+    ("devices", "parts"), [(1, (1, 4)), (2, (1, 4)), pytest.param(3, (1,), marks=pytest.mark.slow), (1, (3,))]
+)
+def test_a_finished_row_is_taken_by_the_next_prompt(devices, parts):
+    """Each prompt gives what it gives alone; no step has a row that nobody uses while somebody waits."""
+    tokens = alone(12)
+    stop = int(np.bincount(tokens[:, 1:].ravel()).argmax())  # ends some early
+    wanted = tokens.copy()
+    for row in wanted:
+        ends = np.flatnonzero(row == stop)
+        row[ends[0] if len(ends) else len(row) :] = stop
+    lengths = [int((row != stop).sum()) + 1 for row in wanted]
+    assert len(set(lengths)) > 2
+    with tapestry.Session([build(n, devices) for n in parts]) as s:
+        step, used = s._step, []
+
+        def counted(k, feeds, outs, at, fresh):
+            used.append([n for _, n in at])
+            return step(k, feeds, outs, at, fresh)
+
+        s._step = counted  # type: ignore[method-assign]
+        assert np.array_equal(s.generate(MANY, 12, stop=stop), wanted)
+        busy = [sum(n > 0 for n in row) for row in used]
+        assert busy[0] == 3 and busy == sorted(busy, reverse=True), "a row is free only where nobody waits"
+        assert np.array_equal(s.generate(MANY[::-1], 12), tokens[::-1])
+        assert s.fill == 0 and np.array_equal(s.generate(MANY[:1], 12), tokens[:1]), "whoever was there before leaves nothing"
+
+
+def test_a_seed_is_the_prompts_not_the_rows():
+    with tapestry.Session(build(1)) as s:
+        together = s.generate(MANY, 6, sampler=Seeded(5, 2.0))
+        assert np.array_equal(together, alone(6, Seeded(5, 2.0)))
+        for k in (0, 4, 6):
+            assert np.array_equal(s.generate([MANY[k]], 6, sampler=Seeded(5, 2.0, first=k))[0], together[k])
+
+
+def test_without_caches_rows_are_taken_as_well():
+    with tapestry.Session([whole(12), whole(20)]) as s:
+        assert np.array_equal(s.generate(MANY, 6), alone(6))
+
+
+def joined(s, callers: int) -> None:
+    """Wait until so many take part in what runs."""
+    end = time.monotonic() + 20
+    while s._shared._batch.callers < callers and time.monotonic() < end:
+        time.sleep(0.001)
+
+
+def test_callers_at_once_share_the_rows_of_a_batch():
+    tokens = alone(12)
+    with tapestry.Session([build(n) for n in (1, 4)]) as s:
+        step, together, ready, found = s._step, [], threading.Event(), {}
+
+        def counted(k, feeds, outs, at, fresh):
+            together.append(sum(n > 0 for _, n in at))
+            if len(together) == 2:
+                ready.set()
+                joined(s, 4)
+            return step(k, feeds, outs, at, fresh)
+
+        def ask(n):
+            ready.wait(10)
+            found[n] = s.generate([MANY[n], MANY[n + 1]], 12)
+
+        s._step = counted  # type: ignore[method-assign]
+        others = [threading.Thread(target=ask, args=(n,)) for n in (1, 3, 5)]
+        for t in others:
+            t.start()
+        first = s.generate(MANY[:1], 12)
+        for t in others:
+            t.join()
+        assert np.array_equal(first, tokens[:1])
+        assert all(np.array_equal(found[n], tokens[n : n + 2]) for n in (1, 3, 5))
+        assert max(together) == 3 and sum(together) < 3 * len(together)
+        assert np.array_equal(s.generate(MANY, 12), tokens)
+
+
+def test_a_fault_in_a_shared_step_is_said_to_all_and_ends_nothing_else():
+    with tapestry.Session(build(1)) as s:
+        step, ready, said = s._step, threading.Event(), []
+
+        def broken(k, feeds, outs, at, fresh):
+            ready.set()
+            joined(s, 2)
+            if sum(n > 0 for _, n in at) > 1:
+                raise TapestryError("a fault")
+            return step(k, feeds, outs, at, fresh)
+
+        def ask():
+            ready.wait(10)
+            with pytest.raises(TapestryError, match="a fault"):
+                s.generate([[3]], 12)
+            said.append(1)
+
+        s._step = broken  # type: ignore[method-assign]
+        other = threading.Thread(target=ask)
+        other.start()
+        with pytest.raises(TapestryError, match="a fault"):
+            s.generate([[5, 9]], 20)
+        other.join()
+        s._step = step  # type: ignore[method-assign]
+        assert said and np.array_equal(s.generate(MANY, 6), alone(6))
+
+
+def test_rows_that_change_each_other_are_refused():
+    """A model in which a row's numbers depend on the largest of all rows: alone it generates, in a batch it does not."""
+    path = saved("coupled", coupled=True)
+    for batch in (1, 3):
+        plan = tapestry.compile(path, devices=1, shapes=sizes(batch, 1, CAPACITY), state="auto")
+        with tapestry.Session(plan) as s:
+            if batch == 1:
+                assert s.generate([[1], [2]], 2).shape == (2, 2)
+                continue
+            assert plan.report["state"]["measured"]["rows"] > 1e-4
+            with pytest.raises(TapestryError, match="rows cannot go on by themselves"):
+                s.generate([[1]], 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("devices", "processes"), [(1, 1), (2, 1), (2, 2), (4, 4)])
+def test_ranks_give_a_row_to_the_next_prompt(devices, processes):
+    with tapestry.Session([build(n, devices) for n in (4, 1)], processes=processes, threads=1, restart=True) as s:
+        assert np.array_equal(s.generate(MANY, 12), alone(12))
+        step, done = s._step, []
+
+        def killed(*given):
+            done.append(1)
+            if len(done) == 9:
+                os.kill(s._engine.pids[-1], signal.SIGKILL)  # type: ignore[union-attr]
+            return step(*given)
+
+        s._step = killed  # type: ignore[method-assign]
+        assert np.array_equal(s.generate(MANY, 12, sampler=Seeded(1, 2.0)), alone(12, Seeded(1, 2.0))) and s.restarts == 1
+
+
+# --- the command
 
 
 def test_the_command_generates_and_refuses_what_is_no_prompt(tmp_path, capsys):

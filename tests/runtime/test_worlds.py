@@ -15,6 +15,7 @@ import pytest
 from torch.distributed import HashStore
 
 from tapestry import api, flags
+from tapestry.cli import main
 from tapestry.errors import RunError, TapestryError
 from tapestry.runtime.processes import rendezvous
 from tapestry.runtime.processes.rank_report import RankReport
@@ -124,6 +125,14 @@ def test_what_is_no_place_in_a_world_is_refused(environment, given, words):
 def test_a_shell_of_slurm_for_one_task_is_alone(environment):
     environment(SLURM_NTASKS="1")
     assert flags.world() == flags.World()
+
+
+def test_a_launched_rank_does_not_run_everything_by_itself(environment, tmp_path, capsys):
+    """Every one of them would, and each say that all is well."""
+    environment(RANK="1", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="5")
+    assert main(["run", str(tmp_path), "--threads", "1"]) == 2
+    said = capsys.readouterr().err
+    assert "rank 1 of the 2 that torchrun has started" in said and "python -m tapestry.runtime" in said
 
 
 def test_a_run_under_slurms_variables(tmp_path):

@@ -97,7 +97,7 @@ class TorchCpu:
         return called(run, extents)
 
     def move(self, values: torch.Tensor, there: torch.Tensor, axis: int, at: int = 0) -> Call:
-        """Copy to places that are dense from an axis on; to the cell that the number at an address says, unless it is 0."""
+        """Copy what is dense from an axis on; each row as many cells further as its number says, at an address but 0."""
         return move(values, there, axis, at)
 
     def batch(self, calls: Sequence[object]) -> Callable[[], None]:

@@ -4,6 +4,8 @@
 - ``convolution``: a sum of products whose windows slide over an image.
 - ``unfolded``: a sum of products of windows that is no convolution, such as one over an image's overlapping strips: the
   windows are written out before they are multiplied.
+- ``computed``: sums of products inside another reduction, of factors that are computed from several values, such as attention
+  that rotates its queries: they are written out before they are multiplied.
 - ``gather``: picks elements by index, as an embedding lookup does.
 - ``softmax``: sums with exponential weights: softmax, log-sum-exp, cross-entropy.
 - ``row``: any other reduction or scan: sums, norms, argmax, recurrences.
@@ -24,7 +26,14 @@ from tapestry.ir.recognise.convolution import convolution
 from tapestry.ir.recognise.exponential import exponential
 from tapestry.ir.recognise.selection_sum import selection
 
-CONTRACTION, CONVOLUTION, UNFOLDED, ROW, SOFTMAX = "contraction", "convolution", "unfolded", "row", "softmax"
+CONTRACTION, CONVOLUTION, UNFOLDED, COMPUTED, ROW, SOFTMAX = (
+    "contraction",
+    "convolution",
+    "unfolded",
+    "computed",
+    "row",
+    "softmax",
+)
 MAP, GATHER, OPAQUE = "map", "gather", "opaque"
 
 
@@ -35,7 +44,9 @@ def kernel_class(op: Op) -> str:
         return OPAQUE
     if products(op):
         return CONVOLUTION if convolution(op) else UNFOLDED if _windows(op) else CONTRACTION
-    if inner_product(op) or _weighs(op):
+    if (inner := inner_product(op)) is not None:
+        return COMPUTED if any(len(arg_positions((f,))) > 1 for f in inner.args) else CONTRACTION
+    if _weighs(op):
         return CONTRACTION
     if selection(op):
         return GATHER

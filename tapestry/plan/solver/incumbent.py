@@ -8,14 +8,16 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tapestry.plan.solver.ascent import Messages
-from tapestry.plan.solver.bound import Certificate, Multipliers, certify, rule_out
 from tapestry.plan.solver.budget import Budget
 from tapestry.plan.solver.crossover import Mixture
-from tapestry.plan.solver.lagrange import ascend
+from tapestry.plan.solver.lagrange import ExactPrices, ascend
 from tapestry.plan.solver.mip import Program
 from tapestry.plan.solver.network_reduction import Reduction, reduce
-from tapestry.plan.solver.pairs import PROVED, Instance, Pairs, Solution, proved
+from tapestry.plan.solver.pairs import PROVED, Certificate, Instance, Multipliers, Pairs, Solution, certify, proved, rule_out
+from tapestry.plan.solver.tree_contraction import Contraction
 
+REFINED = 40  # rounds of the model's prices at most
+ORDERED = 40_000  # units for a node, to find an order of elimination or that there is none
 FORCE = 0.5  # of the budget left, for raising prices until a choice keeps to the limits
 
 
@@ -73,11 +75,15 @@ class Search:
 
 @dataclass(slots=True)
 class Stage:
-    """What is left of the problem: costs moved so that the least of each node and pair add up to the bound at these prices."""
+    """What is left of the problem: costs moved so that the least of each node and pair add up to the bound at these prices.
+
+    ``forest``: whether it may still be solved exactly at given prices.
+    """
 
     net: Pairs
     done: Reduction
     price: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    forest: bool = True
 
     def proof(self) -> Certificate:
         """The bound, and what labels and joint choices add to it."""
@@ -85,7 +91,7 @@ class Stage:
 
     def copy(self) -> Stage:
         """To be continued in another direction."""
-        return Stage(self.net.copy(), self.done.copy(), self.price)
+        return Stage(self.net.copy(), self.done.copy(), self.price, self.forest)
 
     def reduce(self) -> None:
         """Reduce the network, and keep the prices of times that are left (those of others go to the next one)."""
@@ -111,6 +117,44 @@ def _priced(net: Pairs, price: np.ndarray) -> Multipliers:
 def raise_prices(state: Search, stage: Stage, budget: Budget, rounds: int = 1000) -> float:
     """Look for better prices and messages, and move costs along them; returns the bound."""
     messages = Messages(stage.net)
+    mixture = _mixture(state, stage, messages, budget)
+    forcing = state.budget.share(FORCE)
+    stage.move(ascend(messages, stage.price, budget, mixture, rounds=rounds, forcing=forcing).multipliers())
+    return stage.proof().bound
+
+
+def raise_exactly(state: Search, stage: Stage, budget: Budget) -> float:
+    """Better prices where the network is nearly a forest, and less of it: the bound, which says nothing where it is not.
+
+    What no better choice can use is ruled out by what every choice adds to the bound, exactly.
+    """
+    if not stage.forest:
+        return -np.inf
+    budget.spend(ORDERED * len(stage.net.nodes()))
+    order = Contraction.of(stage.net)
+    if order is None:
+        stage.forest = False
+        return -np.inf
+    mixture = _mixture(state, stage, Messages(stage.net), budget)
+    unit = np.maximum(stage.net.usage.limit, 1.0)
+    found = ExactPrices(stage.price * unit, order=order, mixture=mixture, budget=budget)
+    found.best_price = found.price
+    if not found.price.any():
+        found.turn()
+    found.fit()
+    found.refine(REFINED)
+    stage.price, constant = found.best_price / unit, stage.net.constant
+    if np.isfinite(state.cost):
+        found.price = found.best_price
+        at, _ = found.look()
+        rule_out(stage.net, order.certificate(at + constant), state.cost)
+        budget.spend(4 * order.work)
+        stage.reduce()
+    return found.best + constant
+
+
+def _mixture(state: Search, stage: Stage, messages: Messages, budget: Budget) -> Mixture:
+    """Of the best choice with those to come, which are offered to the search."""
 
     def known(better: Mixture | None) -> float:
         budget.spend(mixture.work)
@@ -120,9 +164,7 @@ def raise_prices(state: Search, stage: Stage, budget: Budget, rounds: int = 1000
 
     mixture = Mixture(messages, known)
     begin(state, stage.net, mixture)
-    forcing = state.budget.share(FORCE)
-    stage.move(ascend(messages, stage.price, budget, mixture, rounds=rounds, forcing=forcing).multipliers())
-    return stage.proof().bound
+    return mixture
 
 
 def begin(state: Search, net: Pairs, mixture: Mixture) -> None:

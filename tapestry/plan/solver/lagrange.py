@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tapestry.plan.solver.ascent import Messages
-from tapestry.plan.solver.bound import Multipliers
+from tapestry.plan.solver.ascent import LARGE, Messages
 from tapestry.plan.solver.budget import Budget
 from tapestry.plan.solver.crossover import Mixture
-from tapestry.plan.solver.pairs import proved
+from tapestry.plan.solver.pairs import ROUNDING, Multipliers, proved
+from tapestry.plan.solver.tree_contraction import Contraction
 
 CUTS = 150  # choices that the model remembers
 FLOOR = 2e-4  # smallest box, as a part of the bound
@@ -31,6 +31,14 @@ FIRST = 0.3  # of the budget, for messages without new prices
 STILL = 1e-5  # of the bound: messages that raise it by less have settled
 BOX = 0.2  # of the gap: how far prices may go at once, at first
 GROWTH = 1.3  # of a price, each time that it was too low to make a choice fit
+TURNED, TILT = 24, 1.5  # rounds that multiply prices; by how much at most (as a logarithm)
+AMBITION, BOLDER = 0.1, 1.5  # of the bound: what such a round aims at first; times this after a better bound
+PATIENCE = 3  # rounds without a better bound until half is aimed at
+RAISED, RAISE = 12, 1.3  # rounds of ever higher prices until a choice keeps to the limits
+MEMORY = 0.7  # of the excess of the rounds before
+LEFT, HELD = 1e-5, 1e-3  # of prices spread evenly, which every time keeps; of all prices, what counts as one
+AROUND = 0.05  # of all prices: how far the model's first ones may be from the best ones
+CLOSE = 2e-4  # of the bound: what the model promises at least where another round is worth it
 MODEL = 3_000  # units for each cut and active price of the model, about
 
 
@@ -93,6 +101,11 @@ class Prices:
         self.price = np.zeros_like(self.price)
         self.price[at] = np.maximum(found, 0.0)
 
+    def promise(self) -> float:
+        """By how much the model says that the present prices are better than the best ones."""
+        rows = np.array([o[self.active] for o in self.over], float)
+        return float((np.array(self.costs) + rows @ self.price[self.active]).min()) - self.best
+
     def judge(self, bound: float, cost: float) -> bool:
         """Keep better prices; widen the box when they are much better, else shrink it; whether they are better."""
         first = not np.isfinite(self.best)
@@ -149,6 +162,91 @@ class Ascent(Prices):
             self.best_message = self.messages.message.copy()
         self.cut(cost, over)
         return over
+
+
+@dataclass(slots=True)
+class ExactPrices(Prices):
+    """Prices whose bound and choice come from a contraction: the choice is truly the cheapest one at them.
+
+    ``least`` is the cost of the best known choice that keeps to the limits.
+    """
+
+    order: Contraction = field(kw_only=True)
+    mixture: Mixture = field(kw_only=True)
+    budget: Budget = field(kw_only=True)
+    least: float = field(default=np.inf, kw_only=True)
+
+    def look(self) -> tuple[float, np.ndarray]:
+        """The bound at the present prices, and how far the cheapest choice passes the limits."""
+        net, seen = self.order.net, self.mixture.crossing
+        unit = np.maximum(net.usage.limit, 1.0)
+        now = self.price / unit
+        value, label = self.order.least(net.unary + net.usage.priced(now, len(net.unary)))
+        full = seen.full(label)
+        cost, over = seen.cost(full), (seen.used(full) - net.usage.limit) / unit
+        worth = float(now @ net.usage.limit)
+        bound = value - worth - 100 * ROUNDING * worth
+        self.judge(bound, cost)
+        self.cut(cost, over)
+        self.least = self.mixture.known(self.mixture if self.mixture.add(full, now) else None)
+        self.budget.spend(self.order.work)
+        return bound, over
+
+    def ended(self) -> bool:
+        """Whether the best choice is proved, or the budget over."""
+        return proved(self.least, self.best) or self.budget.over()
+
+    def turn(self) -> None:
+        """Multiply prices by what is used too much (exponentiated gradient: Kivinen and Warmuth 1997), in steps that aim at a
+        bound a little above the best one (Polyak 1969). Few times matter in the end, but nobody knows which."""
+        bound, over = self.look()
+        scale = abs(self.best) or self.mixture.crossing.large / LARGE
+        if not self.price.any():
+            self.price = np.maximum(over, 0.0) ** 2
+            self.price = self.price * (0.5 * scale / max(float(self.price.sum()), 1e-300))
+        aim, worse, mean = AMBITION, 0, over
+        for _ in range(TURNED):
+            if self.ended() or not self.price.any():
+                return
+            before = self.best
+            bound, over = self.look()
+            mean, worse = MEMORY * mean + (1 - MEMORY) * over, 0 if bound > before else worse + 1
+            aim = min(aim * BOLDER, 1.0) if bound > before else aim
+            if worse == PATIENCE:
+                aim, worse, self.price = aim / 2, 0, self.best_price if self.best_price.any() else 0.1 * self.price
+            held = self.price > HELD * self.price.sum()
+            length = (self.best - bound + aim * scale) / max(float(self.price @ mean**2), 1e-300)
+            change = min(length, TILT / max(float(np.abs(mean[held]).max(initial=0.0)), 1e-300)) * mean
+            some = LEFT * self.price.sum() / len(over)
+            self.price = np.maximum(self.price * np.exp(np.clip(change, -TILT, TILT)), some)
+            scale = max(scale, abs(self.best))
+
+    def fit(self) -> None:
+        """Raise prices, most where the limit is passed, until a choice, or a mixture of choices, keeps to the limits."""
+        self.price = self.best_price + LEFT * self.best_price.sum() / max(len(self.best_price), 1)
+        for _ in range(RAISED):
+            if np.isfinite(self.least) or self.budget.over() or not self.price.any():
+                return
+            _, over = self.look()
+            most, whole = float(over.max(initial=0.0)), float(self.price.sum())
+            self.price = self.price * np.exp(np.clip(over / max(most, FAR), -FAR, 1.0) * TILT)
+            self.price *= RAISE * whole / self.price.sum()
+
+    def refine(self, rounds: int) -> None:
+        """The best prices of the model, at the times that have nearly all of the price, and new peaks."""
+        whole = float(self.best_price.sum())
+        self.active = [int(t) for t in np.flatnonzero(self.best_price > HELD * whole)]
+        self.price = np.where(self.best_price > HELD * whole, self.best_price, 0.0)
+        for k in range(rounds):
+            if self.ended() or not self.active:
+                return
+            _, over = self.look()
+            self.box = AROUND * whole if not k else self.box
+            self.watch(over)
+            self.step(over, self.least)
+            self.budget.spend(MODEL * len(self.costs) * len(self.active))
+            if self.promise() <= CLOSE * abs(self.best):
+                return
 
 
 def _model(costs: np.ndarray, rows: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarray:

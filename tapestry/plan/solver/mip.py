@@ -11,9 +11,8 @@ from dataclasses import dataclass
 import highspy
 import numpy as np
 
-from tapestry.plan.solver.bound import Multipliers
 from tapestry.plan.solver.budget import Budget
-from tapestry.plan.solver.pairs import PROVED, Pairs
+from tapestry.plan.solver.pairs import PROVED, Multipliers, Pairs
 
 PEAKS = 5  # usage rows added at a time
 TIGHT = 1e-7  # how much HiGHS may pass a limit, as a part of it

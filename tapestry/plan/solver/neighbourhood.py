@@ -11,12 +11,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tapestry.plan.solver.ascent import Messages
-from tapestry.plan.solver.bound import Certificate
 from tapestry.plan.solver.budget import SECOND, Budget
 from tapestry.plan.solver.crossover import Mixture
 from tapestry.plan.solver.incumbent import Search, Stage, begin, integer, take
 from tapestry.plan.solver.network_reduction import Reduction, reduce
-from tapestry.plan.solver.pairs import Infeasible, Pairs
+from tapestry.plan.solver.pairs import Certificate, Infeasible, Pairs
 
 PART = 30_000  # joint choices of a neighbourhood, at first
 TURN = 0.05  # of the budget, for one, at first

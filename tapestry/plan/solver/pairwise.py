@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from tapestry.plan.solver.budget import SECOND, Budget
-from tapestry.plan.solver.incumbent import Search, Stage, integer, raise_prices, tighten
+from tapestry.plan.solver.incumbent import Search, Stage, integer, raise_exactly, raise_prices, tighten
 from tapestry.plan.solver.mip import Program
 from tapestry.plan.solver.neighbourhood import LEAST, improve, kinds
 from tapestry.plan.solver.network_reduction import Reduction, reduce
@@ -80,12 +80,13 @@ def _work(state: Search, stage: Stage) -> None:
     turn, tree = max(TURN * budget.left(), 2.0 * SECOND), None
     tried: list[float] = []
     while not tried or not (state.quick or state.closed() or budget.left() < LEAST):
-        if not tried or (tree is None and state.cost < tried[-1] and len(tried) < TRIES):
+        anew = not tried or (tree is None and state.cost < tried[-1] and len(tried) < TRIES)
+        if anew:
             tried.append(state.cost)
             _shrink(state, stage)
-            if not state.closed() and len(stage.net.a) <= EXACT:
+            if not state.closed() and len(stage.net.a) <= EXACT and (state.quick or not stage.forest):
                 _exact(state, stage)
-        elif len(stage.net.a) <= BRANCH:
+        if (not anew or stage.forest) and len(stage.net.a) <= BRANCH and not (state.quick or state.closed()):
             tree = tree or Tree(stage.copy())
             tree.run(state, budget.part(2 * turn))
         if not (state.quick or state.closed()):
@@ -98,7 +99,7 @@ def _shrink(state: Search, stage: Stage) -> None:
     while True:
         before = stage.net.weight()
         share = (SHARE if before <= BRANCH else 2 * SHARE) * (0.5 if np.isfinite(state.bound) else 1.0)
-        state.raise_bound(raise_prices(state, stage, state.budget.share(share)))
+        state.raise_bound(_bound(state, stage, state.budget.share(share)))
         state.note(f"prices for {int((stage.price > 0).sum())} times")
         state.budget.spend(200 * stage.net.weight())
         tighten(state, stage)
@@ -107,6 +108,15 @@ def _shrink(state: Search, stage: Stage) -> None:
         state.note(f"left {len(stage.net.nodes())} nodes, {len(stage.net.a)} joint choices")
         if state.closed() or state.budget.over() or stage.net.weight() > 0.7 * before:
             return
+
+
+def _bound(state: Search, stage: Stage, budget: Budget, rounds: int = 1000) -> float:
+    """Better prices, exact ones where the network allows it: then messages only follow them."""
+    exact = -np.inf if state.quick else raise_exactly(state, stage, budget)
+    if exact == -np.inf:
+        return raise_prices(state, stage, budget, rounds)
+    state.note(f"exact prices; left {len(stage.net.nodes())} nodes, {len(stage.net.a)} joint choices")
+    return max(exact, raise_prices(state, stage, budget, 1))
 
 
 def _exact(state: Search, stage: Stage) -> None:
@@ -175,7 +185,7 @@ class Tree:
             halves = _split(stage, bound)
         for half in halves or [stage]:
             try:
-                lower = max(bound, raise_prices(state, half, state.budget.part(WORK), ROUNDS))
+                lower = max(bound, _bound(state, half, state.budget.part(WORK), ROUNDS))
                 tighten(state, half)
                 if len(half.net.nodes()):
                     self._push(state, max(lower, half.proof().bound), half)

@@ -249,14 +249,9 @@ class SharedPrices:
             if budget.over() or proved(self.cost, self.bound, gap) or not state.active:
                 break
             state.step(mean, self.cost)
-            if self._promise(state) <= CLOSE * abs(state.best):
+            if state.promise() <= CLOSE * abs(state.best):
                 break
         return state
-
-    def _promise(self, state: Prices) -> float:
-        """By how much the model says that the next prices are better."""
-        rows = np.array([o[state.active] for o in state.over], float)
-        return float((np.array(state.costs) + rows @ state.price[state.active]).min()) - state.best
 
     def keep(self, state: Prices, gap: float, budget: Budget) -> None:
         """Choices within the limits: prices grow until one is, then between the last two prices, and between their choices."""

@@ -10,9 +10,10 @@ from typing import Any
 
 import numpy as np
 
-CLASSES = ("contraction", "convolution", "unfolded", "row", "softmax", "map", "gather", "opaque")
-PRODUCTS = CLASSES[:3]  # whose rates are of products
-LIKE = {"unfolded": "convolution", "softmax": "row"}  # what stands for classes that older calibrations did not tell apart
+CLASSES = ("contraction", "convolution", "unfolded", "computed", "row", "softmax", "map", "gather", "opaque")
+PRODUCTS = CLASSES[:4]  # whose rates are of products
+LIKE = {"unfolded": "convolution", "computed": "contraction", "softmax": "row"}
+"""What stands for classes that older calibrations did not tell apart."""
 CALLS = (
     "all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "broadcast", "batch_isend_irecv",
 )  # fmt: skip

@@ -84,11 +84,12 @@ def _factors(e: Expr) -> tuple[list[Expr], list[Expr]]:
 
 
 def _unguarded(e: Expr) -> tuple[Expr, Expr | None]:
-    """(exponential, divisor) of a weight, with a guard against NaN around the whole taken off."""
+    """(exponential, divisor) of a weight; a guard against NaN around the whole and casts between floats are taken off."""
+    e = without_casts(e, FLOATS)
     if isinstance(e, Call) and e.fn == "where":
         test, zero, kept = e.args
         if test == call("isnan", kept) and isinstance(zero, Const) and zero.value == 0:
-            e = kept
+            e = without_casts(kept, FLOATS)
     if isinstance(e, Call) and e.fn == "div":
         return e.args[0], e.args[1]
     return e, None

@@ -58,15 +58,35 @@ def groups(rank: int, world: int, strided: bool) -> Iterator[Group]:
             yield mine
 
 
-def call_of(name: str, group: Group, nbytes: int, device: torch.device) -> tuple[Callable[[], object], int]:
-    """The call on buffers that are there, and their bytes as `ir.collective_calls.Call` has them: about ``nbytes``."""
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """A call on buffers that are there.
+
+    Attributes:
+        nbytes: of them, as `ir.collective_calls.Call` has them.
+        ahead: what the engine does some kernels before it makes the call.
+    """
+
+    run: Callable[[], object]
+    nbytes: int = 0
+    ahead: Callable[[], object] = lambda: None
+
+    def whole(self) -> None:
+        """All of it at once."""
+        self.ahead()
+        self.run()
+
+
+def call_of(name: str, group: Group, nbytes: int, device: torch.device) -> Timed:
+    """The call on about so many bytes."""
     n, cells = len(group.ranks), max(nbytes // 4, 1)
     if name == EXCHANGE:
         cells = max(cells // (n - 1), 1)
-        return _exchange(group, cells, device), 4 * cells * (n - 1)
+        exchange = Exchange(group, cells, device)
+        return Timed(exchange.finish, 4 * cells * (n - 1), exchange.receive)
     part = max(cells // n, 1)
     if carrier(name, "gloo" if device.type == "cpu" else "nccl") == EXCHANGE:
-        return _gathered(group, part, device, merged=name == REDUCE_SCATTER), 4 * part * n
+        return _gathered(group, part, device, merged=name == REDUCE_SCATTER)
     whole, other = torch.zeros(part * n, device=device), torch.zeros(part * n, device=device)  # sums stay what they are
     piece, roots, g = torch.ones(part, device=device), cycle(group.ranks), group.handle
     calls: dict[str, Callable[[], object]] = {
@@ -76,46 +96,53 @@ def call_of(name: str, group: Group, nbytes: int, device: torch.device) -> tuple
         ALL_TO_ALL: lambda: api.all_to_all_single(other, whole, group=g),
         BROADCAST: lambda: api.broadcast(whole, src=next(roots), group=g),  # in turns: one sender would run ahead
     }
-    return calls[name], 4 * part * n
+    return Timed(calls[name], 4 * part * n)
 
 
-def _gathered(group: Group, part: int, device: torch.device, *, merged: bool) -> Callable[[], object]:
+def _gathered(group: Group, part: int, device: torch.device, *, merged: bool) -> Timed:
     """A gather, or with ``merged`` a reduce-scatter, as the engine makes it of messages."""
-    exchange, parts = _exchange(group, part, device), torch.ones(len(group.ranks), part, device=device)
+    exchange, parts = Exchange(group, part, device), torch.ones(len(group.ranks), part, device=device)
 
     def run() -> None:
-        exchange()
+        exchange.finish()
         if merged:
             torch.stack(list(parts), dim=-1).sum(-1)
 
-    return run
+    return Timed(run, 4 * part * len(group.ranks), exchange.receive)
 
 
-def _exchange(group: Group, cells: int, device: torch.device) -> Callable[[], object]:
-    """Every rank sends to every other one of the group, and receives as much."""
-    start = started_exchange(group, cells, device)
+class Exchange:
+    """Every rank sends to every other one of the group, and receives as much: as the engine does, which says where a message is
+    to go before it sends its own (`runtime.messages.point_to_point`). On gloo the word that a receiver is ready would otherwise
+    wait behind the bytes that this rank sends, and both directions of a link would take turns."""
 
-    return lambda: finished(start())
+    def __init__(self, group: Group, cells: int, device: torch.device) -> None:
+        others = [r for r in group.ranks if r != api.get_rank()]
+        sent = torch.ones(cells, device=device)
+        self._receives = [api.P2POp(api.irecv, torch.ones(cells, device=device), r, group.handle) for r in others]
+        self._sends = [api.P2POp(api.isend, sent, r, group.handle) for r in others]
+        self._ahead = device.type == "cpu"  # on NCCL a receive holds up the stream until it is met
+        self._works: list[Any] = []
 
+    def receive(self) -> None:
+        """Post what is to come, where that is done ahead."""
+        if self._ahead:
+            self._works = list(api.batch_isend_irecv(self._receives))
 
-def finished(works: Sequence[Any]) -> None:
-    """Wait for what was started."""
-    for work in works:
-        work.wait()
+    def send(self) -> None:
+        """Send, and where nothing is posted ahead receive."""
+        self._works += api.batch_isend_irecv(self._sends if self._ahead else self._receives + self._sends)
 
+    def wait(self) -> None:
+        """For all that was posted."""
+        for work in self._works:
+            work.wait()
+        self._works = []
 
-def started_exchange(group: Group, cells: int, device: torch.device) -> Callable[[], list[Any]]:
-    """What begins an exchange, and gives back what is to be waited for."""
-    me = api.get_rank()
-    others = [r for r in group.ranks if r != me]
-    sent, received = torch.ones(cells, device=device), [torch.ones(cells, device=device) for _ in others]
-
-    def start() -> list[Any]:
-        ops = [api.P2POp(api.isend, sent, r, group.handle) for r in others]
-        ops += [api.P2POp(api.irecv, x, r, group.handle) for r, x in zip(others, received, strict=True)]
-        return api.batch_isend_irecv(ops)
-
-    return start
+    def finish(self) -> None:
+        """Send and wait."""
+        self.send()
+        self.wait()
 
 
 class CallClock:
@@ -137,30 +164,31 @@ class CallClock:
         api.all_reduce(out, op=api.ReduceOp.MAX)
         return float(out[0])
 
-    def seconds(self, run: Callable[[], object], window: float) -> float:
+    def seconds(self, call: Timed, window: float) -> float:
         """Seconds of one call: the mean over as many as fit into a time, of the slowest rank.
 
         All groups make as many calls, so that none is measured while another one rests.
         """
-        run()  # connections are made by the first call
-        once = self.agreed(self._mean(run, 2))
+        call.whole()  # connections are made by the first call
+        once = self.agreed(self._mean(call.whole, 2))
         if once > window:
             return once
         if self.work is not None:
-            return self._in_place(run, self.work, window)
-        return self.settled([self.agreed(self._mean(run, n)) for n in self._counts(once, window)])
+            return self._in_place(call, self.work, window)
+        return self.settled([self.agreed(self._mean(call.whole, n)) for n in self._counts(once, window)])
 
-    def _in_place(self, run: Callable[[], object], work: Callable[[], object], window: float) -> float:
+    def _in_place(self, call: Timed, work: Callable[[], object], window: float) -> float:
         """Seconds that a call adds to the work before it; at least what it takes without."""
 
         def both() -> None:
+            call.ahead()
             work()
-            run()
+            call.run()
 
         once = self.agreed(self._mean(both, 2))
         counts = self._counts(once, window)
         added = [self.agreed(self._mean(both, n)) - self.agreed(self._mean(work, n)) for n in counts]
-        return max(statistics.median(added), min(self.agreed(self._mean(run, 4)) for _ in counts))
+        return max(statistics.median(added), min(self.agreed(self._mean(call.whole, 4)) for _ in counts))
 
     @staticmethod
     def _counts(once: float, window: float) -> list[int]:

@@ -15,11 +15,11 @@ from tapestry.runtime.calibration.call_clock import (
     SIZES,
     CallClock,
     CallPoint,
+    Exchange,
+    Timed,
     api,
     call_of,
-    finished,
     groups,
-    started_exchange,
 )
 from tapestry.runtime.calibration.kernel_clock import KernelClock
 from tapestry.runtime.calibration.probes import Probe, beside_transfers, few_probes, probes, rates_by_dtype
@@ -126,10 +126,10 @@ class _Bench:
                     self.step()
                     if last > LONG * self.window:
                         continue
-                    run, nbytes = call_of(name, g, size, self.device)
-                    key = (name, len(g.ranks), g.stride, nbytes)
+                    call = call_of(name, g, size, self.device)
+                    key = (name, len(g.ranks), g.stride, call.nbytes)
                     if key not in out:
-                        last = clock.seconds(run, self.window)
+                        last = clock.seconds(call, self.window)
                         out[key] = CallPoint(*key, last)
         return list(out.values())
 
@@ -138,18 +138,18 @@ class _Bench:
         if not self.groups or self.beside is None:
             return None
         g, k = self.groups[0], self.beside
-        kernel = self.clock.seconds(k.run, self.window)
+        kernel = self.clock.seconds(Timed(k.run), LONG * self.window)
         sizes = [c for c in calls if c.call == EXCHANGE and c.group == len(g.ranks) and c.stride == g.stride]
         size = min(sizes, key=lambda c: abs(c.seconds - kernel)).nbytes
-        start = started_exchange(g, size // 4 // (len(g.ranks) - 1), self.device)
+        exchange = Exchange(g, size // 4 // (len(g.ranks) - 1), self.device)
 
         def beside() -> None:
-            works = start()
+            exchange.send()
             k.run()
-            finished(works)
+            exchange.wait()
 
-        transfer = self.clock.seconds(lambda: finished(start()), self.window)
-        both = self.clock.seconds(beside, self.window)
+        transfer = self.clock.seconds(Timed(exchange.finish, ahead=exchange.receive), LONG * self.window)
+        both = self.clock.seconds(Timed(beside, ahead=exchange.receive), LONG * self.window)
         return min(1.0, max(0.0, (kernel + transfer - both) / min(kernel, transfer)))
 
 

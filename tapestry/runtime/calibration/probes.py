@@ -84,6 +84,22 @@ def _attention(b: int, heads: int, queries: int, keys: int) -> Probe:
     )
 
 
+def _rotated(b: int, heads: int, keyed: int, rows: int, width: int) -> Probe:
+    """Attention whose queries are rotated by their places in it, ``heads / keyed`` heads with the same keys and values."""
+    half, each = width // 2, heads // keyed
+    at = f"b0, i, {width}*b1 + c"
+    op = (
+        f"y@: f32[{b}, {heads}, {rows}, {width}] = op [b0: {b}, b1: {heads}, i: {rows}, n: {width} | m: {rows} softsum]\n"
+        f"  reads v[b0, m, n + {width}*floor((b1)/{each})], k[b0, floor((b1)/{each}), m, c], f[i, c], g[i, c], q[{at}], "
+        f"p = q[{at} - {half}] when c - {half} >= 0 else 0.0, r = q[{at} + {half}] when -c + {half - 1} >= 0 else 0.0\n"
+        f"  let [c: {width} sum] ((q * f) + (where(lt(index(c), {half}), neg(r), p) * g)) * k\n"
+        "  body (let0 * 0.125), 1.0, v\n  then acc2 / acc1"
+    )
+    table, keys = f"f32[{rows}, {width}]", f"f32[{b}, {keyed}, {rows}, {width}]"
+    values, queries = (f"f32[{b}, {rows}, {n * width}]" for n in (keyed, heads))
+    return Probe("computed", f"v: {values}; k: {keys}; f: {table}; g: {table}; q: {queries}", op)
+
+
 def _convolution(b: int, c: int, o: int, side: int, window: int) -> Probe:
     """Same-size convolution with bias and ReLU."""
     pad = window // 2
@@ -187,6 +203,9 @@ def probes() -> Iterator[Probe]:
     yield from (_product(m, 768, n, then=GELU) for m, n in ((1, 3072), (64, 1536), (256, 3072)))
     yield from (_three(m, 768, n) for m, n in ((1, 384), (64, 768), (256, 384)))
     yield from (_attention(*s) for s in ((1, 4, 16, 16), (1, 6, 64, 64), (4, 12, 64, 64), (1, 12, 128, 128), (1, 12, 1, 128)))
+    yield from (
+        _rotated(*s) for s in ((1, 4, 2, 16, 16), (1, 8, 4, 32, 32), (1, 8, 8, 1, 64), (1, 12, 12, 64, 64), (1, 8, 8, 128, 64))
+    )
     for b, c, o, side, window in (
         (1, 64, 64, 56, 1), (1, 256, 64, 28, 1), (4, 128, 512, 14, 1), (1, 64, 64, 28, 3), (1, 128, 128, 28, 3),
         (4, 64, 64, 14, 3), (1, 256, 256, 7, 3), (1, 32, 64, 56, 3), (1, 16, 16, 14, 3),

@@ -16,23 +16,27 @@ from tapestry.ir.kernel import Box, Kernel
 
 @dataclass(slots=True)
 class Filled:
-    """What kernels in C know of the caches of a process: three numbers (i64).
+    """What kernels in C know of the caches of a process: numbers (i64).
 
-    Of the cells of a present, those before the first number count, and those from the second on; the third is where the next
-    step appends.
+    Of the cells of a present, those before the first number count, and those from the second on; the others are where the next
+    step appends, for each row of the first axis.
     """
 
     numbers: ctypes.Array[ctypes.c_int64]
 
     @classmethod
-    def nothing(cls) -> Filled:
+    def nothing(cls, rows: int) -> Filled:
         """All cells count."""
-        return cls((ctypes.c_int64 * 3)(0, 0, 0))
+        return cls((ctypes.c_int64 * (2 + rows))())
 
     @property
     def address(self) -> int:
-        """Of the three numbers."""
+        """Of the numbers."""
         return ctypes.addressof(self.numbers)
+
+    def place(self, row: int) -> int:
+        """The address of where a row is appended to."""
+        return self.address + 8 * (2 + row)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +46,13 @@ class Grown:
     Attributes:
         memory: capacity and new cells along the cache's axis (more, where another size of the model appends more at once).
         filled: which of them count.
+        first: the first row that is here.
     """
 
     cache: Cache
     memory: torch.Tensor
     filled: Filled
+    first: int
 
     @property
     def past(self) -> torch.Tensor:

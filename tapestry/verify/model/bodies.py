@@ -38,7 +38,8 @@ def check(op: Opaque, graph: Graph, node: NodeProto, model: ModelFile, values: M
     ins = [n for n in (*node.input, *outer_names(node)) if n]
     theirs = {n: values[n] if n in values else model.constant(n) for n in ins}
     count = 0
-    for variant in _variants(node, theirs, {*op.inputs}, np.random.default_rng(seed)):
+    folded = {n for n in node.input if n in outer_names(node) and model.constant(n) is not None}
+    for variant in _variants(node, theirs, {*op.inputs} - folded, np.random.default_rng(seed)):
         expected = _expected(node, model, variant)
         if expected is None:
             continue
@@ -110,7 +111,8 @@ def _variants(
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
     """The node's own inputs, and others: conditions turned, counts of steps of 0 to 3, numbers drawn anew.
 
-    Only those of ``open_`` are varied: what the plan does not read any more was a constant, and is part of its body.
+    Only those of ``open_`` are varied: what the plan does not read any more was a constant, and is part of its body. So may
+    be a constant that the node reads outside as well.
     """
     flags = [n for n, a in own.items() if n in open_ and isinstance(a, np.ndarray) and a.dtype == bool and a.size == 1]
     yield dict(own)

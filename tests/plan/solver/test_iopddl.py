@@ -14,13 +14,12 @@ import pytest
 from bench.planning import iopddl
 from tapestry.plan.solver import neighbourhood, network, pairwise
 from tapestry.plan.solver.ascent import LEVELS, PEELS, Messages, levels
-from tapestry.plan.solver.bound import Multipliers, certify, rule_out
 from tapestry.plan.solver.budget import Budget
 from tapestry.plan.solver.crossover import Mixture
 from tapestry.plan.solver.lagrange import ascend
 from tapestry.plan.solver.mip import Program
 from tapestry.plan.solver.network_reduction import Reduction, components, limit_usage, reduce
-from tapestry.plan.solver.pairs import Infeasible, from_instance
+from tapestry.plan.solver.pairs import Infeasible, Multipliers, certify, from_instance, rule_out
 from tests.support.paths import SHARED
 
 INFINITE = 10**18

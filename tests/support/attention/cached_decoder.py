@@ -25,12 +25,20 @@ def _node(nodes: list[onnx.NodeProto], op: str, *ins: str, out: str, **attribute
     return out
 
 
+def _among_all(nodes: list[onnx.NodeProto], x: str) -> str:
+    """Numbers over the largest one of all rows."""
+    largest = _node(nodes, "ReduceMax", _node(nodes, "Abs", x, out="size"), out="largest", keepdims=0)
+    return _node(nodes, "Div", x, largest, out="part")
+
+
 def _constant(constants: dict[str, np.ndarray], name: str, value: object, dtype: type = np.int64) -> str:
     constants[name] = np.array(value, dtype)
     return name
 
 
-def decoder(*, cached: bool = True, positions: bool = True, masked: bool = True, order: str = "past first") -> onnx.ModelProto:
+def decoder(
+    *, cached: bool = True, positions: bool = True, masked: bool = True, order: str = "past first", coupled: bool = False
+) -> onnx.ModelProto:  # fmt: skip
     """A decoder of two layers.
 
     Args:
@@ -38,6 +46,7 @@ def decoder(*, cached: bool = True, positions: bool = True, masked: bool = True,
         positions: they are an input; otherwise the model counts them from the length of its past.
         masked: the mask reaches the scores; otherwise only its length is used.
         order: of the caches: ``past first`` or ``new first``.
+        coupled: scores are divided by the largest of all rows.
     """
     nodes, constants = list[onnx.NodeProto](), dict[str, np.ndarray]()
 
@@ -73,7 +82,7 @@ def decoder(*, cached: bool = True, positions: bool = True, masked: bool = True,
         x = node(
             "Tanh", node("Add", node("MatMul", mixed, f"o{layer}", out=f"o{layer}.out"), x, out=f"y{layer}"), out=f"x{layer}"
         )
-    node("MatMul", x, "head", out="logits")
+    node("MatMul", _among_all(nodes, x) if coupled else x, "head", out="logits")
     return _model(nodes, _weights(np.random.default_rng(11)) | constants, cached, positions)
 
 

@@ -189,10 +189,11 @@ def called(run: Callable[[Ins, Sequence[Tensor]], list[Tensor]], extents: tuple[
 
 
 def move(values: Tensor, there: Tensor, axis: int, at: int) -> Call:
-    """Copy what is dense from an axis on; to so many cells further as the number at an address says, unless that is 0."""
+    """Copy what is dense from an axis on; each row as many cells further as its number says, at an address that is not 0."""
     item, outer = values.element_size(), prod(values.shape[:axis])
     steps = (x.stride(axis - 1) * item if axis else 0 for x in (values, there))
-    sizes = native.Move(outer, values.nbytes // max(outer, 1), *steps, there.stride(axis) * item)
+    each = prod(values.shape[1:axis])
+    sizes = native.Move(outer, values.nbytes // max(outer, 1), *steps, there.stride(axis) * item, max(each, 1))
     lib: Any = native.library()
     return Call(lib.tapestry_move, sizes, native.Ends(values.data_ptr(), there.data_ptr(), at or None), (values, there))
 

@@ -117,7 +117,7 @@ class Step(ctypes.Structure):
 class Move(ctypes.Structure):
     """``Move`` of run.c, in bytes."""
 
-    _fields_ = [(name, _PLACE) for name in ("outer", "bytes", "from_", "to", "cell")]
+    _fields_ = [(name, _PLACE) for name in ("outer", "bytes", "from_", "to", "cell", "each")]
 
 
 class Ends(ctypes.Structure):

@@ -15,15 +15,18 @@ void tapestry_run(const Step *step, int64_t steps) {
 
 typedef struct {
     int64_t outer, bytes, from, to, cell; /* `outer` pieces of so many bytes; bytes between pieces, and between cells */
+    int64_t each;                         /* pieces of a row */
 } Move;
 
 typedef struct {
     const char *from;
     char *to;
-    const int64_t *at; /* which cell it goes to; null: the first */
+    const int64_t *at; /* which cell each row goes to; null: the first */
 } Ends;
 
 void tapestry_move(const Move *m, const Ends *e) {
-    char *to = e->to + (e->at ? *e->at * m->cell : 0);
-    for (int64_t i = 0; i < m->outer; i++) memcpy(to + i * m->to, e->from + i * m->from, (size_t)m->bytes);
+    for (int64_t i = 0; i < m->outer; i++) {
+        char *to = e->to + i * m->to + (e->at ? e->at[i / m->each] * m->cell : 0);
+        memmove(to, e->from + i * m->from, (size_t)m->bytes); /* a cache's last places may reach into what is behind them */
+    }
 }
