@@ -32,7 +32,13 @@ from bench.support.mutants import Mutant, functions, install, mutants, sample
 from bench.support.record import ROOT
 
 ROOMS = ("verify", "ir", "lift")
-TESTS = ("tests/verify", "tests/ir", "tests/lift", "tests/whole/test_special_values.py", "tests/rewrites/attention/test_attention.py")
+TESTS = (
+    "tests/verify",
+    "tests/ir",
+    "tests/lift",
+    "tests/whole/test_special_values.py",
+    "tests/rewrites/attention/test_attention.py",
+)
 MOST = 6.0  # seconds of tests, as they took without a fault, that are run against one
 REASONS: dict[str, str] = {}
 """Why a fault that lived may: what it changes cannot be seen. By path and text of the fault."""
