@@ -51,10 +51,12 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling:
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling | None:
     """Give the files of a family to one worker, and every other file to one worker: what its cases share is made once."""
     from xdist.scheduler import LoadScopeScheduling
 
+    if config.getoption("dist") != "load":
+        return None  # somebody asked for another way
     family = {file: names[0] for names in FAMILIES for file in names}
 
     class ByFamily(LoadScopeScheduling):

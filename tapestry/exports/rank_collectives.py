@@ -66,8 +66,8 @@ class Exchange:
             shape[0] //= n
         out = Value(self.nodes.fresh(f"{self.nodes.part}/{kind}"), tuple(shape), x.dtype)
         node = helper.make_node(
-            COLLECTIVE, [x.name], [out.name], name=out.name, collective_operation=kind, reduce_op=op, root=root, nb_rank=n,
-            groups=list(group), group_size=n,
+            COLLECTIVE, [self.nodes.named(x).name], [out.name], name=out.name, collective_operation=kind, reduce_op=op,
+            root=root, nb_rank=n, groups=list(group), group_size=n,
         )  # fmt: skip
         self.nodes.keep(node)
         self.described += [x, out]

@@ -14,7 +14,7 @@ import pytest
 import tapestry
 from tapestry import cli
 from tapestry.exports import fused_onnx, rank_onnx
-from tapestry.exports.onnx_blocks.onnx_nodes import NotExpressible
+from tapestry.exports.onnx_blocks.onnx_nodes import Nodes, NotExpressible, Value
 from tapestry.ir.program import Reduce, Transfer, transfer_bytes
 from tapestry.onnx_eval.ort_session import ort_session
 from tapestry.plan.lower import lower
@@ -62,6 +62,16 @@ def test_rank_files_of_any_plan(name, seed, tmp_path):
     planned = sum(transfer_bytes(s, program) for s in program.steps if isinstance(s, Transfer | Reduce))
     assert done["plan_bytes"] == planned and done["bytes"] <= planned + done["extra_bytes"] + 1
     assert done["extra_bytes"] == sum(done["extra"].values())
+
+
+def test_a_value_is_read_by_the_name_that_it_has_come_to():
+    """Two buffers may hold one value, as where a transfer moves nothing on a rank; the second one names the node."""
+    nodes = Nodes()
+    part = nodes.slice(Value("x", (4,), "f32"), [(0, 2)])
+    nodes.result(part, "y")
+    nodes.apply("Neg", [part])
+    nodes.result(part, "z")
+    assert [(n.op_type, n.input[0]) for n in nodes.nodes] == [("Slice", "x"), ("Neg", "y"), ("Identity", "y")]
 
 
 def test_what_costs_more_is_refused_unless_it_is_asked_for(tmp_path):

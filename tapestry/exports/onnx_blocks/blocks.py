@@ -248,7 +248,7 @@ def _opaque(nodes: Nodes, graph: Graph, op: Opaque, kernel: Kernel, ins: Sequenc
         raise NotExpressible(f"{op.kind} of opset {version} is another one than that of opset {file}")
     for k, v in enumerate(ins):
         if k < len(node.input) and v is not None:
-            node.input[k] = nodes.slice(v, _taken(graph, op, kernel, k)).name
+            node.input[k] = nodes.named(nodes.slice(v, _taken(graph, op, kernel, k))).name
     dtypes = [graph.tensors[t].dtype for t in op.outs]
     outs = [Value(nodes.fresh(f"{nodes.part}/{op.kind}"), shape(b), d) for b, d in zip(kernel.outs, dtypes, strict=True)]
     for k, v in enumerate(outs):

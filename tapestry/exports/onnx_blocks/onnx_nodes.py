@@ -94,7 +94,7 @@ class Nodes:
         out = Value(self.fresh(f"{self.part}/{kind}" if self.part else kind), tuple(shape), dtype)
         if out.size > self.most:
             raise NotExpressible("a value would be written out over a whole index space", why=f"{list(shape)} cells")
-        names = [v.name if v is not None else "" for v in ins]
+        names = [self.named(v).name if v is not None else "" for v in ins]
         key = (kind, *names, *sorted((k, repr(v)) for k, v in attributes.items()))
         if key in self._same:
             self.taken.discard(out.name)
@@ -126,8 +126,7 @@ class Nodes:
     def copied(self, value: Value, name: str) -> Value:
         """A copy of a value under a name that others know."""
         named = self.values[name] = Value(name, value.shape, value.dtype)
-        source = self._renamed.get(value.name, value.name)
-        self.nodes.append(helper.make_node("Identity", [source], [name], name=self.fresh(f"{name}/Identity")))
+        self.nodes.append(helper.make_node("Identity", [self.named(value).name], [name], name=self.fresh(f"{name}/Identity")))
         return named
 
     def named(self, value: Value) -> Value:
