@@ -7,6 +7,7 @@ size of every folded value is bounded before it is computed, since a 121-byte mo
 from __future__ import annotations
 
 import logging
+import math
 import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any, cast
@@ -315,13 +316,9 @@ class _Budget:
         for out in node.outputs:
             if out.shape is None or not all(isinstance(d, int) for d in out.shape) or out.dtype is None:
                 return False
-            count = 1
-            for d in out.shape:
-                count *= int(d)  # type: ignore[arg-type]
+            count = math.prod(int(d) for d in out.shape)  # type: ignore[arg-type]
             total += count * max(1, int(out.dtype.itemsize))
-            if node.op_type == "Range" and count > IOTA:
-                return False
-            if node.op_type == "ConstantOfShape" and count > IOTA * IOTA:
+            if count > {"Range": IOTA, "ConstantOfShape": IOTA * IOTA}.get(node.op_type, count):
                 return False
         if total > FOLD_BYTES or total > self.left:
             return False
@@ -481,8 +478,7 @@ def _with_hints(model: ModelProto, types: Types, hints: Types) -> Prepared:
     """Types where the file's declarations fill what inference leaves open; only where it cannot go on without them."""
     used: Types = {}
     while True:
-        pending: set[str] = set()
-        needed: Types = {}
+        pending, needed = set[str](), dict[str, TypeProto]()
         for node in model.graph.node:
             behind = pending.intersection((*node.input, *captured(node)))
             for o in node.output:
