@@ -307,8 +307,9 @@ class Connection:
         s = Seeded() if sampler == "seeded" else sampler
         if (isinstance(s, Seeded) and s.first) or (not isinstance(s, Seeded) and s != "greedy"):
             raise TapestryError(f"the server has no sampler {s}", hint="greedy, or Seeded whose first prompt is number 0")
-        drawn = {"seed": s.seed, "temperature": s.temperature, "top_k": s.top_k} if isinstance(s, Seeded) else {}
-        wanted = Wanted(prompts_of(ids, mask), max_new_tokens, stop, **drawn)
+        wanted = Wanted(prompts_of(ids, mask), max_new_tokens, stop)
+        if isinstance(s, Seeded):
+            wanted.seed, wanted.temperature, wanted.top_k = s.seed, s.temperature, s.top_k
         return np.array(self._ask(Ask("generate", generate=wanted), [])[0].tokens, np.int64)
 
     def close(self) -> None:
