@@ -33,7 +33,7 @@ from tapestry.plan.solver.budget import Found, unseen
 from tapestry.plan.topology import Topology, default_mesh, linked, parse_bytes, parse_mesh, topology
 from tapestry.plugins import entry_points as plugins
 from tapestry.rewrites import load_rules
-from tapestry.rewrites.core.driver import rule_names
+from tapestry.rewrites.core.driver import disabled_by, rule_names
 from tapestry.rewrites.core.rule import parse_move
 from tapestry.runtime.calibration.automatic import AUTO, automatic
 from tapestry.sharding import annotations
@@ -42,7 +42,7 @@ from tapestry.sharding.annotations import Annotations
 # fmt: off
 PASSES = (
     #    phase       pass                                 takes                                     gives
-    Pass("lift",     lift.read_model,                     "model weights",                          "source"),
+    Pass("lift",     lift.read_model,                     "model weights kept",                     "source"),
     Pass("lift",     lift.bind_symbols,                   "source shapes",                          "symbols"),
     Pass("lift",     passes.check_memory,                 "source topology memory",                 ""),
     Pass("lift",     passes.lift_whole,                   "source symbols also_whole seed",         "whole"),
@@ -87,7 +87,7 @@ MeshLike = str | Mesh | Sequence[int] | Mapping[str, int]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     """What ``tapestry compile`` takes; see README. ``print_after`` names passes after which the IR is printed,
-    ``without`` rules (or a phase of them) that are not used."""
+    ``without`` rules (or a phase of them) that are not used, ``kept`` values that are computed whatever is known of them."""
 
     model: Path
     shapes: Mapping[str, Any] = field(default_factory=dict[str, Any])
@@ -115,6 +115,7 @@ class Options:
     micro_batches: str = "auto"
     stage_at: Sequence[str] = ()
     print_after: Sequence[str] = ()
+    kept: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,10 +196,14 @@ def graph_again(options: Options, build: store.Build) -> Graph:
         TapestryError: the model cannot be lifted at these sizes, or the moves do not apply.
     """
     runner = Runner(values=_values(options), report=lambda phase, name: None)
-    runner.run(_between(None, passes.resume))
-    values, moves = runner.values, [parse_move(m) for m in build.moves]
+    moves = [parse_move(m) for m in build.moves]
+    runner.run(_between(None, passes.simplify))
+    lifted, whole, left_out = runner.get("lifted", lift.Lifted), runner.values["whole"], disabled_by(moves)
+    if left_out:  # what the passes would simplify is not what the plan's graph began as
+        return passes.replayed(lifted, whole, lifted.graph, moves)
+    runner.run(_between(passes.simplify, passes.resume))
     own = len(runner.get("constraints", passes.Constraints).moves)  # those of the model's annotations are behind the graph
-    return passes.replayed(runner.get("lifted", lift.Lifted), values["whole"], runner.get("graph", Graph), moves[own:])
+    return passes.replayed(lifted, whole, runner.get("graph", Graph), moves[own:])
 
 
 def search_again(options: Options, build: store.Build, graph: Graph) -> PricedPlan:
@@ -257,7 +262,7 @@ def _values(options: Options) -> dict[str, Any]:
         "accumulate": options.accumulate, "without": rule_names(options.without), "stage_at": options.stage_at,
         "earlier": earlier, "request": parse_request(stages, micro, topo), "target": options.target,
         "precision": options.precision, "time_limit": options.time_limit, "interrupt": options.interrupt,
-        "found": options.found,
+        "found": options.found, "kept": options.kept,
         "pareto": options.pareto, "resumed": str(options.resume) if options.resume else None,
     }  # fmt: skip
 

@@ -1,6 +1,6 @@
 """Sessions: tokens beside onnxruntime's own loop, what a step costs beside its, and whether anything grows in 10,000 steps.
 
-    .venv/bin/python -m bench session [--only tokens|continuous|cost|steady] [--models NAME …] [--processes N …]
+    .venv/bin/python -m bench session [--only tokens|continuous|cost|steady|pictures] [--models NAME …] [--processes N …]
 
 The models are exports of the shared folder, given caches (`bench/exporters/cached_exports`). Tokens are compared with
 onnxruntime's greedy loop over the same cached export, its caches bound as its own values (IO binding); both take prompts of 16
@@ -8,7 +8,8 @@ random tokens. Cost is processor time for each token, one thread, both in this p
 of so many cells fills. Steady runs two ranks.
 Continuous: prompts of 1 to 40 tokens, three times as many as there are rows, each compared with its own loop, and how many
 steps that takes beside as many rows that begin and end together.
-Writes bench/results/session.json, a row per case; exits 1 where tokens differ.
+Writes bench/results/session.json, a row per case, and pictures of cost by length (session_cost.svg) and of memory by steps
+(session_memory.svg); exits 1 where tokens differ.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from typing import Any
 from bench.correctness.models import materialize
 from bench.exporters import cached_exports
 from bench.support import record
+from bench.support.curves import svg
 from bench.support.record import ROOT, WORK, Row
 
 MODELS = ("llama_tiny", "qwen3_tiny", "gpt2")
@@ -237,6 +239,27 @@ def steady(steps: int = 10_000) -> Row:
     }
 
 
+def pictures() -> None:
+    """What the rows say, drawn."""
+    rows, cost = record.read("session"), dict[str, list[tuple[float, float]]]()
+    for r in sorted((r for r in rows if r["case"] == "cost" and r["batch"] == 1), key=lambda r: r["capacity"]):
+        for who, key in ((r["model"], "ours_cpu_s"), (f"{r['model']}, onnxruntime", "onnxruntime_cpu_s")):
+            cost.setdefault(who, []).append((r["capacity"], 1e3 * r[key]))
+    cost = {who: points for who, points in cost.items() if len(points) > 1}
+    steady = next((r for r in rows if r["case"] == "steady"), None)
+    drawn = {"cost": ("Processor time of a token, batch 1", "cells of the caches, the last 64 of which fill", "ms", cost)}
+    if steady is not None:
+        each = steady["steps"] // 10
+        memory = {
+            who: [(k * each, b / 2**20) for k, (b, _) in enumerate(points)]
+            for who, points in steady["anonymous_bytes_and_descriptors"].items()
+        }
+        drawn["memory"] = ("Memory of two ranks and their caller", "steps", "MiB that no file backs", memory)
+    for name, (title, across, up, curves) in drawn.items():
+        if curves:
+            (record.RESULTS / f"session_{name}.svg").write_text(svg(title, across, up, curves))
+
+
 def _anonymous(pid: int) -> int:
     """Bytes of memory that no file backs (proc(5): RssAnon)."""
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
@@ -267,7 +290,7 @@ def one(case: Sequence[str]) -> Row:
 def main() -> None:
     """Run the cases, each in a process of its own, and keep the rows of others that are there."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", choices=("tokens", "continuous", "cost", "steady"))
+    parser.add_argument("--only", choices=("tokens", "continuous", "cost", "steady", "pictures"))
     parser.add_argument("--models", nargs="+", default=list(MODELS))
     parser.add_argument("--processes", nargs="+", type=int, default=[1, 2, 4])
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 8])
@@ -277,9 +300,10 @@ def main() -> None:
     if args.case:
         _keep(one(args.case))
         return
-    for case in cases(args):
+    for case in () if args.only == "pictures" else cases(args):
         print(*case, flush=True)
         subprocess.run([sys.executable, "-m", "bench", "session", "--case", *case], check=True, cwd=ROOT)
+    pictures()
     sys.exit(0 if all(r["equal"] for r in record.read("session") if r["case"] in ("tokens", "continuous")) else 1)
 
 

@@ -71,6 +71,7 @@ class ModelSource:
         nodes: ONNX nodes in the file (top-level graph).
         has_weights: whether external data must be there.
         names: what its author calls things.
+        kept: values that stay computed, though they are known.
     """
 
     model: ModelProto
@@ -80,6 +81,7 @@ class ModelSource:
     nodes: int
     has_weights: bool
     names: Names
+    kept: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,9 +114,9 @@ def lift(
     return lift_nodes(source, symbols, normalize(source, symbols, steps), steps, seed)
 
 
-def read_model(model: Path, weights: bool) -> ModelSource:
+def read_model(model: Path, weights: bool, kept: frozenset[str] = frozenset()) -> ModelSource:
     """A model file, checked, its weights taken out, in the opset that the lifters know."""
-    return read_proto(load(model.absolute()), model.absolute(), weights)
+    return replace(read_proto(load(model.absolute()), model.absolute(), weights), kept=kept)
 
 
 def read_proto(proto: ModelProto, path: Path, weights: bool) -> ModelSource:
@@ -171,7 +173,7 @@ def normalize(source: ModelSource, symbols: Symbols, unroll_steps: bool) -> Prep
     """The model with shapes inferred, constants folded, functions, loops and branches written out."""
     with _reading(source.model, source.path):
         try:
-            return prepare(source.model, step_types, steps=unroll_steps, bound=bool(symbols.sizes))
+            return prepare(source.model, step_types, steps=unroll_steps, bound=bool(symbols.sizes), kept=source.kept)
         except Contradiction as e:
             name_symbols(e, symbols.sizes)
             raise

@@ -68,6 +68,12 @@ class Request:
         return new + [self.stop] * (self.count - len(new))
 
 
+def prompts_of(ids: Array | Sequence[Sequence[int]], mask: Array | None) -> list[list[int]]:
+    """The tokens of each prompt that a mask has; all without one."""
+    marks = [[1] * len(row) for row in ids] if mask is None else mask
+    return [[int(t) for t, m in zip(row, some, strict=True) if m] for row, some in zip(ids, marks, strict=True)]
+
+
 Rows = Sequence[Request | None]
 """Who has each row of the batch."""
 
@@ -116,7 +122,11 @@ class Sequences(ABC):
     def check(self, q: Request) -> None:
         """Refuse a request that does not fit, before anything is computed."""
         self.fits(q.prompt + q.count - 1)
-        given = {IDS: np.array([q.tokens]), POSITIONS: np.array([[q.prompt + q.count - 2]])}
+        try:
+            ids = np.array([q.tokens], numpy_dtype(self.members[0].inputs[IDS].dtype))
+        except OverflowError as e:
+            raise TapestryError("a token is no number of the input's type", where=IDS, why=str(e)) from None
+        given = {IDS: ids, POSITIONS: np.array([[q.prompt + q.count - 2]])}
         check_indices(given, [(n, (), size) for n, _, size in self.members[0].bounds if n in given])
 
     @abstractmethod

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 import numpy as np
@@ -24,10 +24,14 @@ from tapestry.errors import RunError, TapestryError
 from tapestry.ir.types import DTYPES, numpy_dtype
 from tapestry.runtime.session import as_numpy
 from tapestry.serving import frames
+from tapestry.serving.generation import prompts_of
+from tapestry.serving.sampling import Seeded
 from tapestry.serving.sessions import Session
 
 PROTOCOL = 1
 MAX_CALLERS = 64  # connections at a time
+MAX_TOKENS = 1 << 16  # that one request may make: they are in the header of the answer
+Token = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 _DTYPES = {numpy: ours for ours, (_, numpy) in DTYPES.items()}
 
 
@@ -46,12 +50,25 @@ class Piece(msgspec.Struct, forbid_unknown_fields=True):
         return numpy_dtype(_DTYPES[self.dtype])
 
 
-class Ask(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
-    """What a client wants: ``describe``, or ``run`` with arrays, and the names of the outputs that it wants (null: all)."""
+class Wanted(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+    """What is to be generated behind prompts; without a seed the likeliest tokens."""
 
-    op: Literal["describe", "run"]
+    prompts: list[list[Token]]
+    max_new_tokens: int
+    stop: Token | None = None
+    seed: Token | None = None
+    temperature: float = 1.0
+    top_k: Token = 0
+
+
+class Ask(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+    """What a client wants: ``describe``, ``run`` with arrays, and the names of the outputs that it wants (null: all), or
+    ``generate``."""
+
+    op: Literal["describe", "run", "generate"]
     arrays: list[Piece] = []
     outputs: list[str] | None = None
+    generate: Wanted | None = None
     protocol: int = PROTOCOL
 
 
@@ -66,9 +83,10 @@ class Fault(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
 
 
 class Reply(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
-    """Outputs, what the build takes and gives, or an error."""
+    """Outputs, what the build takes and gives, new tokens of each prompt, or an error."""
 
     arrays: list[Piece] = []
+    tokens: list[list[int]] = []
     inputs: list[list[Piece]] = []
     outputs: list[list[Piece]] = []
     error: Fault | None = None
@@ -163,8 +181,11 @@ class Server:
                 inputs, outputs = [i for i, _ in self.sizes], [o for _, o in self.sizes]
                 frames.send(caller, Reply(inputs=inputs, outputs=outputs))
                 return
-            outputs = self.session.run(self._arrays(caller, ask.arrays), ask.outputs)
-            frames.send(caller, Reply(arrays=[piece(n, a) for n, a in outputs.items()]), list(outputs.values()))
+            if ask.op == "generate":
+                frames.send(caller, Reply(tokens=self._tokens(ask.generate)))
+            else:
+                outputs = self.session.run(self._arrays(caller, ask.arrays), ask.outputs)
+                frames.send(caller, Reply(arrays=[piece(n, a) for n, a in outputs.items()]), list(outputs.values()))
             with self._lock:
                 self.answered += 1
         except frames.Closed as e:  # what follows could be anything
@@ -175,6 +196,14 @@ class Server:
             if isinstance(e, RunError):
                 self.failed = e
                 self.close()
+
+    def _tokens(self, w: Wanted | None) -> list[list[int]]:
+        """New tokens of each prompt; callers at once share the rows of a batch."""
+        if w is None or len(w.prompts) * w.max_new_tokens > MAX_TOKENS:
+            what = "nothing is to be generated" if w is None else f"{len(w.prompts)} prompts of {w.max_new_tokens:,} new tokens"
+            raise TapestryError(what, where="generate", hint=f"at most {MAX_TOKENS:,} in one request")
+        sampler = "greedy" if w.seed is None else Seeded(w.seed, w.temperature, w.top_k)
+        return self.session.generate(w.prompts, w.max_new_tokens, sampler=sampler, stop=w.stop).tolist()
 
     def _arrays(self, caller: socket.socket, pieces: Sequence[Piece]) -> dict[str, Any]:
         """The inputs of a request; nothing is read before it is known to be an input of one of the builds."""
@@ -266,6 +295,22 @@ class Connection:
         ask = Ask("run", [piece(n, a) for n, a in arrays.items()], None if outputs is None else list(outputs))
         reply, found = self._ask(ask, list(arrays.values()))
         return {p.name: a for p, a in zip(reply.arrays, found, strict=True)}
+
+    def generate(
+        self, ids: Any, max_new_tokens: int, *, sampler: str | Seeded = "greedy", mask: Any = None, stop: int | None = None
+    ) -> np.ndarray[Any, Any]:
+        """New tokens, as `Session.generate`; connections at once share the rows of a batch.
+
+        Raises:
+            TapestryError: as the server says, or the sampler is one that it does not have. Closed: it has gone.
+        """
+        s = Seeded() if sampler == "seeded" else sampler
+        if (isinstance(s, Seeded) and s.first) or (not isinstance(s, Seeded) and s != "greedy"):
+            raise TapestryError(f"the server has no sampler {s}", hint="greedy, or Seeded whose first prompt is number 0")
+        wanted = Wanted(prompts_of(ids, mask), max_new_tokens, stop)
+        if isinstance(s, Seeded):
+            wanted.seed, wanted.temperature, wanted.top_k = s.seed, s.temperature, s.top_k
+        return np.array(self._ask(Ask("generate", generate=wanted), [])[0].tokens, np.int64)
 
     def close(self) -> None:
         """End the connection."""

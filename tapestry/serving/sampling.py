@@ -32,9 +32,9 @@ class Seeded:
 
     def sampler(self, number: int) -> Draw:
         """What draws the tokens of one prompt of a call."""
-        if not self.temperature > 0 or self.top_k < 0 or self.first < 0:
-            what = f"temperature {self.temperature:g}, top_k {self.top_k}, first {self.first}"
-            raise TapestryError(what, hint="above 0, 0 or more, and 0 or more")
+        if not self.temperature > 0 or min(self.seed, self.top_k, self.first) < 0:
+            what = f"temperature {self.temperature:g}, seed {self.seed}, top_k {self.top_k}, first {self.first}"
+            raise TapestryError(what, hint="a temperature above 0, the others 0 or more")
         rng = np.random.default_rng([self.seed, self.first + number])
 
         def draw(scores: Array) -> int:

@@ -15,7 +15,7 @@ from tapestry.errors import RunError, TapestryError
 from tapestry.ir.types import DTYPES, Tensor
 from tapestry.serving.continuous_batch import SharedGeneration
 from tapestry.serving.engines import AnySize, Engine, InProcess
-from tapestry.serving.generation import CachesLost, Request
+from tapestry.serving.generation import CachesLost, Request, prompts_of
 from tapestry.serving.members import Given, Member, chosen, members
 from tapestry.serving.sampling import Array, Seeded, sampler_of
 from tapestry.serving.turns import Turns
@@ -132,9 +132,7 @@ class Session:
         Raises:
             TapestryError: the builds are no causal decoder of tokens, or the tokens do not fit; and as `run`.
         """
-        marks = [None] * len(ids) if mask is None else list(mask)
-        prompts = [[int(t) for t, m in zip(row, [1] * len(row) if k is None else k, strict=True) if m]
-                   for row, k in zip(ids, marks, strict=True)]  # fmt: skip
+        prompts = prompts_of(ids, mask)
         if not prompts or not all(prompts) or max_new_tokens < 1:
             what = (
                 f"{len(prompts)} prompts of {min(map(len, prompts), default=0)} tokens or more, and {max_new_tokens} new ones"

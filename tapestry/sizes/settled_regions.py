@@ -105,6 +105,11 @@ def _other_graph(seen: _Seen, sizes: Sizes) -> str:
     if sizes in seen.shown or sizes == seen.plans.sizes:
         return ""
     mine, why = replace(seen.plan.at(sizes)[0], weights={}), ""
+    smaller = any(n < m for n, m in zip(sizes, seen.plans.sizes, strict=True))
+    tried = smaller and "values" in seen.shown.values()  # another small size was another graph
+    if tried and _same_values(seen, sizes):
+        seen.shown[sizes] = "values"
+        return ""
     try:
         if flat(seen.plans.graph(sizes)) == flat(mine):
             seen.shown[sizes] = "lifted again"
@@ -112,7 +117,7 @@ def _other_graph(seen: _Seen, sizes: Sizes) -> str:
         why = "the model's graph is another one"
     except TapestryError as e:
         why = e.what
-    if all(n >= m for n, m in zip(sizes, seen.plans.sizes, strict=True)) or not _same_values(seen, sizes):
+    if not smaller or tried or not _same_values(seen, sizes):
         return why
     seen.shown[sizes] = "values"
     return ""

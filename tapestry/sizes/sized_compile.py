@@ -99,13 +99,14 @@ def describe(sized: SizedBuild) -> dict[str, Any]:
 
 def _plan(work: _Compilation, whole: Region) -> None:
     """A plan in the middle of a region, for as much of it as it is good for; the rest is left."""
-    options, symbols = work.options, work.asked.symbols
-    same = _one_model(work, whole)
+    symbols, same = work.asked.symbols, _one_model(work, whole)
     work.left += without(whole, same.region)
     whole, made_at = same.region, same.grid.made_at
-    compiled = pipeline.compile_model(_at(work, made_at), work.report)
+    options = replace(work.options, shapes=work.asked.fixed, kept=same.varying())
+    at = replace(options, shapes={**options.shapes, **dict(zip(symbols, made_at, strict=True))})
+    compiled = pipeline.compile_model(at, work.report)
     constants = model_evidence.arrays(compiled.build.plan.graph, compiled.constants)
-    plans = PlanAtSizes(replace(options, shapes=work.asked.fixed), symbols, compiled.build, made_at, constants, same)
+    plans = PlanAtSizes(options, symbols, compiled.build, made_at, constants, same)
     region, places, plan, facts, why = _proved(plans, whole)
     work.left += without(whole, region)
     about = {
@@ -165,25 +166,26 @@ def _fewer(plans: PlanAtSizes, region: Region, e: TapestryError, why: list[str])
 
 def _fitted(plans: PlanAtSizes, region: Region) -> tuple[Region, dict[int, Formula], SymbolicPlan, list[str]]:
     """The plan with formulas; where none are found, with fewer symbols that vary."""
-    why: list[str] = []
+    why, far = list[str](), True
     while True:
         free = [k for k in range(len(plans.symbols)) if len(region.along(k)) > 1]
         try:
-            near = _near(free, plans.sizes) + [n for n in plans.same.grid.telling() if n in region]
-            return region, *plans.with_sizes(list(dict.fromkeys(near))), why
+            near = _near(free, plans.sizes, region if far else None)
+            telling = [n for n in plans.same.grid.telling() if n in region]
+            return region, *plans.with_sizes(list(dict.fromkeys(near + telling))), why
         except (OtherPlan, ModelError) as e:
-            region = _fewer(plans, region, e, why)
+            if not far or not free:
+                region = _fewer(plans, region, e, why)
+            far = False
 
 
 def _files(c: pipeline.Compiled) -> dict[str, bytes]:
     return store.files_of(c.build, c.constants, c.kernels, c.laws, c.rewrites, c.evidence)
 
 
-def _at(work: _Compilation, sizes: Sizes) -> pipeline.Options:
-    return replace(work.options, shapes={**work.asked.fixed, **dict(zip(work.asked.symbols, sizes, strict=True))})
-
-
-def _near(free: Sequence[int], made_at: Sizes) -> list[Sizes]:
-    """Sizes from which formulas are guessed: one more of each symbol that varies, and more of all."""
+def _near(free: Sequence[int], made_at: Sizes, region: Region | None) -> list[Sizes]:
+    """Sizes from which formulas are guessed: one more of each symbol that varies, and more of all: the largest of a region,
+    whose graph is looked at in any case."""
     out = [tuple(n + (j == k) for j, n in enumerate(made_at)) for k in free]
-    return [*out, tuple(n + 2 * (k in free) for k, n in enumerate(made_at))] if free else []
+    most = tuple(n + 2 * (k in free) if region is None else region.along(k)[-1] for k, n in enumerate(made_at))
+    return [*out, most] if free else []

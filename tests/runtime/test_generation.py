@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+from contextlib import closing
 from functools import cache
 
 import numpy as np
@@ -17,6 +18,7 @@ from tapestry import saved_build
 from tapestry.cli import main
 from tapestry.errors import RunError, TapestryError
 from tapestry.onnx_eval.ort_session import ort_session
+from tapestry.serving.local_socket import Server
 from tapestry.serving.sampling import Seeded, sampler_of
 from tests.support.attention.cached_decoder import PLACES, VOCABULARY, decoder, sizes
 from tests.support.small_models import FOLDER
@@ -281,6 +283,47 @@ def test_callers_at_once_share_the_rows_of_a_batch():
         assert np.array_equal(s.generate(MANY, 12), tokens)
 
 
+def test_connections_to_a_server_share_the_rows(tmp_path):
+    tokens, found = alone(12), {}
+    with tapestry.Session([build(n) for n in (1, 4)]) as s, closing(Server(s, tmp_path / "s")) as server:
+        thread = threading.Thread(target=server.serve)
+        thread.start()
+        step, together, ready = s._step, [], threading.Event()
+
+        def counted(k, feeds, outs, at, fresh):
+            together.append(sum(n > 0 for _, n in at))
+            if len(together) == 1:
+                ready.set()
+                joined(s, 3)
+            return step(k, feeds, outs, at, fresh)
+
+        def ask(n):
+            assert n == 0 or ready.wait(20)
+            with tapestry.connect(server.path) as c:
+                found[n] = c.generate(MANY[n : n + 2], 12)
+
+        s._step = counted  # type: ignore[method-assign]
+        callers = [threading.Thread(target=ask, args=(n,)) for n in (0, 2, 4)]
+        for t in callers:
+            t.start()
+        for t in callers:
+            t.join()
+        assert all(np.array_equal(found[n], tokens[n : n + 2]) for n in (0, 2, 4)) and together[1] == 3
+        with tapestry.connect(server.path) as c:
+            assert np.array_equal(c.generate(MANY[:2], 6, sampler=Seeded(5, 2.0)), alone(6, Seeded(5, 2.0))[:2])
+            for asked, sampler, said in [
+                ([[VOCABULARY]], "greedy", "outside"), ([[1]] * 9000, "greedy", "9000 prompts"), ([[1]], "beam", "no sampler"),
+                ([[]], "greedy", "0 tokens"), ([[1]], Seeded(0, -1.0), "temperature"),
+            ]:  # fmt: skip
+                with pytest.raises(TapestryError, match=said):
+                    c.generate(asked, 12, sampler=sampler)
+            with pytest.raises(TapestryError, match="the server has closed"):
+                c.generate([[-1]], 2)
+        server.close()
+        thread.join(20)
+        assert not thread.is_alive()
+
+
 def test_a_fault_in_a_shared_step_is_said_to_all_and_ends_nothing_else():
     with tapestry.Session(build(1)) as s:
         step, ready, said = s._step, threading.Event(), []
@@ -345,8 +388,8 @@ def test_ranks_give_a_row_to_the_next_prompt(devices, processes):
 def test_the_command_generates_and_refuses_what_is_no_prompt(tmp_path, capsys):
     for n in (1, 4):
         build(n).save(tmp_path / f"plan{n}")
-    ids, mask = np.full((3, 8), 11), np.zeros((3, 8), np.int64)
-    for r, p in enumerate(PROMPTS):
+    ids, mask = np.full((7, 11), 11), np.zeros((7, 11), np.int64)
+    for r, p in enumerate(MANY):
         ids[r, : len(p)], mask[r, : len(p)] = p, 1
     np.save(tmp_path / "ids.npy", ids)
     np.save(tmp_path / "mask.npy", mask)
@@ -354,7 +397,7 @@ def test_the_command_generates_and_refuses_what_is_no_prompt(tmp_path, capsys):
     command = ["generate", str(tmp_path / "plan1"), "--also", str(tmp_path / "plan4"), "--max-new", "6", "--json"]
     given = ["--tokens", str(tmp_path / "ids.npy"), "--mask", str(tmp_path / "mask.npy"), "--output", str(tmp_path / "new.npy")]
     assert main([*command, *given]) == 0
-    expected = looped(PROMPTS, 6)
+    expected = alone(6)
     assert json.loads(capsys.readouterr().out)["tokens"] == expected.tolist()
     assert np.array_equal(np.load(tmp_path / "new.npy"), expected)
     assert main([*command, "--tokens", str(tmp_path / "bad.npy")]) == 2

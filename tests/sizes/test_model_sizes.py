@@ -247,18 +247,37 @@ def right_at(model: onnx.ModelProto, path: Path, sizes: range) -> tapestry.Compi
 
 
 def test_a_weight_that_one_region_has_and_another_has_not(tmp_path):
-    """The table is gathered by positions: of small sizes the result is a constant, of large ones the table is a weight."""
+    """A branch that only small sizes take reads a row, and one that others take none."""
+    branch = [helper.make_graph([node], node.name, [], [helper.make_tensor_value_info(node.output[0], T.FLOAT, ["n", 4])])
+              for node in (N("Add", ["x", "row"], ["a"], name="plus"), N("Tanh", ["x"], ["b"], name="tanh"))]  # fmt: skip
     model = net(
         [
-            LENGTH, N("Squeeze", ["n"], ["k"], name="k"), N("Range", ["none", "k", "step"], ["at"], name="at"),
-            N("Mod", ["at", "three"], ["which"], name="which"), N("Gather", ["table", "which"], ["e"], name="rows"),
-            N("Add", ["x", "e"], ["y"], name="add"),
-        ], {"x": (T.FLOAT, ["n", 4])}, {"y": T.FLOAT},
-        {"none": np.int64(0), "step": np.int64(1), "three": np.int64(3), "table": np.arange(12, dtype=np.float32).reshape(3, 4)},
+            LENGTH, N("Less", ["n", "nine"], ["t"], name="few"),
+            N("If", ["t"], ["y"], name="choice", then_branch=branch[0], else_branch=branch[1]),
+        ], {"x": (T.FLOAT, ["n", 4])}, {"y": T.FLOAT}, {"nine": i64(9), "row": np.arange(4, dtype=np.float32)},
     )  # fmt: skip
     c = right_at(model, tmp_path / "m.onnx", range(4, 17))
     assert c.sized is not None
     assert len({frozenset(r.build.plan.graph.weights) for r in c.sized.regions}) > 1
+
+
+def test_small_tables_that_follow_from_sizes_are_one_plan(tmp_path):
+    """Rows of a table by positions, and a mask by them: of few they would be constants, and others at each size."""
+    model = net(
+        [
+            LENGTH, N("Squeeze", ["n"], ["k"], name="k"), N("Range", ["none", "k", "step"], ["at"], name="at"),
+            N("Mod", ["at", "three"], ["which"], name="which"), N("Gather", ["table", "which"], ["e"], name="rows"),
+            N("Unsqueeze", ["at", "one"], ["column"], name="column"), N("Less", ["column", "at"], ["later"], name="mask"),
+            N("Where", ["later", "never", "zero"], ["bias"], name="bias"), N("MatMul", ["bias", "x"], ["m"], name="product"),
+            N("Add", ["m", "e"], ["y"], name="add"),
+        ], {"x": (T.FLOAT, ["n", 4])}, {"y": T.FLOAT},
+        {
+            "none": np.int64(0), "step": np.int64(1), "three": np.int64(3), "table": np.arange(12, dtype=np.float32).reshape(3, 4),
+            "one": i64(1), "never": np.float32(-2), "zero": np.float32(0.5),
+        },
+    )  # fmt: skip
+    c = right_at(model, tmp_path / "m.onnx", range(1, 17))
+    assert c.sized is not None and len(c.sized.regions) == 1
 
 
 def test_what_no_law_of_all_sizes_is_known_of_has_a_plan_for_each(tmp_path):

@@ -7,6 +7,7 @@ size of every folded value is bounded before it is computed, since a 121-byte mo
 from __future__ import annotations
 
 import logging
+import math
 import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any, cast
@@ -303,25 +304,21 @@ def _changed(op: str, since: int, version: int) -> bool:
 
 
 class _Budget:
-    """Decides, before a value is computed, whether it is small enough to fold."""
+    """Decides, before a value is computed, whether it is small enough to fold, and none that is to be kept."""
 
-    def __init__(self) -> None:
-        self.left = FOLD_TOTAL
+    def __init__(self, kept: frozenset[str]) -> None:
+        self.left, self.kept = FOLD_TOTAL, kept
 
     def __call__(self, node: ir.Node) -> bool | None:
-        if node.op_type in RANDOM | MISJUDGED or node.domain not in STANDARD:
+        if node.op_type in RANDOM | MISJUDGED or node.domain not in STANDARD or any(o.name in self.kept for o in node.outputs):
             return False
         total = 0
         for out in node.outputs:
             if out.shape is None or not all(isinstance(d, int) for d in out.shape) or out.dtype is None:
                 return False
-            count = 1
-            for d in out.shape:
-                count *= int(d)  # type: ignore[arg-type]
+            count = math.prod(int(d) for d in out.shape)  # type: ignore[arg-type]
             total += count * max(1, int(out.dtype.itemsize))
-            if node.op_type == "Range" and count > IOTA:
-                return False
-            if node.op_type == "ConstantOfShape" and count > IOTA * IOTA:
+            if count > {"Range": IOTA, "ConstantOfShape": IOTA * IOTA}.get(node.op_type, count):
                 return False
         if total > FOLD_BYTES or total > self.left:
             return False
@@ -357,7 +354,7 @@ def _release(graph: ir.Graph) -> None:
             node.domain = ""
 
 
-def run_passes(model: ModelProto) -> ModelProto:
+def run_passes(model: ModelProto, kept: frozenset[str] = frozenset()) -> ModelProto:
     """Inline functions, fold constants, merge common subexpressions, drop dead nodes, sort: onnx_ir's and onnxscript's own."""
     maps = {o.name: o.type for o in model.graph.output if "map(" in about(o.type)}
     try:
@@ -369,7 +366,7 @@ def run_passes(model: ModelProto) -> ModelProto:
         limits: dict[str, Any] = {"input_size_limit": FOLD_BYTES, "output_size_limit": FOLD_BYTES}
         with warnings.catch_warnings(), np.errstate(all="ignore"):  # what a model computes with its constants is its own affair
             warnings.simplefilter("ignore")
-            cast(Any, optimizer).fold_constants(graph, onnx_shape_inference=True, should_fold=_Budget(), **limits)
+            cast(Any, optimizer).fold_constants(graph, onnx_shape_inference=True, should_fold=_Budget(kept), **limits)
         passes.CommonSubexpressionEliminationPass()(graph)
         passes.RemoveUnusedNodesPass()(graph)
         passes.TopologicalSortPass()(graph)
@@ -419,13 +416,16 @@ def _without_types(model: ModelProto, names: Mapping[str, TypeProto]) -> ModelPr
     return bare
 
 
-def prepare(model: ModelProto, step_types: StepTypes, *, steps: bool = True, bound: bool = False) -> Prepared:
+def prepare(
+    model: ModelProto, step_types: StepTypes, *, steps: bool = True, bound: bool = False, kept: frozenset[str] = frozenset()
+) -> Prepared:
     """The static model to lift; ``model`` has its sizes bound and its weights taken out.
 
     Args:
         step_types: tells which loops are linear recurrences (see `unroll`).
         steps: whether loops of few steps are written out.
         bound: whether some of the sizes were symbols in the file.
+        kept: values that are not folded.
     """
     logging.getLogger("onnxscript").setLevel(logging.ERROR)
     version = standard_opset(model)
@@ -447,7 +447,7 @@ def prepare(model: ModelProto, step_types: StepTypes, *, steps: bool = True, bou
         o.type.CopyFrom(types.get(o.name, o.type))
     for level in range(ROUNDS):
         model.graph.value_info.extend(onnx.helper.make_value_info(n, t) for n, t in types.items() if _static(t))
-        model = run_passes(model)
+        model = run_passes(model, kept)
         del model.graph.value_info[:]
         if rewrite_misinferred(model):  # what a branch that is gone now hid
             forget_sizes(declared)
@@ -478,8 +478,7 @@ def _with_hints(model: ModelProto, types: Types, hints: Types) -> Prepared:
     """Types where the file's declarations fill what inference leaves open; only where it cannot go on without them."""
     used: Types = {}
     while True:
-        pending: set[str] = set()
-        needed: Types = {}
+        pending, needed = set[str](), dict[str, TypeProto]()
         for node in model.graph.node:
             behind = pending.intersection((*node.input, *captured(node)))
             for o in node.output:

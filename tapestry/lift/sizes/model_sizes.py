@@ -59,6 +59,10 @@ class SameModel:
     reasons: tuple[str, ...]
     shapes: Mapping[str, tuple[Array, ...]]
 
+    def varying(self) -> frozenset[str]:
+        """Tensors that have other sizes elsewhere in the region: as constants they would be other ones, however small."""
+        return frozenset(n for n, columns in self.shapes.items() if any(c.size > 1 for c in columns))
+
     def differs(self, graph: Graph, region: Region) -> tuple[str, Sizes] | None:
         """A tensor whose shape a graph has wrong at some sizes of a part of the region; its name, and such sizes.
 
