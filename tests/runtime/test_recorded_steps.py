@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import threading
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 import onnx
 import pytest
+import torch
 from onnx import TensorProto as T
 
 import tapestry
 from tapestry import api
 from tapestry.codegen.torch_cpu import native
+from tapestry.codegen.torch_cpu.views import pixel_view
 from tapestry.runtime.one_process.logical_devices import LocalExecutor
 from tapestry.runtime.one_process.static_schedule import Segment, StagedInput
 from tests.support.attention import cached_decoder
@@ -164,6 +167,22 @@ def test_no_past_is_copied() -> None:
 
 def executor_plan(capacity: int) -> int:
     return decoder(capacity).build.peak_bytes[0]
+
+
+@pytest.mark.parametrize("laid", ["as they are read", "by pixels"])
+def test_the_new_cells_of_one_row_are_appended_as_they_lie(laid: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A cache of one row and several heads looks like an image with channels; a kernel may make it so, the cache is not so."""
+    if laid == "by pixels":  # as if the past, which no new cell is, were read
+        monkeypatch.setattr(pixel_view, "cut_pieces", lambda body, op, block: [(block, body)])
+    onnx.save(cached_decoder.decoder(), tmp_path / "m.onnx")
+    made = api.compile(tmp_path / "m.onnx", mesh="1", shapes=cached_decoder.sizes(1, 1, 12), state="auto")
+    steps = {"input_ids": np.array([[5]]), "attention_mask": np.eye(1, 13, 12, dtype=np.int64), "position_ids": np.array([[0]])}
+    with tapestry.Session(made) as one, tapestry.Session(made) as other:
+        got, want = one.run(steps, at=0), unrecorded(other, steps, at=0)
+        np.testing.assert_allclose(got["logits"], want["logits"], rtol=1e-5, atol=1e-5)
+        caches = [s._engine.state.arrays for s in (one, other)]  # type: ignore[union-attr]
+        for place in caches[0]:
+            torch.testing.assert_close(caches[0][place], caches[1][place])
 
 
 def test_cells_that_no_row_sees_are_not_read() -> None:

@@ -170,7 +170,7 @@ def schedule(bound: BoundProgram) -> Schedule | None:
     """How to run a program of one device; ``None`` where nothing is gained, or memory has no room for it."""
     program = bound.program
     able = {at: run for at, (run, _) in bound.launches.items() if _may_be_copied(bound, at)}
-    recorders = dict(bound.target.recorders(able))
+    recorders = {at: _in_rows(bound, at, r) for at, r in bound.target.recorders(able).items()}
     if not recorders:
         return None
     asked = _asked(bound, recorders)
@@ -221,6 +221,15 @@ def _may_be_copied(bound: BoundProgram, at: int) -> bool:
     """Whether no output of a launch is a large one of the model, which had better be where it can be handed out."""
     large = (n for n in bound.launch(at).outs if bound.program.buffers[n].nbytes(0) > COPIED and n not in bound.grown)
     return not any(n in bound.program.outputs.values() for n in large)
+
+
+def _in_rows(bound: BoundProgram, at: int, recorder: Recorder) -> Recorder:
+    """A launch as one that can be recorded; one that makes a cache's new cells has them row by row, as the cache does."""
+    out = bound.launch(at).outs[0]
+    if (grown := bound.grown.get(out)) is None:
+        return recorder
+    made = recorder.arrays[0](torch.empty(grown.tail.numel(), dtype=grown.tail.dtype))
+    return recorder if made.is_contiguous() else bound.target.called(bound.launches[at][0], tuple(made.shape))
 
 
 def _in_place(s: Slot, grown: Mapping[str, Grown]) -> Slot:

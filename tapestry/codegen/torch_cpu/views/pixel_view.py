@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TypeVar
 
+from tapestry.codegen.torch_cpu.base.piecewise import cut_pieces
 from tapestry.codegen.torch_cpu.views.image_view import Seen, View
 from tapestry.ir.expr import arg_positions
 from tapestry.ir.graph import Block, Graph, Read
@@ -28,7 +29,8 @@ def pixels(op: Block, graph: Graph, kernel: Kernel, *, anyhow: bool = False) -> 
         return None
     if op.monoid is not None and len(op.body) == 1 and sides(op) is not None:
         return None
-    used = sorted(arg_positions((*op.point, *op.then)))
+    pieces = cut_pieces(op.body, op, kernel.block) if op.monoid is None else [(kernel.block, (*op.point, *op.then))]
+    used = sorted(arg_positions([e for _, body in pieces for e in body]))
     images = [k for k in used if _is_image(graph.tensors[op.reads[k].tensor].shape)]
     if any(kernel.ins[k] is None for k in images):
         return None
