@@ -195,7 +195,7 @@ class Table:
     def _simplified(self, fn: str, args: Sequence[Value], dtype: str, ranges: Ranges) -> Value | None:
         """What holds of every index expression, of equal choices, and of finite numbers; None where nothing does."""
         if fn == "where":
-            return self._choice(args, ranges)
+            return self._choice(args, dtype, ranges)
         places = [self.is_place(a) for a in args]
         if all(p is not None for p in places) and dtype in ("i64", "bool", "i32"):
             return self._placed(fn, [p for p in places if p is not None], dtype, ranges)
@@ -205,20 +205,48 @@ class Table:
             return self._merged(fn, args)
         return None
 
-    def _choice(self, args: Sequence[Value], ranges: Ranges) -> Value | None:
+    def _tested(self, test: Value) -> Aff | None:
+        """The index expression that a test asks to be at least 0."""
+        node = self.nodes[test.node] if isinstance(test, Ref) else None
+        if node is None or node.kind != "call" or node.label[0] != "test ge":
+            return None
+        return self.is_place(self.arguments(test)[0])  # pyright: ignore[reportArgumentType]
+
+    def _given(self, v: Value, place: Aff) -> Value:
+        """A value where an index expression is known to be at least 0: choices by what follows are made."""
+        while isinstance(v, Ref) and self.nodes[v.node].kind == "call" and self.nodes[v.node].label[0] == "where":
+            test, yes, no = self.arguments(v)
+            asked = self._tested(test)
+            if asked is None:
+                return v
+            more, less = asked - place, (asked + place) * -1 - 1
+            if not more.terms and more.const >= 0:
+                v = yes
+            elif not less.terms and less.const >= 0:
+                v = no
+            else:
+                return v
+        return v
+
+    def _choice(self, args: Sequence[Value], dtype: str, ranges: Ranges) -> Value | None:
         test, yes, no = args
         if isinstance(test, Const):
             return yes if test.value else no
         if yes == no:
             return yes
+        place = self._tested(test)
+        if place is not None:
+            inner = self._given(yes, place), self._given(no, place * -1 - 1)
+            if inner != (yes, no):
+                return self.call("where", (test, *inner), dtype, ranges)
         node = self.nodes[test.node]
         if node.label[0] == "eq" and node.kind == "call":
             a, b = self.arguments(test)
             if any(isinstance(x, Const) and x.value == float("inf") for x in (a, b)):
                 return no  # of finite numbers
             if isinstance(no, Ref) and self.nodes[no.node].label[0] == "mul":  # s, or s * exp(a - b): the same where a is b
-                dtype = self.dtype(a)
-                apart = {self.call("exp", (self.call("sub", p, dtype, ranges),), dtype, ranges) for p in ((a, b), (b, a))}
+                kind = self.dtype(a)
+                apart = {self.call("exp", (self.call("sub", p, kind, ranges),), kind, ranges) for p in ((a, b), (b, a))}
                 factors = self.arguments(no)
                 if yes in factors and any(x in apart for x in factors):
                     return no

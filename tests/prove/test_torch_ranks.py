@@ -60,14 +60,14 @@ def same(x: Tensor) -> Tensor:
     return x
 
 
-def decided(folder: Path, before: After, after: After, rows: int = 6) -> Verdict:
+def decided(folder: Path, before: After, after: After, rows: int = 6, columns: int = WIDTH) -> Verdict:
     whole = torch_export.exported(Block(0, 1, same, same), (torch.zeros(6, WIDTH),))
     (folder / "model").mkdir()
     torch_export.write(whole, folder / "model" / "model.onnx")
     for rank in range(RANKS):
         dist.init_process_group("fake", rank=rank, world_size=RANKS, store=FakeStore())
         try:
-            program = torch_export.exported(Block(rank, RANKS, before, after), (torch.zeros(rows, WIDTH),))
+            program = torch_export.exported(Block(rank, RANKS, before, after), (torch.zeros(rows, columns),))
             torch_ranks.write_rank(program, folder / "ranks" / f"rank{rank}.onnx")
         finally:
             dist.destroy_process_group()
@@ -88,6 +88,19 @@ def test_tensor_and_sequence_parallel_blocks_are_proved(tmp_path: Path) -> None:
     verdict = decided(tmp_path / "sequence", gathered, scattered, 6 // RANKS)
     assert verdict.status == PROVED, verdict.text()
     assert verdict.document["collectives"] == 4 * RANKS
+
+
+def test_features_in_parts_are_proved(tmp_path: Path) -> None:
+    """Gathered and reduce-scattered along the second axis: torch cuts and joins around collectives of the first."""
+
+    def gathered(x: Tensor) -> Tensor:
+        return collectives.all_gather_tensor(x, 1, dist.group.WORLD)
+
+    def scattered(x: Tensor) -> Tensor:
+        return collectives.reduce_scatter_tensor(x, "sum", 1, dist.group.WORLD)
+
+    verdict = decided(tmp_path, gathered, scattered, columns=WIDTH // RANKS)
+    assert verdict.status == PROVED, verdict.text()
 
 
 def test_a_collective_left_out_is_refuted_with_a_cell(tmp_path: Path) -> None:

@@ -165,6 +165,26 @@ def test_what_does_not_read_is_not_proved(text: str):
     assert prove(graph, kernel, replace(of.texts[0], source=text)).value == COMPARED
 
 
+def test_a_part_of_a_joined_tensor_is_proved_without_the_others():
+    """The kernel is of rows that the first tensor alone has: it is not given the second one, and need not be."""
+    graph = parse("""graph g
+        input x: f32[40, 200]
+        input y: f32[60, 200]
+        z: f32[100, 200] = op [i: 100, n: 200] reads x[i, n] else 0.0, y[i - 40, n] else 0.0
+          body sigmoid(where(lt(index(i), 40), x, y))
+        output z""")
+    part = ((0, 40), (0, 200))
+    kernel = replace(kernel_of(graph), block=part, ins=(part, ((0, 0), (0, 200))), outs=(part,))
+    of = cpu_kernel_of(graph, kernel, "k.c")
+    assert of.texts, of.why
+    assert prove(graph, kernel, of.texts[0]).value == FORM
+    for kind in ("a loop's bound is one too few", "sigmoid: the sign", "an input is read from the next cell"):
+        wrong = C_EDITS[kind](of.texts[0])
+        assert wrong is not None
+        with pytest.raises(LawError):
+            prove(graph, kernel, wrong)
+
+
 def test_a_norm_of_any_number_of_rows_is_not_refused():
     graph = parse("""graph g
         input x: f32[3, 50, 90]

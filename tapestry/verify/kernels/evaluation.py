@@ -11,6 +11,7 @@ import numpy as np
 
 from tapestry.ir.index import Aff, Floor
 from tapestry.verify.interp import NUMPY
+from tapestry.verify.kernels.kernel_text import NOT_GIVEN
 from tapestry.verify.kernels.terms import Terms, Unsupported
 
 Array = np.ndarray[Any, Any]
@@ -127,6 +128,10 @@ class Evaluation:
 
     def _load(self, buffer: str, at: Aff, mask: int, other: int) -> Named:
         names, (place, inside, rest) = together([self.aff(at), self.of(mask), self.of(other)])
+        if buffer.startswith(NOT_GIVEN):
+            if np.any(inside):
+                raise Unsupported(f"{buffer} read all the same")
+            return names, rest
         cells = self.data[buffer]
         there = (place >= 0) & (place < len(cells))
         value = cells[np.where(there, place, 0)] if len(cells) else np.zeros(place.shape, cells.dtype)

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 from tapestry.ir import kernel
 
+NOT_GIVEN = "not given:"  # begins the name of what an operation reads and its kernel does not
+
 
 @dataclass(frozen=True, slots=True)
 class Buffer:

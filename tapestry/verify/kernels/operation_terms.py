@@ -14,7 +14,7 @@ from tapestry.ir.kernel import Kernel
 from tapestry.ir.monoid import MONOIDS, ByPrimitive, Moments, Monoid, Product, Rebased
 from tapestry.ir.state import state_box, varies
 from tapestry.ir.types import FLOATS
-from tapestry.verify.kernels.kernel_text import KernelText
+from tapestry.verify.kernels.kernel_text import NOT_GIVEN, KernelText
 from tapestry.verify.kernels.term_arithmetic import Kind, applied, kind_of
 from tapestry.verify.kernels.terms import Terms, Unsupported
 
@@ -111,8 +111,6 @@ class Operation:
     def _read(self, pos: int, env: Mapping[str, Aff]) -> int:
         r, terms = self.op.reads[pos], self.terms
         t, box = self.graph.tensors[r.tensor], self.kernel.ins[pos]
-        if box is None or pos not in self.text.reads:
-            raise Unsupported(f"'{r.tensor}' is read and not given")
         index = [terms.placed(e, env) for e in r.index]
         inside = list[int]()
         if r.other is not None:
@@ -122,6 +120,8 @@ class Operation:
             aff = terms.placed(g.aff, env)
             inside.append(terms.at_least(aff) if g.op == "ge" else terms.is_zero(aff))
         other = terms.unknown if r.other is None else constant(terms, r.other, t.dtype)
+        if box is None or pos not in self.text.reads:  # nothing of it is for this block, or so the kernel says
+            return terms.load(f"{NOT_GIVEN} {pos}", kind_of(t.dtype).kind, const(0), terms.all(inside), other)
         name = self.text.reads[pos]
         at = _flat(index, box, self.text.buffers[name].steps(box))
         return terms.load(name, kind_of(t.dtype).kind, at, terms.all(inside), other)

@@ -65,11 +65,12 @@ IN_TEXT: dict[str, tuple[str, str | Callable[[re.Match[str]], str]]] = {
     "a contract: no epsilon": (r"sum / r->count \+ r->epsilon", "sum / r->count"),
     "a contract: no root": (r"1\.0f / sqrtf\((.*?)\)\)\)", r"1.0f / (\1)))"),
     "a contract: no mean": (r"sum / c->high", "sum"),
-    # functions that come along
-    "exp: a digit of its polynomial": (r"1\.6666665459e-1f", "1.6666665459e-2f"),
-    "exp: half of the exponent": (r"return p \* a \* b;", "return p * a;"),
-    "sigmoid: the sign": (r"t_exp\(-x\)", "t_exp(x)"),
 }  # fmt: skip
+IN_FUNCTION: dict[str, tuple[str, str, str]] = {  # of functions that come along, in kernels that call them
+    "exp: a digit of its polynomial": ("t_exp", r"1\.6666665459e-1f", "1.6666665459e-2f"),
+    "exp: half of the exponent": ("t_exp", r"return p \* a \* b;", "return p * a;"),
+    "sigmoid: the sign": ("t_sigmoid", r"t_exp\(-x\)", "t_exp(x)"),
+}
 IN_CALL: dict[str, Callable[[dict[str, Any]], None]] = {
     "a call: an image is a row less": lambda f: f.update(out_h=f["out_h"] - 1),
     "a call: a row of the output is longer": lambda f: f.update(y_row=f["y_row"] + 1),
@@ -93,6 +94,24 @@ def _in_text(pattern: str, by: str | Callable[[re.Match[str]], str]) -> Edit:
     return edit
 
 
+def _in_function(name: str, pattern: str, by: str) -> Edit:
+    edit = _in_text(pattern, by)
+    return lambda text: edit(text) if name in _called(text.source) else None
+
+
+def _called(source: str) -> set[str]:
+    """The functions beside a kernel's own that it calls, through others too."""
+    begin = source.find("\nvoid ")
+    bodies = {m[1]: p for p in source[:begin].split("\nINLINE ") if (m := re.match(r"\w+ (\w+)\(", p))}
+    found, stack = set[str](), [source[begin:]]
+    while stack:
+        text = stack.pop()
+        new = {n for n in bodies.keys() - found if re.search(rf"\b{n}\(", text)}
+        found |= new
+        stack += [bodies[n] for n in new]
+    return found
+
+
 def _in_call(change: Callable[[dict[str, Any]], None]) -> Edit:
     def edit(text: KernelText) -> KernelText | None:
         launch, *rest = text.launches
@@ -112,4 +131,8 @@ def _in_call(change: Callable[[dict[str, Any]], None]) -> Edit:
     return edit
 
 
-C_EDITS: dict[str, Edit] = {n: _in_text(*e) for n, e in IN_TEXT.items()} | {n: _in_call(e) for n, e in IN_CALL.items()}
+C_EDITS: dict[str, Edit] = (
+    {n: _in_text(*e) for n, e in IN_TEXT.items()}
+    | {n: _in_function(*e) for n, e in IN_FUNCTION.items()}
+    | {n: _in_call(e) for n, e in IN_CALL.items()}
+)
