@@ -133,12 +133,7 @@ def in_order(groups: Sequence[Sequence[int]], parts: Parts) -> Breach | None:
 
 def _precedes(one: Box, other: Box) -> bool:
     """Whether every point of a box comes before every point of another, the last dimension being the fastest."""
-    for (lo, hi), (low, high) in zip(one, other, strict=True):
-        if hi <= low:
-            return True
-        if (lo, hi) != (low, high) or hi - lo > 1:
-            return False
-    return False
+    return tuple(hi - 1 for _, hi in one) < tuple(lo for lo, _ in other)
 
 
 def after(groups: Sequence[Sequence[int]], parts: Parts, devices: int) -> Parts:

@@ -160,6 +160,7 @@ def test_what_a_group_has_merged_afterwards(parts):
 
 
 @given(st.lists(st.none() | st.lists(st.tuples(interval, interval), max_size=2).map(tuple), min_size=2, max_size=3))
+@example([(((0, 3), (0, 1)),), (((2, 3), (1, 2)),)])
 def test_states_that_merge_in_order_come_in_the_order_of_their_points(parts):
     held_parts = [p for p in ([b for b in p or () if cells(b)] for p in parts) if p]
     points = [[c for b in p for c in cells(b)] for p in held_parts]

@@ -39,6 +39,8 @@ from tests.support.small_models import MODELS, N, net
 
 KINDS = {**graph_edits.EDITS, **LATER}
 assert claim_edits.layouts_removed.__name__ in KINDS
+UNSEEN = {"large_values_cut_off"}
+"""Kinds that pass where no value that the drawn inputs lead to is as large (docs/limits.md, what is guaranteed)."""
 NO_PLACE = {"guard_dropped", "weight_at_another_place", "literal_scaled", "literal_negated"}
 
 
@@ -81,6 +83,8 @@ def test_edits_that_keep_every_law_of_the_plan_are_refused(kind, good, tmp_path)
         assert kind in NO_PLACE or not e.build.report["transfers"], "the model has a place for every kind but these"
         return
     edited_build.save(e, tmp_path / "b")
+    if kind in UNSEEN:
+        pytest.xfail("no value of this model is that large")
     with pytest.raises((LawError, BuildError)) as refused:
         verify_build(tmp_path / "b")
     assert refused.value.where or "'" in refused.value.what
