@@ -30,7 +30,7 @@ def pixels(op: Block, graph: Graph, kernel: Kernel, *, anyhow: bool = False) -> 
     if op.monoid is not None and len(op.body) == 1 and sides(op) is not None:
         return None
     pieces = cut_pieces(op.body, op, kernel.block) if op.monoid is None else [(kernel.block, (*op.point, *op.then))]
-    used = sorted(arg_positions([e for _, body in pieces for e in body]))
+    used = sorted(arg_positions(tuple(e for _, body in pieces for e in body)))
     images = [k for k in used if _is_image(graph.tensors[op.reads[k].tensor].shape)]
     if any(kernel.ins[k] is None for k in images):
         return None
