@@ -44,6 +44,7 @@ class ContinuousBatch:
 
         Raises:
             Busy: it has none by then.
+            TapestryError: the scores of one are NaN or infinite.
         """
         try:
             while self._mine(requests, until):
@@ -56,6 +57,9 @@ class ContinuousBatch:
                     with self.changed:
                         self.stepping = False
                         self.changed.notify_all()
+            for q in requests:
+                if q.refused is not None:
+                    raise q.refused
         finally:
             with self.changed:
                 for q in requests:

@@ -44,7 +44,8 @@ class Request:
         stop: a token that ends it; -1 is none.
         draw: chooses a token by its scores.
         fed: how many tokens the caches have.
-        ended: whether it has all that it wants, or nobody wants more of it.
+        ended: whether it has all that it wants, or nobody wants more of it, or there is no next token.
+        refused: why there is none.
     """
 
     tokens: list[int]
@@ -54,9 +55,16 @@ class Request:
     draw: Draw
     fed: int = 0
     ended: bool = False
+    refused: TapestryError | None = None
 
     def take(self, scores: Array) -> None:
-        """One token more."""
+        """One token more; none, and the end, where the best of the scores is NaN or infinite."""
+        best = scores.max()  # NaN where one is
+        if not np.isfinite(best):
+            what = f"scores [{len(scores)}] of token {len(self.tokens)}: the best is {best}"
+            self.refused = TapestryError(what, hint="`tapestry run --check` on the same tokens shows where it comes from")
+            self.ended = True
+            return
         token = self.draw(scores)
         self.tokens.append(token)
         self.ended |= token == self.stop or len(self.tokens) == self.prompt + self.count

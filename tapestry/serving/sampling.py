@@ -42,7 +42,7 @@ class Seeded:
             if 0 < self.top_k < len(x):
                 x[x < np.partition(x, -self.top_k)[-self.top_k]] = -np.inf
             up = np.cumsum(np.exp(x - x.max()))
-            return int((up <= rng.random() * up[-1]).sum())
+            return min(int((up <= rng.random() * up[-1]).sum()), len(x) - 1)
 
         return draw
 

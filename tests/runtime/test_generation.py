@@ -351,6 +351,24 @@ def test_a_fault_in_a_shared_step_is_said_to_all_and_ends_nothing_else():
         assert said and np.array_equal(s.generate(MANY, 6), alone(6))
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_scores_that_are_no_numbers_end_their_row_alone(value):
+    with tapestry.Session(build(1)) as s:
+        step = s._step
+
+        def broken(k, feeds, outs, at, fresh):
+            found = step(k, feeds, outs, at, fresh)
+            return found | {
+                "logits": np.where(np.asarray(feeds["input_ids"])[..., None] == 35, np.float32(value), found["logits"])
+            }
+
+        s._step = broken  # type: ignore[method-assign]
+        for sampler in ("greedy", "seeded"):
+            with pytest.raises(TapestryError, match=f"of token 1: the best is {value}"):
+                s.generate([[35]], 4, sampler=sampler)
+        assert 35 not in alone(2)[0] and np.array_equal(s.generate(MANY[:1], 2), alone(2)[:1])
+
+
 def test_rows_that_change_each_other_are_refused():
     """A model in which a row's numbers depend on the largest of all rows: alone it generates, in a batch it does not."""
     path = saved("coupled", coupled=True)
