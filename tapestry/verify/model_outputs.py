@@ -18,6 +18,7 @@ from tapestry.ir.graph import Block, Graph
 from tapestry.ir.types import FLOATS, numpy_dtype
 from tapestry.onnx_eval import own_nodes
 from tapestry.onnx_eval.ort_session import ort_session
+from tapestry.onnx_eval.reference_fixes import corrected
 
 Array = np.ndarray[Any, Any]
 SPREAD_FACTOR = 4.0  # a result may be this many times as far from one reference as two references are from each other
@@ -78,7 +79,8 @@ def _evaluator(model: Path | bytes, feeds: Mapping[str, Array]) -> dict[str, Arr
     loaded = onnx.load(str(model)) if isinstance(model, Path) else onnx.load_from_string(model)
     with warnings.catch_warnings(), np.errstate(all="ignore"):
         warnings.simplefilter("ignore")
-        results: list[Any] = list(ReferenceEvaluator(loaded, new_ops=own_nodes.classes()).run(None, dict(feeds)))
+        evaluator = ReferenceEvaluator(loaded, new_ops=[*corrected(), *own_nodes.classes()])
+        results: list[Any] = list(evaluator.run(None, dict(feeds)))
     return dict(zip([o.name for o in loaded.graph.output], results, strict=True))
 
 

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from onnx import TensorProto, helper
 
-from tapestry.verify.model_outputs import compare
+from tapestry.verify.model_outputs import compare, reference
 
 finite = st.floats(-1e3, 1e3, width=32)
 rows = st.lists(finite, min_size=1, max_size=4)
@@ -61,3 +62,18 @@ def test_a_tolerance_widens_what_a_type_allows_and_never_narrows_it():
     close = A * np.float32(1 + 1e-7)
     assert compare(close, A, 0.0).passed and compare(close, A, 1e-30).passed
     assert compare(np.array([5]), np.array([5]), 1.0).passed and not compare(np.array([5]), np.array([6]), 1.0).passed
+
+
+def test_a_dilated_pool_of_doubles_is_compared_by_its_own_span():
+    """onnxruntime has no such pool, and the ONNX reference forgets the dilation: its output was 1x1x3x2."""
+    node = helper.make_node(
+        "AveragePool", ["x"], ["y"], auto_pad="VALID", dilations=[1, 2], kernel_shape=[3, 2], strides=[1, 2]
+    )
+    ends = [helper.make_tensor_value_info(n, TensorProto.DOUBLE, s) for n, s in (("x", [1, 1, 5, 4]), ("y", [1, 1, 3, 1]))]
+    model = helper.make_model(
+        helper.make_graph([node], "pool", ends[:1], ends[1:]), opset_imports=[helper.make_opsetid("", 20)]
+    )
+    x = np.arange(20.0).reshape(1, 1, 5, 4)
+    by, found = reference(model.SerializeToString(), {"x": x})
+    assert by == "onnx.reference"
+    assert np.array_equal(found["y"][0, 0, :, 0], [x[0, 0, k : k + 3, [0, 2]].mean() for k in range(3)])

@@ -137,6 +137,8 @@ def _trust_reference(node: NodeProto, used: Mapping[str, Array]) -> None:
     need(node.op_type not in ("LSTM", "GRU", "RNN"), "the reference evaluator ignores activations, clip and lengths")
     need(not (node.op_type == "LpPool" and given.get("ceil_mode")), "the reference evaluator counts cells twice")
     need(not node.op_type.startswith("Global"), "the reference evaluator drops axes")
+    apart = {*given.get("dilations", [1])} != {1} and given.get("auto_pad", b"NOTSET") != b"NOTSET"
+    need(not (node.op_type.endswith("Pool") and apart), "the reference evaluator forgets dilations where it pads by itself")
     if node.op_type != "Attention":
         return
     if len(node.output) > 3 and node.output[3] and given.get("softcap") and not given.get("qk_matmul_output_mode", 0):
