@@ -24,6 +24,9 @@ $(STAMP): pyproject.toml constraints.txt
 demo: setup
 	@$(BIN)/python -m examples.demo
 
+# the processes that tests start would each parse the package again
+test test-all: export PYTHONDONTWRITEBYTECODE :=
+
 # what newcomers and CI run: at most five minutes on two cores
 test: setup
 	@$(BIN)/python -m pytest $(WORKERS) $(TESTS)

@@ -7,7 +7,7 @@ Fenced blocks, by the words behind the three backticks:
 - ``python`` alone: a program that is run and must end without an error.
 - everything else is for reading only. ``sh`` is for commands that no test can run; a comment ``<!-- not run: why -->`` says why.
 
-``<!-- slow -->`` before a block sends its whole page to ``make test-all``, ``<!-- slow, alone -->`` that block, which no other one needs.
+``<!-- slow -->`` before a block sends its whole page to ``make test-all``, ``<!-- slow, alone -->`` that block, on which no quick one builds.
 """
 
 from __future__ import annotations

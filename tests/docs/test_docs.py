@@ -31,7 +31,7 @@ def test_commands_print_what_the_page_shows(page: Page, tmp_path: Path):
 @pytest.mark.slow
 @pytest.mark.parametrize("page", ALONE)
 def test_long_commands_print_what_the_page_shows(page: Page, tmp_path: Path):
-    for block, real in replay(page, tmp_path / "tapestry", lambda b: b.alone):
+    for block, real in replay(page, tmp_path / "tapestry"):
         assert normal(real) == normal(block.text), f"{page.name}: python -m tests.docs.update {page.name}"
 
 

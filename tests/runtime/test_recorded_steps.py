@@ -23,7 +23,7 @@ from tests.support.small_models import FOLDER, N, f32, i64, net
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
-    pytest.mark.skipif(native.library() is None, reason="there is no C compiler"),
+    pytest.mark.skipif("native.library() is None", reason="there is no C compiler"),
 ]
 
 

@@ -28,7 +28,7 @@ from tests.support.triton_cases import REDUCTIONS
 from tests.support.triton_kernels import kernel_of
 
 pytest.importorskip("pycparser")
-pytestmark = pytest.mark.skipif(native.library() is None, reason="there is no C compiler")
+pytestmark = pytest.mark.skipif("native.library() is None", reason="there is no C compiler")
 
 GENERATED = {
     "gated": """graph g

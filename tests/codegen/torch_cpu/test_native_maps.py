@@ -18,7 +18,7 @@ from tapestry.codegen.torch_cpu.c.maps_c import Mapped
 from tests.support.small_models import N, f32, i64, net
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-needed = pytest.mark.skipif(native.library() is None, reason="there is no C compiler")
+needed = pytest.mark.skipif("native.library() is None", reason="there is no C compiler")
 EDGES = np.array(
     [np.nan, np.inf, -np.inf, 0, -0.0, 1e-40, -1e-40, 88.7, 88.73, 89, -87.3, -88, -103.9, -104.1, 3e38, -3e38, 0.5, 1.5, -2.5],
     np.float32,

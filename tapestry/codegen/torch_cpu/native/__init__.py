@@ -7,6 +7,7 @@ compiler (or with ``TAPESTRY_NATIVE=0``) everything runs on torch's operators in
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import functools
 import hashlib
 import os
@@ -15,6 +16,8 @@ import shlex
 import subprocess
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 from tapestry import flags
@@ -201,13 +204,29 @@ def compiled(sources: Sequence[Path], options: Sequence[str]) -> Path:
     if present(path):
         return path
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with tempfile.TemporaryDirectory(dir=path.parent) as scratch:  # appears whole: another process may compile the same
-        new = Path(scratch) / path.name
-        files = [str(p) for p in sources if p.suffix == ".c"]
-        line = [*shlex.split(flags.c_compiler()), *options, "-o", str(new), *files]
-        subprocess.run(line, check=True, capture_output=True, timeout=TIMEOUT)  # noqa: S603
-        new.replace(path)
+    place = path.with_suffix(".lock")
+    with place.open("w") as lock:
+        with suppress(OSError):  # a file system without locks: processes may compile the same
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        if not present(path):
+            _compile([p for p in sources if p.suffix == ".c"], options, path)
+        place.unlink(missing_ok=True)
     return path
+
+
+def _compile(sources: Sequence[Path], options: Sequence[str], path: Path) -> None:
+    """Several files are compiled at the same time; the library appears whole."""
+
+    def run(*more: str) -> None:
+        line = [*shlex.split(flags.c_compiler()), *options, *more]
+        subprocess.run(line, check=True, capture_output=True, timeout=TIMEOUT)  # noqa: S603
+
+    with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+        new, objects = Path(scratch) / path.name, [str(Path(scratch) / f"{p.stem}.o") for p in sources]
+        with ThreadPoolExecutor(min(len(sources), os.cpu_count() or 1)) as pool:
+            list(pool.map(lambda p, o: run("-c", "-o", o, str(p)), sources, objects))
+        run("-o", str(new), *objects)
+        new.replace(path)
 
 
 def cached(options: Sequence[str], *texts: bytes) -> Path:
