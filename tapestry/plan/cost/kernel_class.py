@@ -1,10 +1,11 @@
 """Classes of kernels, each with rates of its own where they were measured (`plan.topology`).
 
-- ``contraction``: sums of products, alone or inside another reduction (attention, a norm of a product's rows).
+- ``contraction``: sums of products.
 - ``convolution``: a sum of products whose windows slide over an image.
 - ``unfolded``: a sum of products of windows that is no convolution, such as one over an image's overlapping strips: the
   windows are written out before they are multiplied.
-- ``computed``: sums of products inside another reduction, of factors that are computed from several values, such as attention
+- ``attention``: sums of products inside another reduction (attention, a norm of a product's rows), and sums by weights of rows.
+- ``computed``: those inside another reduction, of factors that are computed from several values, such as attention
   that rotates its queries: they are written out before they are multiplied.
 - ``gather``: picks elements by index, as an embedding lookup does.
 - ``softmax``: sums with exponential weights: softmax, log-sum-exp, cross-entropy.
@@ -26,15 +27,8 @@ from tapestry.ir.recognise.convolution import convolution
 from tapestry.ir.recognise.exponential import exponential
 from tapestry.ir.recognise.selection_sum import selection
 
-CONTRACTION, CONVOLUTION, UNFOLDED, COMPUTED, ROW, SOFTMAX = (
-    "contraction",
-    "convolution",
-    "unfolded",
-    "computed",
-    "row",
-    "softmax",
-)
-MAP, GATHER, OPAQUE = "map", "gather", "opaque"
+CONTRACTION, CONVOLUTION, UNFOLDED, ATTENTION, COMPUTED = "contraction", "convolution", "unfolded", "attention", "computed"
+ROW, SOFTMAX, MAP, GATHER, OPAQUE = "row", "softmax", "map", "gather", "opaque"
 
 
 @lru_cache(maxsize=1 << 12)
@@ -45,9 +39,9 @@ def kernel_class(op: Op) -> str:
     if products(op):
         return CONVOLUTION if convolution(op) else UNFOLDED if _windows(op) else CONTRACTION
     if (inner := inner_product(op)) is not None:
-        return COMPUTED if any(len(arg_positions((f,))) > 1 for f in inner.args) else CONTRACTION
+        return COMPUTED if any(len(arg_positions((f,))) > 1 for f in inner.args) else ATTENTION
     if _weighs(op):
-        return CONTRACTION
+        return ATTENTION
     if selection(op):
         return GATHER
     if exponential(op.monoid):

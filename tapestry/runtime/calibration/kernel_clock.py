@@ -1,8 +1,11 @@
-"""Seconds of a probe's kernel, run as the processes of a run do: step by step, on arrays that are there."""
+"""Seconds of a probe's kernel, run as the processes of a run do: step by step, on arrays that are there, and after another
+kernel, which leaves caches full of other things: its own weights, and its own instructions and ours."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -59,6 +62,7 @@ class KernelClock:
             if isinstance(step, Load):
                 self.executor.step(at)
         self.launches = [at for at, step in enumerate(steps) if isinstance(step, Launch)]
+        self._turns = cycle(self.launches)
         self.run()
 
     def run(self) -> None:
@@ -66,17 +70,24 @@ class KernelClock:
         for at in self.launches:
             self.executor.step(at)
 
-    def one(self) -> None:
-        """One copy."""
-        self.executor.step(self.launches[0])
+    def next(self) -> None:
+        """One copy: of all in turns."""
+        self.executor.step(next(self._turns))
 
-    def seconds(self, window: float) -> float:
-        """Seconds of one kernel: the mean over a time long enough that others on the same core have had their turns."""
-        count, start = 0, time.perf_counter()
-        while (now := time.perf_counter()) - start < window:
-            self.run()
+    def seconds(self, window: float, between: Callable[[], object] = lambda: None) -> float:
+        """Seconds of one kernel: the mean over a time long enough that others on the same core have had their turns.
+
+        Args:
+            between: what runs before each kernel, and does not count.
+        """
+        count, spent, start = 0, 0.0, time.perf_counter()
+        while count == 0 or time.perf_counter() - start < window:
+            between()
+            begun = time.perf_counter()
+            self.next()
+            spent += time.perf_counter() - begun
             count += 1
-        return (now - start) / count / len(self.launches)
+        return spent / count
 
     def point(self, seconds: float) -> KernelPoint:
         """The measurement, with FLOPs and bytes as the cost model counts them."""

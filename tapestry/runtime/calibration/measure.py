@@ -22,7 +22,7 @@ from tapestry.runtime.calibration.call_clock import (
     groups,
 )
 from tapestry.runtime.calibration.kernel_clock import KernelClock
-from tapestry.runtime.calibration.probes import Probe, beside_transfers, few_probes, probes, rates_by_dtype
+from tapestry.runtime.calibration.probes import Probe, between, few_probes, probes, rates_by_dtype
 from tapestry.runtime.calibration.rate_fit import KernelPoint
 from tapestry.runtime.target_protocol import Target
 
@@ -80,7 +80,7 @@ class _Bench:
         self.target = None if isinstance(where, torch.device) else where
         self.device = where if isinstance(where, torch.device) else where.device
         self.clock = CallClock(self.device, task.settled)
-        self.beside = KernelClock(beside_transfers(), self.target) if self.target and task.processes > 1 else None
+        self.beside = KernelClock(between(), self.target) if self.target else None
         quick = task.seconds < QUICK
         self.probes = list(few_probes() if quick else probes()) if self.target else []
         self.dtypes = list(rates_by_dtype()) if self.target else []
@@ -99,18 +99,18 @@ class _Bench:
 
     def kernel(self, probe: Probe) -> tuple[KernelPoint, KernelPoint | None]:
         """(with all processes at work, with one alone)."""
-        assert self.target is not None
+        assert self.target is not None and self.beside is not None
         k = KernelClock(probe, self.target)
-        alone, shared = None, self.task.processes > 1
+        alone, shared, between = None, self.task.processes > 1, self.beside.next
         if shared:
             api.barrier()
-        seconds = self.task.settled([k.seconds(self.window) for _ in range(REPEATS)])
+        seconds = self.task.settled([k.seconds(self.window, between) for _ in range(REPEATS)])
         if shared:
             mean = torch.tensor([seconds / self.task.processes], dtype=torch.float64)
             api.all_reduce(mean)
             seconds = float(mean[0])
             if self.rank == 0:  # the others wait for the next barrier
-                alone = k.point(min(k.seconds(self.window) for _ in range(REPEATS_ALONE)))
+                alone = k.point(min(k.seconds(self.window, between) for _ in range(REPEATS_ALONE)))
             api.barrier()
         self.step()
         return k.point(seconds), alone
@@ -118,7 +118,7 @@ class _Bench:
     def calls(self) -> list[CallPoint]:
         """Every call in every group; sizes that come out equal once, and none beyond one that took `LONG` windows."""
         out: dict[tuple[str, int, int, int], CallPoint] = {}
-        clock = CallClock(self.device, self.task.settled, self.beside and self.beside.one)
+        clock = CallClock(self.device, self.task.settled, self.beside and self.beside.next)
         for g in self.groups:
             for name in CALLS:
                 last = 0.0

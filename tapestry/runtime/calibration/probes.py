@@ -16,9 +16,10 @@ from onnx import helper
 from tapestry.ir.graph import Graph
 from tapestry.ir.syntax.parser import parse
 from tapestry.ir.types import itemsize
+from tapestry.runtime.calibration.machine import last_cache
 
-COLD = 24 << 20  # bytes of weights in all copies of a probe, where a probe has any
-COPIES = 12
+COLD = 2 * last_cache()  # bytes of weights in all copies of a probe, where a probe has any
+COPIES = 12  # with the weights of what runs between them (`kernel_clock`), as many bytes
 GELU = "(acc0 + b) * (0.5 * (erf(((acc0 + b) / 1.4142135381698608)) + 1.0))"
 
 
@@ -71,16 +72,20 @@ def _three(m: int, k: int, n: int) -> Probe:
     return Probe("contraction", f"x: f32[{m}, {k}] / " + "; ".join(f"{w}@: f32[{k}, {n}]" for w in "uvw"), op)
 
 
-def _attention(b: int, heads: int, queries: int, keys: int) -> Probe:
-    """Softmax of q · kᵀ, times v, 64 features a head."""
+def _attention(b: int, heads: int, queries: int, keys: int, *, masked: bool = False) -> Probe:
+    """Softmax of q · kᵀ, times v, 64 features a head; ``masked``: with numbers added to the scores, rows of which may be -∞."""
     width = 64 * heads
+    scores, then = "let0 * 0.125", "acc2 / acc1"
+    if masked:
+        scores, then = f"({scores}) + a", f"where(isnan(acc0 - acc0), acc0 - acc0, {then})"
     op = (
         f"y@: f32[{b}, {heads}, {queries}, 64] = op [b0: {b}, b1: {heads}, i: {queries}, n: 64 | m: {keys} softsum]\n"
-        f"  reads v[b0, m, 64*b1 + n], q[b0, i, 64*b1 + c], k[b0, m, 64*b1 + c]\n"
-        "  let [c: 64 sum] q * k\n  body let0 * 0.125, 1.0, v\n  then acc2 / acc1"
+        f"  reads v[b0, m, 64*b1 + n], q[b0, i, 64*b1 + c], k[b0, m, 64*b1 + c]{', a[b0, b1, i, m]' * masked}\n"
+        f"  let [c: 64 sum] q * k\n  body {scores}, 1.0, v\n  then {then}"
     )
+    added = f"; a: f32[{b}, {heads}, {queries}, {keys}]" * masked
     return Probe(
-        "contraction", f"q: f32[{b}, {queries}, {width}]; k: f32[{b}, {keys}, {width}]; v: f32[{b}, {keys}, {width}]", op
+        "attention", f"q: f32[{b}, {queries}, {width}]; k: f32[{b}, {keys}, {width}]; v: f32[{b}, {keys}, {width}]{added}", op
     )
 
 
@@ -198,11 +203,13 @@ def probes() -> Iterator[Probe]:
         (1, 64, 64), (8, 64, 256), (32, 128, 128),
         (1, 768, 768), (1, 768, 3072), (1, 3072, 768), (4, 768, 768), (16, 768, 384), (16, 768, 3072), (64, 192, 768),
         (64, 768, 768), (64, 3072, 384), (256, 768, 192), (256, 768, 1536), (256, 1536, 768), (512, 768, 3072), (768, 768, 768),
+        (4, 768, 16001), (64, 512, 16001),
     ):  # fmt: skip
         yield _product(m, k, n)
     yield from (_product(m, 768, n, then=GELU) for m, n in ((1, 3072), (64, 1536), (256, 3072)))
     yield from (_three(m, 768, n) for m, n in ((1, 384), (64, 768), (256, 384)))
     yield from (_attention(*s) for s in ((1, 4, 16, 16), (1, 6, 64, 64), (4, 12, 64, 64), (1, 12, 128, 128), (1, 12, 1, 128)))
+    yield from (_attention(*s, masked=True) for s in ((1, 4, 16, 16), (2, 8, 16, 32), (1, 12, 64, 64), (4, 8, 128, 128)))
     yield from (
         _rotated(*s) for s in ((1, 4, 2, 16, 16), (1, 8, 4, 32, 32), (1, 8, 8, 1, 64), (1, 12, 12, 64, 64), (1, 8, 8, 128, 64))
     )
@@ -237,6 +244,6 @@ def rates_by_dtype() -> Iterator[Probe]:
         yield _product(256, 768, 768, dtype)
 
 
-def beside_transfers() -> Probe:
-    """A kernel that takes about as long as a transfer of some hundred kilobytes."""
+def between() -> Probe:
+    """A kernel that runs before what is measured in place; it takes about as long as a transfer of some hundred kilobytes."""
     return _product(64, 768, 768)

@@ -7,6 +7,7 @@ by the square of it (Huber 1964), so that few of another kind do not spoil the r
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ import numpy as np
 from tapestry.plan.topology.measured_costs import PRODUCTS, KernelRates
 
 ROUNDS = 20
+VECTORS = 8  # rates of what products are computed with that are tried, each half of the one before
 BEYOND = 8.0
 MARGIN = 0.25  # at most: more says that little was learned, not that one device is better
 FAR = 0.4  # of the logarithm of p / t
@@ -80,13 +82,19 @@ def kernel_rates(points: Sequence[KernelPoint], vector: float) -> KernelRates:
 
 
 def vector_rate(points: Sequence[KernelPoint]) -> float:
-    """FLOP/s of what products are computed with (activations, the exponentials of attention): fitted together with theirs."""
-    mine = [p for p in points if p.kind == "contraction"]
-    if not any(p.light for p in mine):
+    """FLOP/s of what products are computed with (activations, the exponentials of attention): the one rate with which the
+    rates of all classes of products, fitted each by itself, predict best."""
+    mine = [[p for p in points if p.kind == kind] for kind in PRODUCTS]
+    mine = [own for own in mine if any(p.light for p in own)]
+    if not mine:
         return max((p.work / p.seconds for p in points if p.kind == "map" and p.work), default=FASTEST)
-    columns = np.array([[1.0, p.work, p.nbytes, p.light] for p in mine])
-    seconds = np.array([p.seconds for p in mine])
-    return 1 / max(float(coefficients(columns, seconds, _least(columns, seconds))[3]), 1 / FASTEST)
+
+    def off(vector: float) -> float:
+        fits = [(own, kernel_rates(own, vector)) for own in mine]
+        return sum(abs(math.log(kernel_seconds(r, p, vector) / p.seconds)) for own, r in fits for p in own)
+
+    fastest = BEYOND * max(p.light / p.seconds for own in mine for p in own)
+    return min((fastest / 2**k for k in range(VECTORS)), key=off)
 
 
 def _least(columns: Array, seconds: Array) -> Array:
