@@ -153,6 +153,13 @@ def _write(rows: list[record.Row]) -> None:
     record.write("prove", rows, summary=summary, kinds=len({r["kind"] for r in rows if r["part"] == "faults"}))
 
 
+def _asked(row: record.Row, args: argparse.Namespace) -> bool:
+    """Whether a row of an earlier run is made anew."""
+    if row["part"] == "plans" and not (args.plans / row["architecture"]).is_dir():
+        return False
+    return row["part"] in args.parts and row.get("kind", args.kinds[0]) in args.kinds
+
+
 def main() -> None:
     """Run the parts that are asked for."""
     p = argparse.ArgumentParser(description=__doc__)
@@ -160,9 +167,9 @@ def main() -> None:
     p.add_argument("--each", type=int, default=10, help="faults per kind")
     p.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS), help="of faults; rows of others stay")
     p.add_argument("--programs", type=int, default=200, help="programs that are right")
-    p.add_argument("--plans", type=Path, default=record.WORK / "plans", help="folder with exported programs")
+    p.add_argument("--plans", type=Path, default=record.WORK / "plans", help="folder with exported programs; rows of others stay")
     args = p.parse_args()
-    rows = [r for r in record.read("prove") if r["part"] not in args.parts or r.get("kind", args.kinds[0]) not in args.kinds]
+    rows = [r for r in record.read("prove") if not _asked(r, args)]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         makers = {
