@@ -167,7 +167,9 @@ def main() -> None:
     p.add_argument("--each", type=int, default=10, help="faults per kind")
     p.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS), help="of faults; rows of others stay")
     p.add_argument("--programs", type=int, default=200, help="programs that are right")
-    p.add_argument("--plans", type=Path, default=record.WORK / "plans", help="folder with exported programs; rows of others stay")
+    p.add_argument(
+        "--plans", type=Path, default=record.WORK / "plans", help="folder with exported programs; rows of others stay"
+    )
     args = p.parse_args()
     rows = [r for r in record.read("prove") if not _asked(r, args)]
     with tempfile.TemporaryDirectory() as name:
