@@ -29,7 +29,7 @@ TINY: dict[str, Any] = {
     "shared_expert_intermediate_size": 16, "n_shared_experts": 1, "first_k_dense_replace": 0, "q_lora_rank": 16,
     "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "n_group": 1, "topk_group": 1,
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "attention_dropout": 0.0, "use_cache": False,
-    "decoder_sparse_step": 1,
+    "decoder_sparse_step": 1, "audio_token_id": 3, "audio_bos_token_id": 4, "audio_delay_token_id": 5,
 }  # fmt: skip
 VARIANTS: list[dict[str, Any]] = [
     {}, {"num_key_value_heads": 4}, {"num_hidden_layers": 6}, {"moe_intermediate_size": [16, 16]}, {"head_dim": 64},

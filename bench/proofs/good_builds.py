@@ -47,6 +47,7 @@ from tapestry.plan.simulate import simulate
 from tapestry.plan.strategy import strategies
 from tapestry.plan.topology import parse_mesh, to_data, topology
 from tapestry.rewrites.core.driver import simplify
+from tapestry.rewrites.core.rule import parse_move
 from tapestry.saved_build import replay_rewrites, verify_build
 from tapestry.verify.rewriting import rewrite_log
 from tests.support.parallel_nets import Sizes, Style, write
@@ -155,7 +156,8 @@ def _build(lifted: Lifted, plan: Plan, moves: tuple[str, ...]) -> tuple[store.Bu
     )  # fmt: skip
     timed = simulate(plan, program, on).total
     facts = {"simulated_s": timed, "objective_s": timed, "lower_bound_s": 0.0, "gap": 1.0 if timed else 0.0}
-    staged = {"stages": build_report.stages_of(build)}
+    parts = [m.number("parts") for m in map(parse_move, moves) if m.rule == "micro_batch"]
+    staged = {"stages": build_report.stages_of(build), "micro_batches": parts[-1] if len(plan.stages) > 1 and parts else 1}
     report = {**build_report.facts_of(build), **facts, **staged, "requests": {"sharding": {"notes": []}}}
     return replace(build, report={**report, "plan_sha256": build_report.plan_hash(build)}), held
 

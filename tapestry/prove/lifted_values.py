@@ -11,6 +11,7 @@ from tapestry.ir.index import Aff, const, dim, dims_of, substitute
 from tapestry.ir.monoid import MONOIDS, Moments, Monoid, Product, Rebased
 from tapestry.ir.types import Tensor
 from tapestry.prove.reductions import Reduction, reduced, settled
+from tapestry.prove.rescaling import rescaled
 from tapestry.prove.values import Node, Ref, Table, Value
 
 Lookup = Callable[[str], Value]
@@ -51,7 +52,10 @@ class _Block:
 
     def call(self, fn: str, args: Sequence[Value], dtype: str) -> Value:
         """A primitive of values over this operation's space."""
-        return self.table.call(fn, args, dtype, self.ranges)
+        plain = self.table.call(fn, args, dtype, self.ranges)
+        if self.table.building or not isinstance(plain, Ref) or self.table.nodes[plain.node].model:
+            return plain
+        return rescaled(self.table, fn, tuple(args), self.ranges) or plain
 
     def reduce(self, monoid: Monoid, values: Sequence[Value], dims: tuple[Dim, ...]) -> list[Value]:
         """The fields of a reduction; a composed monoid is written as the reductions that it stands for."""

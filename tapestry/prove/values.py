@@ -244,11 +244,14 @@ class Table:
             a, b = self.arguments(test)
             if any(isinstance(x, Const) and x.value == float("inf") for x in (a, b)):
                 return no  # of finite numbers
-            if isinstance(no, Ref) and self.nodes[no.node].label[0] == "mul":  # s, or s * exp(a - b): the same where a is b
+            if isinstance(no, Ref) and self.nodes[no.node].label[0] in (
+                "mul",
+                "exp",
+            ):  # s, or s * exp(a - b): the same where a is b
                 kind = self.dtype(a)
                 apart = {self.call("exp", (self.call("sub", p, kind, ranges),), kind, ranges) for p in ((a, b), (b, a))}
                 factors = self.arguments(no)
-                if yes in factors and any(x in apart for x in factors):
+                if (yes in factors and any(x in apart for x in factors)) or (yes == Const(1.0, kind) and no in apart):
                     return no
         return None
 

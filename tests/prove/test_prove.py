@@ -25,6 +25,8 @@ RIGHT = [
     ("decoder", Style(tp=4)),
     ("decoder", Style(tp=2, sequence=True, head="gathered")),
     ("decoder", Style(dp=2, tp=2, context=True)),
+    ("decoder", Style(dp=2, tp=2, context=True, ring=True)),
+    ("encoder", Style(tp=4, context=True, ring=True)),
     ("decoder", Style(tp=2, head="rows")),
     ("encoder", Style(tp=2, sequence=True)),
     ("convolutions", Style(dp=2, tp=2)),
@@ -64,6 +66,29 @@ def test_a_fault_is_refuted_with_a_witness(kind: str, tmp_path: Path) -> None:
         assert verdict.witness["rank"] in range(style.world)
         return
     pytest.fail("no network has a place for this fault")
+
+
+@pytest.mark.parametrize("what", ["Mul", "Exp", "Add"])
+def test_a_ring_that_forgets_a_step_is_refuted(what: str, tmp_path: Path) -> None:
+    """A state that is not rescaled, or by another number; a part that is not added."""
+    model, program = write("encoder", Style(tp=4, context=True, ring=True), tmp_path, SIZES)
+    for file in program.glob("*.onnx"):
+        rank = onnx.load(file)
+        node = [n for n in rank.graph.node if n.op_type == what and _in_ring(rank, n)][-1]
+        put = {"Mul": ("Identity", node.input[:1]), "Exp": ("Sigmoid", node.input)}
+        kind, ins = put.get(what, ("Identity", node.input[1:]))
+        node.CopyFrom(helper.make_node(kind, list(ins), list(node.output), name=node.name))
+        onnx.save(rank, file)
+    verdict = prove(model, [program])
+    assert verdict.status == REFUTED, verdict.text()
+
+
+def _in_ring(rank: onnx.ModelProto, node: onnx.NodeProto) -> bool:
+    """Whether a node is between the first greatest score and the quotient."""
+    names = [n.name for n in rank.graph.node]
+    first = next(k for k, n in enumerate(rank.graph.node) if n.op_type == "ReduceMax")
+    last = next(k for k, n in enumerate(rank.graph.node) if n.op_type == "Div")
+    return first < names.index(node.name) < last and (node.op_type != "Mul" or not node.input[1].startswith("c_"))
 
 
 def test_the_witness_names_what_is_read_instead(tmp_path: Path) -> None:

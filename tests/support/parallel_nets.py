@@ -20,7 +20,8 @@ from onnx import ModelProto, TensorProto, helper, numpy_helper, save
 class Style:
     """How a program is parallel: sizes of the mesh ``dp, pp, tp``, and what the ``tp`` axis does to the sequence.
 
-    ``sequence``: norms and residuals on parts of the sequence. ``context``: all of it, with whole weights.
+    ``sequence``: norms and residuals on parts of the sequence. ``context``: all of it, with whole weights; keys and values are
+    gathered, or travel round a ``ring``, where each rank keeps the state of a softmax.
     """
 
     dp: int = 1
@@ -28,6 +29,7 @@ class Style:
     tp: int = 1
     sequence: bool = False
     context: bool = False
+    ring: bool = False
     head: str = "whole"  # of the last projection: whole, gathered (columns) or rows
 
     @property
@@ -138,6 +140,10 @@ class Writer:
         self.weights[name] = np.ascontiguousarray(a)
         return name
 
+    def has(self, name: str) -> bool:
+        """Whether there is an input of that name."""
+        return name in self.placement
+
     def input(self, name: str, *shape: int, cut: Sequence[str | None] = ()) -> str:
         """An input; ``cut`` has the mesh axis along which each of its first axes is cut."""
         self.placement[name] = [*cut, *(None for _ in shape[len(cut) :])]
@@ -202,23 +208,61 @@ def _attention(w: Writer, x: str, z: Sizes, k: int, bias: bool, rope: bool) -> s
     q, key, value = project("q", z.heads, heads), project("k", z.groups, groups), project("v", z.groups, groups)
     if rope:
         q, key = _rope(w, q, size), _rope(w, key, size)
-    if st.context:
+    if st.context and not st.ring:
         key, value = (w.along("ALL_GATHER", t, 2, 4) for t in (key, value))
-    full, times = z.sequence, z.heads // z.groups
+    full, times = sequence if st.ring else z.sequence, z.heads // z.groups
     if times > 1:
         wide, each = w.constant([batch, groups, times, full, size]), w.constant([batch, heads, full, size])
         key, value = (
             w.add("Reshape", w.add("Expand", w.add("Unsqueeze", t, w.constant([2])), wide), each) for t in (key, value)
         )
-    scores = w.add("MatMul", q, w.add("Transpose", key, perm=[0, 1, 3, 2]))
-    scores = w.add("Mul", scores, w.constant(size**-0.5, np.float32))
-    if rope:
-        scores = w.add("Add", scores, "mask")
-    read = w.add("MatMul", w.add("Softmax", scores, axis=-1), value)
+
+    def scores_of(key: str, mask: str) -> str:
+        scores = w.add("MatMul", q, w.add("Transpose", key, perm=[0, 1, 3, 2]))
+        scores = w.add("Mul", scores, w.constant(size**-0.5, np.float32))
+        return w.add("Add", scores, mask) if rope else scores
+
+    if st.ring and st.tp > 1:
+        read = _ring(w, key, value, sequence, scores_of)
+    else:
+        read = w.add("MatMul", w.add("Softmax", scores_of(key, "mask"), axis=-1), value)
     joined = w.add("Reshape", w.add("Transpose", read, perm=[0, 2, 1, 3]), w.constant([batch, sequence, heads * size]))
     y = w.add("MatMul", joined, w.weight(f"l{k}.o", z.width, z.width, cut=None if cut is None else 0))
     y = _reduced(w, y)
     return w.add("Add", y, w.weight(f"l{k}.o.b", z.width)) if bias else y
+
+
+def _ring(w: Writer, key: str, value: str, part: int, scores_of: Callable[[str, str], str]) -> str:
+    """Attention over keys and values that go from rank to rank: the greatest score, the sum and the weighted sum are rescaled
+    whenever a part has a greater one (Liu, Zaharia and Abbeel, 2023)."""
+    parts, me, last = w.style.tp, w.place[2], w.constant([-1])
+    top = total = read = ""
+    for step in range(parts):
+        begin = (me - step) % parts * part
+        columns = (
+            w.add("Slice", "mask", w.constant([begin]), w.constant([begin + part]), w.constant([3])) if w.has("mask") else ""
+        )
+        scores = scores_of(key, columns)
+        high = w.add("ReduceMax", scores, last, keepdims=1)
+        high = w.add("Max", top, high) if top else high
+        weights = w.add("Exp", w.add("Sub", scores, high))
+        more, weighted = w.add("ReduceSum", weights, last, keepdims=1), w.add("MatMul", weights, value)
+        if top:
+            factor = w.add("Exp", w.add("Sub", top, high))
+            more = w.add("Add", w.add("Mul", total, factor), more)
+            weighted = w.add("Add", w.add("Mul", read, factor), weighted)
+        top, total, read = high, more, weighted
+        if step < parts - 1:
+            key, value = _passed_on(w, key), _passed_on(w, value)
+    return w.add("Div", read, total)
+
+
+def _passed_on(w: Writer, x: str) -> str:
+    """The value of the rank before this one."""
+    parts, before = w.style.tp, (w.place[2] - 1) % w.style.tp
+    every = w.collective("ALL_GATHER", w.add("Unsqueeze", x, w.constant([0])))
+    mine = w.add("Slice", every, w.constant([before]), w.constant([before + 1]), w.constant([0])) if parts > 1 else every
+    return w.add("Squeeze", mine, w.constant([0]))
 
 
 def _reduced(w: Writer, y: str) -> str:

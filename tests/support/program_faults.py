@@ -477,15 +477,15 @@ def part_of_another_rank(ranks: Ranks, rng: random.Random) -> str | None:
 
 @kind
 def result_exchanged(ranks: Ranks, rng: random.Random) -> str | None:
-    """A gathered value is put together with its halves the wrong way round."""
+    """A value is put together with the halves of its last axis the wrong way round."""
     found = [n for n in _collectives(ranks[0], "ALL_GATHER", "ALL_REDUCE") if _readers(ranks[0], n.output[0])]
     if not found:
         return None
     name = rng.choice(found).output[0]
 
     def swap(a: str, b: str) -> list[NodeProto]:
-        halves = helper.make_node("Split", [a], [f"{b}.0", f"{b}.1"], name=f"{b}.split", axis=0, num_outputs=2)
-        return [halves, helper.make_node("Concat", [f"{b}.1", f"{b}.0"], [b], name=b, axis=0)]
+        halves = helper.make_node("Split", [a], [f"{b}.0", f"{b}.1"], name=f"{b}.split", axis=-1, num_outputs=2)
+        return [halves, helper.make_node("Concat", [f"{b}.1", f"{b}.0"], [b], name=b, axis=-1)]
 
     _between(ranks, name, swap)
     return name

@@ -12,7 +12,8 @@ from onnx import helper, shape_inference
 from tapestry.onnx_eval.ort_session import ort_session
 
 NODE = "DistCollective"
-MERGES = {"SUM": np.add, "PROD": np.multiply, "MAX": np.maximum, "MIN": np.minimum}
+APART = 1e-5  # of the largest value, in float32: more than sums in another order
+MERGES = {"SUM": np.add, "AVG": np.add, "PROD": np.multiply, "MAX": np.maximum, "MIN": np.minimum}
 
 
 class Rank:
@@ -63,6 +64,30 @@ class Rank:
 def run(folder: Path, feeds) -> dict[str, np.ndarray]:
     """Whole outputs from whole inputs, as ``program.json`` says where their parts lie."""
     document = json.loads((folder / "program.json").read_text())
+    return _joined(_walked(folder, document, feeds), document)
+
+
+def differs(model: Path, folder: Path, seed: int = 0) -> bool:
+    """Whether a program gives another value than its model at some cell of some rank, or stops on the way."""
+    document, rng = json.loads((folder / "program.json").read_text()), np.random.default_rng(seed)
+    inputs = onnx.load(model, load_external_data=False).graph.input
+    feeds = {i.name: rng.standard_normal([d.dim_value for d in i.type.tensor_type.shape.dim], np.float32) for i in inputs}
+    session = ort_session(model)
+    expected = dict(zip([o.name for o in session.get_outputs()], session.run(None, feeds), strict=True))
+    try:
+        ranks = _walked(folder, document, feeds)
+    except Exception:  # whatever it is that stops it
+        return True
+    for name, whole in expected.items():
+        for r, rank in enumerate(ranks):
+            theirs, mine = _part(whole, document["placement"][name], r, document["mesh"]), rank.values[name]
+            if mine.shape != theirs.shape or not np.abs(mine - theirs).max() <= APART * np.abs(whole).max():
+                return True
+    return False
+
+
+def _walked(folder: Path, document, feeds) -> list[Rank]:
+    """All ranks at their ends."""
     mesh = document["mesh"]
     world = int(np.prod(list(mesh.values())))
     ranks = []
@@ -74,7 +99,7 @@ def run(folder: Path, feeds) -> dict[str, np.ndarray]:
         rank.run(0)
     while any(at[r] < len(ranks[r].collectives) for r in range(world)):
         assert _meet(ranks, at), "the ranks wait for each other"
-    return _joined(ranks, document)
+    return ranks
 
 
 def _meet(ranks, at) -> bool:
@@ -107,6 +132,8 @@ def _done(a, values):
     merged = values[0]
     for v in values[1:]:
         merged = MERGES[a["reduce_op"]](merged, v)
+    if a["reduce_op"] == "AVG":
+        merged = merged / np.asarray(n, merged.dtype)
     if kind == "REDUCE":
         return [merged if g == a["root"] else np.full_like(merged, -7) for g in a["groups"]]
     return [merged] * n if kind == "ALL_REDUCE" else np.split(merged, n, 0)

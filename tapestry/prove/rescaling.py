@@ -1,0 +1,133 @@
+"""Sums that are scaled later: ``exp(a - b)`` times a sum of ``exp(x - a) …`` and a quotient of a sum are sums themselves.
+
+So a softmax that goes through its row part by part, with a greatest value, a sum and a weighted sum that are rescaled
+whenever a greater value comes, is known as the softmax of the row. What holds of every sum of real numbers is all that is
+used: a factor that does not depend on what is summed may be in each term, and ``exp(x - a) * exp(a - b)`` is ``exp(x - b)``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from tapestry.ir.graph import Dim
+from tapestry.ir.index import dim
+from tapestry.prove.reductions import Reduction, opened, reduced
+from tapestry.prove.values import Ranges, Ref, Table, Value, same
+
+Terms = Callable[[Value, Ranges], Iterator[Value]]  # forms of what is summed with the factor in it, over the sum's own space
+SUM = ("sum", 0)
+
+
+def rescaled(table: Table, fn: str, args: tuple[Value, ...], ranges: Ranges) -> Value | None:
+    """A program's product or quotient as a sum whose terms have the factor, where that is a known form; else None."""
+    misses = len(table.misses)
+    if fn == "div" and isinstance(args[1], Ref):
+        found = _in_sums(table, args[0], lambda v, wide: _each_factor(table, v, args[1], wide), ranges, known=True)
+        if found is not None:
+            return found
+    for total, factor in (args, args[::-1]) if fn == "mul" else ():
+        ends = _difference(table, factor)
+        if ends is not None:
+            found = _in_sums(table, total, lambda v, wide, ends=ends: _moved(table, v, *ends, wide), ranges, known=False)
+            if found is not None:
+                return found
+    del table.misses[misses:]  # of what was only tried
+    return None
+
+
+def _in_sums(table: Table, v: Value, terms: Terms, ranges: Ranges, known: bool) -> Value | None:
+    """A sum of sums with a factor in each term; ``known``: only where the model has that sum."""
+    if not isinstance(v, Ref):
+        return None
+    node = table.nodes[v.node]
+    if node.kind == "call" and node.label[0] == "add" and not node.model:
+        parts = [_in_sums(table, a, terms, ranges, known) for a in table.arguments(v)]
+        return None if None in parts else table.call("add", [p for p in parts if p is not None], node.dtype, ranges)
+    found = _terms(table, v, ranges)
+    if found is None:
+        return None
+    dims, body, wide = found
+    for new in terms(body, wide):
+        if not known or _summed_by_model(table, new):
+            out = reduced(table, Reduction("sum", 0, (new,), dims, ranges))
+            if not known or (isinstance(out, Ref) and _of_model(table, out)):
+                return out
+    return None
+
+
+def _summed_by_model(table: Table, v: Value) -> bool:
+    return isinstance(v, Ref) and any(table.nodes[k].model for k in table.known.get(("reduce", SUM, (v.node,)), ()))
+
+
+def _of_model(table: Table, v: Ref) -> bool:
+    node = table.nodes[v.node]
+    return table.nodes[table.parted(v.node)[0]].model if node.kind == "part" else node.model
+
+
+def _terms(table: Table, v: Ref, ranges: Ranges) -> tuple[tuple[Dim, ...], Value, dict[str, int]] | None:
+    """The dimensions that a sum goes along, what it adds, and all sizes; of a part of a sum, if that is a box."""
+    node = table.nodes[v.node]
+    if node.kind == "reduce" and node.label == SUM:
+        dims, values, wide = opened(table, v, ranges)
+        return dims, values[0], wide
+    if node.kind == "call":  # one term
+        return (), v, dict(ranges)
+    if node.kind != "part" or table.nodes[table.parted(v.node)[0]].label != SUM:
+        return None
+    base, domain = table.parted(v.node)
+    if any(len(runs) != 1 for runs in domain.axes):
+        return None
+    whole, values, wide = opened(table, Ref(base, v.index), ranges)
+    dims = tuple(Dim(f"{d.name}p", high - low) for d, ((low, high),) in zip(whole, domain.axes, strict=True))
+    inside = {**ranges, **{d.name: d.size for d in dims}}
+    env = {d.name: dim(p.name) + low for d, p, ((low, _),) in zip(whole, dims, domain.axes, strict=True)}
+    assert wide.keys() == {*ranges, *env}
+    return dims, table.read(values[0], env, inside), inside
+
+
+def _difference(table: Table, v: Value) -> tuple[Value, Value] | None:
+    """a and b of ``exp(a - b)``."""
+    for fn in ("exp", "sub"):
+        if not isinstance(v, Ref) or table.nodes[v.node].kind != "call" or table.nodes[v.node].label[0] != fn:
+            return None
+        args = table.arguments(v)
+        v = args[0]
+        if fn == "sub":
+            return args[0], args[1]
+    return None
+
+
+def _equal(a: Value, b: Value, ranges: Ranges) -> bool:
+    if not isinstance(a, Ref) or not isinstance(b, Ref):
+        return a == b
+    return a.node == b.node and all(same(x, y, ranges) for x, y in zip(a.index, b.index, strict=True))
+
+
+def _factors(table: Table, v: Value, ranges: Ranges) -> Iterator[tuple[Value, Callable[[Value], Value]]]:
+    """The factors of a term, each with what makes the term with another one in its place."""
+    yield v, lambda x: x
+    if not isinstance(v, Ref) or table.nodes[v.node].kind != "call":
+        return
+    fn, args = table.nodes[v.node].label[0], table.arguments(v)
+    dtype = table.nodes[v.node].dtype
+    for k in {"mul": (0, 1), "div": (0,)}.get(fn, ()):
+        for f, put in _factors(table, args[k], ranges):
+            yield (
+                f,
+                lambda x, k=k, put=put: table.call(fn, [put(x) if n == k else a for n, a in enumerate(args)], dtype, ranges),
+            )
+
+
+def _moved(table: Table, term: Value, a: Value, b: Value, wide: Ranges) -> Iterator[Value]:
+    """A term with ``exp(x - a)`` made ``exp(x - b)``."""
+    for f, put in _factors(table, term, wide):
+        ends = _difference(table, f)
+        if ends is not None and _equal(ends[1], a, wide):
+            dtype = table.dtype(f)
+            yield put(table.call("exp", (table.call("sub", (ends[0], b), dtype, wide),), dtype, wide))
+
+
+def _each_factor(table: Table, term: Value, divisor: Value, wide: Ranges) -> Iterator[Value]:
+    """A term with one of its factors divided."""
+    for f, put in _factors(table, term, wide):
+        yield put(table.call("div", (f, divisor), table.dtype(f), wide))
