@@ -203,6 +203,18 @@ def rewrite(e: Expr, leaf: Callable[[Expr], Expr]) -> Expr:
     return of(e)
 
 
+def replaced(e: Expr, old: Expr, new: Expr) -> Expr:
+    """Rebuild e with ``new`` wherever ``old`` stands in it; what is shared stays shared."""
+    known: dict[int, Expr] = {}
+
+    def of(e: Expr) -> Expr:
+        if id(e) not in known:
+            known[id(e)] = new if e == old else _with_args(e, tuple(map(of, e.args))) if isinstance(e, Call) else e
+        return known[id(e)]
+
+    return of(e)
+
+
 def _with_args(e: Call, args: tuple[Expr, ...]) -> Call:
     same = all(a is b or (not isinstance(a, Call) and a == b) for a, b in zip(args, e.args, strict=True))
     return e if same else Call(e.fn, args, e.dtype)

@@ -23,7 +23,7 @@ from tapestry.rewrites.core.edit import (
 )
 from tapestry.rewrites.core.matching import Draft
 from tapestry.rewrites.core.rule import Refusal, refuse
-from tapestry.rewrites.equations.match import Bindings, number_of, place
+from tapestry.rewrites.equations.bindings import HOLE, Bindings, number_of, place
 from tapestry.rewrites.equations.pattern import App, DimPattern, Node, Num, OpPattern, RuleText, Var
 
 
@@ -197,8 +197,10 @@ class _Writer:
         gone: dict[int, Expr] = {}
         accs: dict[int, Expr] = {i: Acc(i, e.dtype) for i, e in enumerate(state)}
         for param, a in zip(body.params, n.args, strict=True):
-            assert isinstance(param, Var)
             values = self._terms(a, state)
+            if not isinstance(param, Var):
+                accs[HOLE] = values[0]
+                continue
             if param.name.startswith("acc"):
                 accs |= dict(enumerate(values)) if param.many else {int(param.name[3:]): values[0]}
                 continue

@@ -16,7 +16,7 @@ from tapestry.ir.monoid import MONOIDS
 from tapestry.ir.types import FLOATS
 from tapestry.rewrites.core.matching import Draft
 from tapestry.rewrites.core.rule import Refusal, refuse
-from tapestry.rewrites.equations.match import Bindings
+from tapestry.rewrites.equations.bindings import Bindings
 from tapestry.rewrites.equations.pattern import App, Clause, Node, Num, Var, show
 
 _COMPARE: dict[str, Callable[[object, object], bool]] = {"eq": operator.eq, "ne": operator.ne}

@@ -8,9 +8,10 @@ from typing import ClassVar
 from tapestry.ir.graph import Block, Graph
 from tapestry.rewrites.core.matching import Accept, Candidate, Draft, Match, MatchRule, Params
 from tapestry.rewrites.core.rule import Move, Refusal
+from tapestry.rewrites.equations.bindings import Bindings
 from tapestry.rewrites.equations.build import Written, replacements, write
 from tapestry.rewrites.equations.conditions import Conditions
-from tapestry.rewrites.equations.match import Bindings, Matcher
+from tapestry.rewrites.equations.match import Matcher
 from tapestry.rewrites.equations.pattern import RuleText
 
 

@@ -35,6 +35,7 @@ from tapestry.rewrites.equations.pattern import (
     ReadPattern,
     RuleText,
     Var,
+    closed_part,
     is_open,
     names_in,
     show,
@@ -308,6 +309,7 @@ class _Drawing:
             if not n.args and self.rng.random() < 0.5:  # a number is a function of nothing, too
                 return [number(3, w) for w in want]
             given = [e for a in n.args if isinstance(a, Var) for e in args.get(a.name, [])]
+            given += [self._terms(a, want, args, space)[0] for a in (closed_part(n),) if a]
             return [self._expression(given, w, space) for w in want]
         if n.fn == "index":
             return [Index(dim(show(n.args[0])))]

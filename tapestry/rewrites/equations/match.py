@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
-from tapestry.ir.expr import Acc, Arg, Call, Const, Expr, Index, arg_positions, distinct
+from tapestry.ir.expr import Acc, Arg, Call, Const, Expr, Index, arg_positions, distinct, replaced
 from tapestry.ir.graph import Block, Dim, Inner, Read
-from tapestry.ir.index import Aff, Floor, const, dim, dims_of, floordiv, modulo, substitute
+from tapestry.ir.index import Aff, Floor, const, dim, dims_of, substitute
 from tapestry.ir.types import DTYPES
 from tapestry.rewrites.core.edit import MOST_ATOMS, read_dims, substitute_expr, substitute_read, too_long
 from tapestry.rewrites.core.matching import Draft
 from tapestry.rewrites.core.rule import Refusal, refuse
+from tapestry.rewrites.equations.bindings import HOLE, Bindings, Body, place
 from tapestry.rewrites.equations.pattern import (
     App,
     DimPattern,
@@ -27,64 +28,12 @@ from tapestry.rewrites.equations.pattern import (
     ReadPattern,
     RuleText,
     Var,
+    closed_part,
     is_open,
     names_in,
 )
 
 COMMUTATIVE = frozenset({"add", "mul", "min", "max", "eq", "ne", "and", "or", "xor"})
-
-
-@dataclass(frozen=True, slots=True)
-class Body:
-    """What an open body stands for.
-
-    Attributes:
-        op: position in the pattern of the operation that it was found in; ``Arg`` is a read of that operation.
-        variants: the expressions; more than one list where the operation is read through several projections.
-        params: its parameters as written.
-        inner: inner reductions that are part of it.
-    """
-
-    op: int
-    variants: tuple[tuple[Expr, ...], ...]
-    params: tuple[Node, ...]
-    inner: tuple[Inner, ...] = ()
-
-
-@dataclass(slots=True)
-class Bindings:
-    """What the names of a left-hand side stand for.
-
-    Attributes:
-        ops: by position in the pattern.
-        sizes: a tuple, of one size for a plain name.
-        ranges: all dimensions of the index space of the match.
-        places: position of an operation in the pattern, and alias → positions of its reads.
-        variant: of a tensor that is read through several projections: which of them a read has.
-    """
-
-    ops: dict[int, Block] = field(default_factory=dict[int, Block])
-    tensors: dict[str, str] = field(default_factory=dict[str, str])
-    dims: dict[str, tuple[Dim, ...]] = field(default_factory=dict[str, tuple[Dim, ...]])
-    sizes: dict[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
-    dtypes: dict[str, str] = field(default_factory=dict[str, str])
-    monoids: dict[str, str | None] = field(default_factory=dict[str, str | None])
-    views: dict[str, tuple[Read, ...]] = field(default_factory=dict[str, tuple[Read, ...]])
-    maps: dict[str, tuple[Aff, ...]] = field(default_factory=dict[str, tuple[Aff, ...]])
-    bodies: dict[str, Body] = field(default_factory=dict[str, Body])
-    numbers: dict[str, int] = field(default_factory=dict[str, int])
-    ranges: dict[str, int] = field(default_factory=dict[str, int])
-    places: dict[tuple[int, str], tuple[int, ...]] = field(default_factory=dict[tuple[int, str], tuple[int, ...]])
-    variant: dict[tuple[int, int], int] = field(default_factory=dict[tuple[int, int], int])
-
-    def copy(self) -> Bindings:
-        """A match that may be extended without touching this one."""
-        return Bindings(**{f: getattr(self, f).copy() for f in self.__slots__})
-
-    @property
-    def root(self) -> Block:
-        """The last operation of the left-hand side."""
-        return self.ops[max(self.ops)]
 
 
 _NOTHING = Bindings()
@@ -178,8 +127,11 @@ class Matcher:
             if whole:
                 node = patterns[0]
                 assert isinstance(node, App)
-                inner = op.inner if patterns is p.body else ()
-                found = [(a, b | {node.fn: Body(k, (exprs,), node.args, inner)}) for a, b in found]
+                whole_of = Body(k, (exprs,), node.args, op.inner if patterns is p.body else ())
+                if closed_part(node):
+                    found = [f for s in found for f in self._around((k, op, m, env), node, whole_of, s)]
+                else:
+                    found = [(a, b | {node.fn: whole_of}) for a, b in found]
             elif patterns:
                 for pattern, e in zip(patterns, exprs, strict=True):
                     found = [f for s in found for f in self._unify((k, op, m, env), pattern, e, s)]
@@ -187,6 +139,17 @@ class Matcher:
             done = self._others(k, op, m, aliases, bodies)
             if done is not None:
                 yield done, bodies
+
+    def _around(self, at: _At, node: App, whole: Body, s: _Found) -> Iterator[_Found]:
+        """Bind an open body around a closed term to what is around each of its places."""
+        closed, (exprs,) = closed_part(node), whole.variants
+        assert closed is not None
+        for e in distinct(exprs):
+            if isinstance(e, Call) and _alike(closed, e):
+                hole = Acc(HOLE, e.dtype)
+                rest = tuple(replaced(x, e, hole) for x in exprs)
+                for reads, bodies in self._unify(at, closed, e, s):
+                    yield reads, bodies | {node.fn: replace(whole, variants=(rest,))}
 
     def _unify(self, at: _At, p: Node, e: Expr, s: _Found) -> Iterator[_Found]:
         (k, op, m, env), (reads, bodies) = at, s
@@ -204,7 +167,10 @@ class Matcher:
                 if bound is None or e.pos in bound or op.reads[bound[0]] == op.reads[e.pos]:
                     yield {**reads, p.name: (*(bound or ()), *(() if bound and e.pos in bound else (e.pos,)))}, bodies
         elif is_open(p):
-            yield reads, bodies | {p.fn: Body(k, ((e,),), p.args)}
+            assert isinstance(p, App)
+            new = Body(k, ((e,),), p.args)
+            if bodies.get(p.fn, new) == new:
+                yield reads, bodies | {p.fn: new}
         elif p.fn == "index":
             if isinstance(e, Index) and (substitute(e.aff, env, m.ranges) if env else e.aff) == place(p.args[0], m):
                 yield s
@@ -218,6 +184,8 @@ class Matcher:
     def _others(self, k: int, op: Block, m: Bindings, reads: _Reads, bodies: Mapping[str, Body]) -> _Reads | None:
         """The reads that no place in an expression binds: by name inside of open bodies, the rest to the group."""
         p = self.before[k]
+        if any(map(closed_part, (*p.body, *p.then))):
+            return self._used(p, k, reads, bodies)
         group = next((r for r in p.reads if r.many and r.alias not in reads), None)
         free = [i for i in range(len(op.reads)) if all(i not in places for places in reads.values())]
         for r in p.reads:
@@ -242,6 +210,21 @@ class Matcher:
             )
             accs = any(isinstance(x, Acc) for x in distinct(body.variants[0]))
             if used - given or (accs and not any(isinstance(a, Var) and a.name.startswith("acc") for a in body.params)):
+                return None
+        return reads
+
+    def _used(self, p: OpPattern, k: int, reads: _Reads, bodies: Mapping[str, Body]) -> _Reads | None:
+        """Where an open body is around a closed term: every group has the reads that the bodies it is given to use."""
+        for r in p.reads:
+            takers = [b for b in bodies.values() if b.op == k and any(isinstance(a, Var) and a.name == r.alias for a in b.params)]
+            if r.many:
+                exprs = tuple(e for b in takers for e in (*b.variants[0], *(s.body for s in b.inner)))
+                reads = {**reads, r.alias: tuple(sorted(arg_positions(exprs)))}
+            elif r.alias not in reads:
+                return None
+        for b in bodies.values():
+            states = {x.field for x in distinct(b.variants[0]) if isinstance(x, Acc)} - {HOLE} if b.op == k else set[int]()
+            if states and not any(isinstance(a, Var) and a.name.startswith("acc") for a in b.params):
                 return None
         return reads
 
@@ -468,29 +451,3 @@ def _bind_sizes(m: Bindings, p: DimPattern, dims: tuple[Dim, ...] | None) -> boo
     if isinstance(p.size, Num):
         return sizes == (p.size.value,)
     return not isinstance(p.size, Var) or m.sizes.setdefault(p.size.name, sizes) == sizes
-
-
-def place(n: Node, m: Bindings, dims: Mapping[str, tuple[Dim, ...]] | None = None) -> Aff:
-    """An index term as an expression over the dimensions of a match."""
-    if isinstance(n, Num):
-        return const(int(n.value))
-    if isinstance(n, Var):
-        bound = (dims or {}).get(n.name) or m.dims.get(n.name)
-        return dim(bound[0].name) if bound else const(number_of(n.name, m))
-    a, b = (place(x, m, dims) for x in n.args)
-    if n.fn in ("add", "sub"):
-        return a + b if n.fn == "add" else a - b
-    if n.fn == "mul":
-        return b * a.const if not a.terms else a * b.const
-    ranges = m.ranges | {d.name: d.size for ds in (dims or {}).values() for d in ds}
-    return (floordiv if n.fn == "floordiv" else modulo)(a, b.const, ranges)
-
-
-def number_of(name: str, m: Bindings) -> int:
-    """The number that a parameter or a size of one dimension stands for."""
-    if name in m.numbers:
-        return m.numbers[name]
-    total = 1
-    for n in m.sizes[name]:
-        total *= n
-    return total

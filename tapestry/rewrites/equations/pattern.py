@@ -121,6 +121,12 @@ def is_open(n: Node) -> bool:
     return isinstance(n, App) and n.fn not in PRIMITIVES and n.fn not in DTYPES and n.fn != "index"
 
 
+def closed_part(n: Node) -> App | None:
+    """The first argument of an open body where it is no name: the body then stands for what is around a closed term."""
+    first = n.args[0] if isinstance(n, App) and is_open(n) and n.args else None
+    return first if isinstance(first, App) else None
+
+
 @dataclass(frozen=True, slots=True)
 class Clause:
     """A condition, and what a refusal says where it does not hold (``""``: the condition itself, with its values)."""
