@@ -189,6 +189,8 @@ def encode(build: Build) -> bytes:
     }  # fmt: skip
     if any(a.weights for a in p.mesh):
         document["weights"] = [a.weights for a in p.mesh]
+    if any(a.order for a in p.mesh):
+        document["order"] = [a.order for a in p.mesh]
     return msgspec.json.encode(document)
 
 
@@ -224,6 +226,7 @@ class PlanData(msgspec.Struct, forbid_unknown_fields=True):
     constants: dict[str, tuple[int, int]]
     report: dict[str, Any]
     weights: list[tuple[int, ...]] = []
+    order: list[tuple[int, ...]] = []
     stages: list[tuple[int, list[tuple[str, int]]]] = []
     stage_of: tuple[int, ...] = ()
     arrivals: list[tuple[str, int, tuple[int | None, ...]]] = []
@@ -261,7 +264,13 @@ def decode(data: bytes, where: str = "plan.json") -> Build:
     )
     if not shared:
         raise BuildError("not a plan: the shares of a mesh axis", where=where, hint="compile the model again")
-    mesh = tuple(MeshAxis(n, s, w) for (n, s), w in zip(d.mesh, weights, strict=True))
+    order = d.order or [()] * len(d.mesh)
+    ordered = len(order) == len(d.mesh) and all(
+        not o or sorted(o) == list(range(n)) for (_, n), o in zip(d.mesh, order, strict=True)
+    )
+    if not ordered or (d.order and d.stages):
+        raise BuildError("not a plan: the order of a mesh axis", where=where, hint="compile the model again")
+    mesh = tuple(MeshAxis(n, s, w, o) for (n, s), w, o in zip(d.mesh, weights, order, strict=True))
     plan = Plan(
         graph=graph, mesh=mesh, inputs=d.inputs, outputs=d.outputs,
         strategies=tuple(Strategy(dims, out, d.rings.get(i, ())) for i, (dims, out) in enumerate(d.strategies)),
