@@ -27,7 +27,7 @@ TOGETHER = 4  # candidates that are loaded at a time
 
 @dataclass(slots=True)
 class StageTrials:
-    """Compiles and runs candidates of one model, with its external data in reach: their files lie beside it for a moment.
+    """Compiles and runs candidates of one model, with its external data in reach: their files lie beside it until the end.
 
     One process plays all devices, so that a batch passes the stages one after another, as it does on devices of their own, but
     with no wire between them.
@@ -38,24 +38,19 @@ class StageTrials:
     _pool: ProcessPoolExecutor | None = None
     _count: int = 0
     _builds: dict[tuple[int, ...], Path] = field(default_factory=dict[tuple[int, ...], Path])
+    _files: list[Path] = field(default_factory=list[Path])
 
     def __call__(self, schemes: Sequence[Sequence[int]], capacity: int) -> list[Trial]:
         """Each compiled; run where no device needs more than so many bytes."""
-        jobs: list[_Job] = []
-        try:
-            for scheme in schemes:
-                jobs.append(self._job(scheme))
-            done = self._compiled(jobs)
-            self._builds |= {tuple(s): j.build for s, j in zip(schemes, jobs, strict=True)}
-            fit = [k for k, t in enumerate(done) if not t.refused and max(t.peaks) <= capacity]
-            for at in range(0, len(fit), TOGETHER):
-                some = fit[at : at + TOGETHER]
-                for k, seconds in zip(some, self.in_turns([schemes[k] for k in some]), strict=True):
-                    done[k] = Trial(done[k].peaks, seconds)
-            return done
-        finally:
-            for job in jobs:
-                job.model.unlink(missing_ok=True)
+        jobs = [self._job(scheme) for scheme in schemes]
+        done = self._compiled(jobs)
+        self._builds |= {tuple(s): j.build for s, j in zip(schemes, jobs, strict=True)}
+        fit = [k for k, t in enumerate(done) if not t.refused and max(t.peaks) <= capacity]
+        for at in range(0, len(fit), TOGETHER):
+            some = fit[at : at + TOGETHER]
+            for k, seconds in zip(some, self.in_turns([schemes[k] for k in some]), strict=True):
+                done[k] = Trial(done[k].peaks, seconds)
+        return done
 
     def _compiled(self, jobs: Sequence[_Job]) -> list[Trial]:
         if len(jobs) == 1 or self.options.processes == 1:
@@ -73,6 +68,7 @@ class StageTrials:
         target = stage_annotations.output_path(source, o.output)
         file = target.with_name(f".{target.stem}.candidate{self._count}.onnx")
         model = load(source)
+        self._files.append(file)
         check_structure(model, source.parent, weights=False)  # sorts nodes, as the scheme has them
         stage_annotations.annotate_stages(model, scheme, o.devices)
         onnx_annotations.write(model, source, file)
@@ -97,6 +93,8 @@ class StageTrials:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
+        for file in self._files:
+            file.unlink(missing_ok=True)
         self._folder.cleanup()
 
 

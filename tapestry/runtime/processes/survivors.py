@@ -39,11 +39,15 @@ from tapestry.runtime.processes.heartbeat import COMPUTE, STEP, WAIT
 from tapestry.runtime.processes.wire import PeerLost, Wire, flat_bytes, reason
 from tapestry.runtime.reordered.block_tasks import Task, Value, tasks_of
 from tapestry.runtime.reordered.lost_blocks import Rest, adopted, rest_of
+from tapestry.runtime.reordered.block_walk import Work
 from tapestry.runtime.step_messages import Route
 from tapestry.runtime.target_protocol import Array, Measured, Progress, Source, Target
 
 if TYPE_CHECKING:
     from tapestry.runtime.processes.worker import Rank
+
+
+NOTHING = Rest(tasks=(), lost=0, again=Work(), restart=Work()).document()  # of a loss between two batches
 
 
 class _Standing(msgspec.Struct):
@@ -186,6 +190,7 @@ class SurvivingExecutor(RankExecutor):
         batch = min(s.batch for s in there.values())
         running = {r: s for r, s in there.items() if s.running and s.batch == batch}
         if not running:
+            self.told.append({"ranks": sorted(gone), "batch": batch, "step": -1, **NOTHING})
             self.coming, self.running, self.rest = batch, False, None
             return None
         rest = self._rest(running, gone)
@@ -196,10 +201,13 @@ class SurvivingExecutor(RankExecutor):
         return None
 
     def _held(self) -> list[Value]:
-        """What devices of this rank hold for certain: nothing that is still on its way."""
-        flying = {n for m in self.moves.values() if m.use >= self.reached for n in filled_by(self.program, m.at)}
-        flying = flying if not self.round else set()
-        return [(d, n) for d in self.all_devices for n in self._home(d).held.arrays[d] if n in self.program.buffers and n not in flying]
+        """What devices of this rank hold; what was on its way at the first loss is dropped."""
+        on_its_way = [m.at for m in self.moves.values() if m.use >= self.reached] if not self.round else []
+        for d in self.devices:
+            for at in on_its_way:
+                self.held.drop(d, filled_by(self.program, at))
+        held = ((d, n) for d in self.all_devices for n in self._home(d).held.arrays[d])
+        return [(d, n) for d, n in held if n in self.program.buffers]
 
     def _part(self) -> None:
         """Close all connections to other ranks, so that none of them waits for this one."""
