@@ -169,8 +169,8 @@ def checked(p: argparse.ArgumentParser) -> None:
 def processes(p: argparse.ArgumentParser) -> None:
     """How ranks are started on this host."""
     p.add_argument("--processes", type=whole(1), metavar="N", help="run on N processes, devices shared evenly")
-    p.add_argument("--on-loss", choices=("restart", "recompute"), default="restart",
-                   help="when a rank is killed: end, or start again as --max-restarts says; or the others compute what is lost, and go on")  # fmt: skip
+    text = "when a rank is killed: end, or start again as --max-restarts says; or the others compute what is lost, and go on"
+    p.add_argument("--on-loss", choices=("restart", "recompute"), default="restart", help=text)
     p.add_argument("--max-restarts", type=whole(0), default=0, metavar="R", help="start again after a failure")
     p.add_argument("--port", type=whole(0, 65535), default=0, help="of the rendezvous; a free one by default")
 
@@ -217,8 +217,8 @@ def scheduled(p: argparse.ArgumentParser) -> None:
 
 def by_ranks(args: argparse.Namespace) -> bool:
     """Whether a run was asked for something that ranks do, or one rank alone."""
-    return any((args.processes, args.threads, args.inputs, args.weights, args.trace, args.max_restarts, args.port,
-                args.on_loss != "restart"))  # fmt: skip
+    by_number = (args.processes, args.threads, args.max_restarts, args.port)
+    return any((*by_number, args.inputs, args.weights, args.trace, args.on_loss != "restart"))
 
 
 def calibrate(p: argparse.ArgumentParser) -> None:

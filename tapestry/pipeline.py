@@ -301,7 +301,8 @@ def _also_whole(options: Options, topo: Topology) -> bool:
 
 def _stages(options: Options, topo: Topology, marks: Annotations | None) -> tuple[str, str]:
     """How many stages and micro-batches are asked for. A file that says in how many it was planned, or whose nodes name their
-    stages, and nothing else or the layouts on the devices of each, gets as many, unless the user says otherwise; an exact plan has one of each.
+    stages, and nothing else or the layouts on the devices of each, gets as many, unless the user says otherwise; an exact plan
+    has one of each.
 
     Raises:
         TapestryError: exact results are asked for where they cannot be had.
@@ -341,8 +342,11 @@ def _of_one_order(options: Options, topo: Topology, stages: str) -> str:
     if not any(a.order for a in topo.mesh):
         return stages
     if options.stage_at or stages not in ("auto", "1"):
-        why = "stages are of devices that count on, and the file's specs put parts on devices in another order"
-        raise TapestryError("no stages on this order of devices", where="--stages", why=why, hint="--stages 1, or --ignore-sharding")
+        why, hint = (
+            "the file's specs put parts on devices in another order than they are numbered",
+            "--stages 1, or --ignore-sharding",
+        )
+        raise TapestryError("no stages on this order of devices", where="--stages", why=why, hint=hint)
     return "1"
 
 

@@ -178,7 +178,7 @@ def export_places(build: Build, target: Path, form: str, *, nearest_will_do: boo
     """``dtensor`` or ``jax``: a place for each parameter, input, output and activation, by its name in the model.
 
     Raises:
-        NotExpressible: some tensor has none, and the nearest is not asked for; or the plan has pipeline stages, or an order of devices.
+        NotExpressible: some tensor has none, and the nearest is not asked for; the plan has stages, or an order of devices.
     """
     graph, mesh, say = build.plan.graph, build.plan.mesh, as_placements if form == "dtensor" else as_partition_spec
     found, names = places(build, form, nearest_will_do=nearest_will_do), tensor_names(build.plan.graph)
@@ -226,7 +226,7 @@ def places(build: Build, form: str, *, nearest_will_do: bool) -> Placed:
     """A layout for each tensor that devices hold.
 
     Raises:
-        NotExpressible: some tensor has none, and the nearest is not asked for; or the plan has pipeline stages, or an order of devices.
+        NotExpressible: some tensor has none, and the nearest is not asked for; the plan has stages, or an order of devices.
     """
     if build.plan.stages:
         what = "a format of one mesh cannot say pipeline stages"

@@ -7,7 +7,6 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from onnx import ModelProto
 
@@ -214,8 +213,8 @@ def _collect(model: ModelProto, name: str, devices: int) -> Annotations:
 
 
 def _for_all_stages(a: Annotations) -> Annotations:
-    """Specs of the devices of one stage each, as the proposal's pipelines have them, said for all stages: a device stands for those
-    in its place in the others. Where stages do not have as many devices each, in the order of stages, all stays as it is."""
+    """Specs of the devices of one stage each, as the proposal's pipelines have them, said for all stages: a device stands for
+    those in its place in the others. Where stages do not have as many devices each, in their order, all stays as it is."""
     numbers = {k: n for n, k in enumerate(sorted({*a.stage_of.values(), *a.node_stages.values()}))}
     if len(numbers) < 2 or a.devices % len(numbers) or onnx_annotations.MESH in a.model:
         return a

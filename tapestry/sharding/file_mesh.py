@@ -52,7 +52,7 @@ def mesh(a: Annotations) -> Mesh:
 
 
 def in_order(mesh: Mesh, specs: Sequence[tuple[ShardingSpec, tuple[int, ...]]]) -> Mesh | None:
-    """The mesh with orders of its devices in which all specs (each of a tensor of a shape) are layouts; ``None`` if none does."""
+    """The mesh with orders of its devices in which all specs (each of a tensor of a shape) are layouts, if there are such."""
     found = _joined([list(_orders(s, shape, mesh)) for s, shape in specs], {})
     if found is None:
         return None
@@ -100,7 +100,8 @@ def _stated(a: Annotations, mesh: Mesh) -> Mesh:
     orders = _numbers(a, onnx_annotations.ORDER, mesh)
     wrong = next((n for n, w in shares.items() if not all(1 <= x <= MAX_SHARE for x in w)), None)
     if wrong is not None:
-        raise PlanError("the shares do not fit the mesh", where=onnx_annotations.SHARES, why=f"{wrong}: {str(shares[wrong])[:60]}")
+        why = f"{wrong}: {str(shares[wrong])[:60]}"
+        raise PlanError("the shares do not fit the mesh", where=onnx_annotations.SHARES, why=why)
     wrong = next((n for n, o in orders.items() if sorted(o) != list(range(len(o)))), None)
     if wrong is not None:
         why = f"{wrong}: {str(orders[wrong])[:60]} is no order of {len(orders[wrong])} devices"

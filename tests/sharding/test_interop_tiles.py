@@ -353,7 +353,11 @@ def test_instances_that_there_are_not_are_refused(tilings, topology, code, words
     ("tilings", "devices", "words"),
     [
         ({"r": "{4: 0,1,2,-1}"}, None, "suppressed"),
-        ({"r": "{1,4: 3,2,1,0}", "y": "{4,1}"}, None, "no layout over the axes of mesh 4, in one order of devices for all tensors"),
+        (
+            {"r": "{1,4: 3,2,1,0}", "y": "{4,1}"},
+            None,
+            "no layout over the axes of mesh 4, in one order of devices for all tensors",
+        ),
         ({"r": "{2,2: 3,0,1,2}", "y": "{1,4}"}, None, "no layout over the axes"),
         ({"r": "{2,1,1}"}, None, "rank 2"),
         ({"r": "{1,4}"}, 2, "tilings are for 4 instances, not 2"),

@@ -38,8 +38,8 @@ from tapestry.runtime.processes.distributed import RankExecutor
 from tapestry.runtime.processes.heartbeat import COMPUTE, STEP, WAIT
 from tapestry.runtime.processes.wire import PeerLost, Wire, flat_bytes, reason
 from tapestry.runtime.reordered.block_tasks import Task, Value, tasks_of
-from tapestry.runtime.reordered.lost_blocks import Rest, adopted, rest_of
 from tapestry.runtime.reordered.block_walk import Work
+from tapestry.runtime.reordered.lost_blocks import Rest, adopted, rest_of
 from tapestry.runtime.step_messages import Route
 from tapestry.runtime.target_protocol import Array, Measured, Progress, Source, Target
 
@@ -78,7 +78,8 @@ class SurvivingExecutor(RankExecutor):
         hosted = [b.tensor for b in program.buffers.values() if b.dtype == HOST]
         if hosted or wire.device.type != "cpu":
             why = f"'{hosted[0]}' is a value of the host" if hosted else "they are on GPUs"
-            raise TapestryError("ranks cannot outlive others here", where="--on-loss recompute", why=why, hint="--on-loss restart")
+            what = "ranks cannot outlive others here"
+            raise TapestryError(what, where="--on-loss recompute", why=why, hint="--on-loss restart")
         calls = {at: replace(c, name=EXCHANGE, op="") for at, c in calls_of(graph, program, wire.backend).items()}
         super().__init__(graph, program, target, weights, streamed, wire=wire, trace=trace, calls=calls)
         self.me, self.first, self.hosts = me, me.rank, self.route.owner
@@ -194,7 +195,8 @@ class SurvivingExecutor(RankExecutor):
             self.coming, self.running, self.rest = batch, False, None
             return None
         rest = self._rest(running, gone)
-        self.told.append({"ranks": sorted(gone), "batch": batch, "step": max(s.step for s in running.values()), **rest.document()})
+        step = max(s.step for s in running.values())
+        self.told.append({"ranks": sorted(gone), "batch": batch, "step": step, **rest.document()})
         if self.first in running:
             return rest
         self.coming, self.running, self.rest = batch, False, rest

@@ -75,4 +75,3 @@ def adopted(hosts: Sequence[int], survivors: Sequence[int]) -> tuple[int, ...]:
         if r < 0:
             out[d] = min(survivors, key=lambda s: (out.count(s), s))
     return tuple(out)
-

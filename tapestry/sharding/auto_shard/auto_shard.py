@@ -183,7 +183,8 @@ def _own(
 
 
 def _tried(
-    attempt: Attempt, options: Options, memory: int, ways: tuple[measured_search.Trials, measured_search.Turns | None], clock: _Clock
+    attempt: Attempt, options: Options, memory: int, ways: tuple[measured_search.Trials, measured_search.Turns | None],
+    clock: _Clock,
 ) -> dict[str, Any]:  # fmt: skip
     """What compiling and running says: PopRT's search with every candidate compiled, and the exact search's own stages."""
     trials, turns = ways

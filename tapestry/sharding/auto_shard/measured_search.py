@@ -130,7 +130,8 @@ class Search:
         rows = [r for r in (self.row(m, mine["proportion"]) for m in first) if r["node_stages"] != mine["node_stages"]]
         rows = [mine, *(rows if self.optimal else [])]
         seconds = turns([r["node_stages"] for r in (*rows, *others.values())])
-        timed = [{**r, "latency_s": s, "throughput_per_s": 1 / s} for r, s in zip((*rows, *others.values()), seconds, strict=True)]
+        pairs = zip((*rows, *others.values()), seconds, strict=True)
+        timed = [{**r, "latency_s": s, "throughput_per_s": 1 / s} for r, s in pairs]
         best = min(timed[: len(rows)], key=lambda r: r["latency_s"])
         ran = [r["latency_s"] for r in timed[: len(rows)]]
         again = dict(zip(others, timed[len(rows) :], strict=True))

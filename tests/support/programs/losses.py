@@ -118,7 +118,8 @@ def main() -> None:
         world = rng.randint(2, devices)
         kills = {rng.randrange(world): (rng.randrange(steps), -1)}
         if world > 2 and rng.random() < 0.4:
-            kills.setdefault(rng.randrange(world), (-1, rng.randrange(1, 20)) if rng.random() < 0.5 else (rng.randrange(steps), -1))
+            later = (-1, rng.randrange(1, 20)) if rng.random() < 0.5 else (rng.randrange(steps), -1)
+            kills.setdefault(rng.randrange(world), later)
         found, told = outlived(world, trial, kills)
         alone, _ = trial.alone
         for batch in found:
