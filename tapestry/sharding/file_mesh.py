@@ -41,7 +41,7 @@ def mesh(a: Annotations) -> Mesh:
             raise PlanError(what, where=a.model[onnx_annotations.MESH])
         return named
     given = (*a.outs.values(), *a.reads.values(), *a.values.values())
-    specs = list(dict.fromkeys(_model_of(replace(s, tensor=None)) for s in given if s.dims))
+    specs = list(dict.fromkeys(parts_alone(replace(s, tensor=None)) for s in given if s.dims))
     guesses = [
         tuple(MeshAxis(f"d{i}", n) for i, n in enumerate(sizes))
         for k in range(1, MESH_AXES + 1) for sizes in _factors(a.devices, k)
@@ -115,17 +115,17 @@ def _numbers(a: Annotations, key: str, mesh: Mesh) -> dict[str, tuple[int, ...]]
     Raises:
         PlanError: it gives something else.
     """
-    given: dict[str, Any] = read_json(a.model, key, dict)
+    given: dict[str, list[Any]] = read_json(a.model, key, dict)
     sizes = {axis.name: axis.size for axis in mesh}
     for name, numbers in given.items():
-        right = type(numbers) is list and all(type(w) is int for w in numbers)  # pyright: ignore[reportUnknownVariableType]
+        right = type(numbers) is list and all(type(w) is int for w in numbers)
         if not right or len(numbers) != sizes.get(name):
             what = f"the {key.rpartition('.')[2].removesuffix('s')}s do not fit the mesh"
             raise PlanError(what, where=key, why=f"{name}: {str(numbers)[:60]}")
     return {name: tuple(numbers) for name, numbers in given.items()}
 
 
-def _model_of(s: ShardingSpec) -> tuple[ShardingSpec, tuple[int, ...]]:
+def parts_alone(s: ShardingSpec) -> tuple[ShardingSpec, tuple[int, ...]]:
     """The spec for a tensor that has the cut axes and no others, each of those that were fused as one of its own."""
     counts = [x.num_shards or 1 for d in s.dims for x in d.shards]
     return replace(s, dims=tuple(ShardedDim(k, (SimpleShard(n, n),)) for k, n in enumerate(counts))), tuple(counts)

@@ -365,8 +365,10 @@ def test_instances_that_there_are_not_are_refused(tilings, topology, code, words
     ],
 )
 def test_tilings_that_no_plan_can_keep_are_refused(tilings, devices, words, tmp_path):
+    path = saved(tiled_model(tilings), tmp_path)
     with pytest.raises(PlanError, match=words):
-        tapestry.compile(saved(tiled_model(tilings), tmp_path), devices=devices)
+        tapestry.compile(path, devices=devices)
+    assert devices or {"not-kept", "tile-pattern"} & {f.code for f in check_file(path)}  # and the checker says so
 
 
 @pytest.mark.parametrize(
@@ -387,7 +389,7 @@ def test_any_order_of_the_devices_of_a_mesh_axis(tilings, mesh, tmp_path):
             tapestry.compile(path)
         return
     build = tapestry.compile(path)
-    assert [a.order for a in build.build.plan.mesh] == mesh
+    assert [a.order for a in build.build.plan.mesh] == mesh and check_file(path) == []
     assert build.check(build.random_feeds(0))["passed"]
     build.save(tmp_path / "p")
     assert tapestry.load(tmp_path / "p").build.plan == build.build.plan

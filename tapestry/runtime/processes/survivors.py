@@ -82,7 +82,9 @@ class SurvivingExecutor(RankExecutor):
             raise TapestryError(what, where="--on-loss recompute", why=why, hint="--on-loss restart")
         calls = {at: replace(c, name=EXCHANGE, op="") for at, c in calls_of(graph, program, wire.backend).items()}
         super().__init__(graph, program, target, weights, streamed, wire=wire, trace=trace, calls=calls)
-        self.me, self.first, self.hosts = me, me.rank, self.route.owner
+        self.me, self.first = me, me.rank
+        self.hosts: tuple[int, ...] = self.route.owner
+        self.before: tuple[int, ...] = self.hosts
         self.round, self.told = 0, list[dict[str, Any]]()
         self.tasks = tasks_of(graph, program)
         self.ends = [
@@ -92,7 +94,6 @@ class SurvivingExecutor(RankExecutor):
         self.reached, self.running = 0, False
         self.coming = 0
         self.rest: Rest | None = None
-        self.before = self.hosts
         self.timeout, self.others = timeout, others
 
     # the walk of a batch
