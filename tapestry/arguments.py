@@ -263,6 +263,7 @@ def rules(p: argparse.ArgumentParser) -> None:
     p.add_argument("--forms", type=whole(1), default=100, metavar="N", help="with --derive: the most forms (100)")
     p.add_argument("--dot", action="store_true", help="with --derive: as a graph for Graphviz")
     p.add_argument("--svg", type=Path, metavar="FILE", help="with --derive: also as a picture")
+    p.add_argument("--view", type=Path, metavar="FILE.html", help="with --derive: also as a page, on which each form is shown")
     text = "plans and runs with the book of equations, without it, without each equation that was used, with each alone"
     p.add_argument("--ablate", action="append", type=Path, default=[], metavar="MODEL", help=text)
     text = "equations that the book does not have: found by their values, proved, ranked by what they save on the models"
