@@ -29,7 +29,7 @@ function graph(data, select) {
   const forms = drawn(data.forms);
   const there = new Set(forms.map((f) => f.form));
   const g = new dagre.graphlib.Graph({ multigraph: true });
-  g.setGraph({ rankdir: "TB", nodesep: 14, ranksep: 46, marginx: 12, marginy: 14 });
+  g.setGraph({ rankdir: "LR", nodesep: 10, ranksep: 130, marginx: 12, marginy: 14 });
   g.setDefaultEdgeLabel(() => ({}));
   for (const f of forms) g.setNode(f.form, { ...NODE });
   const edges = [...forms.filter((f) => f.of !== null).map((f) => ({ of: f.of, form: f.form, by: f.by })), ...data.again.map((e) => ({ ...e, again: true }))];
@@ -39,9 +39,9 @@ function graph(data, select) {
   const [fast, small] = [extreme(data.forms, "seconds").form, extreme(data.forms, "peak_bytes").form];
   const lines = shown.map((e, k) => {
     const points = g.edge(e.of, e.form, `e${k}`).points;
-    const middle = points[Math.floor(points.length / 2)];
+    const end = points.at(-1);
     return s("g", { class: "edge way", "data-of": e.of, "data-form": e.form }, s("title", {}, e.by), s("path", { d: `M${points.map((p) => `${p.x},${p.y}`).join("L")}`, "stroke-dasharray": e.again ? "4 3" : null }),
-      !e.again && text(middle.x + 3, middle.y, short(e.by), { class: "note" }));
+      !e.again && text(end.x - 8, end.y - 4, short(e.by), { class: "note", "text-anchor": "end" }));
   });
   const cards = forms.map((f) => {
     const { x, y } = g.node(f.form);
@@ -84,5 +84,6 @@ export function derivations(data, name) {
     h("main", { class: "forms" }, h("section", { class: "graph", "aria-label": "graph of rewrites" }, h("p", { class: "legend-box quiet" }, key, h("button", { class: "save", title: "save as SVG", onclick: () => saveSvg(svg) }, "svg")), h("div", { class: "graph-box scroll" }, svg)), h("section", { class: "detail" }, panel)));
   document.body.dataset.tab = "graph";
   select(extreme(data.forms, "seconds").form);
+  document.querySelector(".form.selected").scrollIntoView({ block: "center", inline: "nearest" });
   document.documentElement.setAttribute("data-drawn", performance.now().toFixed(0));
 }
