@@ -169,6 +169,8 @@ def checked(p: argparse.ArgumentParser) -> None:
 def processes(p: argparse.ArgumentParser) -> None:
     """How ranks are started on this host."""
     p.add_argument("--processes", type=whole(1), metavar="N", help="run on N processes, devices shared evenly")
+    text = "when a rank is killed: end, or start again as --max-restarts says; or the others compute what is lost, and go on"
+    p.add_argument("--on-loss", choices=("restart", "recompute"), default="restart", help=text)
     p.add_argument("--max-restarts", type=whole(0), default=0, metavar="R", help="start again after a failure")
     p.add_argument("--port", type=whole(0, 65535), default=0, help="of the rendezvous; a free one by default")
 
@@ -215,7 +217,8 @@ def scheduled(p: argparse.ArgumentParser) -> None:
 
 def by_ranks(args: argparse.Namespace) -> bool:
     """Whether a run was asked for something that ranks do, or one rank alone."""
-    return any((args.processes, args.threads, args.inputs, args.weights, args.trace, args.max_restarts, args.port))
+    by_number = (args.processes, args.threads, args.max_restarts, args.port)
+    return any((*by_number, args.inputs, args.weights, args.trace, args.on_loss != "restart"))
 
 
 def calibrate(p: argparse.ArgumentParser) -> None:
@@ -260,6 +263,7 @@ def rules(p: argparse.ArgumentParser) -> None:
     p.add_argument("--forms", type=whole(1), default=100, metavar="N", help="with --derive: the most forms (100)")
     p.add_argument("--dot", action="store_true", help="with --derive: as a graph for Graphviz")
     p.add_argument("--svg", type=Path, metavar="FILE", help="with --derive: also as a picture")
+    p.add_argument("--view", type=Path, metavar="FILE.html", help="with --derive: also as a page, on which each form is shown")
     text = "plans and runs with the book of equations, without it, without each equation that was used, with each alone"
     p.add_argument("--ablate", action="append", type=Path, default=[], metavar="MODEL", help=text)
     text = "equations that the book does not have: found by their values, proved, ranked by what they save on the models"

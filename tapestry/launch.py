@@ -45,6 +45,7 @@ class Request:
     timeout: float = 30.0
     trace: Path | None = None
     threads: int | None = None
+    recompute: bool = False
 
 
 def request(args: argparse.Namespace) -> Request:
@@ -56,6 +57,7 @@ def request(args: argparse.Namespace) -> Request:
     return Request(
         folder=args.build, model=args.model, inputs=args.input, stream=args.inputs, output=args.output, seed=args.seed,
         weights=args.weights, timeout=args.timeout, trace=args.trace, threads=args.threads,
+        recompute=getattr(args, "on_loss", "restart") == "recompute",
     )  # fmt: skip
 
 
@@ -101,7 +103,7 @@ def job_of(r: Request, world: int, batches: Sequence[Batch], compiled: api.Compi
         weight_shards.reader(r.weights, build)
     return Job(
         build=build, constants=constants, identity=identity, batches=tuple(batches), shards=r.weights, timeout=r.timeout,
-        trace=r.trace is not None, threads=r.threads or max(1, (os.cpu_count() or 1) // (here or world)),
+        trace=r.trace is not None, recompute=r.recompute, threads=r.threads or max(1, (os.cpu_count() or 1) // (here or world)),
         kernels={} if build.target != "torch-cpu" else {"those compiled from C": "there" if native.library() else "not there"},
     )  # fmt: skip
 

@@ -36,7 +36,7 @@ from tapestry.rewrites import load_rules
 from tapestry.rewrites.core.driver import disabled_by, rule_names
 from tapestry.rewrites.core.rule import parse_move
 from tapestry.runtime.calibration.automatic import AUTO, automatic
-from tapestry.sharding import annotations
+from tapestry.sharding import annotations, file_mesh
 from tapestry.sharding.annotations import Annotations
 
 # fmt: off
@@ -249,7 +249,7 @@ def _values(options: Options) -> dict[str, Any]:
         raise TapestryError("annotations are not read", where="--configuration", hint="without --ignore-sharding, from ONNX")
     devices = device_count(mesh) if mesh else None
     marks, carried = annotations.read(options.model, devices, options.configuration) if annotated else (None, None)
-    named = annotations.mesh(marks) if marks else (MeshAxis("d0", carried.count if carried else 1),)
+    named = file_mesh.mesh(marks) if marks else (MeshAxis("d0", carried.count if carried else 1),)
     if mesh is None or [(a.name, a.size) for a in mesh] == [(a.name, a.size) for a in named]:  # with the file's shares
         mesh = named
     topo = _topology(options, mesh, carried)
@@ -301,7 +301,8 @@ def _also_whole(options: Options, topo: Topology) -> bool:
 
 def _stages(options: Options, topo: Topology, marks: Annotations | None) -> tuple[str, str]:
     """How many stages and micro-batches are asked for. A file that says in how many it was planned, or whose nodes name their
-    stages and nothing else, gets as many, unless the user says otherwise; an exact plan has one of each.
+    stages, and nothing else or the layouts on the devices of each, gets as many, unless the user says otherwise; an exact plan
+    has one of each.
 
     Raises:
         TapestryError: exact results are asked for where they cannot be had.
@@ -311,7 +312,7 @@ def _stages(options: Options, topo: Topology, marks: Annotations | None) -> tupl
     if staged and stages == micro == "auto":
         passes.log.warning("sharding: %d stages and %d micro-batch(es), as the file says; the rest is searched anew", *staged)
         stages, micro = map(str, staged)
-    elif marks and marks.stages > 1 and stages == "auto" and not (marks.outs or marks.reads):
+    elif marks and marks.stages > 1 and stages == "auto" and (marks.apart or not (marks.outs or marks.reads)):
         stages = str(marks.stages)
     if options.stage_at:
         asked, stages = stages, str(len(options.stage_at) + 1)
@@ -319,7 +320,7 @@ def _stages(options: Options, topo: Topology, marks: Annotations | None) -> tupl
             why = f"{len(options.stage_at)} cut(s) make {stages} stages"
             raise TapestryError(f"{asked} stages", where="--stages", why=why, hint="leave --stages out")
     if not options.exact:
-        return stages, micro
+        return _of_one_order(options, topo, stages), micro
     if PARTS % device_count(topo.mesh):
         what = f"exact plans are for numbers of devices that divide {PARTS}"
         raise TapestryError(what, where="--exact", why=f"the mesh has {device_count(topo.mesh)}")
@@ -330,6 +331,23 @@ def _stages(options: Options, topo: Topology, marks: Annotations | None) -> tupl
     if stages not in ("auto", "1") or micro not in ("auto", "1"):
         raise TapestryError("exact plans have one stage and one batch", where="--exact", hint="no --stages, no --micro-batches")
     return "1", "1"
+
+
+def _of_one_order(options: Options, topo: Topology, stages: str) -> str:
+    """The stages asked for; on devices that are in an order of the file's own there is one.
+
+    Raises:
+        TapestryError: several are asked for there.
+    """
+    if not any(a.order for a in topo.mesh):
+        return stages
+    if options.stage_at or stages not in ("auto", "1"):
+        why, hint = (
+            "the file's specs put parts on devices in another order than they are numbered",
+            "--stages 1, or --ignore-sharding",
+        )
+        raise TapestryError("no stages on this order of devices", where="--stages", why=why, hint=hint)
+    return "1"
 
 
 def mesh_of(devices: int | None, mesh: MeshLike | None) -> Mesh | None:

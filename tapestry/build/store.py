@@ -189,6 +189,8 @@ def encode(build: Build) -> bytes:
     }  # fmt: skip
     if any(a.weights for a in p.mesh):
         document["weights"] = [a.weights for a in p.mesh]
+    if any(a.order for a in p.mesh):
+        document["order"] = [a.order for a in p.mesh]
     return msgspec.json.encode(document)
 
 
@@ -224,6 +226,7 @@ class PlanData(msgspec.Struct, forbid_unknown_fields=True):
     constants: dict[str, tuple[int, int]]
     report: dict[str, Any]
     weights: list[tuple[int, ...]] = []
+    order: list[tuple[int, ...]] = []
     stages: list[tuple[int, list[tuple[str, int]]]] = []
     stage_of: tuple[int, ...] = ()
     arrivals: list[tuple[str, int, tuple[int | None, ...]]] = []
@@ -255,13 +258,7 @@ def decode(data: bytes, where: str = "plan.json") -> Build:
     odd = next((t for t in graph.tensors.values() if min(t.shape, default=0) < 0 or t.nbytes > MAX_TENSOR), None)
     if odd is not None:
         raise BuildError(f"not a plan: '{odd.name}' has shape {list(odd.shape)}", where=where, hint="compile the model again")
-    weights = d.weights or [()] * len(d.mesh)
-    shared = len(weights) == len(d.mesh) and all(
-        not w or (len(w) == n and min(w) > 0 and max(w) <= MAX_WEIGHT) for (_, n), w in zip(d.mesh, weights, strict=True)
-    )
-    if not shared:
-        raise BuildError("not a plan: the shares of a mesh axis", where=where, hint="compile the model again")
-    mesh = tuple(MeshAxis(n, s, w) for (n, s), w in zip(d.mesh, weights, strict=True))
+    mesh = _mesh(d, where)
     plan = Plan(
         graph=graph, mesh=mesh, inputs=d.inputs, outputs=d.outputs,
         strategies=tuple(Strategy(dims, out, d.rings.get(i, ())) for i, (dims, out) in enumerate(d.strategies)),
@@ -281,6 +278,25 @@ def decode(data: bytes, where: str = "plan.json") -> Build:
         memory=d.memory, peak_bytes=d.peak_bytes, report=d.report, moves=d.moves, constants=d.constants,
         exact=d.exact, precision=d.precision, knobs=d.knobs,
     )  # fmt: skip
+
+
+def _mesh(d: PlanData, where: str) -> tuple[MeshAxis, ...]:
+    """The mesh, with its shares and orders.
+
+    Raises:
+        BuildError: they do not fit its axes.
+    """
+    weights, order = d.weights or [()] * len(d.mesh), d.order or [()] * len(d.mesh)
+    shared = len(weights) == len(d.mesh) and all(
+        not w or (len(w) == n and min(w) > 0 and max(w) <= MAX_WEIGHT) for (_, n), w in zip(d.mesh, weights, strict=True)
+    )
+    ordered = len(order) == len(d.mesh) and all(
+        not o or sorted(o) == list(range(n)) for (_, n), o in zip(d.mesh, order, strict=True)
+    )
+    if not shared or not ordered or (d.order and d.stages):
+        what = f"not a plan: the {'order' if shared else 'shares'} of a mesh axis"
+        raise BuildError(what, where=where, hint="compile the model again")
+    return tuple(MeshAxis(n, s, w, o) for (n, s), w, o in zip(d.mesh, weights, order, strict=True))
 
 
 def read(folder: Path, model: Path | None = None) -> tuple[Build, dict[str, int]]:

@@ -186,12 +186,13 @@ def auto_shard(args: argparse.Namespace) -> Outcome:
         topology=args.topology, memory=args.memory, cuts=args.cut, most=args.max_candidates,
     )  # fmt: skip
     with bar(args, "auto-shard") as advance, ExitStack() as open_trials:
-        trials = None
+        trials = turns = None
         if args.measure:
             from tapestry.cli.stage_trials import StageTrials
 
             trials = open_trials.enter_context(StageTrials(options))
-        document = auto_shard.auto_shard(options, lambda stage: advance(None, None, stage), trials)
+            turns = trials.in_turns
+        document = auto_shard.auto_shard(options, lambda stage: advance(None, None, stage), trials, turns)
 
     def text() -> None:
         tables.show(tables.sharded(document))

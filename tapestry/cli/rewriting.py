@@ -102,7 +102,7 @@ def rules(args: argparse.Namespace) -> Outcome:
     for path in args.rules:
         load_rules(path)
     if args.derive:
-        return rule_lab.derived(args.derive, mesh=args.mesh, most=args.forms, dot=args.dot, svg=args.svg)
+        return rule_lab.derived(args.derive, mesh=args.mesh, most=args.forms, dot=args.dot, svg=args.svg, view=args.view)
     if args.ablate:
         return rule_lab.ablated(args.ablate, shapes(args.shape))
     if args.discover is not None:

@@ -19,7 +19,7 @@ Row = dict[str, Any]
 ROUNDS = 15  # runs of a build, of which the median counts
 
 
-def derived(what: str, *, mesh: str, most: int, dot: bool, svg: Path | None) -> Outcome:
+def derived(what: str, *, mesh: str, most: int, dot: bool, svg: Path | None, view: Path | None = None) -> Outcome:
     """``tapestry rules --derive``: the forms that productions make of a graph, by which of which, with what each costs."""
     from tapestry.ir.syntax.parser import parse
     from tapestry.plan.book.algebra import Book
@@ -42,6 +42,11 @@ def derived(what: str, *, mesh: str, most: int, dot: bool, svg: Path | None) -> 
         from tapestry.draw.derivation_picture import derivation
 
         derivation(document).save(svg)
+    if view:
+        from tapestry.viewer.html_page import assemble
+        from tapestry.viewer.saved import write
+
+        write(view, assemble({"derivations": document, "name": Path(what).name}, f"forms of {Path(what).name} · Tapestry"))
 
     def text() -> None:
         print("\n".join(_dot(document) if dot else _listed(document)))

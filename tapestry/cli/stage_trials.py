@@ -1,4 +1,4 @@
-"""Candidates of ``auto-shard --measure``: compiled in several processes, run one after the other."""
+"""Candidates of ``auto-shard --measure``: compiled in several processes, and run in turns, a batch of each after the other."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ from tapestry.sharding.auto_shard import stage_annotations
 from tapestry.sharding.auto_shard.auto_shard import Options
 from tapestry.sharding.auto_shard.measured_search import Trial
 
-RUNS = 5  # after one that counts for nothing; their median does
+RUNS = 5  # of each, after one that counts for nothing; their median does
+TOGETHER = 4  # candidates that are loaded at a time
 
 
 @dataclass(slots=True)
 class StageTrials:
-    """Compiles and runs candidates of one model, with its external data in reach: their files lie beside it for a moment.
+    """Compiles and runs candidates of one model, with its external data in reach: their files lie beside it until the end.
 
     One process plays all devices, so that a batch passes the stages one after another, as it does on devices of their own, but
     with no wire between them.
@@ -36,17 +37,20 @@ class StageTrials:
     _folder: tempfile.TemporaryDirectory[str] = field(default_factory=tempfile.TemporaryDirectory)
     _pool: ProcessPoolExecutor | None = None
     _count: int = 0
+    _builds: dict[tuple[int, ...], Path] = field(default_factory=dict[tuple[int, ...], Path])
+    _files: list[Path] = field(default_factory=list[Path])
 
     def __call__(self, schemes: Sequence[Sequence[int]], capacity: int) -> list[Trial]:
         """Each compiled; run where no device needs more than so many bytes."""
-        jobs: list[_Job] = []
-        try:
-            for scheme in schemes:
-                jobs.append(self._job(scheme))
-            return [self._run(job, trial, capacity) for job, trial in zip(jobs, self._compiled(jobs), strict=True)]
-        finally:
-            for job in jobs:
-                job.model.unlink(missing_ok=True)
+        jobs = [self._job(scheme) for scheme in schemes]
+        done = self._compiled(jobs)
+        self._builds |= {tuple(s): j.build for s, j in zip(schemes, jobs, strict=True)}
+        fit = [k for k, t in enumerate(done) if not t.refused and max(t.peaks) <= capacity]
+        for at in range(0, len(fit), TOGETHER):
+            some = fit[at : at + TOGETHER]
+            for k, seconds in zip(some, self.in_turns([schemes[k] for k in some]), strict=True):
+                done[k] = Trial(done[k].peaks, seconds)
+        return done
 
     def _compiled(self, jobs: Sequence[_Job]) -> list[Trial]:
         if len(jobs) == 1 or self.options.processes == 1:
@@ -64,23 +68,24 @@ class StageTrials:
         target = stage_annotations.output_path(source, o.output)
         file = target.with_name(f".{target.stem}.candidate{self._count}.onnx")
         model = load(source)
+        self._files.append(file)
         check_structure(model, source.parent, weights=False)  # sorts nodes, as the scheme has them
         stage_annotations.annotate_stages(model, scheme, o.devices)
         onnx_annotations.write(model, source, file)
         return _Job(file, Path(self._folder.name) / str(self._count), o.devices, o.topology, o.shapes)
 
-    @staticmethod
-    def _run(job: _Job, trial: Trial, capacity: int) -> Trial:
-        if trial.refused or max(trial.peaks) > capacity:
-            return trial
-        compiled = api.load(job.build)
-        feeds = compiled.random_feeds()
-        seconds: list[float] = []
-        for _ in range(RUNS + 1):
-            start = time.perf_counter()
-            compiled.run(feeds)
-            seconds.append(time.perf_counter() - start)
-        return Trial(trial.peaks, statistics.median(seconds[1:]))
+    def in_turns(self, schemes: Sequence[Sequence[int]]) -> list[float]:
+        """Seconds of a batch of each, all compiled before: medians of runs that take turns, whoever begins a round."""
+        builds = [api.load(self._builds[tuple(s)]) for s in schemes]
+        feeds = [b.random_feeds() for b in builds]
+        seconds: list[list[float]] = [[] for _ in builds]
+        for n in range(RUNS + 1):
+            for k in range(len(builds)):
+                at = (k + n) % len(builds)
+                start = time.perf_counter()
+                builds[at].run(feeds[at])
+                seconds[at].append(time.perf_counter() - start)
+        return [statistics.median(s[1:]) for s in seconds]
 
     def __enter__(self) -> StageTrials:
         return self
@@ -88,6 +93,8 @@ class StageTrials:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
+        for file in self._files:
+            file.unlink(missing_ok=True)
         self._folder.cleanup()
 
 

@@ -130,7 +130,8 @@ def export_json(build: Build, target: Path) -> dict[str, Any]:
     stages = [{"first": s.first, "mesh": [[a.name, a.size] for a in s.mesh]} for s in build.plan.stages]
     document = {
         "schema": SCHEMA, "model": build.model, "model_sha256": build.model_sha256,
-        "mesh": [{"name": a.name, "size": a.size, **({"shares": a.weights} if a.weights else {})} for a in mesh],
+        "mesh": [{"name": a.name, "size": a.size, **({"shares": a.weights} if a.weights else {}),
+                  **({"order": a.order} if a.order else {})} for a in mesh],
         "stages": stages, "tensors": tensors, "operations": operations, "moved": moved,
     }  # fmt: skip
     _write(target, document)
@@ -177,7 +178,7 @@ def export_places(build: Build, target: Path, form: str, *, nearest_will_do: boo
     """``dtensor`` or ``jax``: a place for each parameter, input, output and activation, by its name in the model.
 
     Raises:
-        NotExpressible: some tensor has none, and the nearest is not asked for; or the plan has pipeline stages.
+        NotExpressible: some tensor has none, and the nearest is not asked for; the plan has stages, or an order of devices.
     """
     graph, mesh, say = build.plan.graph, build.plan.mesh, as_placements if form == "dtensor" else as_partition_spec
     found, names = places(build, form, nearest_will_do=nearest_will_do), tensor_names(build.plan.graph)
@@ -225,11 +226,14 @@ def places(build: Build, form: str, *, nearest_will_do: bool) -> Placed:
     """A layout for each tensor that devices hold.
 
     Raises:
-        NotExpressible: some tensor has none, and the nearest is not asked for; or the plan has pipeline stages.
+        NotExpressible: some tensor has none, and the nearest is not asked for; the plan has stages, or an order of devices.
     """
     if build.plan.stages:
         what = "a format of one mesh cannot say pipeline stages"
         raise NotExpressible(what, where=f"--format {form}", hint="onnx-ranks or json; or compile with --stages 1")
+    if any(a.order for a in build.plan.mesh):
+        what = "the plan's devices are in another order than the mesh's"
+        raise NotExpressible(what, where=f"--format {form}", hint="onnx, onnx-ranks or json")
     graph, mesh, buffers = build.plan.graph, build.plan.mesh, build.program.buffers
     found, names, out = buffers_of(buffers.values()), tensor_names(graph), Placed()
     loaded = buffers_of(buffers[s.buffer] for s in build.program.steps if isinstance(s, Load))

@@ -225,7 +225,7 @@ def _said(build: Build, boxes: tuple[Box | None, ...], extents: tuple[int, ...])
     """Boxes as mesh axes that cut each axis into equal parts; None where they are none."""
     mesh = build.plan.mesh
     present = tuple(b for b in boxes if b is not None)
-    if len(present) < len(boxes) or any(a.weights for a in mesh):
+    if len(present) < len(boxes) or any(a.weights or a.order for a in mesh):
         return None
     layout = layout_of_boxes(present, extents, mesh)
     if layout is None:

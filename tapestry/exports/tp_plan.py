@@ -100,6 +100,8 @@ class _Maker:
         self.build, self.graph = build, build.plan.graph
         if build.plan.stages:
             raise NotExpressible("a tp_plan cannot say pipeline stages", hint="compile with --stages 1, or onnx-ranks")
+        if any(a.order for a in build.plan.mesh):
+            raise NotExpressible("a tp_plan cannot say an order of devices", hint="onnx, onnx-ranks or json")
         self.layers = _called_apart([list(_layers(op, build)) for op in self.graph.ops], parts(self.graph))
         self.at = self._axis()
         self.axis = build.plan.mesh[self.at]

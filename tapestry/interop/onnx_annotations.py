@@ -38,12 +38,13 @@ from tapestry.interop.tile_patterns import Tiling
 MESH = "tapestry.mesh"  # model: names and sizes of the mesh axes, "d0=2,d1=4"
 SHAPES = "tapestry.shapes"  # model: JSON, sizes of the inputs that the plan was made for
 SHARES = "tapestry.shares"  # model: JSON, weights of the coordinates of mesh axes whose shares are not equal
+ORDER = "tapestry.order"  # model: JSON, by mesh axis which device along it has each coordinate, where they do not count on
 MOVES = "tapestry.moves"  # model: JSON, structural rewrites of the plan, in order
 STAGES = "tapestry.stages"  # model: JSON, devices and mesh of each pipeline stage, and the number of micro-batches
 PARTIAL = "tapestry.partial"  # node: JSON list, reductions cut over devices and where each is completed
 INTERNAL = "tapestry.internal"  # node: JSON, placements of operations inside the node whose results have no ONNX name
 checker = cast(Any, onnx_checker)  # (its types are incomplete)
-KEYS = (MESH, SHARES, SHAPES, MOVES, STAGES, PARTIAL, INTERNAL, PARTS, VALUE)
+KEYS = (MESH, SHARES, ORDER, SHAPES, MOVES, STAGES, PARTIAL, INTERNAL, PARTS, VALUE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

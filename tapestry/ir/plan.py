@@ -22,11 +22,13 @@ class MeshAxis:
 
     Attributes:
         weights: the share of each coordinate in what the axis cuts; none: equal shares.
+        order: which of the devices along the axis, by number, has each coordinate; none: they count alike.
     """
 
     name: str
     size: int
     weights: tuple[int, ...] = ()
+    order: tuple[int, ...] = ()
 
 
 Mesh = tuple[MeshAxis, ...]
@@ -139,7 +141,8 @@ def coordinates(mesh: Mesh) -> list[tuple[int, ...]]:
     """Mesh coordinates of each device."""
     out: list[tuple[int, ...]] = [()]
     for a in mesh:
-        out = [(*c, k) for c in out for k in range(a.size)]
+        places = sorted(range(a.size), key=a.order.__getitem__) if a.order else range(a.size)
+        out = [(*c, k) for c in out for k in places]
     return out
 
 

@@ -327,9 +327,9 @@ def _senders(layout: Layout, mesh: Mesh) -> np.ndarray:
 
 @lru_cache(maxsize=1 << 6)
 def _groups(mesh: Mesh, axes: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    """Devices that differ along some mesh axes only."""
+    """Devices that differ along some mesh axes only, in the order of their coordinates."""
     out: dict[tuple[int, ...], list[int]] = {}
-    for d, c in enumerate(coordinates(mesh)):
+    for c, d in sorted((c, d) for d, c in enumerate(coordinates(mesh))):
         out.setdefault(tuple(k for a, k in enumerate(c) if a not in axes), []).append(d)
     return Shared(tuple(g) for g in out.values())
 

@@ -159,9 +159,10 @@ class _Said:
     def refuse(self, s: ShardingSpec, where: str, why: str = "") -> NoReturn:
         """A spec that cannot be kept."""
         mesh_text = "x".join(str(x.size) for x in self.over)
+        order = ", in one order of devices for all tensors," if any(x.order for x in self.over) or len(s.devices) > 1 else ""
         raise PlanError(
             f"the sharding given for '{s.tensor}' cannot be kept", where=where,
-            why=why or f"no layout over the axes of mesh {mesh_text} puts its parts on these devices: {list(s.devices)}",
+            why=why or f"no layout over the axes of mesh {mesh_text}{order} puts its parts on these devices: {list(s.devices)}",
             hint="another --mesh, another order of devices, or --ignore-sharding",
         )  # fmt: skip
 

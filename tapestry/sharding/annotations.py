@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from onnx import ModelProto
 
@@ -15,16 +14,12 @@ from tapestry.errors import PlanError, TapestryError
 from tapestry.interop import onnx_annotations, sharding_specs, tile_metadata
 from tapestry.interop.annotation_rules import Context, check
 from tapestry.interop.onnx_annotations import read_json
-from tapestry.interop.placement import layout_of
 from tapestry.interop.sharding_specs import OURS, DeviceConfiguration, ShardedDim, ShardingSpec, SimpleShard, key_of, name_of
 from tapestry.interop.tile_patterns import SUPPRESSED, Tiling
-from tapestry.ir.plan import Mesh, MeshAxis, device_count
 from tapestry.lift.file.structure import load
-from tapestry.plan.topology import MAX_DEVICES, parse_mesh
+from tapestry.plan.topology import MAX_DEVICES
 
 log = logging.getLogger("tapestry")
-MESH_AXES = 3  # of a mesh that is guessed from a file's specs
-MAX_SHARE = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +32,7 @@ class Annotations:
         model: the model's metadata of this configuration, without its name in the keys; ``nodes`` that of every node, by name.
         symbols: symbolic dimensions, each as an axis of an input.
         stage_of: the pipeline stage of each result, ``node_stages`` the last one of the nodes of a name.
+        apart: each stage has devices of its own, and specs (which were of these) say the same for all stages.
     """
 
     configuration: str
@@ -50,6 +46,7 @@ class Annotations:
     symbols: Mapping[str, tuple[str, int]] = field(default_factory=dict[str, tuple[str, int]])
     stage_of: Mapping[str, int] = field(default_factory=dict[str, int])
     node_stages: Mapping[str, int] = field(default_factory=dict[str, int])
+    apart: bool = False
 
     @property
     def stages(self) -> int:
@@ -93,7 +90,7 @@ def read(
     if topology is not None and chosen.num_devices > topology.count:
         what = f"configuration '{chosen.name}' is for {chosen.num_devices} devices, the model's topology has {topology.count}"
         raise PlanError(what, where=tile_metadata.COUNT, hint="--ignore-sharding, or another --configuration")
-    return _collect(model, chosen.name, chosen.num_devices), topology
+    return _for_all_stages(_collect(model, chosen.name, chosen.num_devices)), topology
 
 
 def _chosen(
@@ -215,6 +212,36 @@ def _collect(model: ModelProto, name: str, devices: int) -> Annotations:
     )  # fmt: skip
 
 
+def _for_all_stages(a: Annotations) -> Annotations:
+    """Specs of the devices of one stage each, as the proposal's pipelines have them, said for all stages: a device stands for
+    those in its place in the others. Where stages do not have as many devices each, in their order, all stays as it is."""
+    numbers = {k: n for n, k in enumerate(sorted({*a.stage_of.values(), *a.node_stages.values()}))}
+    if len(numbers) < 2 or a.devices % len(numbers) or onnx_annotations.MESH in a.model:
+        return a
+    each = a.devices // len(numbers)
+    mine = [(numbers[a.stage_of[t]], s) for t, s in a.outs.items() if t in a.stage_of]
+    mine += [(numbers[a.node_stages[n]], s) for (n, _), s in a.reads.items() if n in a.node_stages]
+    of_one = all(set(_all_devices(s)) <= {*range(k * each, (k + 1) * each)} for k, s in mine)
+    if not mine or not of_one or len(mine) < len(a.outs) + len(a.reads) or a.values:
+        return a
+
+    def put(s: ShardingSpec) -> ShardingSpec:
+        groups = dict(s.groups)
+        wide = [
+            (-1 - n, tuple(d % each + each * k for k in range(len(numbers)) for d in groups.get(e, (e,))))
+            for n, e in enumerate(s.devices)
+        ]  # fmt: skip
+        return replace(s, devices=tuple(key for key, _ in wide), groups=tuple(wide))
+
+    outs, reads = {t: put(s) for t, s in a.outs.items()}, {k: put(s) for k, s in a.reads.items()}
+    return replace(a, outs=outs, reads=reads, apart=True)
+
+
+def _all_devices(s: ShardingSpec) -> list[int]:
+    groups = dict(s.groups)
+    return [d for e in s.devices for d in groups.get(e, (e,))]
+
+
 def _own(properties: Mapping[str, str], name: str) -> dict[str, str]:
     """The properties that belong to a configuration, by their plain keys."""
     return {k: properties[key_of(k, name)] for k in onnx_annotations.KEYS if key_of(k, name) in properties}
@@ -243,57 +270,3 @@ def staged(a: Annotations) -> tuple[int, int] | None:
     if not (1 <= stages <= a.devices and 1 <= micro <= a.devices * MAX_DEVICES):
         raise PlanError(f"{stages} stages and {micro} micro-batches", where=onnx_annotations.STAGES, hint="--ignore-sharding")
     return stages, micro
-
-
-def mesh(a: Annotations) -> Mesh:
-    """The mesh that the file names, or else the first of few axes that can say all its specs.
-
-    Sizes do not matter for that: every cut axis is given as many cells as a multiple of its parts.
-
-    Raises:
-        PlanError: the named mesh has another number of devices.
-    """
-    if onnx_annotations.MESH in a.model:
-        named = _shared(a, parse_mesh(a.model[onnx_annotations.MESH]))
-        if device_count(named) != a.devices:
-            what = f"{onnx_annotations.MESH} has {device_count(named)} devices, the configuration {a.devices}"
-            raise PlanError(what, where=a.model[onnx_annotations.MESH])
-        return named
-    specs = {replace(s, tensor=None) for s in (*a.outs.values(), *a.reads.values(), *a.values.values()) if s.dims}
-    for k in range(1, MESH_AXES + 1):
-        for sizes in _factors(a.devices, k):
-            guess = tuple(MeshAxis(f"d{i}", n) for i, n in enumerate(sizes))
-            if all(layout_of(*_model_of(s), guess) is not None for s in specs):
-                return guess
-    return (MeshAxis("d0", a.devices),)
-
-
-def _shared(a: Annotations, mesh: Mesh) -> Mesh:
-    """The mesh with the shares that the file gives its axes.
-
-    Raises:
-        PlanError: they do not fit the axes.
-    """
-    given: dict[str, list[Any]] = read_json(a.model, onnx_annotations.SHARES, dict)
-    sizes = {axis.name: axis.size for axis in mesh}
-    for name, weights in given.items():
-        right = type(weights) is list and all(type(w) is int and 1 <= w <= MAX_SHARE for w in weights)
-        if not right or len(weights) != sizes.get(name):
-            raise PlanError("the shares do not fit the mesh", where=onnx_annotations.SHARES, why=f"{name}: {str(weights)[:60]}")
-    return tuple(replace(axis, weights=tuple(given.get(axis.name, ()))) for axis in mesh)
-
-
-def _model_of(s: ShardingSpec) -> tuple[ShardingSpec, tuple[int, ...]]:
-    """The spec for a tensor that has the cut axes and no others, each of those that were fused as one of its own."""
-    counts = [x.num_shards or 1 for d in s.dims for x in d.shards]
-    return replace(s, dims=tuple(ShardedDim(k, (SimpleShard(n, n),)) for k, n in enumerate(counts))), tuple(counts)
-
-
-def _factors(n: int, k: int) -> Iterator[tuple[int, ...]]:
-    if k == 1:
-        if n > 0:
-            yield (n,)
-        return
-    for f in range(2, n // 2 + 1):
-        if n % f == 0:
-            yield from ((f, *rest) for rest in _factors(n // f, k - 1) if 1 not in rest)

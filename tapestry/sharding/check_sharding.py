@@ -23,6 +23,7 @@ from tapestry.lift.file.symbols import Given
 from tapestry.lift.normalize.inference import infer_shapes
 from tapestry.lift.normalize.prepare import take_out_weights
 from tapestry.plan.topology import MAX_DEVICES, parse_mesh
+from tapestry.sharding.unkept import unkept
 
 MAX_SYMBOL = 1 << 12
 Placements = Mapping[str, Placement]
@@ -40,6 +41,8 @@ def check_file(path: Path, shapes: Given = {}) -> list[Finding]:  # noqa: B006
     model = load(path)
     context = declared(model)
     findings = [*check(model, context), *_metadata(model), *_tilings(model)]
+    if all(f.level != "error" for f in findings):
+        findings += unkept(path, model, context)
     if not sharding_specs.annotated(model):
         if findings or tile_metadata.carried(model):
             return findings

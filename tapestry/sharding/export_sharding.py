@@ -102,6 +102,7 @@ def marks_of(build: Build, model: ModelProto, configuration: str = OURS) -> Mark
     values = {t: said.spec(t, layout, plan.mesh) for t, layout in {**plan.inputs, **plan.outputs}.items()}
     tilings = said.tilings(placed)
     shares = {a.name: a.weights for a in plan.mesh if a.weights}
+    order = {a.name: a.order for a in plan.mesh if a.order}
     return Marks(
         configuration=DeviceConfiguration(configuration, plan.devices), outs=outs, reads=reads, values=values,
         stages=_stages(plan, model), nodes={k: {key: json.dumps(v) for key, v in found.items()} for k, found in notes.items()},
@@ -110,6 +111,7 @@ def marks_of(build: Build, model: ModelProto, configuration: str = OURS) -> Mark
             onnx_annotations.SHAPES: json.dumps({t: plan.graph.tensors[t].shape for t in plan.graph.inputs}),
             onnx_annotations.MOVES: json.dumps(build.moves),
             **({onnx_annotations.SHARES: json.dumps(shares)} if shares else {}),
+            **({onnx_annotations.ORDER: json.dumps(order)} if order else {}),
             **({onnx_annotations.STAGES: json.dumps(_stages_data(build))} if plan.stages else {}),
         },
         shapes=_static_outputs(plan, model), topology=_topology(build), tilings=tilings,

@@ -21,7 +21,7 @@ PAGE = resources.files("tapestry.viewer") / "page"
 LIBRARY, LICENSE = "vendor/dagre.min.js", "vendor/dagre.LICENSE"
 MODULES = (
     "elements", "cursor", "model", "affine", "layout", "graph", "tree", "space", "tensors", "lanes", "choices", "rewrites",
-    "kernels", "certificate", "main",
+    "kernels", "certificate", "derivations", "main",
 )  # fmt: skip
 """In the order in which they need each other."""
 _IMPORT = re.compile(r'^import (\{[^}]*\}) from "\./(\w+)\.js";$', re.MULTILINE)

@@ -336,8 +336,9 @@ def _whole_text(nodes: Document) -> Iterator[str]:
 
 
 def shares_text(axis: MeshAxis) -> str:
-    """`` (shares 5:1:1)``, or nothing where all are equal."""
-    return f" (shares {':'.join(map(str, axis.weights))})" if axis.weights else ""
+    """`` (shares 5:1:1)`` and `` (devices 3,2,1,0)``, or nothing where all are equal and count on."""
+    shares = f" (shares {':'.join(map(str, axis.weights))})" if axis.weights else ""
+    return shares + (f" (devices {','.join(map(str, axis.order))})" if axis.order else "")
 
 
 def _kinds_text(topo: Topology) -> Iterator[str]:

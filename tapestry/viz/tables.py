@@ -204,7 +204,19 @@ def ran_on_processes(document: Mapping[str, Any]) -> RenderableType:
     skipped = f", {document['skipped']} done before" if document["skipped"] else ""
     line = f"{document['batches']} batches{skipped}{again}; the last took {document['seconds']:.3f} s"
     results = [ran(document)] if "outputs" in document else [of_batches(document["checked"])] if "checked" in document else []
-    return Group(*results, table, line)
+    return Group(*results, table, line, *map(_loss, document.get("losses", ())))
+
+
+def _loss(x: Mapping[str, Any]) -> str:
+    """What the loss of a rank cost."""
+    who, again, restart = ", ".join(map(str, x["ranks"])), x["again"], x["restart"]
+    if x["step"] < 0:
+        return f"rank {who} lost before batch {x['batch']}: nothing to compute again"
+    return (
+        f"rank {who} lost in batch {x['batch']}, at step {x['step']}: {x['lost_blocks']} blocks gone; "
+        f"again: {again['blocks']} blocks, {again['flops']:,} FLOPs, {again['bytes']:,} bytes; "
+        f"a restart: {restart['blocks']} blocks, {restart['flops']:,} FLOPs, {restart['bytes']:,} bytes"
+    )
 
 
 def of_batches(checked: Mapping[str, Any]) -> RenderableType:

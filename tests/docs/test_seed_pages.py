@@ -31,6 +31,19 @@ BOLD = """# PopRT
 
 **"The nodes."** As they are. Not done: their names.
 """
+TABLED = """# Options
+
+> There are two.
+
+| PopRT | here |
+| --- | --- |
+| `--one` | `--uno` |
+| `--two` | none. Not done: it |
+
+| other | table |
+|---|---|
+| of | ours |
+"""
 QUOTED = """# Blocks
 
 **Wrong in the document** are some.
@@ -53,7 +66,13 @@ So it does.
 
 @pytest.mark.parametrize(
     ("text", "found"),
-    [(HEADED, Counts(3, 1, 1)), (QUOTED, Counts(2, 1, 2)), (BOLD, Counts(2, 1, 1)), ("# Nothing\n", Counts(0, 0, 0))],
+    [
+        (HEADED, Counts(3, 1, 1)),
+        (QUOTED, Counts(2, 1, 2)),
+        (BOLD, Counts(2, 1, 1)),
+        (TABLED, Counts(3, 0, 1)),
+        ("# Nothing\n", Counts(0, 0, 0)),
+    ],
 )
 def test_statements_are_counted(text: str, found: Counts):
     assert counts(text) == found

@@ -13,6 +13,7 @@ from onnx import TensorProto as T
 import tapestry
 from tapestry import TensorDictionary, cli
 from tapestry.errors import PlanError, TapestryError
+from tapestry.exports import formats
 from tapestry.interop import instance_map, tile_metadata
 from tapestry.interop.tile_changes import exact, naive
 from tapestry.interop.tile_patterns import Tiling, parse, slide_slips, slide_tile
@@ -352,15 +353,56 @@ def test_instances_that_there_are_not_are_refused(tilings, topology, code, words
     ("tilings", "devices", "words"),
     [
         ({"r": "{4: 0,1,2,-1}"}, None, "suppressed"),
-        ({"r": "{4: 3,2,1,0}"}, None, "no layout over the axes"),
+        (
+            {"r": "{1,4: 3,2,1,0}", "y": "{4,1}"},
+            None,
+            "no layout over the axes of mesh 4, in one order of devices for all tensors",
+        ),
+        ({"r": "{2,2: 3,0,1,2}", "y": "{1,4}"}, None, "no layout over the axes"),
         ({"r": "{2,1,1}"}, None, "rank 2"),
         ({"r": "{1,4}"}, 2, "tilings are for 4 instances, not 2"),
         ({"r": "{1,4}"}, 8, "topology has 4 instances, not 8"),
     ],
 )
 def test_tilings_that_no_plan_can_keep_are_refused(tilings, devices, words, tmp_path):
+    path = saved(tiled_model(tilings), tmp_path)
     with pytest.raises(PlanError, match=words):
-        tapestry.compile(saved(tiled_model(tilings), tmp_path), devices=devices)
+        tapestry.compile(path, devices=devices)
+    assert devices or {"not-kept", "tile-pattern"} & {f.code for f in check_file(path)}  # and the checker says so
+
+
+@pytest.mark.parametrize(
+    ("tilings", "mesh"),
+    [
+        ({"r": "{4: 3,2,1,0}"}, [(3, 2, 1, 0)]),
+        ({"r": "{4,1: 0,2,1,3}", "y": "{4,1: 0,2,1,3}"}, [(0, 2, 1, 3)]),
+        ({"r": "{2,2: 2,3,0,1}"}, [(1, 0), ()]),
+        ({"r": "{2,2: 3,2,1,0}", "y": "{4,1: 3,2,1,0}"}, [(1, 0), (1, 0)]),
+        ({"r": "{2,2: 3,0,1,2}"}, None),
+    ],
+)
+def test_any_order_of_the_devices_of_a_mesh_axis(tilings, mesh, tmp_path):
+    """Kept, run, verified, written and read again; an order that no axes give is refused."""
+    path = saved(tiled_model(tilings), tmp_path)
+    if mesh is None:
+        with pytest.raises(PlanError, match="puts its parts on these devices"):
+            tapestry.compile(path)
+        return
+    build = tapestry.compile(path)
+    assert [a.order for a in build.build.plan.mesh] == mesh and check_file(path) == []
+    assert build.check(build.random_feeds(0))["passed"]
+    build.save(tmp_path / "p")
+    assert tapestry.load(tmp_path / "p").build.plan == build.build.plan
+    assert build.verify()
+    build.export(tmp_path / "again.onnx")
+    text = {h.name: p.value for h in onnx.load(tmp_path / "again.onnx").graph.value_info for p in h.metadata_props
+            if p.key == "tile_assignment"}  # fmt: skip
+    assert text["r"] == tilings["r"].partition(": ")[2].rstrip("}")
+    again = tapestry.compile(tmp_path / "again.onnx")
+    assert again.build.plan.mesh == build.build.plan.mesh and again.build.program == build.build.program
+    for form in ("jax", "dtensor", "tp-plan"):
+        with pytest.raises(TapestryError):
+            formats.export(tmp_path / "p", form, tmp_path / "out")
 
 
 @pytest.mark.parametrize(

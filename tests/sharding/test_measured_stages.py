@@ -98,6 +98,27 @@ def test_with_optimal_the_fastest_is_taken():
     )
 
 
+def test_the_fastest_are_run_once_more_in_turns():
+    """A clock that favours another candidate in turns than alone: the turns count, for the traversal's and the exact stages."""
+    graph = random_graph(3, 24)
+    problem = Problem(graph, candidates.subgraphs(graph, candidates.everywhere(graph)))
+    asked: list[list[int]] = []
+
+    def turns(schemes):
+        asked.extend(map(list, schemes))
+        return [1.0 / (k + 1) for k in range(len(schemes))]
+
+    search = Search(problem, 2, [(1.0, 100)], lambda ss, _: [Trial((1, 1), float(s.count(0))) for s in ss], 24, 1)
+    alone = search.traversal(optimal=True)
+    other = {**alone, "node_stages": [0] * 23 + [1]}
+    found = search.final({"traversal": alone, "exact": other}, turns)
+    assert asked[0] == alone["node_stages"] and asked[-1] == other["node_stages"] and len(asked) == 4
+    assert found["traversal"]["node_stages"] == asked[2] and found["traversal"]["finalists_s"] == [1, 1 / 2, 1 / 3]
+    assert found["traversal"]["latency_s"] == 1 / 3 and found["exact"]["latency_s"] == 1 / 4
+    first = Search(problem, 2, [(1.0, 100)], lambda ss, _: [Trial((1, 1), 1.0) for _ in ss], 24, 1)
+    assert "finalists_s" in first.final({"traversal": first.traversal(optimal=False)}, lambda ss: [2.0] * len(ss))["traversal"]
+
+
 def test_where_none_fits_the_least_is_tried_with_more_memory():
     found, seen = searched(lambda at: (60 + at, 50), lambda at: 1.0, optimal=False)
     least = min(at for at, capacity in seen if capacity == 40)

@@ -305,3 +305,29 @@ def test_a_picture_is_saved_with_its_colours(folder, tab):
         )
         > 0
     )
+
+
+@pytest.mark.parametrize("size_", [WIDE, PHONE])
+def test_a_space_of_forms_is_a_graph_of_rewrites(folder, tab, size_, capsys):
+    """What `rules --derive` prints is what the page shows: how many forms, how deep, what was not followed, and each form."""
+    from tapestry import cli
+
+    page, asked = folder / "forms.html", ["rules", "--derive", "Linear", "--mesh", "2", "--forms", "12"]
+    assert cli.main([*asked, "--json", "--view", str(page)]) == 0
+    said = json.loads(capsys.readouterr().out)
+    tab.open(page, width=size_[0], height=size_[1])
+    assert tab.count(".form") == len(said["forms"]) == 12
+    facts = {k: tab.text(f"[data-fact='{k}'] b") for k in ("forms", "moves, at most", "not followed", "devices")}
+    pruned = ", ".join(f"{n} {why}" for why, n in said["pruned"].items())
+    assert facts == {"forms": "12", "moves, at most": str(said["deepest"]), "not followed": pruned, "devices": "d0=2"}
+    ends = list(
+        tab.js(
+            "[...document.querySelectorAll('.way:not(:has([stroke-dasharray]))')].map(e => `${e.dataset.of} ${e.dataset.form}`)"
+        )
+    )
+    assert sorted(ends) == sorted(f"{f['of']} {f['form']}" for f in said["forms"] if f["of"] is not None)
+    best = min(said["forms"], key=lambda f: (f["seconds"], f["form"]))
+    assert tab.text("h2") == f"Form {best['form']}" and best["by"] in tab.text(".panel .words")
+    tab.js("document.querySelector('.form[data-form=\"3\"]').dispatchEvent(new Event('click'))")
+    assert tab.text("h2") == "Form 3" and said["forms"][3]["graph"].strip() in tab.text(".panel pre:last-of-type")
+    assert tab.js("document.documentElement.scrollWidth") <= size_[0]

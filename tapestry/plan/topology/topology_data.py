@@ -17,7 +17,7 @@ from tapestry.plan.topology.routing import routes
 def to_data(topo: Topology) -> dict[str, Any]:
     """What a build directory keeps of a topology; `from_data` reads it back."""
     out: dict[str, Any] = {
-        "name": topo.name, "mesh": [[a.name, a.size, *([a.weights] if a.weights else [])] for a in topo.mesh],
+        "name": topo.name, "mesh": [_axis_data(a) for a in topo.mesh],
         "links": [{"alpha": k.alpha, "beta": k.beta} for k in topo.links],
         "device": device_data(topo.device),
     }  # fmt: skip
@@ -48,6 +48,11 @@ def to_data(topo: Topology) -> dict[str, Any]:
     return out
 
 
+def _axis_data(axis: MeshAxis) -> list[Any]:
+    more = [axis.weights, axis.order] if axis.order else [axis.weights] if axis.weights else []
+    return [axis.name, axis.size, *more]
+
+
 def from_data(data: Mapping[str, Any]) -> Topology:
     """The topology that `to_data` described.
 
@@ -59,7 +64,8 @@ def from_data(data: Mapping[str, Any]) -> Topology:
         found_kinds = [_device(d) for d in data.get("kinds", ())]
         kinds = tuple(found_kinds[operator.index(k)] for k in data.get("kind", ()))
         mesh = tuple(
-            MeshAxis(str(name), int(size), tuple(int(w) for w in rest[0]) if rest else ()) for name, size, *rest in data["mesh"]
+            MeshAxis(str(name), int(size), *(tuple(int(w) for w in numbers) for numbers in rest[:2]))
+            for name, size, *rest in data["mesh"]
         )
         links = tuple(Link(float(k["alpha"]), float(k["beta"])) for k in data["links"])
         found = Topology(
@@ -78,6 +84,8 @@ def from_data(data: Mapping[str, Any]) -> Topology:
         raise TapestryError("not a topology: watts or prices that cannot be", hint="compile the model again")
     if any(a.weights and (len(a.weights) != a.size or min(a.weights) < 1) for a in mesh):
         raise TapestryError("not a topology: the shares of a mesh axis", hint="compile the model again")
+    if any(a.order and sorted(a.order) != list(range(a.size)) for a in mesh):
+        raise TapestryError("not a topology: the order of a mesh axis", hint="compile the model again")
     if len(links) != len(mesh) or min(rates) <= 0:
         raise TapestryError("not a topology: links or rates are missing", hint="compile the model again")
     if found.joined and not _whole(found):

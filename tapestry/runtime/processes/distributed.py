@@ -87,6 +87,11 @@ class RankExecutor(LocalExecutor):
         firsts = {r: d for d, r in reversed(list(enumerate(self.route.owner)))}
         self._local = [d - firsts[r] for d, r in enumerate(self.route.owner)]
 
+    @property
+    def all_devices(self) -> tuple[int, ...]:
+        """Those of this rank."""
+        return self.devices
+
     def _read(self, tensor: str, box: Box) -> Array:
         """A part of a weight; reading takes a while: say that this rank lives."""
         self.wire.heartbeat.at(-1, WEIGHTS)

@@ -69,8 +69,10 @@ class Attempt:
     advance: Callable[[int], None]
     secret: bytes = field(default_factory=partial(secrets.token_bytes, 32))
     seen: dict[int, tuple[float, float]] = field(default_factory=dict[int, tuple[float, float]])
+    gone: list[Child] = field(default_factory=list[Child])
+    losses: int = 0
 
-    def result(self) -> dict[str, Any] | str:
+    def result(self, store: Any, tell: Callable[[str], None]) -> dict[str, Any] | str:
         """The document, or why there is none."""
         while True:
             alive = [c for c in self.children if c.process.exitcode is None]
@@ -79,6 +81,8 @@ class Attempt:
                 wait(handles, TICK)
             self.hear()
             bad = [c for c in self.children if self.failed(c)]
+            if bad and self.outlived(bad, store, tell):
+                continue
             if bad:
                 self.listen_on()
                 return self.verdict()
@@ -87,6 +91,18 @@ class Attempt:
             stalled = self.stalled(time.monotonic())
             if stalled:
                 return stalled
+
+    def outlived(self, bad: list[Child], store: Any, tell: Callable[[str], None]) -> bool:
+        """Tell the ranks that are left which ones were killed, where they are to go on without."""
+        killed = all(c.said is None and (c.process.exitcode or 0) < 0 for c in bad)
+        if not self.job.recompute or not killed or len(bad) == len(self.children):
+            return False
+        tell(f"{self.verdict()}; the others go on")
+        self.losses += 1
+        self.gone += bad
+        self.children = [c for c in self.children if c not in bad]
+        PrefixStore(self.secret.hex(), store).set(f"lost/{self.losses}", str([c.rank for c in self.gone]))
+        return True
 
     def hear(self) -> None:
         """Read what the ranks have said."""
@@ -178,7 +194,7 @@ class Attempt:
         for c in self.children:
             if c.process.exitcode is None:
                 c.process.kill()
-        for c in self.children:
+        for c in (*self.children, *self.gone):
             c.process.join()
             c.pipe.close()
 
@@ -203,7 +219,7 @@ def supervise(
     Args:
         port: for the rendezvous; 0 takes a free one.
         advance: called with the number of each batch that is done.
-        tell: called with the message of a failure that a restart mends.
+        tell: called with the message of a failure that a restart mends, or that the other ranks outlive.
 
     Raises:
         RunError: who failed, at what step, and why; no process is left.
@@ -213,7 +229,7 @@ def supervise(
             run = Attempt(job, [], shared(world), advance)
             try:
                 _fork(run, world, open_session)
-                outcome = _meet(run, port)
+                outcome = _meet(run, port, tell)
             except Interrupted as e:
                 doing = "; ".join(f"rank {c.rank} was {run.doing(c.rank)}" for c in run.children)
                 raise RunError(f"interrupted by {e}: all ranks are ended", why=doing) from None
@@ -227,13 +243,13 @@ def supervise(
     raise AssertionError("unreachable")
 
 
-def _meet(run: Attempt, port: int) -> dict[str, Any] | str:
+def _meet(run: Attempt, port: int, tell: Callable[[str], None]) -> dict[str, Any] | str:
     """Open the store that the ranks wait for, tell them where, and see them to the end; the store ends with this call."""
     store = _store(port, run.job.timeout)
     for c in run.children:
         with suppress(OSError):  # a rank that is gone already, as `Attempt.failed` will see
             c.pipe.send(store.port)
-    return run.result()
+    return run.result(store, tell)
 
 
 def _store(port: int, timeout: float) -> Any:
@@ -271,10 +287,11 @@ def _child(rank: int, world: int, run: Attempt, pipe: Connection, open_session: 
     gc.freeze()  # what the parent made is the parent's to end: its threads are not here
     try:
         flags.network(LOOPBACK)
-        store = connected(HERE, pipe.recv(), run.job.timeout)
+        port = pipe.recv()
+        store = connected(HERE, port, run.job.timeout)
         me = Rank(
             rank=rank, world=world, store=PrefixStore(run.secret.hex(), store), slots=run.slots, local=rank, secret=run.secret,
-            advance=lambda batch, steps: pipe.send(("batch", batch)) if rank == 0 else None,
+            advance=lambda batch, steps: pipe.send(("batch", batch)), port=port,
         )  # fmt: skip
         document = work(me, run.job, open_session)
         run.slots[rank, PHASE] = DONE

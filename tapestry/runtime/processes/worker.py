@@ -30,6 +30,7 @@ from tapestry.runtime.processes.process_backend import BACKENDS, device_of
 from tapestry.runtime.processes.process_memory import after_loading, before_loading, kernel_count
 from tapestry.runtime.processes.rank_report import RankReport, RunReport, gather, summary
 from tapestry.runtime.processes.rendezvous import unseal
+from tapestry.runtime.processes.survivors import SurvivingExecutor, lost, sockets
 from tapestry.runtime.processes.wire import PeerLost, Wire
 from tapestry.runtime.session import MakeExecutor, Session, Slices
 from tapestry.runtime.step_messages import owners
@@ -56,6 +57,7 @@ class Job:
         timeout: seconds after which silence is a failure.
         threads: of torch, for each rank.
         kernels: what the set of kernels on this host depends on, which all ranks must share.
+        recompute: when ranks are lost, those that are left compute what is gone, and go on.
         serve: instead of batches, what each rank does with its session until it is told to end.
     """
 
@@ -68,6 +70,7 @@ class Job:
     trace: bool = False
     threads: int = 1
     kernels: Mapping[str, str] = field(default_factory=dict[str, str])
+    recompute: bool = False
     serve: Callable[[Rank, Session, Wire], None] | None = None
 
 
@@ -75,7 +78,8 @@ class Job:
 class Rank:
     """One process of a run: its place, the rendezvous store (of this attempt alone), its slot, and whom to tell of progress.
 
-    ``local`` is its number on its host, which is that of its GPU; ``secret`` is what it knows in common with the others.
+    ``local`` is its number on its host, which is that of its GPU; ``secret`` is what it knows in common with the others;
+    ``port`` is the store's.
     """
 
     rank: int
@@ -86,6 +90,7 @@ class Rank:
     beats: bool = False
     local: int = 0
     secret: bytes = b""
+    port: int = 0
 
 
 def work(me: Rank, job: Job, open_session: Open) -> dict[str, Any]:
@@ -103,6 +108,7 @@ def work(me: Rank, job: Job, open_session: Open) -> dict[str, Any]:
     owners(job.build.program.devices, me.world)
     device = device_of(job.build.target, me.rank, me.local)
     todo = agree(me, job, device, [b.number for b in job.batches if not b.done])
+    others = frozenset(sockets().values())
     wire = Wire(me.rank, me.world, bytes.fromhex(job.identity)[:16], heartbeat, device=device)
     try:
         dist.init_process_group(
@@ -112,6 +118,8 @@ def work(me: Rank, job: Job, open_session: Open) -> dict[str, Any]:
         before_loading()
         source = None if job.shards is None else shards.reader(job.shards, job.build)
         make = partial(RankExecutor, wire=wire, trace=job.trace)
+        if job.recompute:
+            make = partial(SurvivingExecutor, wire=wire, trace=job.trace, me=me, timeout=job.timeout + 2, others=others)
         session = open_session(job.build, job.constants, weights=source, make=make)
         executor = session.executor
         assert isinstance(executor, RankExecutor)
@@ -122,9 +130,7 @@ def work(me: Rank, job: Job, open_session: Open) -> dict[str, Any]:
         executor.connect([a.size for a in job.build.plan.mesh], timedelta(seconds=job.timeout + 2))
         if job.serve is not None:
             job.serve(me, session, wire)
-        done = [_run(batch, session, wire, me) for batch in job.batches if batch.number in todo]
-        document = _report(me, job, executor, wire, [run for run, _ in done], todo, memory)
-        document = document and {**document, "hosted": done[-1][1] if done else {}}
+        document = _batches(me, job, session, wire, todo, memory)
     except PeerLost as e:
         if beats is not None:
             end_soon(heartbeat, 2 * PARTING)
@@ -136,6 +142,28 @@ def work(me: Rank, job: Job, open_session: Open) -> dict[str, Any]:
     return document
 
 
+def _batches(me: Rank, job: Job, session: Session, wire: Wire, todo: set[int], memory: dict[str, int]) -> dict[str, Any]:
+    """Everything that is to be run, and the document; again where ranks are lost, with those that are left."""
+    executor, done = session.executor, list[tuple[RunReport, dict[str, Any]]]()
+    assert isinstance(executor, RankExecutor)
+    batches = [b for b in job.batches if b.number in todo]
+    while True:
+        try:
+            while len(done) < len(batches):
+                done.append(_run(batches[len(done)], session, wire, me))
+            document = _report(me, job, executor, wire, [run for run, _ in done], todo, memory)
+            break
+        except (PeerLost, RuntimeError) as e:
+            if not isinstance(executor, SurvivingExecutor):
+                raise
+            executor.settle(lost(e))
+            me = executor.me
+            del done[executor.coming :]
+    if document and isinstance(executor, SurvivingExecutor):
+        document["losses"] = executor.told
+    return document and {**document, "hosted": done[-1][1] if done else {}}
+
+
 def _run(batch: Batch, session: Session, wire: Wire, me: Rank) -> tuple[RunReport, dict[str, Any]]:
     """One batch; rank 0 keeps the results, and has the values of the host among them."""
     wire.batch = batch.number
@@ -143,12 +171,14 @@ def _run(batch: Batch, session: Session, wire: Wire, me: Rank) -> tuple[RunRepor
     wire.heartbeat.at(-1, IDLE)
     graph = session.build.plan.graph
     feeds, before = batch.feeds(graph), time.process_time()
-    same_inputs(me, graph, batch.name, feeds, partial(wire.heartbeat.at, -1, WAIT))
+    if not (isinstance(session.executor, SurvivingExecutor) and session.executor.rest):  # else others have begun it
+        same_inputs(me, graph, batch.name, feeds, partial(wire.heartbeat.at, -1, WAIT))
     result = session.run(feeds)
     spent = time.process_time() - before
-    if me.rank == 0:
-        batch.keep(result.outputs)
-    me.advance(batch.number, len(session.build.program.steps))
+    if wire.rank == 0:
+        if not batch.done:
+            batch.keep(result.outputs)
+        me.advance(batch.number, len(session.build.program.steps))
     used = result.measured
     report = RunReport(
         batch=batch.number, seconds=result.seconds, cpu=spent, peak=used.peak, packed=used.packed, sent=used.transfers
@@ -196,7 +226,7 @@ def _report(
     """Everything that was measured, put together on rank 0."""
     rows = np.array([(s.batch, s.step, s.device, s.stream, s.start, s.end) for s in executor.slices], np.int64).reshape(-1, 6)
     mine = RankReport(
-        rank=me.rank, devices=list(executor.devices), runs=runs, payload_bytes=wire.payload, gathered_bytes=wire.gathered,
+        rank=me.rank, devices=list(executor.all_devices), runs=runs, payload_bytes=wire.payload, gathered_bytes=wire.gathered,
         messages=wire.messages, staged_bytes=wire.staged, resident_bytes={**memory, "running": kernel_count("VmHWM")},
         private_bytes=kernel_count("RssAnon"), weight_bytes=executor.weight_bytes(), trace=rows.tobytes(),
         backend_calls=executor.backend_calls,

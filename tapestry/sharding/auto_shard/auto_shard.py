@@ -93,12 +93,13 @@ def check(options: Options) -> None:
 
 
 def auto_shard(
-    options: Options, report: Report = lambda stage: None, trials: measured_search.Trials | None = None
+    options: Options, report: Report = lambda stage: None, trials: measured_search.Trials | None = None,
+    turns: measured_search.Turns | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Find stages, write the annotated model, and say what was found, as one document.
 
     Args:
-        trials: compiles and runs candidates; what is measured decides then.
+        trials: compiles and runs candidates; what is measured decides then, by ``turns`` once more for the fastest.
 
     Raises:
         TapestryError: bad options, a model at fault, more devices than subgraphs, or memory that cannot suffice.
@@ -124,7 +125,7 @@ def auto_shard(
         document = _document(attempt, options, graph, topo.device.memory)
         if trials is not None:
             with clock("measure"):
-                document |= _tried(attempt, options, topo.device.memory, trials, clock)
+                document |= _tried(attempt, options, topo.device.memory, (trials, turns), clock)
     with clock("write"):
         stage_annotations.annotate_stages(model, document["node_stages"], options.devices)
         onnx_annotations.write(model, path, target)
@@ -181,14 +182,19 @@ def _own(
     return document
 
 
-def _tried(attempt: Attempt, options: Options, memory: int, trials: measured_search.Trials, clock: _Clock) -> dict[str, Any]:
+def _tried(
+    attempt: Attempt, options: Options, memory: int, ways: tuple[measured_search.Trials, measured_search.Turns | None],
+    clock: _Clock,
+) -> dict[str, Any]:  # fmt: skip
     """What compiling and running says: PopRT's search with every candidate compiled, and the exact search's own stages."""
+    trials, turns = ways
     capacities = [(p, int(p * memory)) for p in options.proportions]
     search = measured_search.Search(attempt.merged, options.devices, capacities, trials, options.most, options.processes)
     found = {"traversal": search.traversal(optimal=options.optimal)}
     program = attempt.dynamic
     if program.best is not None and program.proportion is not None:
         found["exact"] = search.exact(program.best, attempt.problem, program.proportion, clock.seconds["dynamic"])
+    found = found if turns is None else search.final(found, turns)
     fitting = {k: f for k, f in found.items() if f["fits"]}
     chosen = min(fitting, key=lambda k: (fitting[k]["proportion"], fitting[k]["latency_s"]))
     taken = ("sharding_nodes", "node_stages", "proportion")

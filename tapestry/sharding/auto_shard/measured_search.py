@@ -1,4 +1,5 @@
-"""PopRT's search as it is: every candidate is compiled, the ones that fit are run, and the clock decides.
+"""PopRT's search as it is: every candidate is compiled, the ones that fit are run, and the clock decides: at the end, between
+the fastest of them and the stages of the exact search, which are run once more in turns.
 
 A candidate does not fit when a device of the compiled plan needs more than its share of memory. Where none fits, the one that
 is least over is tried with the next shares. PopRT says which share of memory it holds back for operators' temporaries
@@ -19,6 +20,7 @@ from tapestry.sharding.auto_shard.node_graph import PICO
 from tapestry.sharding.auto_shard.scheme_cost import Evaluation, Problem, Scheme, bits
 from tapestry.sharding.auto_shard.traversal import Traversal, initial, traverse
 
+FINALISTS = 3  # candidates of the traversal that are run once more, in turns
 UNKNOWN = 1 << 62  # bytes of a candidate that could not be compiled
 
 
@@ -40,6 +42,9 @@ class Trial:
 Trials = Callable[[Sequence[Sequence[int]], int], list[Trial]]
 """Compiles candidates, each the stage of every node, and runs those whose devices need no more than some bytes."""
 
+Turns = Callable[[Sequence[Sequence[int]]], list[float]]
+"""Seconds of candidates that were compiled, run in turns."""
+
 
 @dataclass(frozen=True, slots=True)
 class Measured(Evaluation):
@@ -60,6 +65,7 @@ class Search:
 
     Attributes:
         capacities: (proportion, bytes), tried in order.
+        fitting: candidates that fit and were run; ``optimal``: whether the fastest is looked for.
         limit: candidates that are compiled at most; ``batch`` at a time.
     """
 
@@ -71,7 +77,8 @@ class Search:
     batch: int
     refused: int = 0
     last: str = ""
-    seconds: dict[str, float] = field(default_factory=dict[str, float])
+    optimal: bool = False
+    fitting: list[Measured] = field(default_factory=list[Measured])
 
     def traversal(self, *, optimal: bool) -> dict[str, Any]:
         """The first candidate that fits, or with ``optimal`` the fastest of all that were compiled.
@@ -80,6 +87,7 @@ class Search:
             PlanError: none fits, whatever the proportion.
         """
         start = time.perf_counter()
+        self.optimal = optimal
         proportion, capacity = self.capacities[0]
         seen = traverse(
             self.problem, initial(self.problem, self.devices), capacity, partial(self.evaluate, capacity=capacity),
@@ -111,7 +119,23 @@ class Search:
         for t in done:
             self.refused += bool(t.refused)
             self.last = t.refused or self.last
-        return [_measured(self.problem.evaluate(s), t) for s, t in zip(schemes, done, strict=True)]
+        found = [_measured(self.problem.evaluate(s), t) for s, t in zip(schemes, done, strict=True)]
+        self.fitting += [m for m in found if m.trial.seconds is not None]
+        return [*found]
+
+    def final(self, found: dict[str, dict[str, Any]], turns: Turns) -> dict[str, dict[str, Any]]:
+        """What was found, with times of runs in turns: the traversal's is the fastest of its fastest candidates then."""
+        mine, others = found["traversal"], {k: f for k, f in found.items() if k != "traversal" and f["fits"]}
+        first = sorted(self.fitting, key=lambda m: m.rank)[:FINALISTS]
+        rows = [r for r in (self.row(m, mine["proportion"]) for m in first) if r["node_stages"] != mine["node_stages"]]
+        rows = [mine, *(rows if self.optimal else [])]
+        seconds = turns([r["node_stages"] for r in (*rows, *others.values())])
+        pairs = zip((*rows, *others.values()), seconds, strict=True)
+        timed = [{**r, "latency_s": s, "throughput_per_s": 1 / s} for r, s in pairs]
+        best = min(timed[: len(rows)], key=lambda r: r["latency_s"])
+        ran = [r["latency_s"] for r in timed[: len(rows)]]
+        again = dict(zip(others, timed[len(rows) :], strict=True))
+        return {**found, "traversal": {**mine, **best, "finalists_s": ran}, **again}
 
     def row(self, found: Evaluation, proportion: float, problem: Problem | None = None) -> dict[str, Any]:
         """One scheme as data."""
