@@ -7,9 +7,11 @@ after it where that is asked for, and checks the laws between passes with ``TAPE
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -23,6 +25,20 @@ from tapestry.viz.tables import sizes_text
 log = logging.getLogger("tapestry")
 Report = Callable[[str, str], None]
 T = TypeVar("T")
+
+
+@contextmanager
+def _older_objects_kept() -> Generator[None]:
+    """The collector of cycles looks at what is made meanwhile alone: what was there before (the modules of torch, graphs of
+    earlier passes) is large, and stays. Nothing is done where somebody keeps objects so already."""
+    if gc.get_freeze_count():
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +88,8 @@ class Runner:
         """
         with taking_part(self.plugins):
             for p in passes:
-                self._run(p)
+                with _older_objects_kept():
+                    self._run(p)
 
     def get(self, name: str, kind: type[T]) -> T:
         """A value that a pass gave."""

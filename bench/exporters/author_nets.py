@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from bench.exporters.corpus_exports import without_own_operators
+
 SMALL: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -58,4 +60,5 @@ def _vision(name: str) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
 
 def nets() -> dict[str, Callable[[], tuple[torch.nn.Module, dict[str, torch.Tensor]]]]:
     """A module and its inputs by name, of what is installed."""
+    without_own_operators()
     return {n: lambda row=row: _language(*row) for n, row in TRANSFORMERS.items()} | {n: lambda n=n: _vision(n) for n in VISION}

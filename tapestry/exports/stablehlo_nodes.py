@@ -280,6 +280,22 @@ def _conv(t: Text, n: NodeProto) -> Ref:
     return t.line(text, out.shape, out.dtype)
 
 
+def _spread_conv(t: Text, n: NodeProto) -> Ref:
+    """A convolution of the image with zeros between its cells, by the weights from the last to the first."""
+    a, (x, w), out = _attributes(n), _ins(t, n), t.values[n.output[0]]
+    axes = range(len(w.shape) - 2)
+    places, turned = ", ".join(map(str, axes)), [k + 2 for k in axes]
+    back = t.line(f"stablehlo.reverse {w.ssa}, dims = {turned} : {w.type}", w.shape, w.dtype)
+    full = [(a["kernel_shape"][k] - 1) * a["dilations"][k] for k in axes]
+    pads = [[full[k] - a["pads"][k], full[k] - a["pads"][k + len(axes)] + a["output_padding"][k]] for k in axes]
+    window = f"{{pad = {pads}, lhs_dilate = {list(a['strides'])}, rhs_dilate = {list(a['dilations'])}}}"
+    counts = f"{{batch_group_count = 1 : i64, feature_group_count = 1 : i64, precision_config = [{_BEST}, {_BEST}]}}"
+    dims = f"dim_numbers = [b, f, {places}]x[i, o, {places}]->[b, f, {places}]"
+    types = f"({x.type}, {w.type}) -> {tensor_type(out.shape, out.dtype)}"
+    text = f"stablehlo.convolution({x.ssa}, {back.ssa}) {dims}, window = {window} {counts} : {types}"
+    return t.line(text, out.shape, out.dtype)
+
+
 _BEST = "#stablehlo<precision HIGHEST>"
 
 
@@ -373,7 +389,7 @@ def _reduced(t: Text, n: NodeProto) -> Ref:
 _SAY: dict[str, Say] = {
     **dict.fromkeys(_SAME, _same), **dict.fromkeys(_CHLO, _chlo), **dict.fromkeys(_TESTS, _test),
     **{f"Reduce{k}": _reduced for k in _MERGES}, "Mod": _rest, "IsInf": _infinite, "IsNaN": _nan, "Gelu": _gelu,
-    "Softmax": _softmax, "MatMul": _matmul, "Conv": _conv, "MaxPool": _pool, "AveragePool": _pool, "Gather": _gather,
+    "Softmax": _softmax, "MatMul": _matmul, "Conv": _conv, "ConvTranspose": _spread_conv, "MaxPool": _pool, "AveragePool": _pool, "Gather": _gather,
     "Slice": _slice, "Pad": _pad, "Concat": _concat, "Transpose": _transpose, "Cast": _cast, "BitShift": _shift,
     "Where": lambda t, n: t.select(*_ins(t, n)), "Identity": lambda t, n: t.of(n.input[0]),
     "Reshape": lambda t, n: t.reshape(t.of(n.input[0]), t.values[n.output[0]].shape),

@@ -1,4 +1,4 @@
-"""A convolution of every other row of its weights, with guards that its index implies, is said by Conv nodes."""
+"""Reads that recognition sees through: halves of a convolution are Conv nodes, strides that divide are ConvTranspose."""
 
 from __future__ import annotations
 
@@ -66,3 +66,25 @@ def test_a_guard_is_implied_where_its_failure_leaves_the_tensor(guard, holds):
     assert holds == all(sum((env | {"h": h})[a] * c for a, c in guard.terms) + guard.const >= 0 for h in inside)
     assert not implied(Guard(guard, "eq"), read, (8,))
     assert not implied(Guard(guard, "ge"), Read(tensor="x", index=read.index), (8,))
+
+
+SPREAD = """graph spread
+input x: f32[2, 4, 5, 6]
+input w: f32[4, 3, 3, 2]
+y: f32[2, 3, 10, 17] = op [b: 2, o: 3, h: 10, v: 17 | c: 4 sum, r: 3 sum, s: 2 sum]
+  reads x[b, c, floor((h + 1)/2) - r, floor((v + 2 - s)/3)] when ((h + 1) mod 2) == 0 when ((v + 2 - s) mod 3) == 0MORE else 0.0, w[c, o, r, s]
+  body x * w
+output y
+"""
+
+
+@pytest.mark.parametrize(("more", "kind"), [("", "ConvTranspose"), (" when h - r - 2 >= 0", "Gather")])
+def test_strides_that_divide_are_a_transposed_convolution(more, kind):
+    rng = np.random.default_rng(0)
+    x, w = rng.standard_normal((2, 4, 5, 6), np.float32), rng.standard_normal((4, 3, 3, 2), np.float32)
+    kinds, y = run(parse(SPREAD.replace("MORE", more), "spread.tap"), x, w)
+    want = torch.nn.functional.conv_transpose2d(torch.from_numpy(x), torch.from_numpy(w), stride=(2, 3), dilation=(2, 1))
+    assert kind in kinds
+    whole = np.zeros((2, 3, 13, 20), np.float32)
+    whole[:, :, : want.shape[2], : want.shape[3]] = want.numpy()
+    assert np.allclose(y, whole[:, :, 1:11, 2:19], atol=1e-5) == (not more)  # (the last guard cuts off more than the borders)

@@ -15,6 +15,7 @@ from tapestry.exports.onnx_blocks.pools import pooled
 from tapestry.exports.onnx_blocks.read_nodes import Frame, read_value
 from tapestry.exports.onnx_blocks.scalar_nodes import Expressions
 from tapestry.exports.onnx_blocks.softmaxes import SoftmaxSum, softmax_sum
+from tapestry.exports.onnx_blocks.transposed import transpose_convolved
 from tapestry.ir.expr import Arg, Let, arg_positions, walk
 from tapestry.ir.graph import Block, Graph, Inner, Opaque
 from tapestry.ir.kernel import Kernel, shape, whole
@@ -195,14 +196,15 @@ class _Launch:
         return nodes.reshape(out, [both.get(k, 1) for k in range(rank)])
 
     def convolved(self) -> Value | None:
-        """A convolution."""
+        """A convolution, or a transposed one."""
         if self.op.inner or len(self.op.body) != 1:
             return None
         one, ins = part(self.op, 0), list(zip(self.kernel.ins, self.ins, strict=True))
         if convolution(one) is None:
-            plainer = plain(one, [self.graph.tensors[r.tensor].shape for r in one.reads])
+            extents = [self.graph.tensors[r.tensor].shape for r in one.reads]
+            plainer = plain(one, extents)
             if convolution(plainer) is None:
-                return None
+                return transpose_convolved(self.nodes, one, self.frame, extents, self.kernel.ins, self.ins)
             at = dict(zip(self.frame.names, self.frame.box, strict=True))
             for k, (r, new) in enumerate(zip(one.reads, plainer.reads, strict=True)):
                 ins[k] = ins[k] if r.index == new.index else cut_out(self.nodes, r, at, *ins[k])

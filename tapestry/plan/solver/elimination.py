@@ -54,19 +54,20 @@ class Elimination:
 
     def neighbours(self, node: int) -> Scope:
         """A node and those that share a table with it, in order."""
-        return tuple(sorted({node}.union(*(self.tables[k][0] for k in self.at[node]))))
+        return tuple(sorted({node}.union(*[self.tables[k][0] for k in self.at[node]])))
 
     def sort(self, node: int) -> None:
         """Find out what eliminating a node takes now."""
-        scope = self.neighbours(node)
+        held = [self.tables[k] for k in self.at[node]]
+        scope = sorted({node}.union(*[s for s, _ in held]))
         place = {n: k for k, n in enumerate(scope)}
-        parts = [(id(t), tuple(place[n] for n in s)) for s, t in (self.tables[k] for k in self.at[node])]
+        parts = [(id(t), tuple([place[n] for n in s])) for s, t in held]  # (a list is quicker here)
         key = (place[node], tuple(sorted(parts)))
         if self.keys.get(node) != key:
             self.forget(node)
             self.keys[node] = key
             self.groups.setdefault(key, set()).add(node)
-            self.cells[key] = min(prod(self.sizes[n] for n in scope), MANY) if len(scope) <= AXES else MANY
+            self.cells[key] = min(prod([self.sizes[n] for n in scope]), MANY) if len(scope) <= AXES else MANY
 
     def forget(self, node: int) -> None:
         """Take a node out of its group."""

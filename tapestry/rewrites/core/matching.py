@@ -62,7 +62,8 @@ class Draft:
         self._dead = _dead(graph) if live else frozenset[int]()
         self._parts: list[tuple[Op, ...]] = [(op,) for op in graph.ops]
         for i, op in enumerate(graph.ops):
-            self.makers.update(dict.fromkeys(op.outs, i))
+            for t in op.outs:
+                self.makers[t] = i
             for t in op.inputs if i not in self._dead else ():
                 self.readers.setdefault(t, []).append(i)
 
