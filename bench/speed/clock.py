@@ -9,9 +9,12 @@ plans for random other machines; and a random strategy for every operation. Wher
 and best plans for more machines are looked for. All stay loaded, each in ranks of its own, on all hosts of the world, and take
 turns of `BATCHES` batches and one that does not count, in a new order every round, so that what else the machine does meets
 all of them alike; outputs stay on the ranks. One that takes `SLOW` times as long as the fastest takes no more turns after its
-first, and one of `FAR` times, or of some seconds, is measured once. A row says for each plan what was predicted and what was
-measured (median seconds of a batch), for the chosen one how far each step was off, and which share of the processors' time the
-machine's own host took away meanwhile. All count, losers too. A row takes one to two minutes on a quiet machine, and is written
+first, and one of `FAR` times, or of some seconds, is measured once; those that are as good as the fastest take up to twice as
+many, for some seconds. A row says for each plan what was predicted and what was measured (median seconds of a batch), for the
+chosen one how far each step was off, and which share of the processors' time the machine's own host took away meanwhile. All
+count, losers too. Plans for which the same was predicted are named (`predicted_alike`), and so is the noise: between which
+ratios to the fastest one the chosen one lies where batches are drawn anew from those measured (`ratio_between`, 90 %).
+A row takes one to two minutes on a quiet machine, and is written
 when it is done: after ``--again``, ``--resume`` goes on with those that were not measured under
 the world's present calibration. Writes bench/results/clock.json.
 """
@@ -51,6 +54,9 @@ CLOSE, BAD = 1.05, 1.15  # times the fastest: as good as it; too slow
 SLOW, FAR = 3.0, 10.0  # times the fastest: measured in one turn, in one batch
 BATCHES = 5  # different inputs of a turn
 TURN = 4.0  # seconds of one batch that end a turn
+LONGER = 15.0  # seconds for more turns of plans that are as good as the fastest
+ALIKE = 0.01  # apart: predictions that say the same
+DRAWS = 400
 FAILURES = (RuntimeError, TapestryError, OSError, ValueError, subprocess.TimeoutExpired)  # of one row, or of one world
 BUILT = ("chosen", "one device")
 PLANS, MACHINES = 7, 5  # different plans that are wanted; other machines that are tried for them
@@ -180,6 +186,11 @@ def measured(runs: Mapping[str, Run], rounds: int) -> dict[str, list[float]]:
             if n not in out or statistics.median(out[n]) < SLOW * fastest:
                 out[n] = out.get(n, []) + turn(runs[n], BATCHES)
         fastest = min(map(statistics.median, out.values()))
+    close, begun = [n for n in runs if statistics.median(out[n]) <= CLOSE**2 * fastest], time.perf_counter()
+    for _ in range(-(-rounds // BATCHES) if len(close) > 1 else 0):
+        if time.perf_counter() - begun < LONGER:
+            for n in order.permutation(close):
+                out[n] += turn(runs[n], BATCHES)
     return {n: out[n] for n in runs}
 
 
@@ -209,6 +220,13 @@ def step_error(world: World, hosts: two_hosts.Hosts | None, folder: Path) -> flo
     steps = json.loads(trace.read_text())["otherData"]["steps"]
     pairs = [(s["estimated_s"], s["measured_s"]) for s in steps if s["estimated_s"] > 0 and s["measured_s"] > 0]
     return statistics.median(max(a / b, b / a) for a, b in pairs) if pairs else 1.0
+
+
+def between(samples: Mapping[str, Sequence[float]]) -> list[float]:
+    """Of the chosen plan's ratio to the fastest one what 5 and 95 % of draws from the measured batches stay below."""
+    rng = np.random.default_rng(0)
+    drawn = {n: np.median(rng.choice(s, (DRAWS, len(s))), axis=1) for n, s in samples.items()}
+    return np.quantile(drawn["chosen"] / np.min(list(drawn.values()), axis=0), (0.05, 0.95)).tolist()
 
 
 def ranks(values: Sequence[float]) -> np.ndarray:
@@ -250,6 +268,8 @@ def row(name: str, world_name: str, args: argparse.Namespace) -> Row:
     }
     return {
         **out, "plans": plans, "fastest": fastest, "ratio": median["chosen"] / median[fastest],
+        "ratio_between": between(samples),
+        "predicted_alike": [n for n, p in predicted.items() if n != "chosen" and abs(p / predicted["chosen"] - 1) <= ALIKE],
         "rank_correlation": float(order), "predicted_over_measured": predicted["chosen"] / median["chosen"],
         "median_step_factor": off, "load": os.getloadavg()[0],
         "calibration": fingerprint(path), "took_s": time.monotonic() - begun,
@@ -278,6 +298,7 @@ def summary(rows: Sequence[Row]) -> Row:
     pairs = [(p["predicted_s"], p["measured_s"]) for r in good for p in r["plans"].values()]
     return {
         "rows": len(good), "within_5_percent": sum(r["ratio"] <= CLOSE for r in good),
+        "surely_beyond_5_percent": sum(r["ratio_between"][0] > CLOSE for r in good if "ratio_between" in r),
         "beyond_15_percent": sum(r["ratio"] > BAD for r in good), "worst_ratio": max(r["ratio"] for r in good),
         "median_rank_correlation": statistics.median(r["rank_correlation"] for r in good),
         "rank_correlation_of_all": float(np.corrcoef(ranks([a for a, _ in pairs]), ranks([b for _, b in pairs]))[0, 1]),
@@ -289,11 +310,11 @@ def summary(rows: Sequence[Row]) -> Row:
 def table(rows: Sequence[Row]) -> Table:
     """All rows for a person."""
     out = Table(title="the chosen plan beside its competitors", title_justify="left")
-    for c in ("model", "world", "chosen ms", "predicted", "fastest", "ms", "ratio", "rank corr.", "step ×"):
+    for c in ("model", "world", "chosen ms", "predicted", "fastest", "ms", "ratio", "90 %", "rank corr.", "step ×"):
         out.add_column(c, justify="left" if c in ("model", "world", "fastest") else "right")
     for r in rows:
         if "plans" not in r:
-            out.add_row(r["model"], r["world"], *[""] * 6, r.get("skipped") or r["error"][:60])
+            out.add_row(r["model"], r["world"], *[""] * 7, r.get("skipped") or r["error"][:60])
             continue
         mine, best = r["plans"]["chosen"], r["plans"][r["fastest"]]
         times = (
@@ -307,6 +328,7 @@ def table(rows: Sequence[Row]) -> Table:
             r["world"],
             *times,
             f"{r['ratio']:.2f}",
+            "–".join(f"{x:.2f}" for x in r.get("ratio_between", ())),
             f"{r['rank_correlation']:.2f}",
             f"{r['median_step_factor']:.2f}",
         )

@@ -21,7 +21,7 @@ from tapestry.runtime.calibration.machine import versions
 
 log = logging.getLogger("tapestry")
 AUTO = "auto"
-FORMAT = 2  # of what is kept
+FORMAT = 3  # of what is kept
 SECONDS, PATIENCE = 3, 120  # about how long to measure; how long to wait for it
 
 

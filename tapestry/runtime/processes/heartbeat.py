@@ -38,16 +38,17 @@ class Heartbeat:
     """One rank's slot: cheap enough to be written at every step."""
 
     def __init__(self, slots: Slots, rank: int) -> None:
-        self.slot, self.rank = slots[rank], rank
+        self.slot, self.rank, self.running = slots[rank], rank, float(slots[rank][BATCH])
+        self._memory = memoryview(self.slot)
         self.at(-1, START)
 
     def at(self, step: int, phase: int, peer: int = -1) -> None:
         """Say what the rank does now; ``peer`` is whom it waits for."""
-        FIELDS.pack_into(self.slot, 0, phase, self.slot[BATCH], step, peer, time.monotonic())
+        FIELDS.pack_into(self._memory, 0, phase, self.running, step, peer, time.monotonic())
 
     def batch(self, number: int) -> None:
         """Say which batch is running."""
-        self.slot[BATCH] = number
+        self.slot[BATCH] = self.running = number
 
 
 class HeartbeatPublisher:

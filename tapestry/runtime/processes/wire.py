@@ -148,30 +148,30 @@ class Wire:
 
     def all_reduce(self, team: Team, step: int, op: str) -> Start:
         """Merge a tensor, which is given when it is started, in place."""
-        return partial(self._call, ALL_REDUCE, team, step, partial(_dist.all_reduce, op=_REDUCE[op]))
+        return partial(self._call, ALL_REDUCE, team, step, _bound(team, _dist.all_reduce, op=_REDUCE[op]))
 
     def reduce_scatter(self, team: Team, step: int, out: Tensor, given: Tensor, op: str) -> Start:
         """Merge tensors that hold a part for each of the team, in its order."""
-        return partial(self._call, REDUCE_SCATTER, team, step, _SCATTER, out, given, _REDUCE[op])
+        return partial(self._call, REDUCE_SCATTER, team, step, _bound(team, _SCATTER), out, given, _REDUCE[op])
 
     def all_gather(self, team: Team, step: int, out: Tensor) -> Start:
         """One tensor, which is given when it is started, after another, in the team's order."""
-        return partial(self._call, ALL_GATHER, team, step, _GATHER, out)
+        return partial(self._call, ALL_GATHER, team, step, _bound(team, _GATHER), out)
 
     def all_to_all(self, team: Team, step: int, out: Tensor, given: Tensor) -> Start:
         """Part k to the k-th of the team; all parts have one size."""
-        return partial(self._call, ALL_TO_ALL, team, step, _dist.all_to_all_single, out, given)
+        return partial(self._call, ALL_TO_ALL, team, step, _bound(team, _dist.all_to_all_single), out, given)
 
     def broadcast(self, team: Team, step: int, tensor: Tensor, sender: int) -> Start:
         """One rank's tensor to all."""
-        return partial(self._call, BROADCAST, team, step, _dist.broadcast, tensor, sender)
+        return partial(self._call, BROADCAST, team, step, _bound(team, _dist.broadcast), tensor, sender)
 
     def _call(self, name: str, team: Team, step: int, function: Callable[..., Any], *args: Any) -> dist.Work:
         if self.checking:
             self._compare(team, self.header(step, f"{name} {args[0].dtype} {args[0].numel()}", args[0].nbytes), step)
         self.calls[name] += 1
         try:
-            return function(*args, group=team.group, async_op=True)
+            return function(*args)
         except RuntimeError as e:
             raise PeerLost(team.others(self.rank), step, reason(e)) from None
 
@@ -221,6 +221,11 @@ class Wire:
                 f"rank {peer} sent a message that the plan has not at step {step}", where=f"rank {self.rank}, step {step}",
                 why="; ".join(bad),
             )  # fmt: skip
+
+
+def _bound(team: Team, function: Callable[..., Any], **more: Any) -> Callable[..., Any]:
+    """A function of torch.distributed for a team, which starts and does not wait."""
+    return partial(function, group=team.group, async_op=True, **more)
 
 
 def wait_for(work: dist.Work) -> None:
