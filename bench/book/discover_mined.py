@@ -45,20 +45,23 @@ def main() -> int:
     args = parser.parse_args()
     start, graphs = time.process_time(), dict(corpus(args.folder))
     search = MinedDiscovery(graphs, topology(parse_mesh("1"), "cpu"))
-    found = search.found()
     table = Table(title="Proved equations out of models that three of the book in a row do not derive", title_justify="left")
     for c in ("equation", "saves most on", "places", "µs before", "after"):
         table.add_column(c, justify="right" if c in ("places", "µs before", "after") else "left")
     rows: list[record.Row] = []
-    for f in found:
+    for f in search.found():  # written one by one: a search that is stopped leaves what it found
         best = f.best
         assert best is not None
         table.add_row(f.title, best.model, str(best.places), f"{best.before * 1e6:.1f}", f"{best.after * 1e6:.1f}")
         rules = [{"where": r.where, "proof": r.proof, "rounding": r.rounding, "shown": dict(r.shown),
                   "saves": [asdict(s) for s in r.savings], "text": r.text.text} for r in f.rules]  # fmt: skip
         rows.append({"equation": f.title, "best": asdict(best), "points": dict(f.points), "rules": rules})
+        rows.sort(key=lambda r: r["best"]["after"] - r["best"]["before"])
+        more = {"counts": dict(search.counts), "corpus": list(graphs), "cpu_s": time.process_time() - start}
+        record.write("discover_mined", rows, **more)
+        print(f"{f.title}: {best.model}, {best.before * 1e6:.1f} to {best.after * 1e6:.1f} µs", flush=True)
     Console(width=None if sys.stdout.isatty() else 140, highlight=False).print(table)
-    print(f"{len(found)} equations; " + ", ".join(f"{n} {what}" for what, n in search.counts.items()))
+    print(f"{len(rows)} equations; " + ", ".join(f"{n} {what}" for what, n in search.counts.items()))
     record.write("discover_mined", rows, counts=dict(search.counts), corpus=list(graphs), cpu_s=time.process_time() - start)
     return 0
 

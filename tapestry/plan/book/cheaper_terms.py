@@ -9,7 +9,7 @@ pair needs is computed from the value that it must have, and looked up.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,13 +34,14 @@ def inverse(x: Values) -> Values:
     return out
 
 
-_DO = {
+_Do = Callable[[Values, Values], Values]
+_DO: Mapping[str, _Do] = {
     "add": lambda a, b: (a + b) % PRIME,
     "sub": lambda a, b: (a - b) % PRIME,
     "mul": lambda a, b: a * b % PRIME,
     "div": lambda a, b: a * inverse(b) % PRIME,
 }
-_NEEDED = {  # of a pair with value t, the other operand: behind a, before b
+_NEEDED: Mapping[str, tuple[_Do, _Do | None]] = {  # of a pair with value t, the other operand: behind a, before b
     "add": (lambda t, a: (t - a) % PRIME, None),
     "sub": (lambda t, a: (a - t) % PRIME, lambda t, b: (t + b) % PRIME),
     "mul": (lambda t, a: t * inverse(a) % PRIME, None),

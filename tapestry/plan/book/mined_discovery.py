@@ -34,7 +34,8 @@ from tapestry.rewrites.equations.small_terms import Term
 from tapestry.rewrites.equations.term_rules import shown
 
 ENOUGH, SEEDS = 6, 20  # instances that an equation is shown on, and drawings of one for what the book derives
-MODELS = 4  # in which a left-hand side is computed at most points, whose savings are priced
+PAYS = 0.9995  # of a region's price, under which an equation saves something there
+MODELS = 2  # in which a left-hand side is computed at most points, whose savings are priced
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,8 +91,8 @@ class MinedDiscovery:
     topology: Topology
     counts: Counter[str] = field(default_factory=Counter[str])
 
-    def found(self) -> list[Occurring]:
-        """All equations that save something, most first."""
+    def found(self) -> Iterator[Occurring]:
+        """All equations that save something; first those whose left-hand sides are computed at most points."""
         sides: dict[Mined, Counter[str]] = defaultdict(Counter[str])
         for name, graph in self.corpus.items():
             for m, points in mined(graph):
@@ -100,7 +101,6 @@ class MinedDiscovery:
             sides[general(m)] += sides[m] if general(m) != m else Counter[str]()
         self.counts["left-hand sides"] = len(sides)
         less = {m: (after, gain) for m in sides for after, gain in self._less(m)}
-        out: list[Occurring] = []
         for m, (after, gain) in sorted(less.items(), key=lambda s: (-sum(sides[s[0]].values()), repr(s[0]))):
             if any(
                 o != m and less.get(o, (after, 0))[1] >= gain and len(o.whole) == len(m.whole) for o in (general(m), *parts(m))
@@ -110,10 +110,8 @@ class MinedDiscovery:
             self.counts["candidates"] += 1
             new = Occurring(before=m.term, after=after, points=sides[m], rules=tuple(self._rules(m, after, sides[m])))
             if new.best:
-                out.append(new)
-            elif new.rules:
-                self.counts["saves under a fiftieth of every region"] += 1
-        return sorted(out, key=lambda o: o.best.after - o.best.before if o.best else 0.0)
+                self.counts["new"] += 1
+                yield new
 
     def _less(self, m: Mined) -> Iterator[tuple[Term, int]]:
         """The equal term of least work, and by how many operations at all points it is less; none where there is none."""
@@ -137,17 +135,20 @@ class MinedDiscovery:
                 register(equation(rule))
                 of = RULES[rule.name]
                 assert isinstance(of, Equation)
+                savings = tuple(self._savings(rule.name, [n for n, _ in points.most_common(MODELS)]))
+                if not savings:
+                    self.counts[f"{where}: no region is cheaper"] += 1
+                    continue
                 if not made and self._derived(of):
                     self.counts["derived by the book"] += 1
                     return
                 evidence = dict(prove(of, np.random.default_rng(0), enough=ENOUGH).shown)
-                savings = tuple(self._savings(rule.name, [n for n, _ in points.most_common(MODELS)]))
                 made.append(Rule(where=where, text=rule, shown=evidence, savings=savings))
             except TapestryError:
                 self.counts["refuted on instances, or not met"] += 1
                 return
             finally:
-                RULES.pop(f"{text.split()[1]}", None)
+                RULES.pop(text.split()[1], None)
         yield from made
 
     def _derived(self, rule: Equation) -> bool:
@@ -166,7 +167,7 @@ class MinedDiscovery:
     def _savings(self, name: str, models: list[str]) -> Iterator[Saving]:
         others = frozenset(r.name for r in rules_of("algebra") if r.name != name)
         for model in models:
-            book = Book(topology=self.topology, meter=Meter(), units=UNITS, disabled=others)
+            book = Book(topology=self.topology, meter=Meter(), units=UNITS, disabled=others, pays=PAYS)
             made = book.derivations(self.corpus[model])
             if made:
                 sides = (sum(d.before * d.places for d in made), sum(d.after * d.places for d in made))

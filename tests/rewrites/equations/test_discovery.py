@@ -128,7 +128,7 @@ def test_a_term_that_occurs_has_an_equal_one_of_less_work_that_holds_inside_of_a
     graph = simplify(parse(NORM))
     search = MinedDiscovery({"norm": graph}, topology(parse_mesh("1"), "cpu"))
     before = dict(RULES)
-    (found,) = search.found()
+    (found,) = list(search.found())
     assert before == RULES
     assert found.best and found.best.model == "norm" and found.best.after < found.best.before
     at_a_point = next(r for r in found.rules if r.where == "at a point")
