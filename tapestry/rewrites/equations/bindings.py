@@ -10,7 +10,6 @@ from tapestry.ir.graph import Block, Dim, Inner, Read
 from tapestry.ir.index import Aff, const, dim, floordiv, modulo
 from tapestry.rewrites.equations.pattern import Node, Num, Var
 
-
 HOLE = -1  # the number of the state that stands in an open body where its closed argument was
 
 

@@ -216,7 +216,9 @@ class Matcher:
     def _used(self, p: OpPattern, k: int, reads: _Reads, bodies: Mapping[str, Body]) -> _Reads | None:
         """Where an open body is around a closed term: every group has the reads that the bodies it is given to use."""
         for r in p.reads:
-            takers = [b for b in bodies.values() if b.op == k and any(isinstance(a, Var) and a.name == r.alias for a in b.params)]
+            takers = [
+                b for b in bodies.values() if b.op == k and any(isinstance(a, Var) and a.name == r.alias for a in b.params)
+            ]
             if r.many:
                 exprs = tuple(e for b in takers for e in (*b.variants[0], *(s.body for s in b.inner)))
                 reads = {**reads, r.alias: tuple(sorted(arg_positions(exprs)))}

@@ -6,7 +6,10 @@ import numpy as np
 import pytest
 
 from tapestry.ir.syntax.parser import parse
+from tapestry.plan.book.cheaper_terms import Cheaper
 from tapestry.plan.book.discovery import Discovery, derives
+from tapestry.plan.book.mined_discovery import MinedDiscovery
+from tapestry.plan.book.mined_terms import mined
 from tapestry.plan.topology import parse_mesh, topology
 from tapestry.rewrites.core.driver import simplify
 from tapestry.rewrites.core.rule import RULES
@@ -107,3 +110,34 @@ def test_a_body_behind_a_reduction_does_not_look_along_it() -> None:
         assert prove(found, np.random.default_rng(0), enough=6).moves >= 6
     finally:
         del RULES["behind"]
+
+
+NORM = """graph norm
+input x: f32[4096, 1024]
+input c: f32[1024]
+input s: f32[1024]
+input b: f32[1024]
+y: f32[4096, 1024] = op [i: 4096, m: 1024]
+  reads x[i, m], c[m], s[m], b[m]
+  body max((((x - c) * s) + b), 0.0)
+output y
+"""
+
+
+def test_a_term_that_occurs_has_an_equal_one_of_less_work_that_holds_inside_of_a_fused_operation() -> None:
+    graph = simplify(parse(NORM))
+    search = MinedDiscovery({"norm": graph}, topology(parse_mesh("1"), "cpu"))
+    before = dict(RULES)
+    (found,) = list(search.found())
+    assert before == RULES
+    assert found.best and found.best.model == "norm" and found.best.after < found.best.before
+    at_a_point = next(r for r in found.rules if r.where == "at a point")
+    assert all_sizes.proved(at_a_point.text) and at_a_point.shown
+    wrong = at_a_point.text.text.replace("X3(x3..) -", "X3(x3..) +").replace("- (X", "+ (X")
+    assert wrong != at_a_point.text.text and not all_sizes.proved(parse_rules(wrong, "wrong", WORDS)[0])
+
+
+def test_a_term_that_repeats_what_it_divides_by_has_no_new_divisors() -> None:
+    (m,) = {m for m, _ in mined(simplify(parse(NORM.replace("((x - c) * s) + b", "(x / s) * c")))) if m.whole == "im"}
+    after = Cheaper(m).found()
+    assert after is None or repr(after).count("'div'") <= 1
