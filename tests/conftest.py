@@ -76,6 +76,15 @@ def _set(n: int) -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.fixture(scope="session")
+def c_compiler() -> None:
+    """Tests of our kernels in C are left out where they cannot be compiled; the library is made when the first of them runs."""
+    from tapestry.codegen.torch_cpu import native
+
+    if native.library() is None:
+        pytest.skip("there is no C compiler")
+
+
 @pytest.fixture
 def one_thread() -> Iterator[None]:
     """What our own kernels want."""
