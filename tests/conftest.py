@@ -16,6 +16,7 @@ from hypothesis import settings
 if TYPE_CHECKING:
     from xdist.remote import Producer
     from xdist.scheduler import LoadScopeScheduling
+    from xdist.workermanage import WorkerController
 
 os.environ["TAPESTRY_TOPOLOGY"] = "cpu"  # what this machine measures is no test's business
 os.environ["OPENBLAS_NUM_THREADS"] = "1"  # numpy's products here are small, and there is a test on every core
@@ -27,6 +28,9 @@ FAMILIES = (
     ("test_author_names", "test_doors", "test_repeated_layers", "test_layouts", "test_torch_ranks"),  # torch.onnx starts once
 )
 """Files that share what takes long to begin with."""
+
+LONG = ("test_docs", "test_generation", "test_distributed", "test_loading", *(names[0] for names in FAMILIES))
+"""Files and families that take long with few cases: they begin first, so that no worker waits for them at the end."""
 
 LEVELS = tomllib.loads((Path(__file__).parent / "levels.toml").read_text())
 
@@ -64,6 +68,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadSco
             file, *_ = nodeid.split("::", maxsplit=1)
             return family.get(Path(file).stem, file)
 
+        def _assign_work_unit(self, node: WorkerController) -> None:
+            first = next((scope for scope in self.workqueue if Path(scope).stem in LONG), None)
+            if first:
+                self.workqueue.move_to_end(first, last=False)
+            super()._assign_work_unit(node)
+
     return ByFamily(config, log)
 
 
@@ -74,6 +84,15 @@ def _set(n: int) -> Iterator[None]:
     torch.set_num_threads(n)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def c_compiler() -> None:
+    """Tests of our kernels in C are left out where they cannot be compiled; the library is made when the first of them runs."""
+    from tapestry.codegen.torch_cpu import native
+
+    if native.library() is None:
+        pytest.skip("there is no C compiler")
 
 
 @pytest.fixture

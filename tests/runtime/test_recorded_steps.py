@@ -14,7 +14,6 @@ from onnx import TensorProto as T
 
 import tapestry
 from tapestry import api
-from tapestry.codegen.torch_cpu import native
 from tapestry.codegen.torch_cpu.views import pixel_view
 from tapestry.runtime.one_process.logical_devices import LocalExecutor
 from tapestry.runtime.one_process.static_schedule import Segment, StagedInput
@@ -23,7 +22,7 @@ from tests.support.small_models import FOLDER, N, f32, i64, net
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
-    pytest.mark.skipif("native.library() is None", reason="there is no C compiler"),
+    pytest.mark.usefixtures("c_compiler"),
 ]
 
 

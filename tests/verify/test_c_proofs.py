@@ -12,7 +12,6 @@ import pytest
 import tapestry
 from tapestry.cli import main
 from tapestry.codegen.kernel_texts import CpuKernel, cpu_kernel_of
-from tapestry.codegen.torch_cpu import native
 from tapestry.codegen.torch_cpu.c import contract_trials
 from tapestry.codegen.torch_cpu.c.contract_texts import CONTRACTS
 from tapestry.errors import LawError
@@ -28,7 +27,7 @@ from tests.support.triton_cases import REDUCTIONS
 from tests.support.triton_kernels import kernel_of
 
 pytest.importorskip("pycparser")
-pytestmark = pytest.mark.skipif("native.library() is None", reason="there is no C compiler")
+pytestmark = pytest.mark.usefixtures("c_compiler")
 
 GENERATED = {
     "gated": """graph g

@@ -21,7 +21,7 @@ from tapestry.runtime.one_process.static_schedule import StagedInput
 from tests.support.small_models import N, f32, net
 
 pytestmark = [
-    pytest.mark.skipif("native.library() is None", reason="there is no C compiler"),
+    pytest.mark.usefixtures("c_compiler"),
     pytest.mark.usefixtures("one_thread"),
 ]
 

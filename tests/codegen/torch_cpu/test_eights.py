@@ -202,7 +202,7 @@ def test_requantised(case: str, zeros: str, kinds: str, out: str, compiler: str,
             assert np.array_equal(tapestry.compile(tmp_path / "model.onnx", devices=devices).run(feeds)["y"], want)
 
 
-@pytest.mark.skipif("native.library() is None", reason="there is no C compiler")
+@pytest.mark.usefixtures("c_compiler")
 def test_one_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What follows the sum is a function in C; where that cannot be compiled, torch's operators do."""
     m, feeds = model("plain", "uint8 int8", "filters")

@@ -31,7 +31,7 @@ from tests.support.attention.attention_runs import run_ops
 from tests.support.small_models import N, f32, net
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-needed = pytest.mark.skipif("native.library() is None", reason="there is no C compiler")
+needed = pytest.mark.usefixtures("c_compiler")
 
 
 def convolve(x, weight, bias, residual, then, stride=1, padding=0, dilation=1, groups=1):

@@ -11,14 +11,13 @@ import pytest
 from onnx import TensorProto as T
 
 from tapestry import api
-from tapestry.codegen.torch_cpu import native
 from tapestry.codegen.torch_cpu.c import generated_c
 from tapestry.codegen.torch_cpu.c.c_calls import Together
 from tapestry.codegen.torch_cpu.c.maps_c import Mapped
 from tests.support.small_models import N, f32, i64, net
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-needed = pytest.mark.skipif("native.library() is None", reason="there is no C compiler")
+needed = pytest.mark.usefixtures("c_compiler")
 EDGES = np.array(
     [np.nan, np.inf, -np.inf, 0, -0.0, 1e-40, -1e-40, 88.7, 88.73, 89, -87.3, -88, -103.9, -104.1, 3e38, -3e38, 0.5, 1.5, -2.5],
     np.float32,

@@ -18,6 +18,7 @@ import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from itertools import repeat
 from pathlib import Path
 
 from tapestry import flags
@@ -222,10 +223,13 @@ def _compile(sources: Sequence[Path], options: Sequence[str], path: Path) -> Non
         subprocess.run(line, check=True, capture_output=True, timeout=TIMEOUT)  # noqa: S603
 
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
-        new, objects = Path(scratch) / path.name, [str(Path(scratch) / f"{p.stem}.o") for p in sources]
-        with ThreadPoolExecutor(min(len(sources), os.cpu_count() or 1)) as pool:
-            list(pool.map(lambda p, o: run("-c", "-o", o, str(p)), sources, objects))
-        run("-o", str(new), *objects)
+        new, files = Path(scratch) / path.name, list(map(str, sources))
+        if len(files) > 1:
+            objects = [str(Path(scratch) / f"{k}.o") for k in range(len(files))]
+            with ThreadPoolExecutor(min(len(files), os.cpu_count() or 1)) as pool:
+                list(pool.map(run, repeat("-c"), repeat("-o"), objects, files))
+            files = objects
+        run("-o", str(new), *files)
         new.replace(path)
 
 
