@@ -15,7 +15,7 @@ from tapestry.errors import TapestryError
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.syntax.printer import signature
 from tapestry.ir.types import numpy_dtype
-from tapestry.onnx_eval.opaque_node import RANDOM, RECURRENT
+from tapestry.onnx_eval.opaque_node import RANDOM
 from tapestry.onnx_eval.value_kinds import is_array
 from tapestry.verify.model.model_facts import Reader
 from tapestry.verify.model.model_values import ModelFile, ReferenceValues, run_node, subgraphs
@@ -120,8 +120,8 @@ class Counterparts:
         used = {i for n in nodes for i in n.input} & leaves
         if not used:
             raise NoCounterpart("of constants alone")
-        if any(n.op_type in RANDOM | RECURRENT or any(True for _ in subgraphs(n)) for n in nodes):
-            raise NoCounterpart("of a recurrence, a body or random numbers")
+        if any(n.op_type in RANDOM or any(True for _ in subgraphs(n)) for n in nodes):
+            raise NoCounterpart("of a body or random numbers")
         key = (tuple(signature(b, self.graph) for b in chain), tuple(self._text(nodes, used)))
         if key in self.seen:
             raise NoCounterpart("like another one")
