@@ -77,16 +77,16 @@ class AwkwardOperands:
             part = self.parts.of(op)
             seen, points, rng = self._places(op, part, number)
         except NoCounterpart as e:
-            self.counts[f"{APART}, {e}"] += 1
+            self.counts[f"{APART} ({e})"] += 1
             return
         except (TapestryError, ArithmeticError, ValueError):  # a constant behind it is of no evaluator
-            self.counts[f"{APART}, of no evaluator"] += 1
+            self.counts[f"{APART} (of no evaluator)"] += 1
             return
         groups = min(math.prod(d.size for d in op.dims if d.name in s.roots) for s in seen)
         width = max(1, min(len(points), groups // 2))
         work = max(1, sum(_work(b) for b in (op, *part.behind)))
         if work > self.left:
-            self.counts[f"{APART}, beyond the budget"] += 1
+            self.counts[f"{APART} (beyond the budget)"] += 1
             return
         self.counts["on awkward operands"] += 1
         wanted = EACH * len(_kinds("f32")) * len({s.tensor for s in seen})
@@ -156,13 +156,13 @@ class AwkwardOperands:
             return
         others, wide = list(opinions), first.astype(mine.dtype)
         if not others or not all(same(wide, slack, r, dtype, evaluator.unit)[0] for r in others):
-            self.counts["on awkward operands, references differ"] += 1
+            self.counts["cells where evaluators differ"] += 1
             return
         trial = CellValues(self.graph, lambda t: values.get(t, self.parts.known(t)), coarsest=self.coarsest)
         if explained(trial, op, k, point, first, dtype, number)[0]:
             return
         if odd and self._indifferent(part, numbers, name, at):
-            self.counts["on awkward operands, by policy"] += 1
+            self.counts["cells by policy"] += 1
             return
         shown = ", ".join(f"{t}{list(i)} = {v:.3g}" for (t, i), v in numbers.items())
         by = f"{first[0]!s} by {1 + len(others)} evaluations"
@@ -176,7 +176,7 @@ class AwkwardOperands:
         kept = bool(np.isnan(mine) and not np.isnan(first)) and self._keeps_nan(op, part)
         overflows = not odd and not np.isfinite(first)
         if kept or overflows:
-            self.counts["on awkward operands, by policy" if kept else "on awkward operands, references differ"] += 1
+            self.counts["cells by policy" if kept else "cells where evaluators differ"] += 1
         return kept or overflows
 
     def _keeps_nan(self, op: Block, part: Counterpart) -> bool:
