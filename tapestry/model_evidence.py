@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,14 @@ ZEROS = "whole numbers 0"
 
 
 def compare(
-    graph: Graph, model: Path, sha256: str, constants: Mapping[str, Array], *, points: int = POINTS, special: bool = True
+    graph: Graph,
+    model: Path,
+    sha256: str,
+    constants: Mapping[str, Array],
+    *,
+    points: int = POINTS,
+    special: bool = True,
+    lifted: Callable[[], Graph | None] = lambda: None,
 ) -> tuple[dict[str, int], Evidence]:
     """Hold a graph to its model file; returns counts of checks, by law, and the evidence for a certificate.
 
@@ -46,20 +53,13 @@ def compare(
         constants: data of the derived constants.
         points: a graph of more index points is compared in names, weights and attributes alone.
         special: run once more on infinities and the like.
+        lifted: makes the graph that rewrites began with; none where there were none.
 
     Raises:
         LawError: the graph is not the model's, or the file is another one than the plan was made of.
     """
-    try:
-        found = hashlib.sha256(file_bytes(model)).hexdigest()
-    except (OSError, ValueError, ModelError):
-        return {"model": 0}, _nothing("model not present: graph not compared")
-    if found != sha256:
-        raise LawError(
-            "model", "the model file is not the one that the plan was made of", where=str(model), why=f"its SHA-256 is {found}"
-        )
-    if model.suffix == TEXT:
-        return {"model": 0}, _nothing("the model is the graph itself, as text; the log of rewrites begins with it")
+    if why := _without(model, sha256):
+        return {"model": 0}, _nothing(why)
     proto = load(model)
     with refusing(ModelError, "the plan's model cannot be read", str(model), "compile it again"):
         contrib.define(proto, vendor=False)
@@ -78,7 +78,7 @@ def compare(
         done = model_laws.facts(graph, file, read)
         evidence = _nothing(f"{too_big}: operations not compared by value") | {"counts": dict(done)}
     else:
-        done, evidence = _by_value(graph, file, read, special)
+        done, evidence = _by_value(graph, file, read, special, lifted() if special else None)
     if early:
         evidence["written as"] = "opset 7, by the compiler, which is not compared"
     if drawn:
@@ -86,10 +86,28 @@ def compare(
     return {"model": sum(n for what, n in done.items() if what in COUNTED)}, evidence
 
 
+def _without(model: Path, sha256: str) -> str:
+    """Why there is nothing to compare a graph with; "" where there is.
+
+    Raises:
+        LawError: the file is another one than the plan was made of.
+    """
+    try:
+        found = hashlib.sha256(file_bytes(model)).hexdigest()
+    except (OSError, ValueError, ModelError):
+        return "model not present: graph not compared"
+    if found != sha256:
+        why = f"its SHA-256 is {found}"
+        raise LawError("model", "the model file is not the one that the plan was made of", where=str(model), why=why)
+    return "the model is the graph itself, as text; the log of rewrites begins with it" if model.suffix == TEXT else ""
+
+
 COUNTED = ("inputs and outputs", "weights", "constants", "operations", "opaque nodes")
 
 
-def _by_value(graph: Graph, file: ModelFile, read: Any, special: bool) -> tuple[Mapping[str, int], Evidence]:
+def _by_value(
+    graph: Graph, file: ModelFile, read: Any, special: bool, lifted: Graph | None
+) -> tuple[Mapping[str, int], Evidence]:
     """The comparison on the first inputs that a reference takes and that mean something to the model.
 
     Numbers drawn at random may be none that an operator has a meaning for (lengths beyond the sequence, places between
@@ -101,7 +119,7 @@ def _by_value(graph: Graph, file: ModelFile, read: Any, special: bool) -> tuple[
         if differs and inputs == ZEROS:  # too little to prove anything by
             break
         try:
-            compared = model_laws.check(graph, file, feeds, read, special=special)
+            compared = model_laws.check(graph, file, feeds, read, special=special, lifted=lifted)
         except model_laws.Disputed as e:
             differs = differs or e
         except LawError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from tapestry.build.sized_builds import SizedBuild, SizedRegion
 from tapestry.codegen import kernel_sources
 from tapestry.codegen.kernel_texts import CpuKernel, cpu_kernel_of, kernel_text_of
 from tapestry.codegen.torch_cpu.c import contract_trials
-from tapestry.errors import LawError
+from tapestry.errors import LawError, TapestryError
 from tapestry.ir.graph import Graph
 from tapestry.lift import onnx_to_graph as lift
 from tapestry.lift.sizes import model_sizes
@@ -25,6 +26,7 @@ from tapestry.runtime import kept_state
 from tapestry.runtime.session import memory_limits
 from tapestry.verify import certificate, layout_laws
 from tapestry.verify.kernels.kernel_proofs import COMPARED, Evidence, prove, weakest
+from tapestry.verify.rewriting.history import first_graph
 from tapestry.verify.rewriting.rewrite_log import Replayed, read, replay
 from tapestry.verify.sizes import sized_laws
 
@@ -54,7 +56,13 @@ def _verified(folder: Path, model: Path | None) -> tuple[store.Build, dict[str, 
         streamed=plan.streamed, exact=build.exact,
     )  # fmt: skip
     laws["agreement"] += layout_laws.check(plan)
-    of_model, evidence = model_evidence.compare(plan.graph, Path(build.model), build.model_sha256, constants_of(folder, build))
+    of_model, evidence = model_evidence.compare(
+        plan.graph,
+        Path(build.model),
+        build.model_sha256,
+        constants_of(folder, build),
+        lifted=partial(_lifted, folder, plan.graph),
+    )
     laws |= of_model
     emitted = kernel_sources.triton_sources(plan.graph, build.program, build.target, build.precision, build.knobs)
     written = {p.name: p.read_bytes() for p in (folder / "kernels").iterdir()} if (folder / "kernels").is_dir() else {}
@@ -183,6 +191,15 @@ def replay_rewrites(folder: Path, graph: Graph) -> Replayed | None:
     """
     log = folder / store.REWRITES
     return replay(read(log.read_bytes(), str(log)), graph) if log.is_file() else None
+
+
+def _lifted(folder: Path, graph: Graph) -> Graph | None:
+    """The graph that a build's rewrites began with; none without a log that leads there, which its replay refuses."""
+    log = folder / store.REWRITES
+    try:
+        return first_graph(read(log.read_bytes(), str(log)), graph) if log.is_file() else None
+    except TapestryError:
+        return None
 
 
 def _differs(written: Mapping[str, bytes], name: str, source: str) -> str:

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 NO_ENTRIES: Mapping[str, str] = MappingProxyType({})
+DIVIDES_BY_EXTENTS = frozenset({"Einsum"})
+
+
+def ends_process(operators: Iterable[str], sizes: Iterable[int]) -> bool:
+    """Whether onnxruntime may divide by a size of 0, which ends the process: it does in an Einsum of nothing."""
+    return not DIVIDES_BY_EXTENTS.isdisjoint(operators) and 0 in sizes
 
 
 def ort_session(

@@ -17,7 +17,7 @@ from tapestry.ir.expr import Call, walk
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.types import FLOATS, numpy_dtype
 from tapestry.onnx_eval import own_nodes
-from tapestry.onnx_eval.ort_session import ort_session
+from tapestry.onnx_eval.ort_session import ends_process, ort_session
 from tapestry.onnx_eval.reference_fixes import corrected
 
 Array = np.ndarray[Any, Any]
@@ -65,6 +65,12 @@ def spread(model: Path | bytes, feeds: Mapping[str, Array], expected: Mapping[st
 
 
 def _onnxruntime(model: Path | bytes, feeds: Mapping[str, Array]) -> dict[str, Array]:
+    if any(a.size == 0 for a in feeds.values() if isinstance(a, np.ndarray)):
+        import onnx
+
+        proto = onnx.load(str(model), load_external_data=False) if isinstance(model, Path) else onnx.load_from_string(model)
+        if ends_process((n.op_type for n in proto.graph.node), (0,)):
+            raise ModelError("onnxruntime would end the process")
     session = ort_session(model, entries={"session.disable_quant_qdq": "1"})  # else it computes quantised models in integers
     known = {i.name for i in session.get_inputs()}
     names = [o.name for o in session.get_outputs()]

@@ -22,13 +22,16 @@ UNLIKE = 2.5  # of Kolmogorov and Smirnov's statistic: one in 100,000 by chance
 SPREAD = 4.0  # times as far from the result as the farthest trial
 
 
-def same(values: Array, slack: Array, reference: Array, dtype: str, unit: float) -> Array:
-    """Cells that are the reference's up to rounding."""
+def same(
+    values: Array, slack: Array, reference: Array, dtype: str, unit: float, typical_of: Array | None = None
+) -> Array:  # fmt: skip
+    """Cells that are the reference's up to rounding; what is a typical value is taken from it, or from ``typical_of``."""
     if dtype not in UNIT:
         return values == reference
     with np.errstate(all="ignore"):
         a, b = as_stored(values, dtype), reference.astype(np.float64)
-        finite = np.abs(b[np.isfinite(b)])
+        finite = np.abs(b if typical_of is None else typical_of.astype(np.float64))
+        finite = finite[np.isfinite(finite)]
         typical = float(np.sqrt(np.mean(finite**2))) if finite.size else 0.0
         near = np.abs(a - b) <= NEAR * max(unit, UNIT[dtype]) * (np.abs(b) + typical) + 2 * np.where(
             np.isfinite(slack), slack, 0
@@ -56,7 +59,8 @@ def explained(cells: CellValues, op: Block, k: int, points: Array, reference: Ar
         noisy = CellValues(cells.graph, cells.known, noise=rng, coarsest=cells.coarsest).block(op, points)[k][0]
         with np.errstate(all="ignore"):
             if floating:
-                spread = np.fmax(spread, np.abs(noisy - middle))
+                moved = np.abs(noisy - middle)
+                spread = np.fmax(spread, np.where(np.isinf(moved), 0, moved))
                 stored = as_stored(noisy, dtype)
                 near = np.abs(stored - reference) <= NEAR * UNIT[dtype] * np.abs(reference.astype(np.float64))
                 near = np.where(np.isfinite(reference), near, stored == reference)

@@ -27,6 +27,7 @@ from tapestry.verify.interp import NUMPY, cast_array, opaque
 Array = np.ndarray[Any, Any]
 Known = Callable[[str], Any]
 UNIT = {"f64": 2.0**-53, "f32": 2.0**-24, "f16": 2.0**-11, "bf16": 2.0**-8}
+SUBNORMAL = {"f64": 2.0**-1074, "f32": 2.0**-149, "f16": 2.0**-24, "bf16": 2.0**-133}
 CHUNK = 1 << 20  # index points evaluated together
 SMALL = 1 << 12  # cells of a tensor that is computed whole, whatever is asked of it
 CHAIN = 1 << 22  # index points of a step of a long chain that is computed whole
@@ -275,7 +276,7 @@ class CellValues:
 
     def _read(self, op: Block, r: Read, env: Mapping[str, Array]) -> Array:
         shape = self.graph.tensors[r.tensor].shape
-        index, valid = self._looked_at(op, r, env)
+        index, valid = self.looked_at(op, r, env)
         if np.all(valid):
             return self.at(r.tensor, index)
         other = np.asarray(r.other, numpy_dtype(self.graph.tensors[r.tensor].dtype, self.wide))
@@ -284,7 +285,7 @@ class CellValues:
         inside = [np.clip(i, 0, n - 1) for i, n in zip(index, shape, strict=True)]
         return np.where(valid, self.at(r.tensor, inside), other)
 
-    def _looked_at(self, op: Block, r: Read, env: Mapping[str, Array]) -> tuple[list[Array], Array]:
+    def looked_at(self, op: Block, r: Read, env: Mapping[str, Array]) -> tuple[list[Array], Array]:
         """Where a read looks, along each axis, and where that is inside the tensor and its guards hold.
 
         Raises:
@@ -334,5 +335,6 @@ class CellValues:
         if self.noise is None:
             return out
         curve = e.fn in CURVES
-        moved = out * (1 + self.noise.uniform(-1, 1, out.shape) * unit * (CURVE_ROUNDINGS if curve else ROUNDINGS))
+        lost = self.noise.uniform(-1, 1, out.shape) * (SUBNORMAL[e.dtype] if UNIT[e.dtype] <= self.coarsest else 0.0)
+        moved = lost + out * (1 + self.noise.uniform(-1, 1, out.shape) * unit * (CURVE_ROUNDINGS if curve else ROUNDINGS))
         return moved + self.noise.uniform(-1, 1, out.shape) * unit * ROUNDINGS if curve else moved

@@ -27,9 +27,11 @@ from tapestry.onnx_eval.opaque_node import HostValue, draws
 from tapestry.onnx_eval.value_kinds import is_array
 from tapestry.verify.interp import opaque
 from tapestry.verify.model import bodies, model_facts
+from tapestry.verify.model.awkward_operands import AwkwardOperands
 from tapestry.verify.model.cell_sample import cells
 from tapestry.verify.model.cell_tolerance import explained, other_distribution, same
 from tapestry.verify.model.cell_values import UNIT, CellValues
+from tapestry.verify.model.counterparts import Counterparts
 from tapestry.verify.model.model_facts import LAW, Reader
 from tapestry.verify.model.model_inputs import awkward
 from tapestry.verify.model.model_values import ModelFile, ReferenceValues
@@ -103,21 +105,26 @@ class _Check:
 
 
 def check(
-    graph: Graph, model: ModelFile, feeds: Mapping[str, Any], read: Reader, *, seed: int = 0, special: bool = True
-) -> Compared:
+    graph: Graph, model: ModelFile, feeds: Mapping[str, Any], read: Reader, *, seed: int = 0, special: bool = True,
+    lifted: Graph | None = None,
+) -> Compared:  # fmt: skip
     """Compare a graph with its model.
 
     Args:
         feeds: an array for every input, on which the reference runs.
         read: the data of a weight, as the plan's run reads it.
-        special: run once more with infinities, NaN, -0 and the like among the inputs.
+        special: run once more with infinities, NaN, -0 and the like among the inputs; and hold each operation to the model on
+            such operands of its own, whatever the inputs lead to.
+        lifted: the graph before it was rewritten, if it was: its operations are those that are held to the model on operands
+            of their own. What rewrites made is proved by their log, and may be another function of infinities.
 
     Raises:
         LawError: naming the operation, and a cell where it differs; `Disputed` where two references differ as well.
         TapestryError: no reference runs the model on these inputs.
     """
     counts = Counter[str](facts(graph, model, read))
-    wanted = {t for t in graph.tensors if t not in graph.weights or t not in model.initializers}
+    own = (graph if lifted is None else lifted) if special else None
+    wanted = {t for g in (graph, own) if g for t in g.tensors if t not in g.weights or t not in model.initializers}
     run = ReferenceValues(model, feeds, wanted)
     c = _Check(graph, model, run, read, Compared(run.by, counts), seed)
     _types(c)
@@ -130,6 +137,8 @@ def check(
         _operation(c, op, first, i)
     if special and (odd := awkward(feeds, seed)):
         _awkward(c, odd, wanted, set(seen.values()))
+    if own is not None:
+        _operands(c, own)
     return c.compared
 
 
@@ -162,6 +171,24 @@ def _awkward(c: _Check, feeds: Mapping[str, Any], wanted: Collection[str], ops: 
     c.compared.counts["awkward cells"] = odd.compared.counts["cells"]
     for what in ("references differ", "NaN differs"):
         c.compared.counts[what] = odd.compared.counts[what]
+
+
+def _operands(c: _Check, graph: Graph) -> None:
+    """Operations on awkward operands of their own."""
+    for name, value in list(c.run.values.items()):  # of those that rewrites took out of the plan's graph
+        t = graph.tensors.get(name)
+        if t is not None and name not in c.graph.tensors and not t.on_host:
+            if is_array(value) and t.dtype in STORED and value.dtype == np.uint8:
+                c.run.values[name] = value = value.view(numpy_dtype(t.dtype))
+            if not is_array(value) or value.shape != t.shape or value.dtype != numpy_dtype(t.dtype):
+                del c.run.values[name]
+    blocks = [op for op in graph.ops if isinstance(op, Block)]
+    distinct = len({signature(op, graph) for op in blocks})
+    parts = Counterparts(graph, c.model, c.run, c.read)
+    odd = AwkwardOperands(graph, parts, c.seed, c.values.coarsest, distinct, c.compared.counts)
+    with np.errstate(all="ignore"):
+        for i, op in enumerate(blocks):
+            odd.check(op, i)
 
 
 def _types(c: _Check) -> None:

@@ -15,10 +15,11 @@ from typing import Any
 import numpy as np
 from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto, TypeProto, helper, numpy_helper
 
+from tapestry.errors import TapestryError
 from tapestry.ir.graph import Opaque
 from tapestry.ir.types import HOST
 from tapestry.onnx_eval import opaque_node
-from tapestry.onnx_eval.ort_session import ort_session
+from tapestry.onnx_eval.ort_session import ends_process, ort_session
 
 Array = np.ndarray[Any, Any]
 TYPED = frozenset({"to", "dtype", "output_dtype", "softmax_precision", "stash_type", "output_datatype"})  # attributes
@@ -130,6 +131,8 @@ class ReferenceValues:
         self.model, self.feeds = model, dict(feeds)
         names = [n for n in model.makers if n in wanted]
         try:
+            if ends_process((n.op_type for n in model.nodes), _sizes(model, feeds)):
+                raise TapestryError("onnxruntime would end the process")
             self.by, self.values = "onnxruntime", _onnxruntime(model, feeds, names)
         except Exception:  # it raises many kinds; what it cannot run is run node by node
             self.by = "onnxruntime and the ONNX reference, node by node"
@@ -210,6 +213,12 @@ def outer_names(node: NodeProto) -> list[str]:
         used = [i for n in g.node for i in (*n.input, *outer_names(n))] + [o.name for o in g.output]
         out.update(dict.fromkeys(i for i in used if i and i not in inside))
     return list(out)
+
+
+def _sizes(model: ModelFile, feeds: Mapping[str, Any]) -> Iterator[int]:
+    """Of all that is given."""
+    yield from (a.size for a in feeds.values() if isinstance(a, np.ndarray))
+    yield from (int(np.prod(t.dims)) for t in model.initializers.values())
 
 
 def _onnxruntime(model: ModelFile, feeds: Mapping[str, Any], names: list[str]) -> dict[str, Any]:

@@ -78,7 +78,7 @@ class Cells(CellValues):
 
     def _place(self, op: Block, r: Read, env: Mapping[str, Array]) -> Place:
         t = self.graph.tensors[r.tensor]
-        index, valid = self._looked_at(op, r, env)
+        index, valid = self.looked_at(op, r, env)
         shape = np.broadcast_shapes(valid.shape, *(i.shape for i in index))
         self._count(prod(shape))
         flat = np.zeros(shape, np.int64)

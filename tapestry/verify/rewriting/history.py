@@ -20,7 +20,7 @@ from tapestry.ir.syntax.parser import parse
 from tapestry.ir.syntax.printer import to_text
 from tapestry.verify.rewriting.proofs import prove_change
 from tapestry.verify.rewriting.regions import Change
-from tapestry.verify.rewriting.rewrite_log import Log, Made, digest, exchange, replay
+from tapestry.verify.rewriting.rewrite_log import Log, Made, digest, exchange, replay, undone
 
 SCHEMA = "tapestry-history/1"
 
@@ -72,6 +72,15 @@ def to_document(log: Log, plan: Graph) -> dict[str, Any]:
     begin = _assembled(replay(log, plan).begin, plan)
     data = HistoryData(SCHEMA, to_text(begin), log.begin, digest({op.outs[0]: (op, plan) for op in plan.ops}), tuple(steps))
     return msgspec.to_builtins(data)
+
+
+def first_graph(log: Log, plan: Graph) -> Graph:
+    """The graph that a log begins with; nothing is proved. A weight that the plan does not read any more is an input of it.
+
+    Raises:
+        LawError: as `rewrite_log.undone`.
+    """
+    return _assembled(undone(log, plan), plan)
 
 
 def _ids(ops: Mapping[str, Op]) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from tapestry.errors import BuildError, LawError, TapestryError
@@ -110,15 +110,29 @@ def replay(log: Log, plan: Graph) -> Replayed:
     Raises:
         LawError: a step is not of this plan, or does not say the same before and after.
     """
-    steps, there = log.steps, {op.outs[0]: (op, plan) for op in plan.ops}
     shown = Counter[str]()
+
+    def prove(change: Change) -> None:
+        shown.update(prove_change(change))
+
+    begin = undone(log, plan, prove)
+    return Replayed(len(log.steps), dict(shown), begin)
+
+
+def undone(log: Log, plan: Graph, each: Callable[[Change], None] = lambda change: None) -> dict[str, Made]:
+    """The operations that a log began with; ``each`` sees every change, the last one first.
+
+    Raises:
+        LawError: a step is not of this plan, or they lead elsewhere.
+    """
+    steps, there = log.steps, {op.outs[0]: (op, plan) for op in plan.ops}
     for k in range(len(steps) - 1, -1, -1):
         change, where = Change.of(steps[k]), f"rewrite {k} ({steps[k].by})"
         exchange(there, (change.come, steps[k].after), (change.gone, steps[k].before), change.kept, plan.outputs, where)
-        shown += prove_change(change)
+        each(change)
     if digest(there) != log.begin:
         raise LawError("rewrites", "the log does not lead back to the graph that it says it begins with")
-    return Replayed(len(steps), dict(shown), there)
+    return there
 
 
 Side = tuple[Mapping[str, Op], Graph]

@@ -84,31 +84,40 @@ def alters(before: Graph, after: Graph) -> bool:
     """Whether an operation that was changed gives anything else on random numbers, or where infinities, NaN and huge numbers
     are among them; true where that cannot be told.
 
-    A number times 0, or a value that a ``where`` never takes, may be edited without another function coming of it.
+    A number times 0, or a value that a ``where`` never takes, may be edited without another function coming of it. So may a
+    root, of a variance: the operations before the changed one are computed with it.
     """
     pairs = [(a, b) for a, b in zip(before.ops, after.ops, strict=True) if a != b]
     if (before.weights, before.inputs, before.outputs) != (after.weights, after.inputs, after.outputs) or not pairs:
         return True
     if any(not isinstance(x, Block) or math.prod(d.size for d in x.space) > MOST for pair in pairs for x in pair):
         return True
-    rng = np.random.default_rng(0)
-    for pair, special in ((p, s) for p in pairs for s in (False, True)):
-        feeds = {t: _numbers(before.tensors[t], rng, special) for x in pair for t in x.inputs}
+    rng, makers = np.random.default_rng(0), {t: op for op in before.ops for t in op.outs}
+    for pair, special in ((p, s) for p in pairs for s in (0.0, 0.1, 0.01, 0.001)):
+        first = {id(op): op for x in pair for t in x.inputs if isinstance(op := makers.get(t), Block) and op not in pair}
+        known = [op for op in before.ops if id(op) in first and math.prod(d.size for d in op.space) <= MOST // 8]
+        made = {t for op in known for t in op.outs}
+        inputs = tuple(dict.fromkeys(t for x in (*known, *pair) for t in x.inputs if t not in made))
+        feeds = {t: _numbers(before.tensors[t], rng, special) for t in inputs}
         one, two = (
-            interp.run(Graph(name="", tensors=before.tensors, ops=(x,), inputs=x.inputs, outputs=x.outs), feeds) for x in pair
+            interp.run(Graph(name="", tensors=before.tensors, ops=(*known, x), inputs=inputs, outputs=x.outs), feeds)
+            for x in pair
         )
         if one.keys() != two.keys() or any(not np.array_equal(one[t], two[t], equal_nan=one[t].dtype.kind == "f") for t in one):
             return True
     return False
 
 
-def _numbers(t: Tensor, rng: np.random.Generator, special: bool) -> np.ndarray:
+def _numbers(t: Tensor, rng: np.random.Generator, special: float) -> np.ndarray:
+    """Numbers of a type, a share of them special."""
     if numpy_dtype(t.dtype).kind in "iub":
         return rng.integers(0, 4, t.shape).astype(numpy_dtype(t.dtype))
     some = rng.standard_normal(t.shape)
     if special:
-        some = np.where(rng.random(t.shape) < 0.1, rng.choice([np.inf, -np.inf, np.nan, 1e6, -1e6], t.shape), some)
-    return some.astype(numpy_dtype(t.dtype))
+        numbers = [np.inf, -np.inf, np.nan, 1e6, -1e6, 1e35, -1e35]
+        some = np.where(rng.random(t.shape) < special, rng.choice(numbers, t.shape), some)
+    with np.errstate(over="ignore"):
+        return some.astype(numpy_dtype(t.dtype))
 
 
 # places
