@@ -124,17 +124,25 @@ class Compiled:
             return saved_build.verify_build(Path(place) / "build")[1]
 
     def export(
-        self, output: str | Path, *, copy_data: bool = False, into: str | Path | None = None, configuration: str = "tapestry"
+        self, output: str | Path, format: str = "onnx", *, nearest: bool = False, copy_data: bool = False,
+        into: str | Path | None = None, configuration: str = "tapestry",
     ) -> dict[str, Any]:  # fmt: skip
-        """Write the model with the plan as multi-device annotations; says what was written.
+        """Write the plan in a format of ``tapestry export``, by default the annotated model; says what was written.
 
         Args:
+            nearest: whether the nearest plan that the format can say will do.
             into: an annotated file of the same model, whose configurations are kept beside this one.
-        """
-        from tapestry.sharding import export_sharding
 
-        beside = None if into is None else Path(into)
-        return export_sharding.export(self.build, Path(output), copy=copy_data, into=beside, configuration=configuration)
+        Raises:
+            TapestryError: it cannot be written there, or the format cannot say the plan.
+        """
+        from tapestry.exports import formats
+
+        asked = formats.Asked(
+            build=self.build, constants=b"".join(self.constants.values()), rewrites=self.rewrites, target=Path(output),
+            nearest=nearest, copy=copy_data, into=None if into is None else Path(into), configuration=configuration,
+        )  # fmt: skip
+        return formats.write(format, asked)
 
     def trace(self, file: str | Path) -> Path:
         """Write the simulated schedule, for https://ui.perfetto.dev."""

@@ -11,7 +11,7 @@ from typing import Any
 from tapestry.build import store
 from tapestry.build.atomic import new_file
 from tapestry.build.store import Build
-from tapestry.errors import BuildError, TapestryError
+from tapestry.errors import BuildError, TapestryError, similar
 from tapestry.exports import fused_onnx, kernel_package, layouts, rank_onnx, shardy, tp_plan
 from tapestry.interop.sharding_specs import OURS
 from tapestry.ir.syntax import ir_document
@@ -51,26 +51,38 @@ class Format:
     text: Callable[[dict[str, Any]], list[str]]
 
 
-def export(
-    folder: Path, form: str, target: Path, *, nearest: bool = False, copy: bool = False, into: Path | None = None,
-    configuration: str = OURS,
-) -> dict[str, Any]:  # fmt: skip
+def write(form: str, asked: Asked) -> dict[str, Any]:
     """Write a build in a format.
 
     Raises:
         TapestryError: it cannot be written there; NotExpressible: the format cannot say the plan.
     """
-    build, _ = store.read(folder)
-    if nearest and form not in NEAREST:
+    target = asked.target
+    if form not in FORMATS:
+        raise TapestryError(f"no format named '{form}'", hint=similar(form, FORMATS) or f"one of {', '.join(FORMATS)}")
+    if asked.nearest and form not in NEAREST:
         what = "the format says a plan as it is, or not at all"
         raise TapestryError(what, where=f"--nearest, --format {form}", hint=f"formats with it: {', '.join(sorted(NEAREST))}")
-    if form != "onnx" and (into is not None or configuration != OURS):
+    if form != "onnx" and (asked.into is not None or asked.configuration != OURS):
         what = "only annotations have configurations"
         raise TapestryError(what, where=f"--into or --configuration, --format {form}", hint="--format onnx")
     if target.is_dir() and form not in FOLDERS:
         raise TapestryError("cannot write there", where=str(target), why="it is a folder", hint="another -o")
-    if target.resolve() == Path(build.model).resolve():
+    if target.resolve() == Path(asked.build.model).resolve():
         raise TapestryError("cannot write there", where=str(target), why="it is the build's model", hint="another -o")
+    return {"format": form, **FORMATS[form].write(asked)}
+
+
+def export(
+    folder: Path, form: str, target: Path, *, nearest: bool = False, copy: bool = False, into: Path | None = None,
+    configuration: str = OURS,
+) -> dict[str, Any]:  # fmt: skip
+    """Write a build that is stored in a format.
+
+    Raises:
+        TapestryError: it cannot be written there; NotExpressible: the format cannot say the plan.
+    """
+    build, _ = store.read(folder)
     constants = (folder / "constants.bin").read_bytes() if (folder / "constants.bin").is_file() else b""
     if len(constants) != max((o + n for o, n in build.constants.values()), default=0):
         raise BuildError("constants.bin has another size than the plan says", where=str(folder))
@@ -79,7 +91,7 @@ def export(
         build=build, constants=constants, rewrites=log, target=target, nearest=nearest, copy=copy, into=into,
         configuration=configuration,
     )  # fmt: skip
-    return {"format": form, **FORMATS[form].write(asked)}
+    return write(form, asked)
 
 
 def text(document: dict[str, Any]) -> list[str]:

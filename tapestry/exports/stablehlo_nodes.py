@@ -389,7 +389,8 @@ def _reduced(t: Text, n: NodeProto) -> Ref:
 _SAY: dict[str, Say] = {
     **dict.fromkeys(_SAME, _same), **dict.fromkeys(_CHLO, _chlo), **dict.fromkeys(_TESTS, _test),
     **{f"Reduce{k}": _reduced for k in _MERGES}, "Mod": _rest, "IsInf": _infinite, "IsNaN": _nan, "Gelu": _gelu,
-    "Softmax": _softmax, "MatMul": _matmul, "Conv": _conv, "ConvTranspose": _spread_conv, "MaxPool": _pool, "AveragePool": _pool, "Gather": _gather,
+    "Softmax": _softmax, "MatMul": _matmul, "Conv": _conv, "ConvTranspose": _spread_conv,
+    "MaxPool": _pool, "AveragePool": _pool, "Gather": _gather,
     "Slice": _slice, "Pad": _pad, "Concat": _concat, "Transpose": _transpose, "Cast": _cast, "BitShift": _shift,
     "Where": lambda t, n: t.select(*_ins(t, n)), "Identity": lambda t, n: t.of(n.input[0]),
     "Reshape": lambda t, n: t.reshape(t.of(n.input[0]), t.values[n.output[0]].shape),

@@ -54,6 +54,11 @@ def duration(seconds: float) -> str:
     return "0 s"
 
 
+def times(ratio: float) -> str:
+    """``0.57``, ``4.3``, ``126``: two digits, and three near 1."""
+    return f"{ratio:,.0f}" if ratio >= 99.5 else f"{ratio:.{3 if 0.95 <= ratio < 1.05 else 2}g}"
+
+
 def count(n: float) -> str:
     """A number of FLOPs with a prefix behind it: ``1.07 G``."""
     for unit, scale in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):

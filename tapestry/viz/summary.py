@@ -20,7 +20,7 @@ from tapestry.ir.plan import MeshAxis, Plan
 from tapestry.ir.recognise.contraction import only_sums
 from tapestry.plan.cost.floor import least_seconds
 from tapestry.plan.topology import Topology, from_data
-from tapestry.viz.format import duration, human
+from tapestry.viz.format import duration, human, times
 from tapestry.viz.layer_folds import layer_of
 
 
@@ -91,7 +91,7 @@ def speed(build: Build, simulated: Mapping[str, Any]) -> Iterator[str]:
         alone = least_seconds(build.plan.graph, _one_device(topo))
         share = 1 - max(simulated["compute_s"]) / seconds
         yield (
-            f"{alone / seconds:.2g} times as fast as one device could be ({duration(alone)} at the least); "
+            f"{times(alone / seconds)} times as fast as one device could be ({duration(alone)} at the least); "
             f"the busiest one is without a kernel for {share:.1%} of the time, by communication"
         )
     peak = max(build.peak_bytes)

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from tapestry.plan.solver.pairs import PROVED
 from tapestry.verify.rewriting.proofs import UNPROVED
-from tapestry.viz.format import count, duration, human, wrapped
+from tapestry.viz.format import count, duration, human, times, wrapped
 from tapestry.viz.layer_folds import listed, moves_text, together
 
 
@@ -40,7 +40,7 @@ def compiled(report: Mapping[str, Any]) -> RenderableType:
         facts.add_row("rewrite", move)
     alone = next((a["objective_s"] for a in report.get("alternatives", ()) if a["name"].startswith("one device")), None)
     if alone and report["objective_s"] and report["devices"] > 1:
-        facts.add_row("speed", f"{alone / report['objective_s']:.2g} times that of one device, {duration(alone)}")
+        facts.add_row("speed", f"{times(alone / report['objective_s'])} times that of one device, {duration(alone)}")
     peaks, whole = report["peak_bytes"], report["unsharded_peak_bytes"]
     share = f"{max(peaks) / whole:.0%} of {human(whole)} unsharded" if whole else ""
     facts.add_row("memory", f"peak {human(max(peaks))} per device, {share}")

@@ -28,7 +28,7 @@ from tapestry.plan.solver.network import evaluate
 from tapestry.plan.strategy import Pin, strategies
 from tapestry.plan.topology import PRESETS, Topology, from_data, parse_mesh, to_data, topology
 from tapestry.viz import build_diff, explain, trace
-from tapestry.viz.format import area, columns
+from tapestry.viz.format import area, columns, times
 from tests.support.command_line import document, run
 from tests.support.small_models import case, random_plan, save
 
@@ -415,3 +415,10 @@ def test_the_command(tmp_path):
     assert run("explain", a, "--diff", tmp_path / "none")[0] == 2
     assert run("explain", a, "--trace", a)[0] == 2  # a folder
     assert document("explain", b)["operations"][0]["pins"] == ["up:m=4@d0"]
+
+
+@pytest.mark.parametrize(
+    ("ratio", "text"), [(0.5712, "0.57"), (1.024, "1.02"), (1.0, "1"), (4.33, "4.3"), (58.2, "58"), (126.4, "126")]
+)
+def test_ratios_have_two_digits(ratio, text):
+    assert times(ratio) == text

@@ -1,4 +1,4 @@
-"""Transposed convolutions: sums of products that read a cell where a stride divides a difference of places, as ConvTranspose."""
+"""Transposed convolutions: products with a cell where a stride divides a difference of places, as ConvTranspose."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def transpose_convolved(
 
 
 def image_of(a: Spread, at: Mapping[str, Range], box: Range, size: int) -> Image | None:
-    """What a block reads along one axis of an image of some size; None where ConvTranspose cannot say it, or the buffer lacks it.
+    """What a block reads along one axis of an image; None where ConvTranspose cannot say it, or the buffer lacks it.
 
     A cell i adds to the places stride·i + dilation·window − offset; what lies outside of the block is cut off.
     """
