@@ -3,10 +3,10 @@
     .venv/bin/python -m bench rank_losses [--runs N] [--seed S]
 
 Random plans of small models on 2 to 5 processes (gloo, this host); one rank ends itself by SIGKILL before a random step, in
-some runs another one at a step of its own or in the middle of what is left. The others meet anew, compute what is gone from what
-they hold, end the batch and run another; both must have the bits of one process. FLOPs and bytes of blocks that had been done
-before are counted, against those of all that had been done, which a restart repeats; bytes are those that come to a device by
-the plan. Writes bench/results/rank_losses.json; exits 1 if a bit differs.
+some runs another one at a step of its own or in the middle of what is left. The others meet anew, compute what is gone from
+what they hold, end the batch and run another; both must have the bits of one process. FLOPs and bytes of blocks that had been
+done before are counted, against those of all that had been done, which a restart repeats; bytes are those that come to a
+device by the plan. Writes bench/results/rank_losses.json; exits 1 if a bit differs.
 """
 
 from __future__ import annotations
