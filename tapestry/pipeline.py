@@ -240,7 +240,9 @@ def _values(options: Options) -> dict[str, Any]:
         raise TapestryError(f"{options.time_limit:g} seconds", where="--time-limit", hint="0 or more")
     earlier = store.read(options.resume)[0] if options.resume else None
     if options.target != "torch-cpu" and not options.target.startswith("triton"):
-        plugins.get("targets", options.target)
+        from tapestry.runtime.plugin_target import PluginTarget
+
+        PluginTarget(options.target)  # else what makes none would be found when the build is run
     for path in options.rules:
         load_rules(path)
     mesh = options.mesh or default_mesh(options.topology)

@@ -251,7 +251,10 @@ class _Table(dict[str, Monoid]):
         if name not in self:
             raise KeyError(name)
         if "." not in name:
-            return _of_plugin(name, plugins.get("monoids", name))
+            made = plugins.get("monoids", name)
+            if not isinstance(made, Monoid) or made.name != name:
+                raise plugins.refused("monoids", name, f"it is no tapestry.ir.monoid.Monoid called '{name}'")
+            return _of_plugin(made)
         return _product_of(name, tuple(self[n] for n in name.split(".")))
 
     def __contains__(self, name: object) -> bool:
@@ -265,14 +268,12 @@ def _product_of(name: str, parts: tuple[Monoid, ...]) -> Monoid:
 
 
 @lru_cache(maxsize=1 << 8)
-def _of_plugin(name: str, made: object) -> Monoid:
+def _of_plugin(made: Monoid) -> Monoid:
     """A monoid of a plug-in, whose identities are proved; its laws are tried where a graph uses it (`verify.monoid_laws`).
 
     Raises:
-        TapestryError: it is none, has another name, or is composed by an action that is not one.
+        TapestryError: it is composed by an action that is not one.
     """
-    if not isinstance(made, Monoid) or made.name != name:
-        raise plugins.refused("monoids", name, f"it is no tapestry.ir.monoid.Monoid called '{name}'")
     made.proof()
     return made
 

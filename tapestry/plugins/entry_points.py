@@ -103,7 +103,7 @@ def blamed(kind: str, name: str) -> Generator[None]:
         yield
     except (TapestryError, MemoryError):
         raise
-    except Exception as e:
+    except (Exception, SystemExit) as e:
         raise PluginError(f"the plug-in {one(kind, name)} failed", why=_said(e), hint=f"ask its authors; {OFF}") from e
 
 

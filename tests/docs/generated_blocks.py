@@ -26,6 +26,29 @@ def _schedules_runs() -> str:
     return f"{same:,} of {runs:,}"
 
 
+@makes("rank_losses.table")
+def _rank_losses() -> str:
+    lines: list[list[object]] = []
+    for r in rows("rank_losses"):
+        shares = [f"{r[f'again_{k}'] / max(1, r[f'restart_{k}']):.1%}" for k in ("blocks", "flops", "bytes")]
+        lines.append([r["model"], f"{r['same_bits']} of {r['runs']}", r["losses"], r["lost_blocks"], *shares])
+    return table("model | same bits: | losses: | blocks lost: | blocks: | FLOPs: | bytes:", lines)
+
+
+@makes("rank_losses.runs")
+def _rank_losses_runs() -> str:
+    same, runs = (sum(r[k] for r in rows("rank_losses")) for k in ("same_bits", "runs"))
+    return f"{same:,} of {runs:,}"
+
+
+@makes("generator.sp800")
+def _sp800() -> str:
+    found = [r for r in rows("generator") if r["suite"] == "SP 800-22"]
+    most = max(r["bytes"] for r in found)
+    streams = ", ".join(dict.fromkeys(r["stream"] for r in found))
+    return f"{sum(r['passed'] for r in found)} of {len(found)} passed ({streams}; up to {most / 1e9:.1f} GB of one stream)"
+
+
 @makes("generator.dieharder")
 def _dieharder() -> str:
     found = [r for r in rows("generator") if r.get("suite") == "dieharder"]

@@ -95,7 +95,9 @@ def test_a_cost_model(tmp_path: Path, installer: Installer) -> None:
     assert "figures.json" in plan.explain()
 
 
-@pytest.mark.parametrize("seconds", ["-1.0", "float('nan')", "1 / 0", "None"])
+@pytest.mark.parametrize(
+    "seconds", ["-1.0", "float('nan')", "1 / 0", "None", "True", "exit(3)", "__import__('random').random()"]
+)
 def test_costs_that_are_none(tmp_path: Path, installer: Installer, seconds: str) -> None:
     installer.module("odd_costs", f"def f(*_): return {seconds}\n", {"tapestry.costs": {"odd": "odd_costs:f"}})
     device = {"memory": "1GiB", "bandwidth": 2e10, "flops": {"f32": 1e11}}
@@ -271,14 +273,23 @@ def test_what_does_not_load_is_named_and_stops_nothing_else(tmp_path: Path, inst
         ("make = 3", "nothing that can be called"),
         ("make = object", "has no device, kernel"),
         ("class make:\n    def __init__(self): 1 / 0", "division by zero"),
+        ("def make(): raise SystemExit(4)", "SystemExit"),
     ],
 )
 def test_a_target_that_is_none(tmp_path: Path, installer: Installer, source: str, why: str) -> None:
     installer.module("odd_target", source + "\n", {"tapestry.targets": {"odd": "odd_target:make"}})
-    plan = tapestry.compile(model(tmp_path, PRODUCTS), devices=2, target="odd")
     with pytest.raises(PluginError, match=r"odd_target 0\.1") as e:
-        plan.run(plan.random_feeds())
+        tapestry.compile(model(tmp_path, PRODUCTS), devices=2, target="odd")
     assert why in e.value.why
+
+
+@pytest.mark.parametrize(
+    "source", ["None", "{'name': 'maxcount'}", "__import__('tapestry.ir.monoid').ir.monoid.MONOIDS['sum']"]
+)
+def test_what_is_no_monoid(tmp_path: Path, installer: Installer, source: str) -> None:
+    installer.module("odd_monoid", f"M = {source}\n", {"tapestry.monoids": {"maxcount": "odd_monoid:M"}})
+    with pytest.raises(TapestryError, match=r"odd_monoid 0\.1"):
+        tapestry.compile(model(tmp_path, ROWS))
 
 
 SHORT = """

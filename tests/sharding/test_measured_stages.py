@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 
 import onnx
 import pytest
@@ -129,6 +130,8 @@ def test_where_none_fits_the_least_is_tried_with_more_memory():
 
 
 def test_no_more_are_compiled_than_asked():
+    _, seen = searched(lambda at: (99, 99), lambda at: 1.0, optimal=True, proportions=(0.4, 1.0), limit=sys.maxsize)
+    assert [c for _, c in seen][-1] == 100 and len(seen) > 4  # it ends by itself
     _, seen = searched(lambda at: (99, 99), lambda at: 1.0, optimal=True, proportions=(0.4, 1.0), limit=3)
     assert [c for _, c in seen] == [40, 40, 40, 100]
 

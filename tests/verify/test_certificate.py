@@ -42,6 +42,22 @@ def test_any_strategies_pass_and_run_right(name, mesh):
         assert measured.transfers == planned_transfers(program)
 
 
+@pytest.mark.parametrize("name", [n for n in MODELS if n != "noise"])
+def test_devices_in_any_order_along_an_axis(name):
+    """The same laws, values, peaks and bytes; monoids that do not commute are merged in the order of coordinates."""
+    c = case(name)
+    for mesh in ("4", "2x3"):
+        rng = random.Random(f"{name} {mesh} order")
+        plain = mesh_of(mesh)
+        plan = random_plan(c.graph, tuple(replace(a, order=tuple(rng.sample(range(a.size), a.size))) for a in plain), rng)
+        program = lower(plan)
+        certificate.check(plan.annotated(), program, stated_peak=peak(program), mesh=plan.mesh)
+        outs, measured = execute(c.graph, program, c)
+        assert_same(outs, c.expected, c.graph, plan.strategies)
+        assert measured.peak == peak(program) and measured.transfers == planned_transfers(program)
+        assert sorted(planned_transfers(program)) == sorted(planned_transfers(lower(replace(plan, mesh=plain))))
+
+
 @pytest.mark.parametrize("name", ["mlp", "conv_groups", "attention", "reductions", "opaques", "views"])
 def test_graphs_before_simplification_run_as_well(name):
     c = case(name, False)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from tapestry.runtime.processes.worker import Rank
 
 
+SOON = 5.0  # seconds in which the launcher says that a rank is gone
 NOTHING = Rest(tasks=(), lost=0, again=Work(), restart=Work()).document()  # of a loss between two batches
 
 
@@ -166,10 +168,40 @@ class SurvivingExecutor(RankExecutor):
                 rest = self._meet(e)
                 if rest is not None:
                     self._walk(rest)
-            except (PeerLost, RuntimeError) as again:
-                e = lost(again)
+            except PeerLost as again:
+                e = again
+            except RuntimeError as again:
+                if not self._said_lost(self.round + 1, SOON):
+                    raise
+                e = PeerLost([], self.reached, reason(again))
             else:
                 return
+
+    def _said_lost(self, number: int, seconds: float = 0.0) -> bool:
+        """Whether the launcher has said, or says within some seconds, who is gone for so many times."""
+        end = time.monotonic() + seconds
+        while not self.me.store.check([f"lost/{number}"]):
+            if time.monotonic() >= end:
+                return False
+            time.sleep(0.01)
+        return True
+
+    def _standings(self, left: list[int]) -> dict[int, _Standing]:
+        """Where all that are left stand, however long that takes.
+
+        Raises:
+            PeerLost: one of them is gone before it has said so.
+        """
+        out: dict[int, _Standing] = {}
+        for r in left:
+            key, more = f"standing/{self.round}/{r}", False
+            while not self.me.store.check([key]):
+                if more:
+                    raise PeerLost([r], self.reached, "it is gone, too")
+                more = self._said_lost(self.round + 1)  # then look once more: all ranks are to see the same
+                time.sleep(0.002)
+            out[r] = msgspec.json.decode(self.me.store.get(key), type=_Standing)
+        return out
 
     def _meet(self, e: PeerLost) -> Rest | None:
         """Ranks that are left, in a world of their own; what is left of a batch that this rank is running."""
@@ -187,7 +219,7 @@ class SurvivingExecutor(RankExecutor):
         own = _Standing(batch, self.running, self.reached, mine)
         store.set(f"standing/{self.round}/{self.first}", msgspec.json.encode(own))
         left = sorted({*self.hosts} - gone)
-        there = {r: msgspec.json.decode(store.get(f"standing/{self.round}/{r}"), type=_Standing) for r in left}
+        there = self._standings(left)
         self._join(left, gone)
         batch = min(s.batch for s in there.values())
         running = {r: s for r, s in there.items() if s.running and s.batch == batch}

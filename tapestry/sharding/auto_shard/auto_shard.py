@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -189,7 +190,8 @@ def _tried(
     """What compiling and running says: PopRT's search with every candidate compiled, and the exact search's own stages."""
     trials, turns = ways
     capacities = [(p, int(p * memory)) for p in options.proportions]
-    search = measured_search.Search(attempt.merged, options.devices, capacities, trials, options.most, options.processes)
+    most = options.most or sys.maxsize
+    search = measured_search.Search(attempt.merged, options.devices, capacities, trials, most, options.processes)
     found = {"traversal": search.traversal(optimal=options.optimal)}
     program = attempt.dynamic
     if program.best is not None and program.proportion is not None:

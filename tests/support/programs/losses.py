@@ -30,7 +30,8 @@ LIMIT = timedelta(seconds=60)
 
 
 class Killed(SurvivingExecutor):
-    """Ends itself before a step of the first batch, or (where it is told a task) in the middle of what is left after a loss."""
+    """Ends itself before a step of the first batch, or (where it is told a task) in the middle of what is left after a loss, or
+    (at -2) as soon as it sees one, while the others wait for what it holds."""
 
     at = task = -1
 
@@ -38,6 +39,11 @@ class Killed(SurvivingExecutor):
         if at == self.at and not self.coming:
             os.kill(os.getpid(), signal.SIGKILL)
         super().step(at)
+
+    def _part(self) -> None:
+        if self.at == -2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        super()._part()
 
     def _do(self, t: Any) -> None:
         self.task -= 1
@@ -120,6 +126,8 @@ def main() -> None:
         if world > 2 and rng.random() < 0.4:
             later = (-1, rng.randrange(1, 20)) if rng.random() < 0.5 else (rng.randrange(steps), -1)
             kills.setdefault(rng.randrange(world), later)
+        if n == 0 and world > 2:
+            kills = {1: (steps // 2, -1), 0: (-2, -1)}
         found, told = outlived(world, trial, kills)
         alone, _ = trial.alone
         for batch in found:
