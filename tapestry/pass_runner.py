@@ -25,20 +25,18 @@ from tapestry.viz.tables import sizes_text
 log = logging.getLogger("tapestry")
 Report = Callable[[str, str], None]
 T = TypeVar("T")
+OBJECTS = 50_000  # new ones before the collector looks at them, within a pass
 
 
 @contextmanager
-def _older_objects_kept() -> Generator[None]:
-    """The collector of cycles looks at what is made meanwhile alone: what was there before (the modules of torch, graphs of
-    earlier passes) is large, and stays. Nothing is done where somebody keeps objects so already."""
-    if gc.get_freeze_count():
-        yield
-        return
-    gc.freeze()
+def _collected_seldom() -> Generator[None]:
+    """The collector of cycles looks at what is made meanwhile less often: passes make many objects, and hardly a cycle."""
+    before = gc.get_threshold()
+    gc.set_threshold(max(before[0], OBJECTS) if before[0] else 0, *before[1:])
     try:
         yield
     finally:
-        gc.unfreeze()
+        gc.set_threshold(*before)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +86,7 @@ class Runner:
         """
         with taking_part(self.plugins):
             for p in passes:
-                with _older_objects_kept():
+                with _collected_seldom():
                     self._run(p)
 
     def get(self, name: str, kind: type[T]) -> T:
