@@ -187,10 +187,11 @@ def _compared(compiled: api.Compiled, batches: Sequence[Batch]) -> Document:
 def _judged(compiled: api.Compiled, batch: Batch, report: Document, place: Path, check: bool) -> Document:
     outputs = _written(compiled, place, report.pop("hosted"))
     moved = {t["kind"]: (t["count"], t["bytes"]) for t in report["transfers"]}
-    used = Measured(report["peak_bytes"], moved, report["packed_bytes"])
+    peak = list(compiled.build.peak_bytes) if report.get("losses") else report["peak_bytes"]  # after a loss not the plan's
+    used = Measured(peak, moved, report["packed_bytes"])
     feeds = {t: np.asarray(a) for t, a in batch.feeds(compiled.build.plan.graph).items()}
     document = api.judged(compiled, feeds, Result(outputs, used, report["seconds"]), check=check)
-    return {**report, **document}
+    return {**report, **document, "peak_bytes": report["peak_bytes"]}
 
 
 def _written(compiled: api.Compiled, place: Path, hosted: Mapping[str, Any]) -> dict[str, Any]:

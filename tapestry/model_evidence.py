@@ -78,7 +78,9 @@ def compare(
         done = model_laws.facts(graph, file, read)
         evidence = _nothing(f"{too_big}: operations not compared by value") | {"counts": dict(done)}
     else:
-        done, evidence = _by_value(graph, file, read, special, lifted() if special else None)
+        own = lifted() if special else None
+        large = own is not None and bool(_too_big(own, points))
+        done, evidence = _by_value(graph, file, read, special, None if large else own, operands=not large)
     if early:
         evidence["written as"] = "opset 7, by the compiler, which is not compared"
     if drawn:
@@ -106,7 +108,7 @@ COUNTED = ("inputs and outputs", "weights", "constants", "operations", "opaque n
 
 
 def _by_value(
-    graph: Graph, file: ModelFile, read: Any, special: bool, lifted: Graph | None
+    graph: Graph, file: ModelFile, read: Any, special: bool, lifted: Graph | None, *, operands: bool
 ) -> tuple[Mapping[str, int], Evidence]:
     """The comparison on the first inputs that a reference takes and that mean something to the model.
 
@@ -119,7 +121,7 @@ def _by_value(
         if differs and inputs == ZEROS:  # too little to prove anything by
             break
         try:
-            compared = model_laws.check(graph, file, feeds, read, special=special, lifted=lifted)
+            compared = model_laws.check(graph, file, feeds, read, special=special, lifted=lifted, operands=operands)
         except model_laws.Disputed as e:
             differs = differs or e
         except LawError:

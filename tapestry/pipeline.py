@@ -369,4 +369,7 @@ def mesh_of(devices: int | None, mesh: MeshLike | None) -> Mesh | None:
     if mesh is None or isinstance(mesh, str):
         return parse_mesh(mesh) if mesh else None
     axes = tuple(a for a in mesh if isinstance(a, MeshAxis))
+    for a in axes:
+        if a.order and sorted(a.order) != list(range(a.size)):
+            raise TapestryError(f"the order {a.order} of axis '{a.name}'", where="mesh", hint=f"0 to {a.size - 1}, each once")
     return axes if len(axes) == len(mesh) else parse_mesh("x".join(map(str, mesh)))

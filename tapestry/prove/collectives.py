@@ -269,8 +269,8 @@ def _scaled(
     """The terms of a call that is linear in one argument, with what it multiplies them by."""
     if fn == "neg" or (fn == "cast" and dtype in FLOATS and table.dtype(args[0]) in FLOATS):
         return _terms(table, args[0]), Fraction(-1 if fn == "neg" else 1), ()
-    if fn not in ("mul", "div"):
-        return None
+    if fn not in ("mul", "div") or (fn == "div" and dtype not in FLOATS):
+        return None  # (a quotient of whole numbers is cut off)
     x, y = args
     if fn == "mul" and (isinstance(x, Const) or (isinstance(y, Ref) and table.has_part(y.node))):
         x, y = y, x

@@ -8,18 +8,23 @@ used: a factor that does not depend on what is summed may be in each term, and `
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import islice
 
 from tapestry.ir.graph import Dim
 from tapestry.ir.index import dim
+from tapestry.ir.types import FLOATS
 from tapestry.prove.reductions import Reduction, opened, reduced
 from tapestry.prove.values import Ranges, Ref, Table, Value, same
 
 Terms = Callable[[Value, Ranges], Iterator[Value]]  # forms of what is summed with the factor in it, over the sum's own space
 SUM = ("sum", 0)
+MOST_FACTORS = 64  # of a term: a square of a square has each of them twice
 
 
 def rescaled(table: Table, fn: str, args: tuple[Value, ...], ranges: Ranges) -> Value | None:
     """A program's product or quotient as a sum whose terms have the factor, where that is a known form; else None."""
+    if fn not in ("mul", "div") or table.dtype(args[0]) not in FLOATS or _as_model_has_it(table, fn, args):
+        return None  # a quotient of whole numbers is cut off: a sum of them is not the quotient of the sum
     misses = len(table.misses)
     if fn == "div" and isinstance(args[1], Ref):
         found = _in_sums(table, args[0], lambda v, wide: _each_factor(table, v, args[1], wide), ranges, known=True)
@@ -35,14 +40,27 @@ def rescaled(table: Table, fn: str, args: tuple[Value, ...], ranges: Ranges) -> 
     return None
 
 
+def _as_model_has_it(table: Table, fn: str, args: tuple[Value, ...]) -> bool:
+    """Whether the model multiplies or divides the same, the whole of it: parts of that are merged as they are."""
+    refs = [a.node for a in args if isinstance(a, Ref)]
+    whole = [table.parted(k)[0] if table.nodes[k].kind == "part" else k for k in refs]
+    key = ("call", (fn, table.dtype(args[0])), tuple(sorted(whole) if fn == "mul" else whole))
+    return len(refs) == len(args) and any(table.nodes[k].model for k in table.known.get(key, ()))
+
+
 def _in_sums(table: Table, v: Value, terms: Terms, ranges: Ranges, known: bool) -> Value | None:
     """A sum of sums with a factor in each term; ``known``: only where the model has that sum."""
     if not isinstance(v, Ref):
         return None
     node = table.nodes[v.node]
     if node.kind == "call" and node.label[0] == "add" and not node.model:
-        parts = [_in_sums(table, a, terms, ranges, known) for a in table.arguments(v)]
-        return None if None in parts else table.call("add", [p for p in parts if p is not None], node.dtype, ranges)
+        parts: list[Value] = []
+        for a in table.arguments(v):
+            part = _in_sums(table, a, terms, ranges, known)
+            if part is None:
+                return None
+            parts.append(part)
+        return table.call("add", parts, node.dtype, ranges)
     found = _terms(table, v, ranges)
     if found is None:
         return None
@@ -120,7 +138,7 @@ def _factors(table: Table, v: Value, ranges: Ranges) -> Iterator[tuple[Value, Ca
 
 def _moved(table: Table, term: Value, a: Value, b: Value, wide: Ranges) -> Iterator[Value]:
     """A term with ``exp(x - a)`` made ``exp(x - b)``."""
-    for f, put in _factors(table, term, wide):
+    for f, put in islice(_factors(table, term, wide), MOST_FACTORS):
         ends = _difference(table, f)
         if ends is not None and _equal(ends[1], a, wide):
             dtype = table.dtype(f)
@@ -129,5 +147,5 @@ def _moved(table: Table, term: Value, a: Value, b: Value, wide: Ranges) -> Itera
 
 def _each_factor(table: Table, term: Value, divisor: Value, wide: Ranges) -> Iterator[Value]:
     """A term with one of its factors divided."""
-    for f, put in _factors(table, term, wide):
+    for f, put in islice(_factors(table, term, wide), MOST_FACTORS):
         yield put(table.call("div", (f, divisor), table.dtype(f), wide))

@@ -20,6 +20,7 @@ import numpy as np
 
 from tapestry.ir.expr import PRIMITIVES, Call, Const
 from tapestry.ir.index import Aff, Floor, Mod, bounds, const, dim, modulo, substitute
+from tapestry.ir.types import FLOATS
 from tapestry.prove.domains import Domain
 from tapestry.verify.interp import value as evaluate_expression
 
@@ -251,7 +252,9 @@ class Table:
                 kind = self.dtype(a)
                 apart = {self.call("exp", (self.call("sub", p, kind, ranges),), kind, ranges) for p in ((a, b), (b, a))}
                 factors = self.arguments(no)
-                if (yes in factors and any(x in apart for x in factors)) or (yes == Const(1.0, kind) and no in apart):
+                product = self.nodes[no.node].label[0] == "mul"
+                one = product and yes in factors and any(x in apart for x in factors)
+                if one or (yes == Const(1.0, kind) and no in apart):
                     return no
         return None
 
@@ -291,6 +294,8 @@ class Table:
             return None
         if b.value == 1:
             return a
+        if dtype not in FLOATS:  # a quotient of whole numbers is cut off
+            return None
         node = self.nodes[a.node]
         if node.kind != "call" or node.model or node.label[0] not in ("mul", "div"):
             return None

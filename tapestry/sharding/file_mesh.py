@@ -53,7 +53,8 @@ def mesh(a: Annotations) -> Mesh:
 
 def in_order(mesh: Mesh, specs: Sequence[tuple[ShardingSpec, tuple[int, ...]]]) -> Mesh | None:
     """The mesh with orders of its devices in which all specs (each of a tensor of a shape) are layouts, if there are such."""
-    found = _joined([list(_orders(s, shape, mesh)) for s, shape in specs], {})
+    choices = dict.fromkeys(tuple(tuple(sorted(o.items())) for o in _orders(s, shape, mesh)) for s, shape in specs)
+    found = _joined([[dict(o) for o in c] for c in choices], {})
     if found is None:
         return None
     plain = {a: tuple(range(axis.size)) for a, axis in enumerate(mesh)}

@@ -65,17 +65,31 @@ def spread(model: Path | bytes, feeds: Mapping[str, Array], expected: Mapping[st
 
 
 def _onnxruntime(model: Path | bytes, feeds: Mapping[str, Array]) -> dict[str, Array]:
-    if any(a.size == 0 for a in feeds.values() if isinstance(a, np.ndarray)):
-        import onnx
-
-        proto = onnx.load(str(model), load_external_data=False) if isinstance(model, Path) else onnx.load_from_string(model)
-        if ends_process((n.op_type for n in proto.graph.node), (0,)):
-            raise ModelError("onnxruntime would end the process")
+    if _ends_process(model, feeds):
+        raise ModelError("onnxruntime would end the process")
     session = ort_session(model, entries={"session.disable_quant_qdq": "1"})  # else it computes quantised models in integers
     known = {i.name for i in session.get_inputs()}
     names = [o.name for o in session.get_outputs()]
     results: list[Any] = list(session.run(names, {n: a for n, a in feeds.items() if n in known}))
     return dict(zip(names, results, strict=True))
+
+
+def _ends_process(model: Path | bytes, feeds: Mapping[str, Array]) -> bool:
+    import onnx
+
+    proto = onnx.load(str(model), load_external_data=False) if isinstance(model, Path) else onnx.load_from_string(model)
+    nodes = [*proto.graph.node, *(n for f in proto.functions for n in f.node)]
+    for n in nodes:  # bodies are put behind
+        nodes += [m for a in n.attribute for g in (a.g, *a.graphs) for m in g.node]
+    if not ends_process((n.op_type for n in nodes), (0,)):
+        return False
+    for i in proto.graph.input:
+        if isinstance(a := feeds.get(i.name), np.ndarray):
+            i.CopyFrom(onnx.helper.make_tensor_value_info(i.name, i.type.tensor_type.elem_type, a.shape))
+    graph = onnx.shape_inference.infer_shapes(proto, data_prop=True).graph
+    named = [*graph.input, *graph.value_info, *graph.output]
+    sizes = (d.dim_value for v in named for d in v.type.tensor_type.shape.dim if d.HasField("dim_value"))
+    return 0 in sizes or any(0 in t.dims for t in graph.initializer)
 
 
 def _evaluator(model: Path | bytes, feeds: Mapping[str, Array]) -> dict[str, Array]:

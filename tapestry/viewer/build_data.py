@@ -62,7 +62,8 @@ def document(source: Source, say: Say = lambda what: None) -> Row:
     say("check")
     out: Row = {
         "name": source.name, "model": build.model, "target": build.target, "report": dict(build.report), "explain": facts,
-        "mesh": [[a.name, a.size, list(a.weights)] for a in plan.mesh], "devices": program.devices, "shapes": shapes,
+        "mesh": [[a.name, a.size, list(a.weights), list(a.order)] for a in plan.mesh],
+        "devices": program.devices, "shapes": shapes,
         "stages": [[s.first, [[a.name, a.size] for a in s.mesh]] for s in plan.stages],
         "ops": _operations(build, of_op, launched), "tensors": _tensors(plan.graph),
         "program": program_tables.tables(program), "edges": program_tables.edges(program), "kernels": kernels,

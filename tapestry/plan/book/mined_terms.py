@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 
-from tapestry.ir.expr import Acc, Call, Const, Expr, distinct, walk
+from tapestry.ir.expr import Acc, Call, Const, Expr, distinct
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.recognise.contraction import dims_read
 from tapestry.ir.state import varies
@@ -95,7 +95,7 @@ def _moved(t: Term, places: list[int]) -> Term:
 def _varied(op: Block, e: Expr, space: frozenset[str], sizes: Mapping[str, int]) -> Iterator[str]:
     """Dimensions of more than one point that an expression varies along."""
     found = dims_read(op, e) & space
-    for x in walk(e):
+    for x in distinct((e,)):
         if isinstance(x, Acc):
             found |= {d.name for d, along in zip(op.dims, varies(op)[x.field], strict=True) if along}
     yield from (d for d in found if sizes[d] > 1)

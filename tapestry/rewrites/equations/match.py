@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from tapestry.ir.expr import Acc, Arg, Call, Const, Expr, Index, arg_positions, distinct, replaced
+from tapestry.ir.expr import Acc, Arg, Call, Const, Expr, Index, Let, arg_positions, distinct, replaced
 from tapestry.ir.graph import Block, Dim, Inner, Read
 from tapestry.ir.index import Aff, Floor, const, dim, dims_of, substitute
 from tapestry.ir.types import DTYPES
@@ -169,7 +169,8 @@ class Matcher:
         elif is_open(p):
             assert isinstance(p, App)
             new = Body(k, ((e,),), p.args)
-            if bodies.get(p.fn, new) == new:
+            merged = any(isinstance(x, Let) for x in distinct((e,)))  # which stays with the operation that merges it
+            if not merged and bodies.get(p.fn, new) == new:
                 yield reads, bodies | {p.fn: new}
         elif p.fn == "index":
             if isinstance(e, Index) and (substitute(e.aff, env, m.ranges) if env else e.aff) == place(p.args[0], m):

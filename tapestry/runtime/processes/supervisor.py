@@ -95,13 +95,18 @@ class Attempt:
     def outlived(self, bad: list[Child], store: Any, tell: Callable[[str], None]) -> bool:
         """Tell the ranks that are left which ones were killed, where they are to go on without."""
         killed = all(c.said is None and (c.process.exitcode or 0) < 0 for c in bad)
-        if not self.job.recompute or not killed or len(bad) == len(self.children):
+        left, mine = [c for c in self.children if c not in bad], PrefixStore(self.secret.hex(), store)
+        if not self.job.recompute or not killed or not left or any(c.said for c in left):  # who is done cannot help
+            return False
+        if not mine.check([f"begun/{c.rank}" for c in self.children]):  # before the first batch there is nothing to go on with
             return False
         tell(f"{self.verdict()}; the others go on")
         self.losses += 1
         self.gone += bad
-        self.children = [c for c in self.children if c not in bad]
-        PrefixStore(self.secret.hex(), store).set(f"lost/{self.losses}", str([c.rank for c in self.gone]))
+        self.children = left
+        for c in bad:
+            self.slots[c.rank, PHASE] = DONE  # it holds nobody up
+        mine.set(f"lost/{self.losses}", str([c.rank for c in self.gone]))
         return True
 
     def hear(self) -> None:

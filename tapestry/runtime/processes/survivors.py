@@ -169,6 +169,8 @@ class SurvivingExecutor(RankExecutor):
                 if rest is not None:
                     self._walk(rest)
             except PeerLost as again:
+                if again is e:
+                    raise
                 e = again
             except RuntimeError as again:
                 if not self._said_lost(self.round + 1, SOON):
@@ -194,14 +196,22 @@ class SurvivingExecutor(RankExecutor):
         """
         out: dict[int, _Standing] = {}
         for r in left:
-            key, more = f"standing/{self.round}/{r}", False
-            while not self.me.store.check([key]):
-                if more:
-                    raise PeerLost([r], self.reached, "it is gone, too")
-                more = self._said_lost(self.round + 1)  # then look once more: all ranks are to see the same
-                time.sleep(0.002)
-            out[r] = msgspec.json.decode(self.me.store.get(key), type=_Standing)
+            out[r] = msgspec.json.decode(self._come("standing", r), type=_Standing)
         return out
+
+    def _come(self, what: str, rank: int) -> bytes:
+        """What a rank says in this round, however long that takes.
+
+        Raises:
+            PeerLost: it is gone before it has said so.
+        """
+        key, more = f"{what}/{self.round}/{rank}", False
+        while not self.me.store.check([key]):
+            if more:
+                raise PeerLost([rank], self.reached, "it is gone, too")
+            more = self._said_lost(self.round + 1)  # then look once more: all ranks are to see the same
+            time.sleep(0.002)
+        return self.me.store.get(key)
 
     def _meet(self, e: PeerLost) -> Rest | None:
         """Ranks that are left, in a world of their own; what is left of a batch that this rank is running."""
@@ -221,7 +231,8 @@ class SurvivingExecutor(RankExecutor):
         left = sorted({*self.hosts} - gone)
         there = self._standings(left)
         self._join(left, gone)
-        batch = min(s.batch for s in there.values())
+        # who runs a batch knows that all before it are written: its inputs were compared with the writer's
+        batch = min([s.batch for s in there.values() if s.running] or [s.batch for s in there.values()])
         running = {r: s for r, s in there.items() if s.running and s.batch == batch}
         if not running:
             self.told.append({"ranks": sorted(gone), "batch": batch, "step": -1, **NOTHING})
@@ -274,6 +285,10 @@ class SurvivingExecutor(RankExecutor):
         self.me = replace(self.me, rank=rank, world=world)
         self.wire.rank, self.wire.world = rank, world
         self.route = Route(tuple(numbers[r] for r in self.hosts), rank)
+        self.wire.heartbeat.at(self.reached, WAIT)
+        self.me.store.set(f"ready/{self.round}/{self.first}", b"1")
+        for r in left:  # who takes over devices reads their weights first, which takes a while, and may be its end
+            self._come("ready", r)
         store = PrefixStore(f"left/{self.round}", self.me.store)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=self.timeout))
 

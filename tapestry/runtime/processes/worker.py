@@ -147,10 +147,13 @@ def _batches(me: Rank, job: Job, session: Session, wire: Wire, todo: set[int], m
     executor, done = session.executor, list[tuple[RunReport, dict[str, Any]]]()
     assert isinstance(executor, RankExecutor)
     batches = [b for b in job.batches if b.number in todo]
+    me.store.set(f"begun/{me.rank}", b"1")  # from now on a loss can be outlived
     while True:
         try:
             while len(done) < len(batches):
+                me = executor.me if isinstance(executor, SurvivingExecutor) else me
                 done.append(_run(batches[len(done)], session, wire, me))
+            me = executor.me if isinstance(executor, SurvivingExecutor) else me  # numbered anew if ranks were lost in a batch
             document = _report(me, job, executor, wire, [run for run, _ in done], todo, memory)
             break
         except (PeerLost, RuntimeError) as e:

@@ -47,6 +47,7 @@ FOLLOWED = 8 * TARGETS  # cells of an operation that is followed back
 BOTH = 0.2  # of the cells have a number in every operand
 APART = "not on awkward operands"  # as a certificate counts operations
 DENORMAL = {"f64": 1e-310, "f32": 1e-40, "f16": 1e-6, "bf16": 1e-40}
+ASKING = ("IsNaN", "IsInf")  # operators that say of a number whether it is finite
 PLAIN = frozenset({"sum", "prod", "or", "and", "xor"})  # monoids in which no NaN is lost or found
 
 
@@ -84,7 +85,7 @@ class AwkwardOperands:
             return
         groups = min(math.prod(d.size for d in op.dims if d.name in s.roots) for s in seen)
         width = max(1, min(len(points), groups // 2))
-        work = max(1, sum(_work(b) for b in (op, *part.behind)))
+        work = max(1, sum(_work(b) for b in (op, *part.behind)), sum(v.size for v in part.values.values() if is_array(v)))
         if work > self.left:
             self.counts[f"{APART} (beyond the budget)"] += 1
             return
@@ -161,7 +162,8 @@ class AwkwardOperands:
         trial = CellValues(self.graph, lambda t: values.get(t, self.parts.known(t)), coarsest=self.coarsest)
         if explained(trial, op, k, point, first, dtype, number)[0]:
             return
-        if odd and self._indifferent(part, numbers, name, at):
+        asks = dtype not in FLOATS and any(n.op_type in ASKING for n in part.nodes)  # of finite numbers the answer is one
+        if odd and not asks and self._indifferent(part, numbers, name, at):
             self.counts["cells by policy"] += 1
             return
         shown = ", ".join(f"{t}{list(i)} = {v:.3g}" for (t, i), v in numbers.items())

@@ -27,7 +27,7 @@ from tapestry.onnx_eval.opaque_node import HostValue, draws
 from tapestry.onnx_eval.value_kinds import is_array
 from tapestry.verify.interp import opaque
 from tapestry.verify.model import bodies, model_facts
-from tapestry.verify.model.awkward_operands import AwkwardOperands
+from tapestry.verify.model.awkward_operands import APART, AwkwardOperands
 from tapestry.verify.model.cell_sample import cells
 from tapestry.verify.model.cell_tolerance import explained, other_distribution, same
 from tapestry.verify.model.cell_values import UNIT, CellValues
@@ -106,7 +106,7 @@ class _Check:
 
 def check(
     graph: Graph, model: ModelFile, feeds: Mapping[str, Any], read: Reader, *, seed: int = 0, special: bool = True,
-    lifted: Graph | None = None,
+    lifted: Graph | None = None, operands: bool = True,
 ) -> Compared:  # fmt: skip
     """Compare a graph with its model.
 
@@ -117,15 +117,16 @@ def check(
             such operands of its own, whatever the inputs lead to.
         lifted: the graph before it was rewritten, if it was: its operations are those that are held to the model on operands
             of their own. What rewrites made is proved by their log, and may be another function of infinities.
+        operands: False: that graph is too large for it.
 
     Raises:
         LawError: naming the operation, and a cell where it differs; `Disputed` where two references differ as well.
         TapestryError: no reference runs the model on these inputs.
     """
     counts = Counter[str](facts(graph, model, read))
-    own = (graph if lifted is None else lifted) if special else None
+    own = (graph if lifted is None else lifted) if special and operands else None
     wanted = {t for g in (graph, own) if g for t in g.tensors if t not in g.weights or t not in model.initializers}
-    run = ReferenceValues(model, feeds, wanted)
+    run = ReferenceValues(model, feeds, wanted, empty=_empty(graph) or (own is not None and _empty(own)))
     c = _Check(graph, model, run, read, Compared(run.by, counts), seed)
     _types(c)
     _constants(c)
@@ -139,7 +140,13 @@ def check(
         _awkward(c, odd, wanted, set(seen.values()))
     if own is not None:
         _operands(c, own)
+    elif special:
+        counts[f"{APART} (beyond the budget)"] += sum(isinstance(op, Block) for op in graph.ops)
     return c.compared
+
+
+def _empty(graph: Graph) -> bool:
+    return any(0 in t.shape for t in graph.tensors.values())
 
 
 def facts(graph: Graph, model: ModelFile, read: Reader) -> dict[str, int]:
@@ -160,7 +167,7 @@ def facts(graph: Graph, model: ModelFile, read: Reader) -> dict[str, int]:
 def _awkward(c: _Check, feeds: Mapping[str, Any], wanted: Collection[str], ops: set[int]) -> None:
     """Distinct operations on values that infinities and the like lead to; what no reference takes is left out."""
     try:
-        run = ReferenceValues(c.model, feeds, wanted)
+        run = ReferenceValues(c.model, feeds, wanted, empty=_empty(c.graph))
     except (TapestryError, ArithmeticError, ValueError):
         return
     odd = _Check(c.graph, c.model, run, c.read, Compared(run.by), c.seed, lenient=True)

@@ -7,7 +7,7 @@ Where a value of onnxruntime's is doubted, the nodes behind it are asked again o
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -122,8 +122,8 @@ class ReferenceValues:
         values: by the model's names.
     """
 
-    def __init__(self, model: ModelFile, feeds: Mapping[str, Any], wanted: Collection[str]) -> None:
-        """Run the model, keeping what is ``wanted`` of its values.
+    def __init__(self, model: ModelFile, feeds: Mapping[str, Any], wanted: Collection[str], *, empty: bool = False) -> None:
+        """Run the model, keeping what is ``wanted`` of its values; ``empty``: some tensor on the way has no cells.
 
         Raises:
             TapestryError: no evaluator runs it.
@@ -131,7 +131,7 @@ class ReferenceValues:
         self.model, self.feeds = model, dict(feeds)
         names = [n for n in model.makers if n in wanted]
         try:
-            if ends_process((n.op_type for n in model.nodes), _sizes(model, feeds)):
+            if ends_process(_operators(model.nodes), (0,) if empty else _sizes(model, feeds)):
                 raise TapestryError("onnxruntime would end the process")
             self.by, self.values = "onnxruntime", _onnxruntime(model, feeds, names)
         except Exception:  # it raises many kinds; what it cannot run is run node by node
@@ -213,6 +213,14 @@ def outer_names(node: NodeProto) -> list[str]:
         used = [i for n in g.node for i in (*n.input, *outer_names(n))] + [o.name for o in g.output]
         out.update(dict.fromkeys(i for i in used if i and i not in inside))
     return list(out)
+
+
+def _operators(nodes: Iterable[NodeProto]) -> Iterator[str]:
+    """Of nodes and of their bodies."""
+    for n in nodes:
+        yield n.op_type
+        for g in subgraphs(n):
+            yield from _operators(g.node)
 
 
 def _sizes(model: ModelFile, feeds: Mapping[str, Any]) -> Iterator[int]:

@@ -147,8 +147,9 @@ export class Build {
   where(device) {
     const place = [];
     let rest = device;
-    for (const [name, size] of [...this.mesh].reverse()) {
-      place.unshift(`${name}=${rest % size}`);
+    for (const [name, size, , order] of [...this.mesh].reverse()) {
+      const digit = rest % size;
+      place.unshift(`${name}=${order?.length ? order.indexOf(digit) : digit}`);
       rest = Math.floor(rest / size);
     }
     return place.join(", ");

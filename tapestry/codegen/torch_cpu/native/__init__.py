@@ -209,9 +209,13 @@ def compiled(sources: Sequence[Path], options: Sequence[str]) -> Path:
     with place.open("w") as lock:
         with suppress(OSError):  # a file system without locks: processes may compile the same
             fcntl.flock(lock, fcntl.LOCK_EX)
-        if not present(path):
-            _compile([p for p in sources if p.suffix == ".c"], options, path)
-        place.unlink(missing_ok=True)
+        try:
+            if not present(path):
+                _compile([p for p in sources if p.suffix == ".c"], options, path)
+            place.unlink(missing_ok=True)
+        finally:
+            with suppress(OSError):  # at once: a process that was forked meanwhile may have the file open for long
+                fcntl.flock(lock, fcntl.LOCK_UN)
     return path
 
 
