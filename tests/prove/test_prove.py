@@ -170,6 +170,65 @@ def test_weights_without_data_are_taken_as_given(tmp_path: Path) -> None:
     assert any("l0.q" in a for a in verdict.document["assumed"])
 
 
+def _program(
+    path: Path, nodes: list[onnx.NodeProto], kind: int, shapes: dict[str, list[int]], data: dict[str, np.ndarray]
+) -> Path:
+    ins = [helper.make_tensor_value_info(n, kind, s) for n, s in shapes.items()]
+    outs = [helper.make_tensor_value_info("y", kind, None)]
+    graph = helper.make_graph(nodes, "g", ins, outs, [numpy_helper.from_array(a, n) for n, a in data.items()])
+    path.parent.mkdir(exist_ok=True)
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10), path)
+    return path
+
+
+_N = helper.make_node
+_AX, _FOUR = {"ax": np.array([0])}, {"four": np.array(4, np.int32)}
+_EXP = [_N("Sub", ["a", "b"], ["s"]), _N("Exp", ["s"], ["e"]), _N("Exp", ["e"], ["f"])]
+LIKELY = {
+    "a quotient of a sum": (
+        [_N("Div", ["a", "b"], ["q"]), _N("ReduceSum", ["q", "ax"], ["y"])],
+        [_N("ReduceSum", ["a", "ax"], ["s"]), _N("Div", ["s", "b"], ["y"])], onnx.TensorProto.INT32, _AX,
+    ),
+    "a quotient times its divisor": (
+        [_N("Identity", ["a"], ["y"])],
+        [_N("Div", ["a", "four"], ["q"]), _N("Mul", ["q", "four"], ["y"])], onnx.TensorProto.INT32, _FOUR,
+    ),
+    "a choice of what is one factor alone": (
+        [*_EXP[:2], _N("Exp", ["e"], ["y"])],
+        [*_EXP, _N("Equal", ["a", "b"], ["t"]), _N("Where", ["t", "e", "f"], ["y"])], onnx.TensorProto.FLOAT, {},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", LIKELY)
+def test_what_only_looks_equal_is_not_proved(what: str, tmp_path: Path) -> None:
+    model, rank, kind, data = LIKELY[what]
+    shapes = {"a": [4], "b": [4] if kind == onnx.TensorProto.FLOAT else []}
+    read = {i for n in (*model, *rank) for i in n.input}
+    shapes = {n: s for n, s in shapes.items() if n in read}
+    files = [_program(tmp_path / n, nodes, kind, shapes, data) for n, nodes in (("m.onnx", model), ("r.onnx", rank))]
+    assert prove(files[0], [files[1]]).status != PROVED
+
+
+def test_a_sum_that_decays_is_added_in_parts(tmp_path: Path) -> None:
+    """MatMul(exp(x-a), v)·exp(a-b): the factor is the model's own, and no rescaled state."""
+    v = np.random.default_rng(0).standard_normal((8, 3)).astype(np.float32)
+
+    def decayed(out: str) -> list[onnx.NodeProto]:
+        factors = [_N("Sub", ["x", "a"], ["u"]), _N("Exp", ["u"], ["e"]), _N("Sub", ["a", "b"], ["t"]), _N("Exp", ["t"], ["f"])]
+        return [*factors, _N("MatMul", ["e", "v"], ["s"]), _N("Mul", ["s", "f"], [out])]
+
+    sides = {"a": [2, 1], "b": [2, 1]}
+    model = _program(tmp_path / "m.onnx", decayed("y"), onnx.TensorProto.FLOAT, {"x": [2, 8], **sides}, {"v": v})
+    how = {"collective_operation": "ALL_REDUCE", "reduce_op": "SUM", "nb_rank": 2}
+    for r in range(2):
+        nodes = [*decayed("part"), _N("DistCollective", ["part"], ["y"], **how)]
+        _program(
+            tmp_path / "r" / f"rank{r}.onnx", nodes, onnx.TensorProto.FLOAT, {"x": [2, 4], **sides}, {"v": v[4 * r : 4 * r + 4]}
+        )
+    assert prove(model, [tmp_path / "r"]).status == PROVED
+
+
 def test_domains() -> None:
     parts = [Domain((((lo, lo + 4),),)) for lo in (0, 4, 8)]
     whole = join_all(parts, False)

@@ -373,8 +373,7 @@ def test_a_stream_outlives_a_rank(tmp_path):
     ins, out, ref = requests(tmp_path / "in", 60), tmp_path / "out", tmp_path / "ref"
     build = attention_build()
     p = tapestry("run", build, "--processes", 2, "--inputs", ins, "--output", out, "--on-loss", "recompute", "--json")
-    pids = ranks_of(p, out, 2)
-    os.kill(pids[0], signal.SIGKILL)  # the one that writes the results
+    os.kill(ranks_of(p, out, 2)[0], signal.SIGKILL)  # the one that writes the results
     status, text, err = finished(p)
     assert status == 0 and "rank 0 was killed by SIGKILL" in err and "the others go on" in err
     found = json.loads(text)
@@ -383,6 +382,25 @@ def test_a_stream_outlives_a_rank(tmp_path):
     assert finished(tapestry("run", build, "--processes", 2, "--inputs", ins, "--output", ref, "-q"))[0] == 0
     for b in ref.glob("b*"):
         assert (b / "y.npy").read_bytes() == (out / b.name / "y.npy").read_bytes()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_may_be_lost_at_a_step(rank, tmp_path):
+    argv = ["run", attention_build(), "--processes", 2, "-q", "--output"]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.support.programs.lost_at_step",
+        rank,
+        *argv,
+        tmp_path / "a",
+        "--on-loss",
+        "recompute",
+    ]
+    done = subprocess.run([*map(str, command)], env=ENV, timeout=120, stderr=subprocess.PIPE, check=True)
+    assert b"rank %d was killed" % rank in done.stderr
+    assert finished(tapestry(*argv, tmp_path / "b"))[0] == 0
+    assert (tmp_path / "a" / "y.npy").read_bytes() == (tmp_path / "b" / "y.npy").read_bytes()
 
 
 FORKS = """

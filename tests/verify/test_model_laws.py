@@ -245,6 +245,15 @@ def test_an_einsum_of_nothing_does_not_end_the_process(tmp_path):
     assert document["passed"] and document["reference"] == "onnx.reference"
 
 
+def test_an_einsum_of_what_slices_leave_nothing_of(tmp_path):
+    cuts = [N("Slice", ["a", "at", "at", "rows"], ["c"]), N("Slice", ["b", "at", "at", "columns"], ["d"])]
+    path, data = tmp_path / "m.onnx", {"at": np.array([0]), "rows": np.array([0]), "columns": np.array([1])}
+    nodes = [*cuts, N("Einsum", ["c", "d"], ["y"], equation="ij,ji->i")]
+    onnx.save(net(nodes, {"a": (T.FLOAT, [3, 5]), "b": (T.FLOAT, [5, 3])}, {"y": T.FLOAT}, data), path)
+    build = tapestry.compile(path)
+    assert tapestry.api.run_checked(build, build.random_feeds(0), check=True)[1]["passed"]
+
+
 def test_what_rounding_does_is_told_from_another_number():
     """A recurrence that multiplies an error at every step: its sums in another order, and one of its weights changed."""
     rng = np.random.default_rng(0)
