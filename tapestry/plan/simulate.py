@@ -253,7 +253,8 @@ class _Costs:
                 return np.where(takes, load_seconds(most, self.topo.device), np.nan), self.alone
             case Transfer():
                 src, dst = (self.program.buffers[b] for b in (step.src, step.dst))
-                key = (self.layouts[src.tensor], src.dtype, src.boxes, dst.boxes, step.kind)
+                passed = step.messages if step.kind == "permute" else ()  # (else they follow from the boxes)
+                key = (self.layouts[src.tensor], src.dtype, src.boxes, dst.boxes, step.kind, passed)
                 if key not in self.known.transfers:
                     self.known.transfers[key] = self.transfer(step)
                 return self.known.transfers[key]
