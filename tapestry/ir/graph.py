@@ -9,10 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 from tapestry.ir.expr import Acc, Expr, arg_positions
 from tapestry.ir.index import Aff, dims_of
 from tapestry.ir.types import Tensor, Weight
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +90,7 @@ class Block:
         inner: reductions computed whole at each point; ``Let(k)`` in the body is the value of ``inner[k]``.
         source: names of the ONNX nodes it came from.
         splits: how it is cut, and what the parts are bound to.
+        known: what was worked out about it once and is asked for again; no part of what it says.
     """
 
     outs: tuple[str, ...]
@@ -99,6 +103,10 @@ class Block:
     inner: tuple[Inner, ...] = ()
     source: tuple[str, ...] = ()
     splits: tuple[Split, ...] = ()
+    known: dict[str, Any] = field(default_factory=dict[str, Any], init=False, compare=False, repr=False)
+
+    def __hash__(self) -> int:
+        return once(self, "hash", _hash)
 
     def __post_init__(self) -> None:
         if self.monoid and not self.then:  # the state itself is the result
@@ -107,7 +115,7 @@ class Block:
     @property
     def lowers(self) -> bool:
         """Whether ``then`` does anything to the reduced state."""
-        return self.then != tuple(Acc(k, e.dtype) for k, e in enumerate(self.body))
+        return once(self, "lowers", _lowers)
 
     @property
     def space(self) -> tuple[Dim, ...]:
@@ -127,7 +135,7 @@ class Block:
     @property
     def inputs(self) -> tuple[str, ...]:
         """Tensors read, each once, in order of first use."""
-        return tuple(dict.fromkeys([r.tensor for r in self.reads]))  # asked for a million times: a list is quicker
+        return once(self, "inputs", _inputs)
 
     @property
     def point(self) -> tuple[Expr, ...]:
@@ -141,11 +149,11 @@ class Block:
 
     def body_reads(self) -> frozenset[int]:
         """Positions of the reads that the body and the inner reductions use (before the reduction)."""
-        return arg_positions(self.point)
+        return once(self, "body reads", _body_reads)
 
     def then_reads(self) -> frozenset[int]:
         """Positions of the reads that ``then`` uses (after the reduction)."""
-        return arg_positions(self.then)
+        return once(self, "then reads", _then_reads)
 
 
 def map_exprs(op: Block, put: Callable[[Expr], Expr]) -> Block:
@@ -168,6 +176,7 @@ class Opaque:
         in_axes, out_axes: for each input or output, and for each of ``dims``, the axis it indexes, or ``None``; every
             other axis is read or written whole.
         node: the serialised ``NodeProto`` (inputs and outputs by position), with its opset versions in ``opsets``.
+        known: see `Block`.
     """
 
     outs: tuple[str, ...]
@@ -181,6 +190,7 @@ class Opaque:
     source: tuple[str, ...] = ()
     splits: tuple[Split, ...] = ()
     why: str = ""
+    known: dict[str, Any] = field(default_factory=dict[str, Any], init=False, compare=False, repr=False)
 
     @property
     def space(self) -> tuple[Dim, ...]:
@@ -199,6 +209,34 @@ class Opaque:
 
 
 Op = Block | Opaque
+
+
+def once(op: Block, what: str, of: Callable[[Block], T]) -> T:
+    """What a function says of an operation, worked out when it is first asked for: operations never change."""
+    found = op.known.get(what)
+    if found is None:
+        found = op.known[what] = of(op)
+    return found
+
+
+def _hash(op: Block) -> int:
+    return hash((op.outs, op.dims, op.reduce, op.monoid, op.reads, op.body, op.then, op.inner, op.source, op.splits))
+
+
+def _inputs(op: Block) -> tuple[str, ...]:
+    return tuple(dict.fromkeys([r.tensor for r in op.reads]))
+
+
+def _lowers(op: Block) -> bool:
+    return op.then != tuple(Acc(k, e.dtype) for k, e in enumerate(op.body))
+
+
+def _body_reads(op: Block) -> frozenset[int]:
+    return arg_positions(op.point)
+
+
+def _then_reads(op: Block) -> frozenset[int]:
+    return arg_positions(op.then)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

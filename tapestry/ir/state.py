@@ -9,6 +9,7 @@ the number of points. The count of a variance's (n, mean, M2) is one. Whoever kn
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import lru_cache
 
 from tapestry.ir.expr import Acc, Arg, Const, Index, Let, arg_positions, call, walk
@@ -87,10 +88,14 @@ def layered(op: Block) -> bool:
     return bool(op.inner) or len(fields) > 1 or any(not all(v) for v in fields)
 
 
-def counted(op: Block) -> dict[int, float]:
+def counted(op: Block) -> Mapping[int, float]:
     """Field number to what one point adds to it, for the fields of an operation's states that count."""
-    if op.monoid not in MONOIDS:
-        return {}
+    return _counted(op) if op.monoid in MONOIDS else {}
+
+
+@lru_cache(maxsize=1 << 12)
+def _counted(op: Block) -> Mapping[int, float]:
+    assert op.monoid is not None
     dtypes = tuple(e.dtype for e in op.body)
     merged = MONOIDS[op.monoid].combiner(dtypes)
     out: dict[int, float] = {}

@@ -27,12 +27,39 @@ from tapestry.plan.strategy import Boxes, covers, footprints, merges, op_boxes, 
 CHUNK = 1 << 16  # pairs of devices compared at once
 
 
-Needs = dict[tuple[str, Strategy], list[tuple[int, Boxes]]]
+@dataclass(slots=True)
+class Shapes:
+    """Boxes that were worked out for plans on one mesh, once for all operations that are alike.
+
+    Attributes:
+        needs: what an operation needs of each read; ``passing``: what it has of those that travel, by step.
+        covered: which of some buffers covers a footprint best, -1 for none, all by identity, with what keeps that alive.
+    """
+
+    needs: dict[tuple[str, Strategy], list[tuple[int, Boxes]]] = field(
+        default_factory=dict[tuple[str, Strategy], list[tuple[int, Boxes]]]
+    )
+    passing: dict[tuple[str, Strategy, int], dict[int, Boxes]] = field(
+        default_factory=dict[tuple[str, Strategy, int], dict[int, Boxes]]
+    )
+    covered: dict[tuple[int, ...], tuple[int, list[Boxes]]] = field(
+        default_factory=dict[tuple[int, ...], tuple[int, list[Boxes]]]
+    )
+
+    def tightest(self, held: list[Boxes], wanted: Boxes) -> int:
+        """The number of the smallest of some buffers that hold every device's footprint; -1 where none does."""
+        key = (id(wanted), *map(id, held))
+        if key not in self.covered:
+            stack = np.stack(held)
+            at = np.flatnonzero(which_cover(stack, wanted))
+            cells = np.prod(stack[at, ..., 1] - stack[at, ..., 0], axis=-1).sum(axis=-1)
+            self.covered[key] = int(at[cells.argmin()]) if len(at) else -1, [wanted, *held]
+        return self.covered[key][0]
 
 
-def lower(plan: Plan, known: Needs | None = None) -> Program:
-    """The program of a plan; ``known``: what operations of other plans on the same mesh need."""
-    state = _Lowering(plan, {} if known is None else known)
+def lower(plan: Plan, known: Shapes | None = None) -> Program:
+    """The program of a plan; ``known``: of other plans on the same mesh."""
+    state = _Lowering(plan, known or Shapes())
     state.sources()
     for i in range(len(plan.graph.ops)):
         state.op(i)
@@ -43,13 +70,10 @@ def lower(plan: Plan, known: Needs | None = None) -> Program:
 
 @dataclass(slots=True)
 class _Lowering:
-    """Steps so far, and which buffers hold which tensor (the first one is where the tensor was produced).
-
-    ``stacks`` has the boxes of those buffers in one array, so that a tensor with a thousand parts is searched at once.
-    """
+    """Steps so far, and which buffers hold which tensor (the first one is where the tensor was produced)."""
 
     plan: Plan
-    known: Needs
+    known: Shapes
     steps: list[Step] = field(default_factory=list[Step])
     buffers: dict[str, Buffer] = field(default_factory=dict[str, Buffer])
     held: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
@@ -58,7 +82,6 @@ class _Lowering:
     waiting: set[str] = field(default_factory=set[str])
     used: dict[str, int] = field(default_factory=dict[str, int])
     boxes: dict[str, Boxes] = field(default_factory=dict[str, Boxes])
-    stacks: dict[str, tuple[list[str], np.ndarray]] = field(default_factory=dict[str, tuple[list[str], np.ndarray]])
     needs: list[list[tuple[int, str, Boxes]]] = field(default_factory=list[list[tuple[int, str, Boxes]]])
 
     def sources(self) -> None:
@@ -95,14 +118,14 @@ class _Lowering:
 
     def footprints(self) -> list[list[tuple[int, str, Boxes]]]:
         """What every operation needs: worked out once per kind of operation and strategy."""
-        graph, known = self.plan.graph, self.known
+        graph, known = self.plan.graph, self.known.needs
         out: list[list[tuple[int, str, Boxes]]] = []
         for op, s in zip(graph.ops, self.plan.strategies, strict=True):
             key = (signature(op, graph), s)
             if key not in known:
                 mesh, turning = self.plan.mesh, ring_attention.travelling(op, s)
                 known[key] = [
-                    (k, ring_attention.held(op, graph, s, mesh, k, 0) if k in turning else boxes)
+                    (k, self.passing(op, s, 0)[k] if k in turning else boxes)
                     for k, _, boxes in footprints(op, graph, s, mesh)
                 ]
             names = [r.tensor for r in op.reads] if isinstance(op, Block) else op.ins
@@ -125,15 +148,9 @@ class _Lowering:
 
     def covering(self, tensor: str, boxes: Boxes) -> str | None:
         """A buffer that holds every device's footprint; the tightest one."""
-        names = self.held.get(tensor, [])
-        if not names:
-            return None
-        if tensor not in self.stacks or self.stacks[tensor][0] != names:
-            self.stacks[tensor] = list(names), np.stack([self.boxes[b] for b in names])
-        stack = self.stacks[tensor][1]
-        at = np.flatnonzero(which_cover(stack, boxes))
-        cells = np.prod(stack[at, ..., 1] - stack[at, ..., 0], axis=-1).sum(axis=-1)
-        return names[int(at[cells.argmin()])] if len(at) else None
+        names = self.held.get(tensor)
+        at = self.known.tightest([self.boxes[b] for b in names], boxes) if names else -1
+        return names[at] if names and at >= 0 else None
 
     def fetch(self, tensor: str, boxes: Boxes) -> str:
         """A buffer with the footprint, transferring what is missing."""
@@ -220,14 +237,14 @@ class _Lowering:
 
     def round(self, i: int, op: Op, ins: list[str]) -> None:
         """A partial state for each block that comes by, merged with those before; what travels moves on in between."""
-        graph, mesh, s = self.plan.graph, self.plan.mesh, self.plan.strategies[i]
+        mesh, s = self.plan.mesh, self.plan.strategies[i]
         axis, turning, states = ring_attention.axis_of(s), ring_attention.travelling(op, s), tuple[str, ...]()
         assert isinstance(op, Block) and axis is not None
         body, then, dtypes = op.body_reads(), op.then_reads(), [e.dtype for e in op.body]
         for step in range(mesh[axis].size):
             moved: dict[tuple[str, bytes], str] = {}
             for k in sorted(turning) if step else ():
-                boxes = ring_attention.held(op, graph, s, mesh, k, step)
+                boxes = self.passing(op, s, step)[k]
                 key = ins[k], boxes.tobytes()
                 if key not in moved:
                     moved[key] = self.passed_on(op.reads[k].tensor, ins[k], boxes, axis)
@@ -243,6 +260,15 @@ class _Lowering:
         used = tuple(b if k in then else "" for k, b in enumerate(ins))
         ends = _tuples(op_boxes(op, s.dims, mesh)[:, : len(op.dims)])
         self.steps.append(Launch(op=i, mode="finish", blocks=ends, ins=used, outs=self.outs(op), states=states))
+
+    def passing(self, op: Op, s: Strategy, step: int) -> dict[int, Boxes]:
+        """What every device has of each travelling read in a step."""
+        graph, mesh = self.plan.graph, self.plan.mesh
+        key = (signature(op, graph), s, step)
+        if key not in self.known.passing:
+            reads = ring_attention.travelling(op, s)
+            self.known.passing[key] = {k: ring_attention.held(op, graph, s, mesh, k, step) for k in reads}
+        return self.known.passing[key]
 
     def passed_on(self, tensor: str, src: str, boxes: Boxes, axis: int) -> str:
         """A buffer with the next block of what travels: one that is there, or the neighbour's."""

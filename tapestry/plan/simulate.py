@@ -119,8 +119,12 @@ class Hop:
 class Known:
     """Seconds of kernels and transfers on a topology, worked out once for all that are alike."""
 
-    launches: dict[tuple[str, Strategy, Stage], dict[str, np.ndarray]] = field(
+    modes: dict[tuple[str, Strategy, Stage], dict[str, np.ndarray]] = field(
         default_factory=dict[tuple[str, Strategy, Stage], dict[str, np.ndarray]]
+    )
+    launches: dict[object, np.ndarray] = field(default_factory=dict[object, np.ndarray])
+    merges: dict[object, tuple[np.ndarray, np.ndarray, str]] = field(
+        default_factory=dict[object, tuple[np.ndarray, np.ndarray, str]]
     )
     transfers: dict[object, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict[object, tuple[np.ndarray, np.ndarray]])
 
@@ -201,7 +205,7 @@ class _Clock:
 
     def take(self, i: int, step: Launch | Load | Transfer | Reduce, op: int | None) -> None:
         """Put a step on its stream."""
-        seconds, groups = self.costs.of(step)
+        seconds, groups, by = self.costs.of(step)
         stream = COMPUTE if isinstance(step, Launch | Load) else TRANSFER
         taken = stream if self.costs.topo.overlap else COMPUTE
         takes = ~np.isnan(seconds)
@@ -217,7 +221,6 @@ class _Clock:
         self.free[taken] = np.where(takes, end, self.free[taken])
         for b in allocated(step):
             self.ready[b] = np.where(takes, end, 0.0)
-        by = " then ".join(w.name for w in self.costs.ways(step)) if isinstance(step, Reduce) else ""
         self.timed.append(Timed(step=i, op=op, stream=stream, start=start, end=end, took=seconds, groups=groups, by=by))
 
 
@@ -240,33 +243,45 @@ class _Costs:
         stages = self.plan.stages or (Stage(0, self.plan.mesh),)
         self.topologies = {s: stage_topology(self.topo, s) for s in stages}
 
-    def of(self, step: Launch | Load | Transfer | Reduce) -> tuple[np.ndarray, np.ndarray]:
-        """(seconds by device, NaN where it takes no part; which devices begin and end together)."""
+    def of(self, step: Launch | Load | Transfer | Reduce) -> tuple[np.ndarray, np.ndarray, str]:
+        """(seconds by device, NaN where it takes no part; which devices begin and end together; the algorithm of a merge)."""
         match step:
             case Launch():
-                takes = np.array([b is not None for b in step.blocks])
-                return np.where(takes, self.launch(step), np.nan), self.alone
+                return self.launch(step), self.alone, ""
             case Load():
                 b = self.program.buffers[step.buffer]
                 most = max(b.nbytes(d) for d in self.alone.tolist())
                 takes = np.array([box is not None for box in b.boxes])
-                return np.where(takes, load_seconds(most, self.topo.device), np.nan), self.alone
+                return np.where(takes, load_seconds(most, self.topo.device), np.nan), self.alone, ""
             case Transfer():
                 src, dst = (self.program.buffers[b] for b in (step.src, step.dst))
-                key = (self.layouts[src.tensor], src.dtype, src.boxes, dst.boxes, step.kind)
+                passed = step.messages if step.kind == "permute" else ()  # (else they follow from the boxes)
+                key = (self.layouts[src.tensor], src.dtype, src.boxes, dst.boxes, step.kind, passed)
                 if key not in self.known.transfers:
                     self.known.transfers[key] = self.transfer(step)
-                return self.known.transfers[key]
+                return *self.known.transfers[key], ""
             case Reduce():
-                return self.reduce(step)
+                sent = (self.program.buffers[b] for b in step.sent)
+                key = (*self.kind(step), step.kind, step.groups, *((b.dtype, b.boxes) for b in sent))
+                if key not in self.known.merges:
+                    self.known.merges[key] = self.reduce(step)
+                return self.known.merges[key]
+
+    def kind(self, step: Launch | Reduce) -> tuple[str, Strategy, Stage]:
+        """What a step's operation is, and how and where it is run."""
+        return signature(self.plan.graph.ops[step.op], self.plan.graph), self.plan.strategies[step.op], self.plan.stage(step.op)
 
     def launch(self, step: Launch) -> np.ndarray:
         """A kernel: the whole of an operation, or what comes before or after its states are merged."""
-        op, s, stage = self.plan.graph.ops[step.op], self.plan.strategies[step.op], self.plan.stage(step.op)
-        key = (signature(op, self.plan.graph), s, stage)
+        kind = self.kind(step)
+        key = (*kind, step.mode, step.blocks)
         if key not in self.known.launches:
-            self.known.launches[key] = self.modes(op, s, self.topologies[stage])
-        return self.placed(self.known.launches[key][step.mode], stage)
+            op, s, stage = self.plan.graph.ops[step.op], kind[1], kind[2]
+            if kind not in self.known.modes:
+                self.known.modes[kind] = self.modes(op, s, self.topologies[stage])
+            takes = np.array([b is not None for b in step.blocks])
+            self.known.launches[key] = np.where(takes, self.placed(self.known.modes[kind][step.mode], stage), np.nan)
+        return self.known.launches[key]
 
     def placed(self, seconds: np.ndarray, stage: Stage) -> np.ndarray:
         """Seconds of a stage's devices as seconds of all devices."""
@@ -332,14 +347,14 @@ class _Costs:
         op, s, topo = self.plan.graph.ops[step.op], self.plan.strategies[step.op], self.topologies[self.plan.stage(step.op)]
         return merge(nbytes, axes, topo, reductions(op, s, topo.mesh))
 
-    def reduce(self, step: Reduce) -> tuple[np.ndarray, np.ndarray]:
+    def reduce(self, step: Reduce) -> tuple[np.ndarray, np.ndarray, str]:
         """Merging states; the last merge of an operation also pays for the kernel that merges."""
-        last = not (step.kind == "reduce_scatter" and any(not scatter for _, scatter in self.cut(step)))
-        seconds = sum(w.seconds for w in self.ways(step)) + last * self.topo.device.launch
+        last, ways = not (step.kind == "reduce_scatter" and any(not scatter for _, scatter in self.cut(step))), self.ways(step)
+        seconds = sum(w.seconds for w in ways) + last * self.topo.device.launch
         out, groups = np.full(self.program.devices, np.nan), self.alone.copy()
         for n, g in enumerate(step.groups):
             out[list(g)], groups[list(g)] = seconds, n
-        return out, groups
+        return out, groups, " then ".join(w.name for w in ways)
 
 
 def crossing_seconds(step: Transfer, program: Program, topo: Topology) -> np.ndarray:

@@ -193,27 +193,37 @@ def which_cover(outers: np.ndarray, inner: Boxes) -> np.ndarray:
 
 
 def footprints(op: Op, graph: Graph, s: Strategy, mesh: Mesh) -> Iterator[tuple[int, str, Boxes]]:
-    """(read position, tensor, boxes) of everything that each device must have, clipped to the tensor.
+    """(read position, tensor, boxes) of everything that each device must have, clipped to the tensor."""
+    for k, found in footprints_of_all(op, graph, (s,), mesh).items():
+        yield k, op.reads[k].tensor if isinstance(op, Block) else op.ins[k], found[0]
+
+
+def footprints_of_all(op: Op, graph: Graph, some: Sequence[Strategy], mesh: Mesh) -> dict[int, np.ndarray]:
+    """By read position ``[strategy, device, axis, 2]``: what each device must have with each of several strategies.
 
     Reads of the body cover the block of the whole index space; reads of ``then`` the part of the output that the device
     ends with, which after a reduce-scatter is smaller.
     """
-    block = op_boxes(op, s.dims, mesh)
+    block = np.concatenate([op_boxes(op, s.dims, mesh) for s in some])
+    many = (len(some), len(block) // len(some))
     if not isinstance(op, Block):
-        yield from _opaque_footprints(op, graph, block)
-        return
-    final = tensor_boxes(tuple(d.size for d in op.dims), s.out, mesh)
-    reduced_cut = op.monoid is not None and any(d in _reduced(op) for d in s.dims)
-    body = op.body_reads()
+        return {k: boxes.reshape(*many, *boxes.shape[1:]) for k, _, boxes in _opaque_footprints(op, graph, block)}
+    final = np.concatenate([tensor_boxes(tuple(d.size for d in op.dims), s.out, mesh) for s in some])
+    reduced = _reduced(op) if op.monoid is not None else set[str]()
+    cut = np.repeat([any(d in reduced for d in s.dims) for s in some], many[1])
+    body, then = op.body_reads(), op.then_reads()
     lo_hi = {d.name: (block[:, i, 0], block[:, i, 1] - 1) for i, d in enumerate(op.space)}
     end = {d.name: (final[:, i, 0], final[:, i, 1] - 1) for i, d in enumerate(op.dims)}
+    end = lo_hi | {n: (np.where(cut, a, lo_hi[n][0]), np.where(cut, b, lo_hi[n][1])) for n, (a, b) in end.items()}
+    out: dict[int, np.ndarray] = {}
     for k, r in enumerate(op.reads):
-        box = lo_hi if k in body or not reduced_cut else end
-        found = hull(r, box, graph.tensors[r.tensor].shape, len(block))
-        if k in body and reduced_cut and k in op.then_reads():
-            other = hull(r, end, graph.tensors[r.tensor].shape, len(block))
+        shape = graph.tensors[r.tensor].shape
+        found = hull(r, lo_hi if k in body else end, shape, len(block))
+        if k in body and k in then and cut.any():
+            other = hull(r, end, shape, len(block))  # (the same again where nothing is cut)
             found = np.stack([np.minimum(found[..., 0], other[..., 0]), np.maximum(found[..., 1], other[..., 1])], -1)
-        yield k, r.tensor, found
+        out[k] = found.reshape(*many, *found.shape[1:])
+    return out
 
 
 def read_box(op: Op, graph: Graph, k: int, block: Box) -> Box:
@@ -234,8 +244,8 @@ def hull(read: Read, box: Mapping[str, tuple[np.ndarray, np.ndarray]], shape: tu
     for i, e in enumerate(read.index):
         whole, div = _under_guards(e, read.when)
         lo, hi = bounds(whole, box)
-        out[:, i, 0] = np.clip(-(-np.asarray(lo) // div), 0, shape[i])
-        out[:, i, 1] = np.maximum(np.clip(np.asarray(hi) // div + 1, 0, shape[i]), out[:, i, 0])
+        out[:, i, 0] = np.minimum(np.maximum(-(-np.asarray(lo) // div), 0), shape[i])  # (np.clip takes much longer)
+        out[:, i, 1] = np.maximum(np.minimum(np.asarray(hi) // div + 1, shape[i]), out[:, i, 0])
     return out
 
 

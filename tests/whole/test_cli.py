@@ -248,7 +248,7 @@ def test_an_impossible_pin_says_why(tmp_path):
 
 
 def test_too_little_memory_says_by_how_much(tmp_path):
-    _, _, err = run("compile", save("mlp"), "-o", tmp_path / "b", "--memory", "100", "--devices", "2", "--time-limit", "2")
+    _, _, err = run("compile", save("mlp"), "-o", tmp_path / "b", "--memory", "100", "--devices", "2")
     assert "of 100" in err and "too many" in err and "device" in err
 
 

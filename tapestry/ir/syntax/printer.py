@@ -45,6 +45,16 @@ def signature(op: Op, graph: Graph) -> str:
 
     Two reads of one tensor stay the same tensor, so that what may be shared is part of the signature.
     """
+    tensors = [graph.tensors[t] for t in (*op.inputs, *op.outs)]
+    before = op.known.get("signature")  # (operations never change, but another graph may give its tensors other types)
+    if before is not None and before[0] == tensors:
+        return before[1]
+    text = _signature(op, graph)
+    op.known["signature"] = tensors, text
+    return text
+
+
+def _signature(op: Op, graph: Graph) -> str:
     alias = {t: f"t{i}" for i, t in enumerate(op.inputs)}
     types = " ".join(_type(graph.tensors[t]) for t in (*op.inputs, *op.outs))
     if isinstance(op, Opaque):

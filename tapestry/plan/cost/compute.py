@@ -6,6 +6,7 @@ most twice the roofline, and keeps the search from calling a plan free that read
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from math import prod
 
@@ -130,11 +131,18 @@ def quantities(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(contraction FLOPs, other FLOPs, bytes read and written) per device: what `seconds_each` prices, and what
     `tapestry calibrate` holds measured times against."""
+    return _quantities(op, graph, block, final, [(t, boxes, None) for (t, _), boxes in reads.items()])
+
+
+def _quantities(
+    op: Op, graph: Graph, block: Boxes, final: Boxes, reads: Sequence[tuple[str, Boxes, np.ndarray | None]]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The same; ``reads``: tensors, what is read of them, and which of the boxes count."""
     found: dict[str, np.ndarray] = {}
     picks = kernel_class(op) == GATHER
-    for (tensor, _), boxes in reads.items():
+    for tensor, boxes, counts in reads:
         cells = np.minimum(sizes(boxes), sizes(final)) if picks else sizes(boxes)
-        found[tensor] = found.get(tensor, 0) + cells
+        found[tensor] = found.get(tensor, 0) + (cells if counts is None else cells * counts)
     if isinstance(op, Block):
         for tensor, most in ((t, most) for t, most in _places(op) if t in found):
             boxes = (block[:, list(dims)] if body else final[:, list(dims)] for body, dims in most)
@@ -177,7 +185,35 @@ def seconds_each(
     op: Op, graph: Graph, block: Boxes, final: Boxes, reads: dict[tuple[str, bytes], Boxes], topo: Topology
 ) -> np.ndarray:
     """Time of every device: its block of the index space, what it ends with, and each distinct footprint it reads."""
-    heavy, light, moved = quantities(op, graph, block, final, reads)
+    return _priced(op, graph, quantities(op, graph, block, final, reads), topo)
+
+
+def seconds_of_all(
+    op: Op, graph: Graph, blocks: np.ndarray, finals: np.ndarray, prints: dict[int, np.ndarray], topo: Topology
+) -> np.ndarray:
+    """``[strategy, device]`` seconds of several strategies at once: ``blocks``, ``finals`` and, by read position, ``prints``
+    begin with the strategy."""
+    reads, seen, n = list[tuple[str, Boxes, np.ndarray | None]](), dict[str, list[np.ndarray]](), blocks.shape[1]
+    for k, boxes in prints.items():
+        tensor = op.reads[k].tensor if isinstance(op, Block) else op.ins[k]
+        before = seen.setdefault(tensor, [])
+        new = None if not before else ~np.any([(b == boxes).all(axis=(1, 2, 3)) for b in before], axis=0)
+        before.append(boxes)
+        reads.append((tensor, _flat(boxes), None if new is None else np.repeat(new, n)))
+    work = _quantities(op, graph, _flat(blocks), _flat(finals), reads)
+    each = zip(*(w.reshape(len(blocks), n) for w in work), strict=True)
+    if topo.costs or topo.kinds:  # (of a device each, or of a package's function)
+        return np.stack([_priced(op, graph, w, topo) for w in each])
+    return _priced(op, graph, work, topo).reshape(len(blocks), n)
+
+
+def _flat(boxes: np.ndarray) -> Boxes:
+    return boxes.reshape(-1, *boxes.shape[2:])
+
+
+def _priced(op: Op, graph: Graph, work: tuple[np.ndarray, np.ndarray, np.ndarray], topo: Topology) -> np.ndarray:
+    """Seconds of what `quantities` says of every device."""
+    heavy, light, moved = work
     if topo.costs:
         kind, dtype, devices = kernel_class(op), multiplied(op, graph), topo.kinds or (topo.device,)
         return plugin_costs.seconds_each(topo.costs, kind, dtype, (heavy, light, moved), devices)

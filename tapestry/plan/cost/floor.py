@@ -9,6 +9,7 @@ leave out gaps that the whole's includes.)
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import prod
 
 import numpy as np
@@ -53,20 +54,21 @@ def _read_bytes(op: Op, graph: Graph, final: int) -> int:
     return sum(most.values())
 
 
-def least_cells(op: Block, read: Read, shape: tuple[int, ...]) -> int:
-    """Cells that a read surely touches: a product over axes that share no dimension.
+def least_cells(op: Block, read: Read, shape: tuple[int, ...], sizes: Mapping[str, int] | None = None) -> int:
+    """Cells that a read surely touches: a product over axes that share no dimension; ``sizes``: in any part of the operation of
+    so many points along each dimension.
 
     An affine index takes at least ``1 + Σ (size - 1)`` values (a sum of sets of integers); those outside are subtracted.
     Axes with a floor, a mod or a dimension of an earlier axis count one, reads under guards nothing.
     """
     if read.when:
         return 0
-    cells, used = 1, set[str]()
+    cells, used, along = 1, set[str](), sizes or op.ranges
     for e, n in zip(read.index, shape, strict=True):
         if not e.is_affine or used & dims_of(e):
             continue
         lo, hi = bounds(e, {x.name: (0, x.size - 1) for x in op.space})
-        values = 1 + sum(op.ranges[str(a)] - 1 for a, _ in e.terms)
+        values = 1 + sum(along[str(a)] - 1 for a, _ in e.terms)
         cells *= max(0, min(values, n) - max(0, -int(lo)) - max(0, int(hi) - n + 1))
         used |= dims_of(e)
     return cells

@@ -11,13 +11,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from tapestry.ir.graph import Graph
-from tapestry.ir.plan import Layout
+from tapestry.ir.plan import Layout, device_count
 from tapestry.ir.program import alive_at, peak_bytes
 from tapestry.plan.cost.floor import least_seconds
+from tapestry.plan.memory.least_memory import lacking
 from tapestry.plan.memory.peaks import excess, moves
 from tapestry.plan.search.pareto import Point
 from tapestry.plan.search.planner import spatial
-from tapestry.plan.search.priced_plan import PricedPlan, peak, too_big
+from tapestry.plan.search.priced_plan import PricedPlan, TooBig, peak, too_big
 from tapestry.plan.search.problem import build
 from tapestry.plan.search.streamed_weights import fewest, streamable
 from tapestry.plan.solver.budget import SECOND, Budget
@@ -72,6 +73,12 @@ def fit(
     Raises:
         TooBig: nothing fits; says by how many bytes, on which device, for which tensors, and what was tried.
     """
+    lack = lacking(graph, topo)
+    if lack is not None:
+        raise TooBig(
+            first, f"no plan fits: {lack.text(device_count(topo.mesh), topo.device.memory)}", why=lack.why(),
+            hint="more memory (--memory), more devices (--devices) or a smaller batch (--shape)",
+        )  # fmt: skip
     bound = least_seconds(graph, topo)
     search = _Search(topo, inputs or {}, outputs or {}, bound, budget)
     states = [search.plan(graph, ()), _State(graph, (), first)]

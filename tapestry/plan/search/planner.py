@@ -17,13 +17,12 @@ from tapestry.ir.graph import Graph
 from tapestry.ir.plan import Layout
 from tapestry.ir.program import Transfer
 from tapestry.plan.layout_constraints import LayoutConstraints
-from tapestry.plan.lower import lower
 from tapestry.plan.schedule.any_order import least_seconds
 from tapestry.plan.schedule.branches import KNOWN, Branching
 from tapestry.plan.schedule.time_bound import Game
 from tapestry.plan.search import to_ring
 from tapestry.plan.search.memory_limit import demands, within_memory
-from tapestry.plan.search.priced_plan import PricedPlan, choice_of, peak, priced_plan, schedule, too_big
+from tapestry.plan.search.priced_plan import PricedPlan, choice_of, on_the_clock, peak, priced_plan, schedule, too_big
 from tapestry.plan.search.problem import Problem, build
 from tapestry.plan.search.resume import Start, beginning, fingerprint
 from tapestry.plan.simulate import simulate
@@ -220,10 +219,12 @@ def in_rings(best: PricedPlan) -> PricedPlan | None:
     assert best.problem
     topo = best.problem.topo
     plan = to_ring.with_rings(best.plan, topo)
-    program = lower(plan) if plan else None
-    if plan is None or program is None or not any(isinstance(s, Transfer) and s.kind == "permute" for s in program.steps):
+    if plan is None:
         return None
-    return replace(best, plan=plan, program=program, objective=simulate(plan, program, topo).total)
+    program, timed = on_the_clock(best.problem, plan)
+    if not any(isinstance(s, Transfer) and s.kind == "permute" for s in program.steps):
+        return None
+    return replace(best, plan=plan, program=program, objective=timed.total)
 
 
 def cheapest(

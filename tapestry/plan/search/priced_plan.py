@@ -10,7 +10,7 @@ import numpy as np
 from tapestry.errors import PlanError
 from tapestry.ir.plan import Plan, still
 from tapestry.ir.program import Program, alive_at, peak_bytes
-from tapestry.plan.lower import lower
+from tapestry.plan.lower import Shapes, lower
 from tapestry.plan.search.problem import Problem
 from tapestry.plan.simulate import Known, Schedule, simulate
 from tapestry.plan.solver.budget import Budget
@@ -72,8 +72,13 @@ def schedule(problem: Problem, choice: Sequence[int]) -> tuple[Plan, Program, Sc
         strategies=tuple(m.strategies[c] for m, c in zip(problem.menus, choice, strict=True)),
         streamed=problem.streamed,
     )  # fmt: skip
-    program = lower(plan, problem.clock.setdefault("needs", {}))
-    return plan, program, simulate(plan, program, problem.topo, problem.clock.setdefault("known", Known()))
+    return plan, *on_the_clock(problem, plan)
+
+
+def on_the_clock(problem: Problem, plan: Plan) -> tuple[Program, Schedule]:
+    """The program of a plan of a problem, and that on the clock."""
+    program = lower(plan, problem.clock.setdefault("shapes", Shapes()))
+    return program, simulate(plan, program, problem.topo, problem.clock.setdefault("known", Known()))
 
 
 def choice_of(problem: Problem, plan: Plan) -> list[int]:

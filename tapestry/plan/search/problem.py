@@ -28,7 +28,7 @@ from tapestry.plan.strategy import (
     Pin,
     covers,
     every_strategy,
-    footprints,
+    footprints_of_all,
     left_out,
     merges,
     op_boxes,
@@ -166,36 +166,39 @@ def _menu(op: Op, graph: Graph, topo: Topology, pins: tuple[Pin, ...], given: Ke
     every = allowed(op, given, every_strategy(op, topo.mesh, pins), graph, topo.mesh)
     offered = every[:MAX_STRATEGIES]
     skipped = len(every) - len(offered) + left_out(op, topo.mesh, pins)
-    seconds, states, mine, outs = list[float](), list[int](), list[int](), list[list[int]]()
-    reads, own, merging = list[dict[int, Boxes]](), list[np.ndarray](), list[float]()
-    at, kept = watched(topo), lanes(topo)
-    for s in offered:
-        block = op_boxes(op, s.dims, topo.mesh)
-        final = tensor_boxes(tuple(d.size for d in op.dims), s.out, topo.mesh) if isinstance(op, Block) else block
-        prints = {k: (t, b) for k, t, b in footprints(op, graph, s, topo.mesh)}
-        unique = {(t, b.tobytes()): b for t, b in prints.values()}
+    blocks = np.stack([op_boxes(op, s.dims, topo.mesh) for s in offered])
+    results = [tensor_boxes(tuple(d.size for d in op.dims), s.out, topo.mesh) for s in offered] if isinstance(op, Block) else []
+    finals = np.stack(results) if results else blocks
+    prints = footprints_of_all(op, graph, offered, topo.mesh)
+    each = compute.seconds_of_all(op, graph, blocks, finals, prints, topo)
+    seconds, states, mine, merging = list[float](), list[int](), list[int](), list[float]()
+    at, kept, own = watched(topo), lanes(topo), list[np.ndarray]()
+    launches = 2 if isinstance(op, Block) and op.lowers else 1  # merging, and finishing where needed
+    again = (launches - 1) * np.broadcast_to(topo.each(lambda d: d.launch), each.shape[1])[kept]
+    for s, block, final, took in zip(offered, blocks, finals, each, strict=True):
         cut = merges(op, s)
         size = compute.state_bytes(op, block) if cut else 0
-        merges_take = [w.seconds for w in merge(size, cut, topo, reductions(op, s, topo.mesh))] if cut else []
-        launches = 2 if isinstance(op, Block) and op.lowers else 1  # merging, and finishing where needed
-        each = compute.seconds_each(op, graph, block, final, unique, topo)
-        seconds.append(float(np.max(each)) + sum(merges_take) + (launches * topo.device.launch if cut else 0.0))
-        own.append(each[kept] + (launches - 1) * bool(cut) * np.broadcast_to(topo.each(lambda d: d.launch), len(each))[kept])
+        by = reductions(op, s, topo.mesh) if cut else ("", "")
+        merges_take = [w.seconds for w in merge(size, cut, topo, by)] if cut else []
+        seconds.append(float(np.max(took)) + sum(merges_take) + (launches * topo.device.launch if cut else 0.0))
+        own.append(took[kept] + again * bool(cut))
         left = compute.state_bytes(op, final) if len(merges_take) > 1 else 0  # of what was scattered
-        second = merge(left, [(a, k) for a, k in cut if not k], topo, reductions(op, s, topo.mesh)) if left else []
-        took = sum(merges_take[:1]) + sum(w.seconds for w in second)
-        merging.append(took + topo.device.launch if cut else 0.0)
+        second = merge(left, [(a, k) for a, k in cut if not k], topo, by) if left else []
+        merging.append(sum(merges_take[:1]) + sum(w.seconds for w in second) + topo.device.launch if cut else 0.0)
         states.append(size)
         mine.append(compute.state_bytes(op, block[at : at + 1]) if cut else 0)
-        shapes = [tensor_boxes(graph.tensors[t].shape, out_layout(op, s.out, n), topo.mesh) for n, t in enumerate(op.outs)]
-        widths = [itemsize(graph.tensors[t].dtype) for t in op.outs]
-        outs.append([int(compute.sizes(b)[at]) * width for width, b in zip(widths, shapes, strict=True)])
-        reads.append({k: b for k, (_, b) in prints.items()})
-    width = np.array(outs).reshape(len(offered), -1)
+    widths = [itemsize(graph.tensors[t].dtype) for t in op.outs]
+    held = [[out_layout(op, s.out, n) for n in range(len(op.outs))] for s in offered]
+    outs = [
+        [int(compute.sizes(tensor_boxes(graph.tensors[t].shape, h, topo.mesh)[at])) * w for t, h, w in zip(op.outs, hs, widths)]
+        for hs in held
+    ]
+    reads = [{k: found[n] for k, found in prints.items()} for n in range(len(offered))]
     own_seconds = np.array(own).reshape(len(offered), len(kept)).T
     return Menu(
-        offered, np.array(seconds), np.array(states), np.array(mine), width, reads, own_seconds, np.array(merging), skipped
-    )
+        offered, np.array(seconds), np.array(states), np.array(mine), np.array(outs).reshape(len(offered), -1), reads,
+        own_seconds, np.array(merging), skipped,
+    )  # fmt: skip
 
 
 def _edges(problem: Problem, keys: list[str], tables: Tables) -> None:

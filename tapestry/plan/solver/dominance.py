@@ -17,6 +17,7 @@ Table = tuple[tuple[int, ...], np.ndarray]
 ROUNDS = 8
 FEW = 16  # labels that all others are compared with first: the cheapest ones beat most
 LARGEST = 1 << 28  # differences that one table may take
+SMALL = 1 << 17  # differences that are all worked out, equal columns again
 
 
 @dataclass(slots=True)
@@ -154,6 +155,8 @@ class _State:
 
 def _most(table: np.ndarray, by: np.ndarray) -> np.ndarray:
     """[a, b]: the largest of ``table[a, r] - table[b, r]`` over the columns, for some rows and all."""
+    if len(by) * table.size <= SMALL:
+        return (table[by, None] - table[None]).max(axis=2)
     rows = np.unique(table, axis=1)
     out = np.empty((len(by), len(rows)))
     for a, row in enumerate(rows[by]):
