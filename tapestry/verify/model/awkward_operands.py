@@ -49,6 +49,8 @@ BOTH = 0.2  # of the cells have a number in every operand
 APART = "not on awkward operands"  # as a certificate counts operations
 DENORMAL = {"f64": 1e-310, "f32": 1e-40, "f16": 1e-6, "bf16": 1e-40}
 ASKING = ("IsNaN", "IsInf")  # operators that say of a number whether it is finite
+CLEAN = ((1.0, 0.0), (2.0, 1.0), (-1.0, -0.5))  # factors and terms that make a clean number another one
+GROWING = (8, 14)  # exponents of numbers that stand for an infinity, in any type
 PLAIN = frozenset({"sum", "prod", "or", "and", "xor"})  # monoids in which no NaN is lost or found
 
 
@@ -196,7 +198,11 @@ class AwkwardOperands:
         if explained(trial, op, k, point, first, dtype, number)[0]:
             return
         asks = dtype not in FLOATS and any(n.op_type in ASKING for n in part.nodes)  # of finite numbers the answer is one
-        if odd and not asks and self._indifferent(part, numbers, name, at):
+        if (
+            odd
+            and not asks
+            and (self._indifferent(part, numbers, name, at) or self._limit(part, numbers, name, at, mine[0], first[0]))
+        ):
             self.counts["cells by policy"] += 1
             return
         by = f"{first[0]!s} by {1 + len(others)} evaluations"
@@ -208,7 +214,7 @@ class AwkwardOperands:
         if dtype not in FLOATS:
             return False
         kept = bool(np.isnan(mine) and not np.isnan(first)) and self._keeps_nan(op, part)
-        overflows = on_the_way and not np.isfinite(first)
+        overflows = on_the_way and (not np.isfinite(first) or abs(float(first)) > 1.99 * 2.0 ** LARGEST[dtype])
         if kept or overflows:
             self.counts["cells by policy" if kept else "cells where evaluators differ"] += 1
         return kept or overflows
@@ -230,12 +236,32 @@ class AwkwardOperands:
         return bool(monoids - PLAIN) or any(x.fn in ("max", "min") for x in calls)
 
     def _indifferent(self, part: Counterpart, numbers: Numbers, name: str, at: tuple[Array, ...]) -> bool:
-        """Whether a cell is the same for any clean operand where the awkward ones were."""
-        found: set[bytes] = set()
-        for factor, term in ((1.0, 0.0), (2.0, 1.0), (-1.0, -0.5)):
-            clean = {p: float(part.operands[p[0]][p[1]]) * factor + term for p in numbers}
-            found.add(np.asarray(self.parts.run(part, _changed(part.operands, clean))[name])[at].tobytes())
-        return len(found) == 1
+        """Whether a cell is the same for any clean operand where one that is no number was."""
+
+        def same_for(place: Place) -> bool:
+            was = float(part.operands[place[0]][place[1]])
+            return len({self._theirs(part, {place: was * f + c}, name, at).tobytes() for f, c in CLEAN}) == 1
+
+        return any(same_for(p) for p, v in numbers.items() if not math.isfinite(v))
+
+    def _limit(self, part: Counterpart, numbers: Numbers, name: str, at: tuple[Array, ...], mine: Any, first: Any) -> bool:
+        """Whether an infinity of ours is what ever larger operands lead to, where the reference has NaN: 0 times an infinity
+        beside the infinity itself, at a place that an interpolation hits."""
+        if not (np.isinf(mine) and np.isnan(first)) or any(math.isnan(v) for v in numbers.values()):
+            return False
+        near, far = (
+            float(
+                self._theirs(part, {p: math.copysign(2.0**e, v) if math.isinf(v) else v for p, v in numbers.items()}, name, at)[
+                    0
+                ]
+            )
+            for e in GROWING
+        )
+        return math.isfinite(far) and near * mine > 0 and far / near >= 2.0 ** (GROWING[1] - GROWING[0] - 1)
+
+    def _theirs(self, part: Counterpart, numbers: Numbers, name: str, at: tuple[Array, ...]) -> Array:
+        """A cell of the counterpart."""
+        return np.asarray(self.parts.run(part, _changed(part.operands, numbers))[name])[at]
 
 
 def _kinds(dtype: str) -> list[float]:
