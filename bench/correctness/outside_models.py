@@ -7,8 +7,8 @@ strategies, way of running). Its outputs are judged as a fuzz case's are: exact 
 places explains (`tapestry.fuzz.trial.judge`); then it runs again with infinities and NaNs in its inputs, against the
 interpreter of the lifted graph (`tapestry.fuzz.awkward`). Counted apart: ``rounding``, a value that noise in the last places
 moves as far as ours is off; ``not finite``, a model whose outputs are infinite or NaN already, which the second run alone
-judges; ``unfit``, a model that onnxruntime does not run. Writes bench/results/outside_models.json; exits 1 where a value is
-wrong.
+judges; ``unfit``, a model that onnxruntime does not run. Writes bench/results/outside_models.json as it goes, and a later call
+with the same seed goes on where that ends; exits 1 where a value is wrong.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import tempfile
 import time
 import warnings
 from collections import Counter
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,8 @@ from tapestry.fuzz.recipe import random_recipe
 from tapestry.fuzz.trial import Failure, Refused, attempt, prepare
 
 DOUBLE = {TensorProto.FLOAT: TensorProto.DOUBLE}
+RIGHT = ("right", "unfit", "refused", "rounding", "not finite")
+EVERY = 20.0  # seconds after which what was found is written
 
 
 def widened(model: ModelProto) -> ModelProto:
@@ -116,26 +118,61 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--count", type=int, default=1_000_000)
     parser.add_argument("--minutes", type=float, default=1e9)
+    parser.add_argument("--again", action="store_true", help="also what the results have already")
     args = parser.parse_args()
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
-    end, counts, rows = time.monotonic() + 60 * args.minutes, Counter[str](), list[record.Row]()
+    end, kept = time.monotonic() + 60 * args.minutes, time.monotonic()
+    series = series_of(args.seed, args.again)
     with tempfile.TemporaryDirectory() as folder:
         for path in sorted(args.folder.glob("*.onnx"))[args.first :][: args.count]:
             if time.monotonic() > end:
                 break
-            proto = onnx.load(path)
-            for kind, model in (("float32", proto), ("float64", widened(proto))):
-                verdict, detail = judged(f"{path.name} {kind}", model, args.seed, Path(folder))
-                counts[f"{kind} {verdict}"] += 1
-                if verdict != "right":
-                    rows.append({"model": path.name, "type": kind, "verdict": verdict, "detail": detail})
-    wrong = [r for r in rows if r["verdict"] not in ("right", "unfit", "refused", "rounding", "not finite")]
+            if path.name in series.done:
+                continue
+            asked(path, args.seed, Path(folder), series)
+            if time.monotonic() > kept + EVERY:
+                keep(series, args.seed)
+                kept = time.monotonic()
+    keep(series, args.seed)
+    wrong = [r for r in series.rows if r["verdict"] not in RIGHT]
     for r in wrong:
         print(r)
-    print(dict(counts))
-    record.write("outside_models", rows, counts=dict(counts), seed=args.seed)
+    print(len(series.done), "models", dict(series.counts))
     return int(bool(wrong))
+
+
+@dataclass(slots=True)
+class Series:
+    """What is known: names of models, counts of verdicts, and a row for each that is not ``right``."""
+
+    done: set[str] = field(default_factory=set[str])
+    counts: Counter[str] = field(default_factory=Counter[str])
+    rows: list[record.Row] = field(default_factory=list[record.Row])
+
+
+def series_of(seed: int, again: bool) -> Series:
+    """What earlier calls with this seed found."""
+    if again or record.read_more("outside_models", "seed", 0) != seed:
+        return Series()
+    counts = record.read_more("outside_models", "counts", dict[str, int]())
+    return Series(set(record.read_more("outside_models", "done", "").split()), Counter(counts), record.read("outside_models"))
+
+
+def keep(series: Series, seed: int) -> None:
+    """Write down what is known."""
+    record.write("outside_models", series.rows, counts=dict(series.counts), seed=seed, done=" ".join(sorted(series.done)))
+
+
+def asked(path: Path, seed: int, folder: Path, series: Series) -> None:
+    """One file, as it is and in float64."""
+    proto = onnx.load(path)
+    for kind, model in (("float32", proto), ("float64", widened(proto))):
+        verdict, detail = judged(f"{path.name} {kind}", model, seed, folder)
+        series.counts[f"{kind} {verdict}"] += 1
+        if verdict != "right":
+            series.rows.append({"model": path.name, "type": kind, "verdict": verdict, "detail": detail})
+    series.done.add(path.name)
 
 
 if __name__ == "__main__":

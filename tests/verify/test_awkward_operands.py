@@ -68,7 +68,7 @@ def result_changed(graph: Graph, name: str, change) -> Graph:
 def test_what_no_input_leads_to_is_asked_of_each_operation(name, kind, tmp_path):
     data = {**DATA, "low": np.float32(-np.inf), "high": np.float32(np.inf)}
     inputs = {"i": (T.INT64, [6])}
-    assert compared(tmp_path, NODES, inputs, data)["on awkward operands"] == 3
+    assert compared(tmp_path, NODES, inputs, data)["on awkward operands"] == 4
     with pytest.raises(LawError, match=f"(?s)'{name}' is not the model's.*evaluations, where"):
         compared(tmp_path, NODES, inputs, data, lambda g: result_changed(g, name, CHANGES[kind]))
 

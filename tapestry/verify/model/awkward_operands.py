@@ -30,6 +30,7 @@ from tapestry.verify.model.cell_tolerance import explained, same
 from tapestry.verify.model.cell_values import CellValues
 from tapestry.verify.model.counterparts import Counterpart, Counterparts, NoCounterpart
 from tapestry.verify.model.model_facts import LAW
+from tapestry.verify.model.scaled_operands import LARGEST, variants
 
 Array = np.ndarray[Any, Any]
 Place = tuple[str, tuple[int, ...]]  # a tensor and a cell of it
@@ -48,6 +49,8 @@ BOTH = 0.2  # of the cells have a number in every operand
 APART = "not on awkward operands"  # as a certificate counts operations
 DENORMAL = {"f64": 1e-310, "f32": 1e-40, "f16": 1e-6, "bf16": 1e-40}
 ASKING = ("IsNaN", "IsInf")  # operators that say of a number whether it is finite
+CLEAN = ((1.0, 0.0), (2.0, 1.0), (-1.0, -0.5))  # factors and terms that make a clean number another one
+GROWING = (8, 14)  # exponents of numbers that stand for an infinity, in any type
 PLAIN = frozenset({"sum", "prod", "or", "and", "xor"})  # monoids in which no NaN is lost or found
 
 
@@ -93,6 +96,7 @@ class AwkwardOperands:
         wanted = EACH * len(_kinds("f32")) * len({s.tensor for s in seen})
         rounds = max(1, min(math.ceil(wanted / width), ROUNDS, min(POINTS, self.left) // work, ALL_ROUNDS // self.operations))
         again = min(ALONE[1], max(ALONE[0], SECOND // work))
+        self._scaled(op, part, points[:width], number, work)
         for k in range(rounds):
             self.left -= work
             chosen = rng.permutation(len(points))[:width] if k else np.arange(width)
@@ -112,7 +116,7 @@ class AwkwardOperands:
     def _round(self, op: Block, part: Counterpart, points: Array, numbers: list[Numbers], number: int, most: int) -> int:
         """One evaluation with numbers at many cells; returns how many cells were asked again alone."""
         try:
-            values = _changed(part.values, {p: v for row in numbers for p, v in row.items()})
+            values = _changed(part.operands, {p: v for row in numbers for p, v in row.items()})
             theirs = self.parts.run(part, values)
         except (TapestryError, ArithmeticError, ValueError):
             self.counts["evaluations on awkward operands that no evaluator makes"] += 1
@@ -131,27 +135,58 @@ class AwkwardOperands:
                     suspects.setdefault(_sort(numbers[at]), (int(at), k))
         asked = list(suspects.values())[: max(0, most)]
         for at, k in asked:
-            self._alone(op, part, points[at : at + 1], numbers[at], k, number)
+            shown = ", ".join(f"{t}{list(i)} = {v:.3g}" for (t, i), v in numbers[at].items())
+            values = _changed(part.operands, numbers[at])
+            self._alone(op, part, points[at : at + 1], values, numbers[at], k, number, shown)
         return len(asked)
+
+    def _scaled(self, op: Block, part: Counterpart, points: Array, number: int, work: int) -> None:
+        """Evaluations with operands that are scaled as a whole."""
+        for said, changed in variants(self.graph, part.values, part.weights):
+            if work > self.left:
+                return
+            self.left -= work
+            values = {**part.values, **changed}
+            try:
+                theirs = self.parts.run(part, values)
+            except (TapestryError, ArithmeticError, ValueError):
+                self.counts["evaluations on awkward operands that no evaluator makes"] += 1
+                continue
+            self.counts["cells on scaled operands"] += len(points)
+            for k, name in enumerate(op.outs):
+                reference, t = theirs.get(name), self.graph.tensors[name]
+                if not is_array(reference) or reference.shape != t.shape:
+                    continue
+                (mine, slack), evaluator = self._mine(op, values, points, k)
+                there = reference[tuple(points.T)].reshape(len(points)).astype(numpy_dtype(t.dtype))
+                for at in np.flatnonzero(~same(mine, slack, there, t.dtype, evaluator.unit))[: ALONE[0]]:
+                    self._alone(op, part, points[at : at + 1], values, {}, k, number, said)
 
     def _mine(self, op: Block, values: Mapping[str, Any], points: Array, k: int) -> tuple[tuple[Array, Array], CellValues]:
         """What the operation gives, and the evaluator that gave it."""
         found = CellValues(self.graph, lambda t: values.get(t, self.parts.known(t)), coarsest=self.coarsest)
         return found.block(op, points)[k], found
 
-    def _alone(self, op: Block, part: Counterpart, point: Array, numbers: Numbers, k: int, number: int) -> None:
+    def _alone(
+        self, op: Block, part: Counterpart, point: Array, values: Mapping[str, Any], numbers: Numbers, k: int, number: int,
+        shown: str,
+    ) -> None:  # fmt: skip
         """A cell once more, nothing else awkward: refused where all evaluators agree on another value."""
         name, at = op.outs[k], tuple(point.T)
         dtype = self.graph.tensors[name].dtype
-        values = _changed(part.values, numbers)
         (mine, slack), evaluator = self._mine(op, values, point, k)
         odd = not all(math.isfinite(v) for v in numbers.values())
         if evaluator.whole_numbers:  # of which a NaN or an infinity may be any
             return
-        found = self.parts.opinions(part, values, _work(op) <= SECOND)
+        slow = _work(op) <= SECOND
+        found = self.parts.opinions(part, values, slow)
         opinions = (r[name][at].reshape(1).astype(numpy_dtype(dtype)) for r in found)
         first = next(opinions, None)
-        if first is None or self._settled(op, part, mine[0], first[0], odd, dtype):
+        if first is None:
+            return
+        finite = not odd or any(math.isfinite(v) and abs(v) > 1 for v in numbers.values())
+        on_the_way = finite and not (slow and self._too_large(part, values, name, at))
+        if self._settled(op, part, mine[0], first[0], on_the_way, dtype):
             return
         if same(mine, slack, first, dtype, evaluator.unit)[0]:
             return
@@ -163,23 +198,35 @@ class AwkwardOperands:
         if explained(trial, op, k, point, first, dtype, number)[0]:
             return
         asks = dtype not in FLOATS and any(n.op_type in ASKING for n in part.nodes)  # of finite numbers the answer is one
-        if odd and not asks and self._indifferent(part, numbers, name, at):
+        if (
+            odd
+            and not asks
+            and (self._indifferent(part, numbers, name, at) or self._limit(part, numbers, name, at, mine[0], first[0]))
+        ):
             self.counts["cells by policy"] += 1
             return
-        shown = ", ".join(f"{t}{list(i)} = {v:.3g}" for (t, i), v in numbers.items())
         by = f"{first[0]!s} by {1 + len(others)} evaluations"
         said = f"cell {point[0].tolist()} is {mine[0]!s} by the plan, {by}, where {shown}"
         raise LawError(LAW, f"'{name}' is not the model's", where=where(op), why=said)
 
-    def _settled(self, op: Block, part: Counterpart, mine: Any, first: Any, odd: bool, dtype: str) -> bool:
+    def _settled(self, op: Block, part: Counterpart, mine: Any, first: Any, on_the_way: bool, dtype: str) -> bool:
         """Whether a policy says enough of a value: a NaN that is kept, or an overflow on the way, a matter of order."""
         if dtype not in FLOATS:
             return False
         kept = bool(np.isnan(mine) and not np.isnan(first)) and self._keeps_nan(op, part)
-        overflows = not odd and not np.isfinite(first)
+        overflows = on_the_way and (not np.isfinite(first) or abs(float(first)) > 1.99 * 2.0 ** LARGEST[dtype])
         if kept or overflows:
             self.counts["cells by policy" if kept else "cells where evaluators differ"] += 1
         return kept or overflows
+
+    def _too_large(self, part: Counterpart, values: Mapping[str, Any], name: str, at: tuple[Array, ...]) -> bool:
+        """Whether a result, and not only something on the way to it, is beyond its type."""
+        dtype = self.graph.tensors[name].dtype
+        try:
+            wide = float(np.asarray(self.parts.run(part, values, independent=True, wide=True)[name])[at].reshape(-1)[0])
+        except (TapestryError, ArithmeticError, ValueError, TypeError):
+            return False
+        return dtype in LARGEST and math.isfinite(wide) and abs(wide) > 2.0 ** (LARGEST[dtype] + 2)
 
     def _keeps_nan(self, op: Block, part: Counterpart) -> bool:
         """Whether a maximum is computed, or a state: there a NaN is not lost, and the mean of an infinity is one."""
@@ -189,12 +236,32 @@ class AwkwardOperands:
         return bool(monoids - PLAIN) or any(x.fn in ("max", "min") for x in calls)
 
     def _indifferent(self, part: Counterpart, numbers: Numbers, name: str, at: tuple[Array, ...]) -> bool:
-        """Whether a cell is the same for any clean operand where the awkward ones were."""
-        found: set[bytes] = set()
-        for factor, term in ((1.0, 0.0), (2.0, 1.0), (-1.0, -0.5)):
-            clean = {p: float(part.values[p[0]][p[1]]) * factor + term for p in numbers}
-            found.add(np.asarray(self.parts.run(part, _changed(part.values, clean))[name])[at].tobytes())
-        return len(found) == 1
+        """Whether a cell is the same for any clean operand where one that is no number was."""
+
+        def same_for(place: Place) -> bool:
+            was = float(part.operands[place[0]][place[1]])
+            return len({self._theirs(part, {place: was * f + c}, name, at).tobytes() for f, c in CLEAN}) == 1
+
+        return any(same_for(p) for p, v in numbers.items() if not math.isfinite(v))
+
+    def _limit(self, part: Counterpart, numbers: Numbers, name: str, at: tuple[Array, ...], mine: Any, first: Any) -> bool:
+        """Whether an infinity of ours is what ever larger operands lead to, where the reference has NaN: 0 times an infinity
+        beside the infinity itself, at a place that an interpolation hits."""
+        if not (np.isinf(mine) and np.isnan(first)) or any(math.isnan(v) for v in numbers.values()):
+            return False
+        near, far = (
+            float(
+                self._theirs(part, {p: math.copysign(2.0**e, v) if math.isinf(v) else v for p, v in numbers.items()}, name, at)[
+                    0
+                ]
+            )
+            for e in GROWING
+        )
+        return math.isfinite(far) and near * mine > 0 and far / near >= 2.0 ** (GROWING[1] - GROWING[0] - 1)
+
+    def _theirs(self, part: Counterpart, numbers: Numbers, name: str, at: tuple[Array, ...]) -> Array:
+        """A cell of the counterpart."""
+        return np.asarray(self.parts.run(part, _changed(part.operands, numbers))[name])[at]
 
 
 def _kinds(dtype: str) -> list[float]:
@@ -300,7 +367,7 @@ class _Footprint:
         env |= {d.name: rng.integers(0, d.size, len(points)) for d in (*op.reduce, *op.inner_dims)}
         by = dict(zip([d.name for d in op.dims], roots, strict=True))
         for r in op.reads:
-            operand = r.tensor in self.part.values
+            operand = r.tensor in self.part.operands
             if not operand and self.parts.given(r.tensor):
                 continue
             index, valid = self.values.looked_at(op, r, env)

@@ -14,7 +14,7 @@ from onnx import NodeProto
 from tapestry.errors import TapestryError
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.syntax.printer import signature
-from tapestry.ir.types import numpy_dtype
+from tapestry.ir.types import FLOATS, numpy_dtype
 from tapestry.onnx_eval.opaque_node import RANDOM
 from tapestry.onnx_eval.value_kinds import is_array
 from tapestry.verify.model.model_facts import Reader
@@ -24,6 +24,7 @@ Array = np.ndarray[Any, Any]
 SIZES = frozenset({"Shape", "Size"})  # their results are of no value's cells
 CHAIN = 64  # operations that an operation follows back at most, and nodes that are its counterpart
 LITERAL = 64  # elements of a constant that tells two counterparts apart
+SMALL = 1 << 16  # elements of a weight that may have other numbers
 
 
 class NoCounterpart(Exception):
@@ -37,12 +38,18 @@ class Counterpart:
     Attributes:
         behind: the operations that the operation follows back.
         values: of the tensors that the operation and the nodes both read, by name, as the reference has them.
+        weights: small ones that both read, and that nothing else is made of.
     """
 
     nodes: tuple[NodeProto, ...]
     outs: tuple[str, ...]
     behind: tuple[Block, ...]
     values: Mapping[str, Array]
+    weights: Mapping[str, Array]
+
+    @property
+    def operands(self) -> dict[str, Array]:
+        return {**self.values, **self.weights}
 
 
 @dataclass(slots=True)
@@ -127,7 +134,24 @@ class Counterparts:
             raise NoCounterpart("like another one")
         self.seen.add(key)
         values = {t: self.reference.values[t] for t in sorted(used)}
-        return Counterpart(tuple(nodes), op.outs, behind, values)
+        return Counterpart(tuple(nodes), op.outs, behind, values, self._weights(set(read), nodes))
+
+    def _weights(self, read: set[str], nodes: list[NodeProto]) -> dict[str, Array]:
+        """Weights that an operation's counterpart may be asked at other numbers of.
+
+        None where the operation reads a constant that something was made into, or the nodes one that is made of weights.
+        """
+        wanted = {i for n in nodes for i in n.input if i}
+        given = {t for t in read if t in self.graph.weights}
+        if any(not self.graph.weights[t].file or t not in wanted or t not in self.model.initializers for t in given):
+            return {}
+        if any(self.model.nodes[self.model.places[i]].input for i in wanted & self.fixed if i in self.model.places):
+            return {}
+        found = {t: v for t in sorted(given) if self.graph.tensors[t].dtype in FLOATS and 1 < (v := self.read(t)).size <= SMALL}
+        held = [self._fixed(i) for i in sorted((wanted & set(self.model.initializers)) - set(found))]
+        alike = {(v.dtype.str, v.shape, v.tobytes()) for v in held if is_array(v) and v.size <= SMALL}
+        keys = [(v.dtype.str, v.shape, v.tobytes()) for v in found.values()]
+        return found if len(set(keys)) == len(keys) and not alike & set(keys) else {}
 
     def _between(self, outs: tuple[str, ...], leaves: set[str]) -> list[NodeProto]:
         """The nodes behind some values, from others."""
