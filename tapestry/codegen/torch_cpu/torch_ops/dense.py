@@ -311,7 +311,7 @@ class _Rows:
 def _plain_axes(
     op: Block, w: int, box: Box | None, block: dict[str, tuple[int, int]]
 ) -> tuple[list[str], tuple[slice, ...], bool] | None:
-    """(the dimension of each axis of a buffer, those read at one place left out; the part that is read; whether that is all)."""
+    """(the dimension of each axis of a buffer, those read at one place left out; the part that is read; if it is all)."""
     read = op.reads[w]
     if box is None or read.when:
         return None
