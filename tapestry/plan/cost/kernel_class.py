@@ -5,6 +5,8 @@
 - ``unfolded``: a sum of products of windows that is no convolution, such as one over an image's overlapping strips: the
   windows are written out before they are multiplied.
 - ``attention``: sums of products inside another reduction (attention, a norm of a product's rows), and sums by weights of rows.
+- ``scored``: attention whose scores are more than a product and what is added to it: masked by comparing places, chosen by
+  another tensor, capped. They are computed score by score.
 - ``computed``: those inside another reduction, of factors that are computed from several values, such as attention
   that rotates its queries: they are written out before they are multiplied.
 - ``gather``: picks elements by index, as an embedding lookup does.
@@ -19,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import lru_cache
 
-from tapestry.ir.expr import arg_positions
+from tapestry.ir.expr import Call, arg_positions, walk
 from tapestry.ir.graph import Block, Op
 from tapestry.ir.index import Aff, bounds, dims_of
 from tapestry.ir.recognise.contraction import dims_varied, inner_product, products
@@ -27,7 +29,9 @@ from tapestry.ir.recognise.convolution import convolution
 from tapestry.ir.recognise.exponential import exponential
 from tapestry.ir.recognise.selection_sum import selection
 
-CONTRACTION, CONVOLUTION, UNFOLDED, ATTENTION, COMPUTED = "contraction", "convolution", "unfolded", "attention", "computed"
+CONTRACTION, CONVOLUTION, UNFOLDED = "contraction", "convolution", "unfolded"
+ATTENTION, SCORED, COMPUTED = "attention", "scored", "computed"
+ARITHMETIC = frozenset({"add", "sub", "mul", "div", "neg", "cast"})
 ROW, SOFTMAX, MAP, GATHER, OPAQUE = "row", "softmax", "map", "gather", "opaque"
 
 
@@ -39,7 +43,7 @@ def kernel_class(op: Op) -> str:
     if products(op):
         return CONVOLUTION if convolution(op) else UNFOLDED if _windows(op) else CONTRACTION
     if (inner := inner_product(op)) is not None:
-        return COMPUTED if any(len(arg_positions((f,))) > 1 for f in inner.args) else ATTENTION
+        return COMPUTED if any(len(arg_positions((f,))) > 1 for f in inner.args) else SCORED if _scored(op) else ATTENTION
     if _weighs(op):
         return ATTENTION
     if selection(op):
@@ -47,6 +51,12 @@ def kernel_class(op: Op) -> str:
     if exponential(op.monoid):
         return SOFTMAX
     return ROW if op.monoid or op.inner else MAP
+
+
+def _scored(op: Block) -> bool:
+    """Whether the exponents of its weights are computed otherwise than by arithmetic of products, tensors and numbers."""
+    calls = (x.fn for x in walk(op.body[0]) if isinstance(x, Call))
+    return exponential(op.monoid, sums=2) is not None and not ARITHMETIC.issuperset(calls)
 
 
 def _windows(op: Block) -> bool:

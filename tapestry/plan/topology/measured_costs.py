@@ -11,10 +11,12 @@ from typing import Any
 import numpy as np
 
 CLASSES = (
-    "contraction", "convolution", "unfolded", "attention", "computed", "row", "softmax", "map", "gather", "opaque",
+    "contraction", "convolution", "unfolded", "attention", "scored", "computed", "row", "softmax", "map", "gather", "opaque",
 )  # fmt: skip
-PRODUCTS = CLASSES[:5]  # whose rates are of products
-LIKE = {"unfolded": "convolution", "attention": "contraction", "computed": "contraction", "softmax": "row"}
+PRODUCTS = CLASSES[:6]  # whose rates are of products
+LIKE = {
+    "unfolded": "convolution", "attention": "contraction", "scored": "attention", "computed": "contraction", "softmax": "row",
+}  # fmt: skip
 """What stands for classes that older calibrations did not tell apart."""
 CALLS = (
     "all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "broadcast", "batch_isend_irecv",

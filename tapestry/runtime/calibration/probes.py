@@ -89,6 +89,21 @@ def _attention(b: int, heads: int, queries: int, keys: int, *, masked: bool = Fa
     )
 
 
+def _scored(b: int, heads: int, queries: int, keys: int, *, causal: bool = False) -> Probe:
+    """Attention with numbers added to those scores alone that a comparison of places, or another tensor, lets stand."""
+    width = 64 * heads
+    stands = "le(index(m), index(i))" if causal else "gt(z, 0)"
+    op = (
+        f"y@: f32[{b}, {heads}, {queries}, 64] = op [b0: {b}, b1: {heads}, i: {queries}, n: 64 | m: {keys} softsum]\n"
+        f"  reads v[b0, m, 64*b1 + n], q[b0, i, 64*b1 + c], k[b0, m, 64*b1 + c], a[i, m, b1]{', z[b0, m]' * (not causal)}\n"
+        f"  let [c: 64 sum] q * k\n  body let0 + where({stands}, a, f32(-3.4028234663852886e+38)), 1.0, v\n"
+        "  then where(isnan(acc0 - acc0), acc0 - acc0, acc2 / acc1)"
+    )
+    mask = f"; z: i64[{b}, {keys}]" * (not causal)
+    rows = f"q: f32[{b}, {queries}, {width}]; k: f32[{b}, {keys}, {width}]; v: f32[{b}, {keys}, {width}]"
+    return Probe("scored", f"{rows}; a: f32[{queries}, {keys}, {heads}]{mask}", op)
+
+
 def _rotated(b: int, heads: int, keyed: int, rows: int, width: int) -> Probe:
     """Attention whose queries are rotated by their places in it, ``heads / keyed`` heads with the same keys and values."""
     half, each = width // 2, heads // keyed
@@ -210,6 +225,8 @@ def probes() -> Iterator[Probe]:
     yield from (_three(m, 768, n) for m, n in ((1, 384), (64, 768), (256, 384)))
     yield from (_attention(*s) for s in ((1, 4, 16, 16), (1, 6, 64, 64), (4, 12, 64, 64), (1, 12, 128, 128), (1, 12, 1, 128)))
     yield from (_attention(*s, masked=True) for s in ((1, 4, 16, 16), (2, 8, 16, 32), (1, 12, 64, 64), (4, 8, 128, 128)))
+    yield from (_scored(*s) for s in ((1, 4, 16, 16), (2, 8, 32, 32), (4, 8, 32, 32), (1, 12, 128, 128)))
+    yield from (_scored(*s, causal=True) for s in ((2, 8, 16, 16), (1, 12, 64, 64), (4, 12, 64, 64)))
     yield from (
         _rotated(*s) for s in ((1, 4, 2, 16, 16), (1, 8, 4, 32, 32), (1, 8, 8, 1, 64), (1, 12, 12, 64, 64), (1, 8, 8, 128, 64))
     )

@@ -14,15 +14,16 @@ import torch
 from onnx import TensorProto as T
 
 from tapestry import api
-from tapestry.codegen.torch_cpu import TorchCpu
+from tapestry.codegen.torch_cpu import TorchCpu, kernels
 from tapestry.codegen.torch_cpu.base.closures import compile_value
 from tapestry.codegen.torch_cpu.base.strided_reads import Remembered
 from tapestry.codegen.torch_cpu.base.torch_unary import native
-from tapestry.codegen.torch_cpu.torch_ops import norms
+from tapestry.codegen.torch_cpu.torch_ops import dense, norms
 from tapestry.ir.expr import Acc, Const, Expr, call, rewrite
 from tapestry.ir.graph import Block
 from tapestry.ir.kernel import Kernel
 from tapestry.ir.program import Launch
+from tapestry.ir.syntax.parser import parse
 from tapestry.lift import read_weight
 from tapestry.runtime.executor import kernel_of
 from tapestry.verify import interp
@@ -180,6 +181,39 @@ def test_a_weight_with_other_readers_is_copied_where_there_is_room_and_counted(t
     tight = compiled(tied(), tmp_path, memory=str(c.build.peak_bytes[0]))
     check(tight)
     assert tight.session.run(c.random_feeds(0)).measured.packed == [0]
+
+
+PARTS = {  # dimensions i, n, m of a product with w[n, m, 1], of 9 x 7 x 2 cells
+    "columns": ((0, 3), (2, 9), (0, 7)),
+    "columns and depth": ((0, 3), (1, 6), (2, 5)),
+    "all of a layer": ((1, 3), (0, 9), (0, 7)),
+}
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("mode", ["full", "partial"])
+def test_a_part_of_a_weight_is_packed_alone(part: str, mode: str) -> None:
+    """The rest of the buffer is NaN; another part has another key, so that no device takes what was packed for one beside it."""
+    block = PARTS[part]
+    text = """graph g\ninput x: f32[3, 7]\nweight w: f32[9, 7, 2] at "" 0 0 "" ""
+        y: f32[3, 9] = op [i: 3, n: 9 | m: 7 sum]\n  reads x[i, m], w = w[n, m, 1]\n  body x * w\noutput y\n"""
+    (i0, i1), (n0, n1), (m0, m1) = block
+    boxes = (((0, 3), (0, 7)), ((0, 9), (0, 7), (0, 2)))
+    made = [Kernel(op=0, mode=mode, block=b, ins=boxes, outs=(b[:2],)) for b in (block, ((0, 3), (0, 9), (0, 6)))]
+    runs = [kernels.build(parse(text), k) for k in made]
+    rng = np.random.default_rng(0)
+    x, w = (rng.standard_normal(n).astype(np.float32) for n in ((3, 7), (9, 7, 2)))
+    want = x[i0:i1, m0:m1] @ w[n0:n1, m0:m1, 1].T
+    lonely = np.full_like(w, np.nan)
+    lonely[n0:n1, m0:m1, 1] = w[n0:n1, m0:m1, 1]
+    run = runs[0]
+    assert isinstance(run, dense.Packable)
+    assert isinstance(runs[1], dense.Packable)
+    assert run.packs[1].key != runs[1].packs[1].key
+    given = [torch.from_numpy(x), torch.from_numpy(lonely)]
+    packed = [given[0], run.packs[1].run(given[1])]
+    for got in (run.plain(given, []), run.packed(packed, [])):
+        np.testing.assert_allclose(got[0].numpy(), want, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("stride", [1, 2])

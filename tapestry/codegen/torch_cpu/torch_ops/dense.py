@@ -224,9 +224,10 @@ def _product(
     wide = [d.name for d in op.dims if extent[d.name] > 1]
     columns = [n for n in wide if n in w_dims]
     inner = [d.name for d in op.reduce if extent[d.name] > 1]
-    order = _plain_axes(op, w, kernel.ins[w], block)
-    if order is None or len(columns) != 1 or columns[0] in x_dims or not inner:
+    part = _plain_axes(op, w, kernel.ins[w], block)
+    if part is None or len(columns) != 1 or columns[0] in x_dims or not inner:
         return None
+    order, take, whole = part
     rows = [n for n in wide if n in x_dims]
     if {*order} != {columns[0], *inner} or not {*inner} <= x_dims or {*rows} | {*columns} != {*wide}:
         return None
@@ -258,11 +259,14 @@ def _product(
         return fetch(held(ins[at])) if fetch and at is not None else matrix(values.values(ins, [])[0])
 
     lay = _Rows(w, at, rows_of, added, result)
-    pack = functools.partial(_pack_linear, [extent[d] for d in order], turn, 0 if ours else PACKED_FOR)
+    pack = functools.partial(_pack_linear, take, [extent[d] for d in order], turn, 0 if ours else PACKED_FOR)
+    cut = () if whole else tuple((s.start, s.stop) for s in take)
     if not ours:
-        return _Dense(w, Pack(("linear", n, k, *turn), pack), then, lay.by_one_dnn, order=_order(op, (*rows, *columns)))
+        return _Dense(w, Pack(("linear", n, k, *turn, *cut), pack), then, lay.by_one_dnn, order=_order(op, (*rows, *columns)))
     record = functools.partial(lay.record, ours)
-    return _Dense(w, Pack(("panels", *turn), pack), then, record=record, array=result, order=_order(op, (*rows, *columns)))
+    return _Dense(
+        w, Pack(("panels", *turn, *cut), pack), then, record=record, array=result, order=_order(op, (*rows, *columns))
+    )
 
 
 def _order(op: Block, names: Sequence[str]) -> tuple[int, ...]:
@@ -273,9 +277,9 @@ def _order(op: Block, names: Sequence[str]) -> tuple[int, ...]:
     return tuple(range(len(op.dims))) if wide == list(names) else (*single, *(at[n] for n in names))
 
 
-def _pack_linear(shape: list[int], turn: list[int], rows: int, buffer: Tensor) -> Tensor:
-    """A weight for our kernel, or for oneDNN's on about so many rows."""
-    plain = buffer.reshape(shape).permute(turn).flatten(1).contiguous()
+def _pack_linear(take: tuple[slice, ...], shape: list[int], turn: list[int], rows: int, buffer: Tensor) -> Tensor:
+    """A part of a weight for our kernel, or for oneDNN's on about so many rows."""
+    plain = buffer[take].reshape(shape).permute(turn).flatten(1).contiguous()
     return torch.ops.mkldnn._reorder_linear_weight(plain, rows) if rows else conv_c.pack_panels(plain)
 
 
@@ -304,25 +308,22 @@ class _Rows:
         return hold(call, self.at is not None and shares(left, held(ins[self.at])) and not moved)
 
 
-def _plain_axes(op: Block, w: int, box: Box | None, block: dict[str, tuple[int, int]]) -> list[str] | None:
-    """The dimension of each axis of a buffer that is read whole, axes of one cell left out."""
+def _plain_axes(
+    op: Block, w: int, box: Box | None, block: dict[str, tuple[int, int]]
+) -> tuple[list[str], tuple[slice, ...], bool] | None:
+    """(the dimension of each axis of a buffer, those read at one place left out; the part that is read; if it is all)."""
     read = op.reads[w]
     if box is None or read.when:
         return None
-    out: list[str] = []
+    out, take = list[str](), list[slice]()
     for e, b in zip(read.index, box, strict=True):
-        if b[1] - b[0] == 1 and not any(block[d] != b for d in _dims(e)):
-            if bounds(e, {n: (lo, hi - 1) for n, (lo, hi) in block.items()}) != (b[0], b[1] - 1):  # in part outside
-                return None
-            continue
-        if not e.is_dim or block[str(e)] != b or str(e) in out:
+        lo, last = bounds(e, {n: (lo, hi - 1) for n, (lo, hi) in block.items()})
+        if lo < b[0] or last >= b[1] or (lo < last and (not e.is_dim or str(e) in out)):
             return None
-        out.append(str(e))
-    return out
-
-
-def _dims(e: object) -> list[str]:
-    return [str(e)] if getattr(e, "is_dim", False) else []
+        take.append(slice(int(lo) - b[0], int(last) + 1 - b[0]))
+        if lo < last:
+            out.append(str(e))
+    return out, tuple(take), all(s == slice(0, hi - lo) for s, (lo, hi) in zip(take, box, strict=True))
 
 
 def _convolution(op: Block, graph: Graph, kernel: Kernel) -> _Dense | None:
