@@ -7,7 +7,20 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
-FORMATS = ("onnx", "onnx-ranks", "onnx-fused", "tp-plan", "dtensor", "jax", "shardy", "json", "kernels", "ir", "history")
+FORMATS = (
+    "onnx",
+    "onnx-ranks",
+    "onnx-fused",
+    "tp-plan",
+    "dtensor",
+    "jax",
+    "shardy",
+    "shardy-ranks",
+    "json",
+    "kernels",
+    "ir",
+    "history",
+)
 
 
 def whole(low: int, high: int = 1 << 63) -> Callable[[str], int]:

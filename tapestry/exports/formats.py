@@ -12,7 +12,7 @@ from tapestry.build import store
 from tapestry.build.atomic import new_file
 from tapestry.build.store import Build
 from tapestry.errors import BuildError, TapestryError, similar
-from tapestry.exports import fused_onnx, kernel_package, layouts, rank_onnx, shardy, tp_plan
+from tapestry.exports import fused_onnx, kernel_package, layouts, rank_onnx, shardy, shardy_ranks, tp_plan
 from tapestry.interop.sharding_specs import OURS
 from tapestry.ir.syntax import ir_document
 from tapestry.ir.syntax.printer import to_text
@@ -133,6 +133,15 @@ def _text_of_xla(d: dict[str, Any]) -> list[str]:
     return [f"{d['file']}: {counts}", *(f"  {n:,} bytes more are held of '{t}'" for t, n in d["extra"].items())]
 
 
+def _text_of_ranks(d: dict[str, Any]) -> list[str]:
+    parts = [e["tensor"] for k in ("arguments", "results") for e in d[k] if "parts" in e]
+    return [
+        f"{d['file']}: {len(d['arguments'])} arguments, {d['ranks']} ranks, {d['collectives']} collectives",
+        *([f"  given in parts, one for each device: {', '.join(dict.fromkeys(parts))}"] if parts else []),
+        *(f"  {n:,} bytes more: {why}" for why, n in d["extra"].items()),
+    ]
+
+
 def _places(d: dict[str, Any]) -> list[str]:
     counts = ", ".join(f"{d[k]} {k}" for k in ("parameters", "inputs", "outputs", "activations"))
     return [f"{d['file']}: {counts}", *(f"  {n:,} bytes more are held of '{t}'" for t, n in d["extra"].items())]
@@ -195,6 +204,10 @@ FORMATS: dict[str, Format] = {
         "StableHLO text with shardings in Shardy's words, for XLA to partition",
         lambda a: shardy.export(a.build, a.target, nearest=a.nearest), _text_of_xla,
     ),
+    "shardy-ranks": Format(
+        "StableHLO text of what every device does, with the plan's own collectives",
+        lambda a: shardy_ranks.export(a.build, a.target, nearest=a.nearest), _text_of_ranks,
+    ),
     "json": Format(
         "the layout of every tensor, and what every operation cuts",
         lambda a: layouts.export_json(a.build, a.target),
@@ -212,5 +225,5 @@ FORMATS: dict[str, Format] = {
         lambda d: [f"{d['file']}: {d['steps']} rewrites to the graph of SHA-256 {d['end_sha256']}"],
     ),
 }  # fmt: skip
-NEAREST = frozenset({"onnx-ranks", "tp-plan", "dtensor", "jax", "shardy"})
+NEAREST = frozenset({"onnx-ranks", "tp-plan", "dtensor", "jax", "shardy", "shardy-ranks"})
 FOLDERS = frozenset({"onnx-ranks", "kernels"})

@@ -70,6 +70,7 @@ class Exchange:
             root=root, nb_rank=n, groups=list(group), group_size=n,
         )  # fmt: skip
         self.nodes.keep(node)
+        self.nodes.values[out.name] = out
         self.described += [x, out]
         self.counts[kind] = self.counts.get(kind, 0) + 1
         whole = x.size * itemsize(x.dtype)  # of one rank; all together, by the algorithms that `transfer_bytes` counts

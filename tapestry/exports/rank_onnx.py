@@ -70,11 +70,14 @@ class RankFile:
     Attributes:
         values: buffers that the rank has.
         split: inputs of which every rank is given all, because its part is none that ``program.json`` can say.
+        parts: whether inputs and outputs may be given in parts that ``program.json`` cannot say.
+        marks: how many nodes there are before each step but the first, and before the outputs.
     """
 
     build: Build
     rank: int
     nearest: bool
+    parts: bool = False
     nodes: Nodes = field(init=False)
     values: dict[str, Value] = field(default_factory=dict[str, Value])
     weights: dict[str, tuple[str, Box]] = field(default_factory=dict[str, tuple[str, Box]])
@@ -82,6 +85,8 @@ class RankFile:
     split: set[str] = field(default_factory=set[str])
     named: set[str] = field(default_factory=set[str])
     exchange: Exchange = field(init=False)
+    places: dict[str, Places] = field(init=False)
+    marks: list[int] = field(default_factory=list[int])
     size: int = 0
 
     def __post_init__(self) -> None:
@@ -90,6 +95,7 @@ class RankFile:
         own = {t for t, b in program.outputs.items() if t == b and output_spec(self.build, t) is not None}
         self.named |= (set(program.outputs) | set(self.graph.inputs)) - own  # names that are for what comes last, or first
         self.exchange = Exchange(self.nodes, program, self.rank, self.nearest)
+        self.places = input_places(self.build, parts=self.parts)
 
     @property
     def graph(self) -> Graph:
@@ -104,11 +110,10 @@ class RankFile:
     def walk(self) -> None:
         """Nodes of every step."""
         names = operation_names(self.graph)
-        placed = input_places(self.build)
         for step in self.program.steps:
             match step:
                 case Load(buffer=name):
-                    self._load(name, placed)
+                    self._load(name, self.places)
                 case Launch():
                     self.nodes.begin(names[step.op])
                     try:
@@ -126,8 +131,9 @@ class RankFile:
                 case Free():
                     for b in step.buffers:
                         self.values.pop(b, None)
+            self.marks.append(len(self.nodes.nodes))
         for t, name in self.program.outputs.items():
-            if output_spec(self.build, t) is None:
+            if output_spec(self.build, t) is None and not self.parts:
                 self.nodes.begin(t)
                 self._bring(t, name)
 
@@ -205,23 +211,26 @@ class RankFile:
         return model
 
 
-def input_places(build: Build) -> dict[str, Places]:
-    """The box of each input that every rank is given: the one that it loads, if that is one and can be said; else all of it."""
+def input_places(build: Build, *, parts: bool = False) -> dict[str, Places]:
+    """The box of each input that every rank is given: the one that it loads, if that is one and can be said (``parts``: or
+    not); else all of it."""
     program, graph = build.program, build.plan.graph
     out: dict[str, Places] = {}
     for t in graph.inputs:
         found = {b.boxes for s in program.steps if isinstance(s, Load) and (b := program.buffers[s.buffer]).tensor == t}
         everything = whole(graph.tensors[t].shape)
         boxes = next(iter(found)) if len(found) == 1 else tuple(everything for _ in range(program.devices))
-        spec = _said(build, boxes, graph.tensors[t].shape)
-        if spec is None:
+        spec = said_boxes(build, boxes, graph.tensors[t].shape)
+        if spec is None and parts:
+            out[t] = Places(boxes, [], said=False)
+        elif spec is None:
             out[t] = Places(tuple(everything for _ in range(program.devices)), [None] * len(everything), said=False)
         else:
             out[t] = Places(boxes, spec, said=True)
     return out
 
 
-def _said(build: Build, boxes: tuple[Box | None, ...], extents: tuple[int, ...]) -> list[Any] | None:
+def said_boxes(build: Build, boxes: tuple[Box | None, ...], extents: tuple[int, ...]) -> list[Any] | None:
     """Boxes as mesh axes that cut each axis into equal parts; None where they are none."""
     mesh = build.plan.mesh
     present = tuple(b for b in boxes if b is not None)
@@ -245,10 +254,10 @@ def document(build: Build, ranks: list[RankFile]) -> dict[str, Any]:
 
 
 def output_spec(build: Build, output: str) -> list[Any] | None:
-    """Where an output ends, as `_said` says it; None where that cannot be said."""
+    """Where an output ends, as `said_boxes` says it; None where that cannot be said."""
     boxes, extents = build.program.buffers[build.program.outputs[output]].boxes, build.plan.graph.tensors[output].shape
     everything = {b for b in boxes if b is not None} == {whole(extents)}
-    return [None] * len(extents) if everything else _said(build, boxes, extents)
+    return [None] * len(extents) if everything else said_boxes(build, boxes, extents)
 
 
 def checked_ranks(folder: Path, ranks: int) -> None:

@@ -76,7 +76,7 @@ def _sharding(layout: Layout, rank: int, mesh: Mesh) -> str:
     """``<@mesh, [{"dp", "tp"}, {}]>``: for each tensor axis the mesh axes that cut it, the major one first."""
     cut = as_partition_spec(layout, rank, mesh)
     axes = [[] if c is None else [c] if isinstance(c, str) else c for c in cut]
-    return f"<@mesh, [{', '.join('{' + ', '.join(map(_quoted, names)) + '}' for names in axes)}]>"
+    return f"<@mesh, [{', '.join('{' + ', '.join(map(quoted, names)) + '}' for names in axes)}]>"
 
 
 def _module(
@@ -85,15 +85,15 @@ def _module(
 ) -> str:  # fmt: skip
     """The whole text; ``shardings`` are those of tensors as they begin and end."""
     marks, ends = shardings
-    name, axes = _quoted(graph.name or "model"), ", ".join(f"{_quoted(a.name)}={a.size}" for a in mesh)
-    given = [f"      {v.ssa}: {v.type}{_attribute(marks.get(t))} loc({_quoted(t)})" for t, v in arguments.items()]
+    name, axes = quoted(graph.name or "model"), ", ".join(f"{quoted(a.name)}={a.size}" for a in mesh)
+    given = [f"      {v.ssa}: {v.type}{_attribute(marks.get(t))} loc({quoted(t)})" for t, v in arguments.items()]
     ending = ", ".join(x.type + _attribute(ends.get(t)) for t, x in results.items())
     last = f"    return {', '.join(x.ssa for x in results.values())} : {', '.join(x.type for x in results.values())}"
     head = [f"module @{name} {{", f"  sdy.mesh @mesh = <[{axes}]>", "  func.func public @main("]
     return "\n".join([*head, ",\n".join(given), f"  ) -> ({ending}) {{", *lines, last, "  }", "}", ""])
 
 
-def _quoted(name: str) -> str:
+def quoted(name: str) -> str:
     """A string as MLIR writes it: what is no printable ASCII by its bytes (mlir.llvm.org/docs/LangRef, string-literal)."""
     plain = (chr(b) if 32 <= b < 127 and b not in b'"\\' else f"\\{b:02X}" for b in name.encode())
     return f'"{"".join(plain)}"'

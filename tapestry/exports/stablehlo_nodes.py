@@ -128,6 +128,17 @@ class Text:
         text, shape = ", ".join(f"{lo}:{hi}:{step}" for lo, hi, step in box), [-(-(hi - lo) // step) for lo, hi, step in box]
         return self.line(f"stablehlo.slice {x.ssa} [{text}] : ({x.type}) -> {tensor_type(shape, x.dtype)}", shape, x.dtype)
 
+    def slice_to(self, x: Ref, shape: Sequence[int]) -> Ref:
+        """The first cells along each axis."""
+        return x if tuple(shape) == x.shape else self.slice(x, [(0, n, 1) for n in shape])
+
+    def fill_to(self, x: Ref, shape: Sequence[int]) -> Ref:
+        """A value with zeros behind it along each axis."""
+        if tuple(shape) == x.shape:
+            return x
+        more = [n - m for n, m in zip(shape, x.shape, strict=True)]
+        return self.pad(x, [0] * len(more), more, self.number(0, x.dtype))
+
     def pad(self, x: Ref, low: Sequence[int], high: Sequence[int], fill: Ref) -> Ref:
         """A value with more cells (fewer, by a negative count) before and behind along each axis."""
         shape = [a + n + b for a, n, b in zip(low, x.shape, high, strict=True)]
