@@ -102,8 +102,7 @@ def main() -> int:
     args = parser.parse_args()
     rows = [case(*model, n) for model in models(args.only) for n in args.devices]
     show(rows)
-    if not args.only:
-        record.write("auto_shard", rows)
+    record.write("auto_shard", rows if not args.only else record.merged("auto_shard", rows, ("model", "devices")))
     return 1 if any("refused" not in r and (ratio(r) or 0) > 1 for r in rows) else 0
 
 

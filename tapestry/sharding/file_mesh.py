@@ -54,23 +54,21 @@ def mesh(a: Annotations) -> Mesh:
 def in_order(mesh: Mesh, specs: Sequence[tuple[ShardingSpec, tuple[int, ...]]]) -> Mesh | None:
     """The mesh with orders of its devices in which all specs (each of a tensor of a shape) are layouts, if there are such."""
     choices = dict.fromkeys(tuple(tuple(sorted(o.items())) for o in _orders(s, shape, mesh)) for s, shape in specs)
-    found = _joined([[dict(o) for o in c] for c in choices], {})
+    found = joined([[dict(o) for o in c] for c in choices], {})
     if found is None:
         return None
     plain = {a: tuple(range(axis.size)) for a, axis in enumerate(mesh)}
     return tuple(replace(axis, order=() if found.get(a, plain[a]) == plain[a] else found[a]) for a, axis in enumerate(mesh))
 
 
-def _joined(choices: list[list[Orders]], chosen: Orders) -> Orders | None:
-    """One choice for every spec, such that no two want another order of one axis."""
-    if not choices:
-        return chosen
-    for orders in choices[0]:
-        if all(chosen.get(a, o) == o for a, o in orders.items()):
-            found = _joined(choices[1:], chosen | orders)
-            if found is not None:
-                return found
-    return None
+def joined(choices: Sequence[Sequence[Orders]], chosen: Orders) -> Orders | None:
+    """One choice for every spec, such that no two want another order of one axis; each call fixes an axis more."""
+    for k, orders in enumerate(choices):
+        fitting = [o for o in orders if all(chosen.get(a, order) == order for a, order in o.items())]
+        if not any(o.keys() <= chosen.keys() for o in fitting):
+            found = (joined(choices[k + 1 :], chosen | o) for o in fitting)
+            return next((f for f in found if f is not None), None)
+    return chosen
 
 
 def _orders(spec: ShardingSpec, shape: tuple[int, ...], mesh: Mesh) -> Iterator[Orders]:

@@ -386,12 +386,15 @@ def test_a_stream_outlives_a_rank(tmp_path):
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_may_be_lost_at_a_step(rank, tmp_path):
-    argv = ["run", attention_build(), "--processes", 2, "-q", "--output"]
+    build = attention_build()
+    middle = len(store.read(build)[0].program.steps) // 2
+    argv = ["run", build, "--processes", 2, "-q", "--output"]
     command = [
         sys.executable,
         "-m",
         "tests.support.programs.lost_at_step",
         rank,
+        middle,
         *argv,
         tmp_path / "a",
         "--on-loss",

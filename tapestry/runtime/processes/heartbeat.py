@@ -13,7 +13,7 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
@@ -35,15 +35,21 @@ FIELDS = struct.Struct("5d")  # of a slot, but for the beat
 
 
 class Heartbeat:
-    """One rank's slot: cheap enough to be written at every step."""
+    """One rank's slot: cheap enough to be written at every step.
+
+    Attributes:
+        first: after a loss, the numbers that the ranks in the order of today's had at the start: those of slots.
+    """
 
     def __init__(self, slots: Slots, rank: int) -> None:
         self.slot, self.rank, self.running = slots[rank], rank, float(slots[rank][BATCH])
+        self.first: Sequence[int] = range(len(slots))
         self._memory = memoryview(self.slot)
         self.at(-1, START)
 
     def at(self, step: int, phase: int, peer: int = -1) -> None:
         """Say what the rank does now; ``peer`` is whom it waits for."""
+        peer = self.first[peer] if peer >= 0 else peer
         FIELDS.pack_into(self._memory, 0, phase, self.running, step, peer, time.monotonic())
 
     def batch(self, number: int) -> None:
@@ -113,8 +119,8 @@ def end_soon(heartbeat: Heartbeat, seconds: float) -> threading.Timer:
 
 def guilty(slots: Slots, stopped: Mapping[int, str] | set[int]) -> list[int]:
     """The ranks that hold the others up: stopped ones; else those that wait for nobody and are not done, least advanced first;
-    else whoever is waited for by the least advanced."""
-    ranks = range(len(slots))
+    else whoever is waited for by the least advanced. Ranks that are done or gone hold up nobody."""
+    ranks = [r for r in range(len(slots)) if slots[r, PHASE] != DONE] or range(len(slots))
     if stopped:
         return sorted(stopped)
     behind = sorted(ranks, key=lambda r: (slots[r, BATCH], slots[r, STEP]))

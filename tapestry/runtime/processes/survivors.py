@@ -284,6 +284,7 @@ class SurvivingExecutor(RankExecutor):
             self.adopted |= dict.fromkeys(new, made)
         self.me = replace(self.me, rank=rank, world=world)
         self.wire.rank, self.wire.world = rank, world
+        self.wire.heartbeat.first = left
         self.route = Route(tuple(numbers[r] for r in self.hosts), rank)
         self.wire.heartbeat.at(self.reached, WAIT)
         self.me.store.set(f"ready/{self.round}/{self.first}", b"1")
@@ -389,7 +390,7 @@ class SurvivingExecutor(RankExecutor):
         try:
             call(data, peer)
         except RuntimeError as e:
-            raise PeerLost([peer], at, reason(e)) from None
+            raise self.wire.lost([peer], at, e) from None
 
     def array(self, device: int, name: str) -> Array:
         """What a device of this rank holds."""

@@ -1,4 +1,4 @@
-"""The command line, with one rank that is killed in the middle of its first batch: `RANK ARGUMENT …`."""
+"""The command line, with one rank that is killed before a step of its first batch: `RANK STEP ARGUMENT …`."""
 
 import os
 import signal
@@ -9,14 +9,14 @@ from tapestry.runtime.processes import worker
 
 
 class Killed(worker.SurvivingExecutor):
-    """What a rank runs, until the step at which it is killed."""
+    """What a rank runs, until it is killed."""
 
     def step(self, at: int) -> None:
-        if self.first == int(sys.argv[1]) and not self.coming and at == len(self.program.steps) // 2:
+        if self.first == int(sys.argv[1]) and not self.coming and at == int(sys.argv[2]):
             os.kill(os.getpid(), signal.SIGKILL)
         super().step(at)
 
 
 if __name__ == "__main__":
     worker.SurvivingExecutor = Killed  # type: ignore[misc]
-    sys.exit(main(sys.argv[2:]))
+    sys.exit(main(sys.argv[3:]))
