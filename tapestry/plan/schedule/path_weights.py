@@ -175,7 +175,8 @@ class Master:
         so that layers that repeat have equal weights, and the solver works them out once."""
         seconds, menus = [id(f.seconds) for f in self.paths.problem.flows], self.paths.problem.menus
         first, groups = np.arange(self.width), dict[tuple[object, ...], list[int]]()
-        for i, (_, leaving) in enumerate(self.nodes):
+        for i, (_, out) in enumerate(self.nodes):
+            leaving: list[int] = out.tolist()
             arcs = [self.paths.arcs[a] for a in leaving]
             steps = [(a.head - i if a.head < self.paths.count else 0, a.along, *(seconds[k] for k in a.flows)) for a in arcs]
             first[leaving] = first[groups.setdefault((id(menus[i]), *steps), leaving)]
