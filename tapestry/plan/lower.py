@@ -125,8 +125,7 @@ class _Lowering:
             if key not in known:
                 mesh, turning = self.plan.mesh, ring_attention.travelling(op, s)
                 known[key] = [
-                    (k, self.passing(op, s, 0)[k] if k in turning else boxes)
-                    for k, _, boxes in footprints(op, graph, s, mesh)
+                    (k, self.passing(op, s, 0)[k] if k in turning else boxes) for k, _, boxes in footprints(op, graph, s, mesh)
                 ]
             names = [r.tensor for r in op.reads] if isinstance(op, Block) else op.ins
             out.append([(k, names[k], boxes) for k, boxes in known[key]])

@@ -15,13 +15,14 @@ from tapestry.api import Compiled
 from tapestry.errors import LawError, TapestryError
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.index import evaluate
-from tapestry.ir.program import Free, Load
+from tapestry.ir.program import Free, Load, alive_bytes
 from tapestry.ir.syntax.parser import parse
 from tapestry.plan import lower as lowering
 from tapestry.plan import strategy
 from tapestry.plan.cost.floor import least_cells, least_seconds
 from tapestry.plan.lower import lower
 from tapestry.plan.memory.fit import Fitted, fit
+from tapestry.plan.memory.least_memory import lacking
 from tapestry.plan.memory.peaks import moves
 from tapestry.plan.search.planner import search, spatial
 from tapestry.plan.search.priced_plan import TooBig
@@ -170,6 +171,27 @@ def test_rewrites_never_cost_less_than_the_bound(name: str) -> None:
         topo = topology(mesh_of(mesh), memory=HUGE)
         other = rewritten(graph, random.Random(f"{name} {seed}"), 3)
         assert search(other, topo).objective >= least_seconds(graph, topo) * (1 - 1e-12)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_no_plan_of_rewrites_needs_less_than_is_said_beforehand(name: str) -> None:
+    """What is refused because of it could not have been planned: neither on all devices together nor on one of them."""
+    graph = case(name).graph
+    for seed, mesh in itertools.product(range(6), ("1", "2x2")):
+        rng = random.Random(f"{name} {seed}")
+        plan = random_plan(rewritten(graph, rng, seed), mesh_of(mesh), rng)
+        weights = frozenset(plan.graph.weights) - {*plan.inputs, *plan.graph.outputs}
+        program = lower(replace(plan, streamed=weights if seed % 2 else frozenset()))
+        together, one = max(int(n.sum()) for n in alive_bytes(program)), max(peak(program))
+        devices = program.devices
+        assert lacking(graph, topology(mesh_of(mesh), memory=max(one, -(-together // devices)))) is None
+    assert lacking(graph, topology(mesh_of("1"), memory=3)) is not None
+
+
+def test_what_no_cut_makes_smaller_is_named() -> None:
+    graph = parse(ATTENTION.format(n=8))
+    lack = lacking(graph, topology(mesh_of("2"), memory=10))
+    assert lack and lack.together and lack.need > 20 and "devices, of 10 each" in lack.text(2, 10)
 
 
 @pytest.mark.parametrize("name", MODELS)

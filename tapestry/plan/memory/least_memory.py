@@ -40,7 +40,8 @@ class Lack:
         """By how much it fails."""
         where = f"all {devices} devices, of {limit:,} each," if devices > 1 else f"the device, of {limit:,},"
         have = f"{where} have {self.have:,}" if self.together else f"no device has more than {self.have:,}"
-        return f"the operation that writes '{self.tensor}' needs {self.need:,} bytes at once, {have}: {self.need - self.have:,} too many"
+        needs = f"the operation that writes '{self.tensor}' needs {self.need:,} bytes at once"
+        return f"{needs}, {have}: {self.need - self.have:,} too many"
 
     def why(self) -> str:
         """What takes them."""

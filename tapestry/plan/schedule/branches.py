@@ -219,13 +219,15 @@ class _Round:
     weights: np.ndarray = field(default_factory=lambda: np.zeros(()))
     paths: Paths = field(init=False)
     master: Master = field(init=False)
+    place: list[dict[int, int]] = field(init=False)
 
     def __post_init__(self) -> None:
         self.known = self.known[-KNOWN:] or [tuple(int(k[0]) for k in self.kept)]
         self.paths = Paths(_restricted(self.problem, self.kept))
         self.master = Master(self.paths)
+        self.place = [{c: i for i, c in enumerate(k.tolist())} for k in self.kept]
         for choice in self.known:
-            self.master.against(self._own(choice))
+            self.master.against([of[c] for of, c in zip(self.place, choice, strict=True)])
 
     @property
     def few(self) -> bool:
@@ -236,12 +238,10 @@ class _Round:
         """A choice of those kept as one of the whole problem."""
         return tuple(int(k[c]) for k, c in zip(self.kept, choice, strict=True))
 
-    def _own(self, choice: Sequence[int]) -> list[int]:
-        return [int(np.searchsorted(k, c)) for k, c in zip(self.kept, choice, strict=True)]
-
     def inside(self, kept: Kept) -> list[tuple[int, ...]]:
         """The known choices among some."""
-        return [c for c in self.known if all(i in k for i, k in zip(c, kept, strict=True))]
+        among = [frozenset(k.tolist()) for k in kept]
+        return [c for c in self.known if all(i in k for i, k in zip(c, among, strict=True))]
 
     def narrow(self, fewer: Sequence[np.ndarray], choice: Sequence[int]) -> bool:
         """Take in a choice, and keep only some; whether any went."""

@@ -47,13 +47,15 @@ def marginals(sizes: Sequence[int], tables: Sequence[Table], most: int) -> Margi
         for n in scope:
             held[n].append((-1, scope, table))
     around = {n: {n}.union(*(s for _, s, _ in mine)) for n, mine in held.items()}
+    takes = {n: (prod([sizes[m] for m in near]), n) for n, near in around.items()}
     while held:
-        node = min(held, key=lambda n: (prod(sizes[m] for m in around[n]), n))
+        work, node = min(takes.values())
         scope = tuple(sorted(around[node]))
-        cells += prod(sizes[m] for m in scope)
+        cells += work
         if cells > most or len(scope) > AXES:
             return None
         parts = held.pop(node)
+        del takes[node]
         total = sum((over(t, s, scope, sizes) for _, s, t in parts), np.zeros([sizes[m] for m in scope]))
         buckets.append(_Bucket(node, scope, total, [p for p in parts if p[0] >= 0]))
         others, least = tuple(m for m in scope if m != node), total.min(axis=scope.index(node))
@@ -62,6 +64,7 @@ def marginals(sizes: Sequence[int], tables: Sequence[Table], most: int) -> Margi
         for m in others:
             held[m] = [p for p in held[m] if node not in p[1]] + [(len(buckets) - 1, others, least)]
             around[m] = {m}.union(*(s for _, s, _ in held[m]))
+            takes[m] = prod([sizes[k] for k in around[m]]), m
     return _back(sizes, buckets, rest, cells)
 
 

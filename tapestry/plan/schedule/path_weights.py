@@ -42,6 +42,7 @@ class Master:
     column: np.ndarray = field(init=False)
     part: np.ndarray = field(init=False)
     variable: np.ndarray = field(init=False)
+    nodes: list[tuple[np.ndarray, np.ndarray]] = field(init=False)
     solver: highspy.Highs = field(init=False)
     scale: float = 0.0
     count: int = 0  # choices
@@ -52,7 +53,7 @@ class Master:
         self.arcs = len(self.paths.arcs) if overlap else 0
         self.width = self.arcs + 1 + len(self.paths.problem.flows)
         pairs = np.array(list(self._parts(overlap)), np.int64).reshape(-1, 2)
-        self.column, self.part = pairs[:, 0], pairs[:, 1]
+        self.column, self.part, self.nodes = pairs[:, 0], pairs[:, 1], self._nodes()
         own = self._alike() if self.even else np.arange(self.paths.lanes * self.width)
         self.variable = np.append(own, np.arange(self.rows) + own.max(initial=-1) + 1)
         self.solver = self._program()
@@ -88,8 +89,9 @@ class Master:
         self._row(solver, 1.0, 1.0, whole, np.ones(len(whole)))
         for lane in range(lanes):
             first = lane * self.width
-            for into, out in self._nodes():
-                self._row(solver, 0.0, 0.0, [first + a for a in (*into, *out)], np.repeat([1.0, -1.0], [len(into), len(out)]))
+            for into, out in self.nodes:
+                columns, signs = np.append(into, out) + first, np.repeat([1.0, -1.0], [len(into), len(out)])
+                self._row(solver, 0.0, 0.0, columns, signs)
             for flows in self.paths.shares:
                 columns = [first + self.arcs, *(first + self.arcs + 1 + k for k in flows)]
                 self._row(solver, -inf, 0.0, columns, np.append(-1.0, np.ones(len(flows))))
@@ -98,7 +100,7 @@ class Master:
     def _starts(self) -> list[int]:
         return [a for a, arc in enumerate(self.paths.arcs[: self.arcs]) if arc.tail < 0]
 
-    def _nodes(self) -> list[tuple[list[int], list[int]]]:
+    def _nodes(self) -> list[tuple[np.ndarray, np.ndarray]]:
         """Arcs into and out of each operation."""
         out = [(list[int](), list[int]()) for _ in range(self.paths.count if self.arcs else 0)]
         for a, arc in enumerate(self.paths.arcs[: self.arcs]):
@@ -106,7 +108,7 @@ class Master:
                 out[arc.head][0].append(a)
             if arc.tail >= 0:
                 out[arc.tail][1].append(a)
-        return out
+        return [(np.array(into, int), np.array(leaving, int)) for into, leaving in out]
 
     def against(self, choice: Sequence[int], excess: np.ndarray | None = None) -> None:
         """Add a choice; ``excess``: by price what it uses above the limit, as a part of the limit."""
@@ -122,8 +124,14 @@ class Master:
         self.count += 1
         self._row(self.solver, 0.0, np.inf, [*used.tolist(), rows.size], np.append(rows[used], -1.0))
 
-    def _row(self, solver: highspy.Highs, low: float, high: float, columns: Sequence[int], values: np.ndarray) -> None:
+    def _row(
+        self, solver: highspy.Highs, low: float, high: float, columns: Sequence[int] | np.ndarray, values: np.ndarray
+    ) -> None:
         """A row of the program; columns are those of `width`, lane after lane, and last what is maximised."""
+        if not self.even:  # each is a variable of its own
+            order = np.argsort(columns, kind="stable")
+            solver.addRow(low, high, len(order), np.array(columns, np.int32)[order], values[order].astype(float))
+            return
         found, at = np.unique(np.append(self.variable, self.variable.max(initial=-1) + 1)[columns], return_inverse=True)
         solver.addRow(low, high, len(found), found.astype(np.int32), np.bincount(at, values, len(found)).astype(float))
 
@@ -149,7 +157,7 @@ class Master:
         out = np.zeros_like(found)
         starts = [*self._starts(), self.arcs]
         out[:, starts] = found[:, starts] / max(float(found[:, starts].sum()), 1e-300)
-        for into, leaving in self._nodes():
+        for into, leaving in self.nodes:
             here, share = out[:, into].sum(axis=1), found[:, leaving]
             total = share.sum(axis=1, keepdims=True)
             share = np.where(total > 0, share / np.maximum(total, 1e-300), 1.0 / len(leaving))
@@ -167,7 +175,8 @@ class Master:
         so that layers that repeat have equal weights, and the solver works them out once."""
         seconds, menus = [id(f.seconds) for f in self.paths.problem.flows], self.paths.problem.menus
         first, groups = np.arange(self.width), dict[tuple[object, ...], list[int]]()
-        for i, (_, leaving) in enumerate(self._nodes()):
+        for i, (_, out) in enumerate(self.nodes):
+            leaving: list[int] = out.tolist()
             arcs = [self.paths.arcs[a] for a in leaving]
             steps = [(a.head - i if a.head < self.paths.count else 0, a.along, *(seconds[k] for k in a.flows)) for a in arcs]
             first[leaving] = first[groups.setdefault((id(menus[i]), *steps), leaving)]

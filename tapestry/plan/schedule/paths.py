@@ -38,6 +38,30 @@ class Arc(NamedTuple):
     along: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    """Rows of several tables side by side, those that are one once: ``flat[:, begin[k] + column]`` is of table k."""
+
+    flat: np.ndarray
+    begin: np.ndarray
+
+    @staticmethod
+    def of(tables: Sequence[np.ndarray], rows: int) -> Lookup:
+        """Of tables of so many rows; equal ones should be one array."""
+        places: dict[int, int] = {}
+        kept, begin, end = list[np.ndarray](), list[int](), 0
+        for t in tables:
+            if id(t) not in places:
+                places[id(t)], end = end, end + t.size // rows
+                kept.append(t.reshape(rows, -1))
+            begin.append(places[id(t)])
+        return Lookup(np.concatenate([np.zeros((rows, 0)), *kept], axis=1), np.array(begin, int))
+
+    def at(self, columns: np.ndarray) -> np.ndarray:
+        """[row, table]: one column of each."""
+        return self.flat[:, self.begin + columns]
+
+
 @dataclass(slots=True)
 class Paths:
     """The arcs of a problem, and costs by part: for each lane all kernels, all merges, all flows.
@@ -51,6 +75,10 @@ class Paths:
     arcs: list[Arc] = field(init=False)
     shares: list[list[int]] = field(init=False)
     waits: np.ndarray = field(init=False)
+    own: Lookup = field(init=False)
+    merging: Lookup = field(init=False)
+    moved: Lookup = field(init=False)
+    ends: np.ndarray = field(init=False)
 
     def __post_init__(self) -> None:
         graph, flows, count = self.problem.graph, self.problem.flows, self.count
@@ -69,6 +97,10 @@ class Paths:
         for k, f in enumerate(flows):
             tensors.setdefault((f.maker, f.tensor), []).append(k)
         self.shares = list(tensors.values())
+        menus = self.problem.menus
+        self.own, self.merging = Lookup.of([m.own for m in menus], self.lanes), Lookup.of([m.merging for m in menus], 1)
+        self.moved = Lookup.of([f.seconds for f in flows], self.lanes)
+        self.ends = np.array([(f.maker, f.reader, f.seconds.shape[2]) for f in flows], int).reshape(-1, 3).T
 
     @property
     def count(self) -> int:
@@ -88,18 +120,14 @@ class Paths:
     @property
     def lanes(self) -> int:
         """Devices whose clocks are looked at."""
-        return len(self.problem.menus[0].own)
+        return len(self.problem.menus[0].own) if self.problem.menus else 1
 
     def costs(self, choice: Sequence[int]) -> np.ndarray:
         """[lane, part] seconds: kernels of each operation, its merges, each flow."""
-        menus, flows = self.problem.menus, self.problem.flows
-        out = np.zeros((self.lanes, 2 * self.count + len(flows)))
-        for i, (menu, c) in enumerate(zip(menus, choice, strict=True)):
-            out[:, i], out[:, self.count + i] = menu.own[:, c], menu.merging[c]
-        for k, f in enumerate(flows):
-            a, b = (choice[i] if i >= 0 else 0 for i in (f.maker, f.reader))
-            out[:, 2 * self.count + k] = f.seconds[:, a, b]
-        return out
+        at = np.append(np.array(choice, int), 0)  # (the last one for ends without an operation)
+        maker, reader, width = self.ends
+        found = np.repeat(self.merging.at(at[:-1]), self.lanes, axis=0)
+        return np.concatenate([self.own.at(at[:-1]), found, self.moved.at(at[maker] * width + at[reader])], axis=1)
 
     def largest(self, choice: Sequence[int]) -> float:
         """The largest sum for a choice."""
