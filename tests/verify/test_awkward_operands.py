@@ -140,3 +140,27 @@ def test_what_a_mask_hides_is_not_seen(tmp_path):
     data = {"mask": np.where(np.tri(6, dtype=bool), 0, -np.inf).astype(np.float32)}
     counts = compared(tmp_path, nodes, {"s": (T.FLOAT, [6, 6]), "v": (T.FLOAT, [6, 4])}, data)
     assert counts["on awkward operands"]
+
+
+NORM = [
+    N("Mul", ["x", "x"], ["q"]), N("ReduceMean", ["q", "last"], ["m"]), N("Add", ["m", "eps"], ["v"]), N("Sqrt", ["v"], ["r"]),
+    N("Div", ["x", "r"], ["n"]), N("Mul", ["n", "scale"], ["y"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("what", ["a root of small numbers", "a limit that the weights do not reach"])
+def test_operands_and_weights_are_scaled_as_a_whole(what, tmp_path):
+    """A mean hides one small number; a normalised row is never large, whatever single numbers are."""
+    scale = RNG.uniform(0.5, 1.5, 8).astype(np.float32)
+    data = {"last": np.array([-1]), "eps": np.float32(1e-6), "scale": scale}
+    changes = {
+        "a root of small numbers": ("r", lambda e: call("max", e, number(3e-2, "f32"))),
+        "a limit that the weights do not reach": ("y", CHANGES["cut off"]),
+    }
+    name, change = changes[what]
+    path = tmp_path / "m.onnx"
+    path.write_bytes(net(NORM, {"x": (T.FLOAT, [6, 8])}, {"y": T.FLOAT}, data).SerializeToString())
+    graph = lift(path).graph
+    assert compared_with(path, graph).counts["cells on scaled operands"]
+    with pytest.raises(LawError, match=f"(?s)'{name}' is not the model's.*(times|brought to) 2"):
+        compared_with(path, result_changed(graph, name, change))

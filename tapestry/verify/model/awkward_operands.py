@@ -41,9 +41,11 @@ BEHIND = 8  # index points that a cell which is followed back may take before fe
 EACH = 2  # times each kind of number is put into each operand at least, where that takes few evaluations
 ALL_POINTS = 1 << 34  # index points that the evaluations of all operations may take
 POINTS, ROUNDS = 1 << 29, 16  # those of one operation, and how many evaluations these may be
+SCALED = 1 << 27  # those with operands that are scaled as a whole
 ALL_ROUNDS = 256  # of all operations, where that is more than one of each
 ALONE = (3, 32)  # cells of an operation that are asked again, at least and at most
 SECOND = 1 << 27  # index points for which the slow reference is asked
+PRODUCTS = 1 << 31  # those where it multiplies matrices
 FOLLOWED = 8 * TARGETS  # cells of an operation that is followed back
 BOTH = 0.2  # of the cells have a number in every operand
 APART = "not on awkward operands"  # as a certificate counts operations
@@ -142,10 +144,12 @@ class AwkwardOperands:
 
     def _scaled(self, op: Block, part: Counterpart, points: Array, number: int, work: int) -> None:
         """Evaluations with operands that are scaled as a whole."""
+        spent = 0
         for said, changed in variants(self.graph, part.values, part.weights):
-            if work > self.left:
+            if work > self.left or spent + work > SCALED:
                 return
             self.left -= work
+            spent += work
             values = {**part.values, **changed}
             try:
                 theirs = self.parts.run(part, values)
@@ -178,24 +182,15 @@ class AwkwardOperands:
         odd = not all(math.isfinite(v) for v in numbers.values())
         if evaluator.whole_numbers:  # of which a NaN or an infinity may be any
             return
-        slow = _work(op) <= SECOND
-        found = self.parts.opinions(part, values, slow)
+        slow = _work(op) <= (PRODUCTS if part.of_products() else SECOND)
+        found = self.parts.opinions(part, values, slow, _work(op) <= SECOND)
         opinions = (r[name][at].reshape(1).astype(numpy_dtype(dtype)) for r in found)
         first = next(opinions, None)
         if first is None:
             return
         finite = not odd or any(math.isfinite(v) and abs(v) > 1 for v in numbers.values())
-        on_the_way = finite and not (slow and self._too_large(part, values, name, at))
-        if self._settled(op, part, mine[0], first[0], on_the_way, dtype):
-            return
-        if same(mine, slack, first, dtype, evaluator.unit)[0]:
-            return
-        others, wide = list(opinions), first.astype(mine.dtype)
-        if not others or not all(same(wide, slack, r, dtype, evaluator.unit)[0] for r in others):
-            self.counts["cells where evaluators differ"] += 1
-            return
-        trial = CellValues(self.graph, lambda t: values.get(t, self.parts.known(t)), coarsest=self.coarsest)
-        if explained(trial, op, k, point, first, dtype, number)[0]:
+        on_the_way = finite and not (_work(op) <= SECOND and self._too_large(part, values, name, at))
+        if self._settled(op, part, mine[0], first[0], on_the_way, dtype) or same(mine, slack, first, dtype, evaluator.unit)[0]:
             return
         asks = dtype not in FLOATS and any(n.op_type in ASKING for n in part.nodes)  # of finite numbers the answer is one
         if (
@@ -204,6 +199,13 @@ class AwkwardOperands:
             and (self._indifferent(part, numbers, name, at) or self._limit(part, numbers, name, at, mine[0], first[0]))
         ):
             self.counts["cells by policy"] += 1
+            return
+        trial = CellValues(self.graph, lambda t: values.get(t, self.parts.known(t)), coarsest=self.coarsest)
+        if explained(trial, op, k, point, first, dtype, number)[0]:
+            return
+        others, wide = list(opinions), first.astype(mine.dtype)
+        if not others or not all(same(wide, slack, r, dtype, evaluator.unit)[0] for r in others):
+            self.counts["cells where evaluators differ"] += 1
             return
         by = f"{first[0]!s} by {1 + len(others)} evaluations"
         said = f"cell {point[0].tolist()} is {mine[0]!s} by the plan, {by}, where {shown}"

@@ -24,6 +24,10 @@ Array = np.ndarray[Any, Any]
 SIZES = frozenset({"Shape", "Size"})  # their results are of no value's cells
 CHAIN = 64  # operations that an operation follows back at most, and nodes that are its counterpart
 LITERAL = 64  # elements of a constant that tells two counterparts apart
+PRODUCTS, WINDOWS = (
+    frozenset({"Conv", "MatMul", "Gemm"}),
+    frozenset({"MaxPool", "AveragePool", "LpPool", "ConvTranspose", "Resize"}),
+)
 SMALL = 1 << 16  # elements of a weight that may have other numbers
 
 
@@ -50,6 +54,10 @@ class Counterpart:
     @property
     def operands(self) -> dict[str, Array]:
         return {**self.values, **self.weights}
+
+    def of_products(self) -> bool:
+        """Whether what takes the reference long is a product of matrices, which it does in one."""
+        return any(n.op_type in PRODUCTS for n in self.nodes) and not any(n.op_type in WINDOWS for n in self.nodes)
 
 
 @dataclass(slots=True)
@@ -221,9 +229,14 @@ class Counterparts:
             values.update(zip([o for o in node.output if o], outs, strict=True))
         return {t: values[t] for t in part.outs}
 
-    def opinions(self, part: Counterpart, operands: Mapping[str, Any], slow: bool) -> Iterator[dict[str, Any]]:
-        """What every evaluator gives that runs the nodes, each asked when it is wanted."""
-        for way in [{}, {"independent": True}, {"independent": True, "wide": True}] if slow else [{}]:
+    def opinions(self, part: Counterpart, operands: Mapping[str, Any], slow: bool, wide: bool) -> Iterator[dict[str, Any]]:
+        """What every evaluator gives that runs the nodes, each asked when it is wanted; ``slow``: the reference too, ``wide``:
+        also in double precision."""
+        for way in [
+            {},
+            *([{"independent": True}] if slow else []),
+            *([{"independent": True, "wide": True}] if slow and wide else []),
+        ]:
             try:
                 made = self.run(part, operands, **way)
             except (TapestryError, ArithmeticError, ValueError, TypeError):
