@@ -227,7 +227,7 @@ def _product(
     part = _plain_axes(op, w, kernel.ins[w], block)
     if part is None or len(columns) != 1 or columns[0] in x_dims or not inner:
         return None
-    order, take, whole = part
+    order, take, cut = part
     rows = [n for n in wide if n in x_dims]
     if {*order} != {columns[0], *inner} or not {*inner} <= x_dims or {*rows} | {*columns} != {*wide}:
         return None
@@ -260,13 +260,11 @@ def _product(
 
     lay = _Rows(w, at, rows_of, added, result)
     pack = functools.partial(_pack_linear, take, [extent[d] for d in order], turn, 0 if ours else PACKED_FOR)
-    cut = () if whole else tuple((s.start, s.stop) for s in take)
     if not ours:
         return _Dense(w, Pack(("linear", n, k, *turn, *cut), pack), then, lay.by_one_dnn, order=_order(op, (*rows, *columns)))
     record = functools.partial(lay.record, ours)
-    return _Dense(
-        w, Pack(("panels", *turn, *cut), pack), then, record=record, array=result, order=_order(op, (*rows, *columns))
-    )
+    key = ("panels", *turn, *cut)
+    return _Dense(w, Pack(key, pack), then, record=record, array=result, order=_order(op, (*rows, *columns)))
 
 
 def _order(op: Block, names: Sequence[str]) -> tuple[int, ...]:
@@ -310,8 +308,9 @@ class _Rows:
 
 def _plain_axes(
     op: Block, w: int, box: Box | None, block: dict[str, tuple[int, int]]
-) -> tuple[list[str], tuple[slice, ...], bool] | None:
-    """(the dimension of each axis of a buffer, those read at one place left out; the part that is read; if it is all)."""
+) -> tuple[list[str], tuple[slice, ...], tuple[tuple[int, int], ...]] | None:
+    """(the dimension of each axis of a buffer, those read at one place left out; the part that is read, and, if that is not
+    all, its bounds)."""
     read = op.reads[w]
     if box is None or read.when:
         return None
@@ -323,7 +322,8 @@ def _plain_axes(
         take.append(slice(int(lo) - b[0], int(last) + 1 - b[0]))
         if lo < last:
             out.append(str(e))
-    return out, tuple(take), all(s == slice(0, hi - lo) for s, (lo, hi) in zip(take, box, strict=True))
+    whole = all(s == slice(0, hi - lo) for s, (lo, hi) in zip(take, box, strict=True))
+    return out, tuple(take), () if whole else tuple((s.start, s.stop) for s in take)
 
 
 def _convolution(op: Block, graph: Graph, kernel: Kernel) -> _Dense | None:
