@@ -18,7 +18,7 @@ import tapestry
 from tapestry.doors.model_sources import opened
 from tapestry.errors import BuildError, ModelError, TapestryError
 from tests.support.command_line import document, run
-from tests.support.small_models import N, T, f32, net, save
+from tests.support.small_models import save
 
 
 class Block(nn.Module):
@@ -103,16 +103,6 @@ def test_every_form_of_a_model_gives_the_same_plan() -> None:
         assert [s.dims for s in build.build.plan.strategies] == [s.dims for s in builds[0].build.plan.strategies]
         for name, out in build.run(feeds).items():
             np.testing.assert_array_equal(out, first[name])
-
-
-def test_what_is_computed_of_weights_alone_is_done_once_in_any_form() -> None:
-    weights = {"mask": np.eye(32, dtype=bool), "a": f32(32, 32), "b": f32(32, 32)}
-    nodes = [N("Where", ["mask", "a", "b"], ["w"], "w"), N("MatMul", ["x", "w"], ["y"], "y")]
-    model = net(nodes, {"x": (T.FLOAT, (4, 32))}, {"y": T.FLOAT}, weights)
-    counts = [
-        len(tapestry.compile(m, topology="cpu").build.plan.graph.ops) for m in (model, onnx_ir.serde.deserialize_model(model))
-    ]
-    assert counts == [1, 1]
 
 
 def test_an_exported_program_is_a_model() -> None:
