@@ -25,7 +25,7 @@ TINY: dict[str, Any] = {
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "attention_dropout": 0.0, "use_cache": False,
     "num_layers": 1, "num_heads": 4, "decoder_layers": 1, "decoder_attention_heads": 4, "decoder_ffn_dim": 48, "d_model": 32,
     "tie_word_embeddings": False, "multi_query": False, "layer_types": None, "sliding_window": 64,
-    "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 64,
+    "attention_types": [[["global"], 1]], "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 64,
 }  # fmt: skip
 
 

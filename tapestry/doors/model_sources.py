@@ -21,6 +21,7 @@ from tapestry.lift.file.external_data import parse_place
 from tapestry.lift.file.structure import TEXT, load
 
 NAME = "model.onnx"
+IN_FILE = 1 << 30  # bytes of weights that a file holds itself (protobuf takes 2 GiB)
 KINDS = "a path, bytes, onnx.ModelProto, onnx_ir.Model, torch.export.ExportedProgram, or nn.Module with example_inputs"
 
 
@@ -93,6 +94,8 @@ def _written(model: Any) -> Opened:
         path.write_bytes(model)
     elif isinstance(model, ModelProto):
         path.write_bytes(model.SerializeToString())
-    else:
-        cast(Any, onnx_ir).save(model, path, external_data="weights.bin")
+    else:  # in one file where that can be: what is computed of data in the file alone is done once, when the model is read
+        stored = [v.const_value for v in model.graph.initializers.values() if v.const_value is not None]
+        apart = any(isinstance(t, onnx_ir.ExternalTensor) for t in stored) or sum(t.nbytes for t in stored) > IN_FILE
+        cast(Any, onnx_ir).save(model, path, external_data="weights.bin" if apart else None)
     return out

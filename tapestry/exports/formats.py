@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,13 @@ from tapestry.ir.syntax import ir_document
 from tapestry.ir.syntax.printer import to_text
 from tapestry.sharding import export_sharding
 from tapestry.verify.rewriting import history, rewrite_log
+
+INDENTED: dict[str, Any] = {
+    "initial_indent": "  ",
+    "subsequent_indent": "    ",
+    "break_long_words": False,
+    "break_on_hyphens": False,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +122,9 @@ def _ranks(d: dict[str, Any]) -> list[str]:
         f"{d['folder']}: {d['ranks']} files, {max(d['nodes'])} nodes; collectives of rank 0: {kinds}",
         f"  bytes moved: {d['bytes']:,}, by the plan {d['plan_bytes']:,}",
         *(f"  {n:,} bytes more: {why}" for why, n in d["extra"].items()),
-        *([f"  every rank is given all of {', '.join(d['whole_inputs'])}"] if d["whole_inputs"] else []),
+        *textwrap.wrap(
+            f"every rank is given all of {', '.join(d['whole_inputs'])}" if d["whole_inputs"] else "", 78, **INDENTED
+        ),
     ]
 
 
@@ -137,7 +147,9 @@ def _text_of_ranks(d: dict[str, Any]) -> list[str]:
     parts = [e["tensor"] for k in ("arguments", "results") for e in d[k] if "parts" in e]
     return [
         f"{d['file']}: {len(d['arguments'])} arguments, {d['ranks']} ranks, {d['collectives']} collectives",
-        *([f"  given in parts, one for each device: {', '.join(dict.fromkeys(parts))}"] if parts else []),
+        *textwrap.wrap(
+            f"given in parts, one for each device: {', '.join(dict.fromkeys(parts))}" if parts else "", 78, **INDENTED
+        ),
         *(f"  {n:,} bytes more: {why}" for why, n in d["extra"].items()),
     ]
 

@@ -18,7 +18,7 @@ from tapestry.exports.onnx_blocks.onnx_nodes import ONNX_TYPES, Nodes, NotExpres
 from tapestry.ir.graph import Op
 from tapestry.ir.kernel import Box
 from tapestry.ir.types import numpy_dtype
-from tapestry.runtime.session import ModelFiles
+from tapestry.runtime.session import NO_WEIGHTS, ModelFiles
 
 ALIGN = 64  # bytes: where the data of a weight begins
 INLINE = 64  # cells of a weight that stands in the model's file itself: sizes and places, which readers look at
@@ -36,7 +36,7 @@ def weights_of(build: Build, constants: bytes) -> WeightData:
     graph, files = build.plan.graph, ModelFiles(build)
     missing = next((t for t, w in graph.weights.items() if w.file and not w.sha256), None)
     if missing is not None:
-        raise BuildError(f"compiled without its weights ('{missing}', …)", hint="compile again without --no-weights")
+        raise BuildError(f"compiled without its weights ('{missing}', …)", hint=NO_WEIGHTS)
 
     def read(tensor: str, box: Box) -> np.ndarray[Any, Any]:
         if graph.weights[tensor].file:

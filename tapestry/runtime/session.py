@@ -27,6 +27,7 @@ from tapestry.runtime.target_protocol import Measured, Progress, Source, Target
 if TYPE_CHECKING:  # it imports torch, for which the environment is prepared first (`flags.before_torch`)
     from tapestry.runtime.executor import Executor
 
+NO_WEIGHTS = "compile again without --no-weights, or a module whose weights are not on the meta device"
 Array = np.ndarray[Any, Any]
 T = TypeVar("T", bound=Target)
 Slices = Callable[[str, Box], Array]
@@ -102,7 +103,7 @@ class Session:
         self.slices = weights or ModelFiles(build)
         missing = [t for t, w in build.plan.graph.weights.items() if w.file and not w.sha256]
         if missing:
-            raise BuildError(f"compiled without its weights ('{missing[0]}', …)", hint="compile again without --no-weights")
+            raise BuildError(f"compiled without its weights ('{missing[0]}', …)", hint=NO_WEIGHTS)
         self.executor = make(build.plan.graph, build.program, target, self._weight, build.plan.streamed)
         self.bounds = index_bounds(build.plan.graph)
         self.executor.room = [limit - peak for limit, peak in zip(memory_limits(build), build.peak_bytes, strict=True)]
