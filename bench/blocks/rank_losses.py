@@ -89,7 +89,8 @@ def row_of(model: str, runs: list[Row]) -> Row:
     for t in told:
         sums.update({f"{w}_{k}": t[w][k] for w in ("again", "restart") for k in ("blocks", "flops", "bytes")})
         sums["lost_blocks"] += t["lost_blocks"]
-    return {"model": model, "runs": len(runs), "commands": sum("command" in r for r in runs), "same_bits": sum(not r["wrong"] for r in runs), "losses": len(told),
+    return {"model": model, "runs": len(runs), "commands": sum("command" in r for r in runs),
+            "same_bits": sum(not r["wrong"] for r in runs), "losses": len(told),
             "twice": sum(len(r["told"]) > 1 for r in runs), **sums}  # fmt: skip
 
 

@@ -1,12 +1,12 @@
 """Splits in time as choices beside cuts in space, against splits that are made where the best plan in space does not fit.
 
-    .venv/bin/python -m bench time_choices [--only NAME …]
+    .venv/bin/python -m bench time_choices [--only NAME …] [--share S …]
 
-Networks whose activations are large beside their weights, on two devices, within a part of what their best plan needs. *Before* is
-the search from graph to graph alone (`plan.memory.fit`), whose bound is the least work of each operation; *together* is with the
-search that chooses splits and cuts at once, whose bound is of all plans of the splits that it was offered. Processor seconds are
-of planning. Every plan is verified, and run against onnxruntime. Writes bench/results/time_choices.json; exits 1 if a plan is
-worse, does not fit, or is wrong.
+Networks whose activations are large beside their weights, on two devices, within a part of what their best plan needs.
+*Before* is the search from graph to graph alone (`plan.memory.fit`), whose bound is the least work of each operation;
+*together* is with the search that chooses splits and cuts at once, whose bound is of all plans of the splits that it was
+offered. Processor seconds are of planning. Every plan is verified, and run against onnxruntime. Writes
+bench/results/time_choices.json; exits 1 if a plan is worse, does not fit, or is wrong.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ def convolutions() -> onnx.ModelProto:
 def scores() -> onnx.ModelProto:
     """Attention without a softmax: the scores of all pairs, with a bias."""
     nodes = [N("MatMul", ["x", f"w{c}"], [c], c) for c in "qkv"] + [
-        N("Transpose", ["k"], ["kt"], "kt", perm=[0, 2, 1]), N("MatMul", ["q", "kt"], ["s"], "s"), N("Add", ["s", "bias"], ["b"], "b"),
+        N("Transpose", ["k"], ["kt"], "kt", perm=[0, 2, 1]),
+        N("MatMul", ["q", "kt"], ["s"], "s"), N("Add", ["s", "bias"], ["b"], "b"),
         N("Relu", ["b"], ["p"], "p"), N("MatMul", ["p", "v"], ["c"], "c"), N("MatMul", ["c", "wo"], ["y"], "y"),
     ]  # fmt: skip
     return made(nodes, {"x": [2, 512, 64], "bias": [512, 512]}, {f"w{c}": (64, 64) for c in "qkvo"})
@@ -87,18 +88,19 @@ def planned(model: onnx.ModelProto, limit: int, *, together: bool) -> Row:
         mock.patch.stopall()
     report = build.report
     return {
-        "objective_s": report["objective_s"], "gap": report["gap"], "peak_bytes": max(report["peak_bytes"]), "moves": report["moves"],
-        "offered": len(report.get("fit", {}).get("offered", [])), "cpu_s": round(time.process_time() - start, 2),
+        "objective_s": report["objective_s"], "gap": report["gap"], "peak_bytes": max(report["peak_bytes"]),
+        "moves": report["moves"], "offered": len(report.get("fit", {}).get("offered", [])),
+        "cpu_s": round(time.process_time() - start, 2),
         "ok": bool(build.verify()) and build.check(build.random_feeds(0))["passed"] and max(report["peak_bytes"]) <= limit,
     }  # fmt: skip
 
 
-def rows_of(name: str) -> list[Row]:
+def rows_of(name: str, shares: list[float]) -> list[Row]:
     """A model within each part of what its best plan needs."""
     model = MODELS[name]()
     free = tapestry.compile(model, devices=2, topology="cpu").report
     out: list[Row] = []
-    for share in SHARES:
+    for share in shares:
         limit = int(share * max(free["peak_bytes"]))
         both = {k: planned(model, limit, together=k == "together") for k in ("before", "together")}
         out.append({"model": name, "share": share, "limit": limit, "free_s": free["objective_s"], **both})
@@ -115,13 +117,16 @@ def main() -> int:
     """Run, show, write; 1 if a plan is worse or wrong."""
     p = argparse.ArgumentParser(prog="bench time_choices")
     p.add_argument("--only", nargs="+", choices=MODELS, default=list(MODELS), metavar="NAME")
-    rows = [r for name in p.parse_args().only for r in rows_of(name)]
+    p.add_argument("--share", nargs="+", type=float, default=SHARES, metavar="S")
+    args = p.parse_args()
+    rows = [r for name in args.only for r in rows_of(name, args.share)]
     table = Table("model", "limit", "before ms", "gap", "together ms", "gap", "of", "offered", "CPU s", box=None)
     for r in rows:
         a, b = r["before"], r["together"]
         table.add_row(
-            r["model"], f"{r['share']:.0%}", f"{a['objective_s'] * 1e3:.3f}", f"{a['gap']:.1%}", f"{b['objective_s'] * 1e3:.3f}",
-            f"{b['gap']:.1%}", f"{b['objective_s'] / a['objective_s']:.3f}", str(b["offered"]), f"{a['cpu_s']} → {b['cpu_s']}",
+            r["model"], f"{r['share']:.0%}", f"{a['objective_s'] * 1e3:.3f}", f"{a['gap']:.1%}",
+            f"{b['objective_s'] * 1e3:.3f}", f"{b['gap']:.1%}", f"{b['objective_s'] / a['objective_s']:.3f}", str(b["offered"]),
+            f"{a['cpu_s']} → {b['cpu_s']}",
         )  # fmt: skip
     Console(width=120).print(table)
     record.write("time_choices", record.merged("time_choices", rows, ("model", "share")))

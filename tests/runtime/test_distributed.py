@@ -389,17 +389,8 @@ def test_a_rank_may_be_lost_at_a_step(rank, tmp_path):
     build = attention_build()
     middle = len(store.read(build)[0].program.steps) // 2
     argv = ["run", build, "--processes", 2, "-q", "--output"]
-    command = [
-        sys.executable,
-        "-m",
-        "tests.support.programs.lost_at_step",
-        rank,
-        middle,
-        *argv,
-        tmp_path / "a",
-        "--on-loss",
-        "recompute",
-    ]
+    program = [sys.executable, "-m", "tests.support.programs.lost_at_step", rank, middle]
+    command = [*program, *argv, tmp_path / "a", "--on-loss", "recompute"]
     done = subprocess.run([*map(str, command)], env=ENV, timeout=120, stderr=subprocess.PIPE, check=True)
     assert b"rank %d was killed" % rank in done.stderr
     assert finished(tapestry(*argv, tmp_path / "b"))[0] == 0

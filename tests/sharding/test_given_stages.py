@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from dataclasses import replace
 
 import numpy as np
@@ -16,6 +17,7 @@ from tapestry.errors import LawError, TapestryError
 from tapestry.ir.plan import MeshAxis, on_stage
 from tapestry.sharding.auto_shard import auto_shard
 from tapestry.sharding.export_sharding import export
+from tapestry.sharding.file_mesh import joined
 from tests.support.small_models import N, f32, net
 from tests.support.stages.stage_graphs import DEVICE, NODES
 
@@ -196,3 +198,10 @@ def test_stages_on_devices_of_several_kinds(model, slow):
     for d, peak in enumerate(found.report["peak_bytes"]):
         assert peak <= topo["kinds"][topo["kind"][d]]["memory"]
     assert np.isfinite(found.report["objective_s"]) and found.report["lower_bound_s"] <= found.report["objective_s"]
+
+
+def test_many_orders_of_devices_agree_on_one_or_on_none():
+    rng, common = random.Random(0), {0: (1, 0), 1: (2, 0, 1)}
+    three = [tuple(rng.sample(range(3), 3)) for _ in range(1000)]
+    assert joined([[{1: p}, {0: (0, 1), 1: p}, common] for p in three if p != (2, 0, 1)], {}) == common
+    assert joined([[{1: p}] for p in three], {}) is None

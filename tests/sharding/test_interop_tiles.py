@@ -2,7 +2,6 @@
 
 import json
 import math
-import random
 
 import numpy as np
 import onnx
@@ -19,7 +18,6 @@ from tapestry.interop import instance_map, tile_metadata
 from tapestry.interop.tile_changes import exact, naive
 from tapestry.interop.tile_patterns import Tiling, parse, slide_slips, slide_tile
 from tapestry.sharding.check_sharding import check_file
-from tapestry.sharding.file_mesh import joined
 from tapestry.sharding.tiled_evaluation import evaluated
 from tests.support.faults.sharding_faults import N
 from tests.support.instance_maps import MAPS
@@ -405,13 +403,6 @@ def test_any_order_of_the_devices_of_a_mesh_axis(tilings, mesh, tmp_path):
     for form in ("jax", "dtensor", "tp-plan"):
         with pytest.raises(TapestryError):
             formats.export(tmp_path / "p", form, tmp_path / "out")
-
-
-def test_many_orders_of_devices_agree_on_one_or_on_none():
-    rng, common = random.Random(0), {0: (1, 0), 1: (2, 0, 1)}
-    three = [tuple(rng.sample(range(3), 3)) for _ in range(1000)]
-    assert joined([[{1: p}, {0: (0, 1), 1: p}, common] for p in three if p != (2, 0, 1)], {}) == common
-    assert joined([[{1: p}] for p in three], {}) is None
 
 
 @pytest.mark.parametrize(

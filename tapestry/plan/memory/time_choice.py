@@ -38,7 +38,7 @@ AROUND = 2  # rounds: splits around the plans without any, then around what thos
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """The best plan of the splits that were offered, the moves that it takes, and a bound of every such plan."""
+    """The best plan that was found, the moves that it takes, and a bound of every plan of the splits that were offered."""
 
     found: PricedPlan
     moves: tuple[Move, ...]
@@ -70,7 +70,7 @@ class TimeChoice:
 
     def search(self, begun: Sequence[PricedPlan], known: Sequence[Move]) -> Chosen | None:
         """The best plan that fits, or None: splits around the plans that are begun with, and known ones, are on offer."""
-        around, bound = list(begun), -np.inf
+        around, known_of = list(begun), [(0.0, tuple[Move, ...]())]
         self._offer(known)
         for _ in range(AROUND):
             if self.budget.over():
@@ -83,10 +83,13 @@ class TimeChoice:
             if (len(self.ways), len(self.wide)) == before:
                 break
             closest, bound = self._choose()
+            known_of.append((bound, tuple(w.move for w in (*self.ways, *self.wide))))
             around = [closest] if closest else []
         if self.best is None:
             return None
-        return Chosen(self.best, self.taken, tuple(w.move for w in (*self.ways, *self.wide)), min(bound, self.best.objective))
+        bounded = [(b, offered) for b, offered in known_of if b > 0 and {*self.taken} <= {*offered}]
+        bound, offered = bounded[-1] if bounded else (0.0, ())
+        return Chosen(self.best, self.taken, offered, min(bound, self.best.objective))
 
     def _offer(self, found: Sequence[Move]) -> None:
         met = {w.graph.ops for w in (*self.ways, *self.wide)}

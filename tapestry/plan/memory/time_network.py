@@ -270,7 +270,7 @@ class TimeNetwork:
                 s != mine
                 and self.wide not in (s, mine)
                 and times[self.place[end]]
-                and (end + 1 == count or times[self.place[end + 1]])
+                and (end + 1 < count and times[self.place[end + 1]])
             ):
                 out[list(new.values())] = True
         return out
