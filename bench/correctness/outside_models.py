@@ -170,15 +170,16 @@ class Series:
 
 def series_of(seed: int, again: bool) -> Series:
     """What earlier calls with this seed found."""
-    if again or record.read_more("outside_models", "seed", 0) != seed:
+    done = record.read_more("outside_models", "done", "")
+    if again or not done or record.read_more("outside_models", "seed", 0) != seed:  # (of what, without names, is not known)
         return Series()
     counts = record.read_more("outside_models", "counts", dict[str, int]())
-    return Series(set(record.read_more("outside_models", "done", "").split()), Counter(counts), record.read("outside_models"))
+    return Series(set(done.split("/")), Counter(counts), record.read("outside_models"))
 
 
 def keep(series: Series, seed: int) -> None:
     """Write down what is known."""
-    record.write("outside_models", series.rows, counts=dict(series.counts), seed=seed, done=" ".join(sorted(series.done)))
+    record.write("outside_models", series.rows, counts=dict(series.counts), seed=seed, done="/".join(sorted(series.done)))
 
 
 def asked(path: Path, seed: int, folder: Path, series: Series) -> None:

@@ -51,5 +51,7 @@ def write(name: str, rows: Sequence[Row], **more: Any) -> Path:
     RESULTS.mkdir(parents=True, exist_ok=True)
     path = RESULTS / f"{name}.json"
     document = {"date": str(datetime.date.today()), "machine": machine(), **more, "rows": list(rows)}
-    path.write_text(json.dumps(document, indent=1).replace(f"{ROOT}/", "") + "\n")  # whose folder it was says nothing
+    part = path.with_suffix(".part")  # a call that ends in the middle leaves what there was
+    part.write_text(json.dumps(document, indent=1).replace(f"{ROOT}/", "") + "\n")  # whose folder it was says nothing
+    part.replace(path)
     return path

@@ -160,6 +160,12 @@ def test_what_ranks_send_is_what_the_plan_sends(name, tmp_path):
         assert [e["tensor"] for e in said["results"]] == list(c.build.plan.graph.outputs)
 
 
+def test_ranks_that_keep_a_node_are_refused(tmp_path):
+    _, build = planned("opaques", 0, "2")
+    with pytest.raises(NotExpressible):
+        shardy_ranks.export(build, tmp_path / "m.mlir", nearest=True)
+
+
 @pytest.mark.parametrize("name", ["mlp", "attention", "pools"])
 def test_every_tensor_has_its_sharding(name, tmp_path):
     c, _, said, build = written(name, 0, tmp_path, "2x2")

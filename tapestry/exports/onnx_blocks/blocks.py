@@ -253,6 +253,7 @@ def _opaque(nodes: Nodes, graph: Graph, op: Opaque, kernel: Kernel, ins: Sequenc
             node.input[k] = nodes.named(nodes.slice(v, _taken(graph, op, kernel, k))).name
     dtypes = [graph.tensors[t].dtype for t in op.outs]
     outs = [Value(nodes.fresh(f"{nodes.part}/{op.kind}"), shape(b), d) for b, d in zip(kernel.outs, dtypes, strict=True)]
+    nodes.values |= {v.name: v for v in outs}
     for k, v in enumerate(outs):
         if k < len(node.output):
             node.output[k] = v.name
