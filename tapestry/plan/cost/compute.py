@@ -208,7 +208,7 @@ def seconds_of_all(
 
 
 def _flat(boxes: np.ndarray) -> Boxes:
-    return boxes.reshape(-1, *boxes.shape[2:])
+    return boxes.reshape(boxes.shape[0] * boxes.shape[1], *boxes.shape[2:])
 
 
 def _priced(op: Op, graph: Graph, work: tuple[np.ndarray, np.ndarray, np.ndarray], topo: Topology) -> np.ndarray:
