@@ -360,6 +360,24 @@ def test_what_cannot_fit_says_by_how_much_and_what_was_tried() -> None:
     assert "bytes of 4,000" in text and "too many" in text and "device 0" in text and "tried" in text and "split_time" in text
 
 
+def test_a_result_that_another_one_is_made_of_is_counted_once() -> None:
+    text = """graph two
+input x: f32[64, 64]
+a: f32[64, 512] = op [i: 64, j: 512]
+  reads x[i, 0]
+  body x * 2.0
+h: f32[64, 64] = op [i: 64, j: 64 | k: 512 sum]
+  reads a[i, k]
+  body a
+y: f32[64, 64] = op [i: 64, j: 64]
+  reads h[i, j]
+  body max(h, 0.0)
+output h, y
+"""
+    _, found = fitted(text, 42_000)  # both results are 32,768; a alone is 131,072
+    assert any(m.rule == "split_time" for m in found.moves)
+
+
 def test_lowering_many_parts_compares_few_footprints(monkeypatch) -> None:
     """A tensor that is read in n parts: about one comparison (with all parts at once) for each part, not one for each two."""
     text = "graph parts\ninput x: f32[512]\ny: f32[512] = op [i: 512]\n  reads x[i]\n  body max(x, 0.0)\noutput y\n"

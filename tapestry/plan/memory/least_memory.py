@@ -71,10 +71,11 @@ def _at_the_end(graph: Graph) -> tuple[int, str]:
 
 
 def _beside(op: Op, tensor: str, graph: Graph) -> int:
-    """Bytes that are there beside a result when the operation that writes it ends."""
+    """Bytes that are there beside all results when the operation that writes one of them ends."""
     if isinstance(op, Opaque):
-        return min(graph.tensors[tensor].nbytes, sum(graph.tensors[t].nbytes for t in op.inputs))
-    most = [graph.tensors[tensor].nbytes, _read_bytes(op, graph, op.ranges, op.body_reads())]
+        return min(graph.tensors[tensor].nbytes, sum(graph.tensors[t].nbytes for t in op.inputs if t not in graph.outputs))
+    others = frozenset(k for k in op.body_reads() if op.reads[k].tensor not in graph.outputs)  # (results are counted already)
+    most = [graph.tensors[tensor].nbytes, _read_bytes(op, graph, op.ranges, others)]
     if op.monoid and op.lowers:
         fields = zip(op.body, varies(op), strict=True)
         most.append(sum(itemsize(e.dtype) * prod(d.size for d, v in zip(op.dims, along) if v) for e, along in fields))
