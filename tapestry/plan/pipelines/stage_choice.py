@@ -159,13 +159,16 @@ def _impossible(graph: Graph, topo: Topology, request: Request) -> PlanError:
     if request.micro and sequence(graph, request.micro) is None:
         what = f"the batch cannot be cut into {request.micro} equal micro-batches"
         return PlanError(what, where="--micro-batches", hint="a number that divides the batch, or auto")
-    why = f"each device has {topo.device.memory:,} bytes"
+    each = "the smallest device has" if topo.kinds else "each device has"
+    why, hint = f"{each} {min(topo.memories()):,} bytes", "more memory (--memory), or other stages"
     if request.asked.bound:
         why += "; or no stage has, as a whole, the mesh axes that the pins, layouts or annotations cut along"
-    return PlanError(
-        f"no plan of {request.stages or 'several'} stages fits", where="--stages", why=why,
-        hint="more memory (--memory), or --stages auto",
-    )  # fmt: skip
+        hint += "; or a --mesh with an axis for stages and one to cut along, as 2x2"
+    return PlanError(f"no plan of {request.stages or 'several'} stages fits", where=_where(request), why=why, hint=hint)
+
+
+def _where(request: Request) -> str:
+    return "the given stages" if request.asked.cuts else "--stages"
 
 
 def _report(spatial: PricedPlan | PlanError | None, staged: Staged, topo: Topology, bound: float) -> dict[str, Any]:
