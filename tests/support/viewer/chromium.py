@@ -28,6 +28,7 @@ class Tab:
     Attributes:
         errors: what it said on its console as an error or a warning, exceptions, and refusals of its security policy.
         asked: addresses that it tried to load.
+        size: width and height of the window in which files are opened.
     """
 
     def __init__(self, out: int, into: int) -> None:
@@ -35,6 +36,7 @@ class Tab:
         self.session: str | None = None
         self.errors: list[str] = []
         self.asked: list[str] = []
+        self.size = (1280, 860)
 
     def send(self, method: str, **params: Any) -> dict[str, Any]:
         """A command, and its answer."""
@@ -70,8 +72,9 @@ class Tab:
         elif method == "Network.requestWillBeSent":
             self.asked.append(params["request"]["url"])
 
-    def open(self, file: Path, hash_: str = "", *, width: int = 1280, height: int = 860, dark: bool = False) -> float:
-        """Open a file at a size of the window and wait until it is drawn; returns the seconds until then, by its own clock."""
+    def open(self, file: Path, hash_: str = "", *, width: int = 0, height: int = 0, dark: bool = False) -> float:
+        """Open a file, at the tab's size or another, and wait until it is drawn; returns the seconds until then, by its own clock."""
+        width, height = width or self.size[0], height or self.size[1]
         self.send("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 700)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.send("Emulation.setEmulatedMedia", features=[scheme])
@@ -111,6 +114,7 @@ class Tab:
     def click(self, selector: str) -> None:
         """A click of the mouse on the middle of an element."""
         left, top, width, height = self.rect(selector)
+        assert width or height, f"{selector} is not on the screen"
         x, y = left + width / 2, top + height / 2
         for kind in ("mouseMoved", "mousePressed", "mouseReleased"):
             self.mouse(kind, x, y)
