@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import itertools
+import re
 import subprocess
 import tempfile
 from pathlib import Path
@@ -18,6 +19,7 @@ from tapestry.codegen.torch_cpu import native
 from tapestry.codegen.torch_cpu.c.print_c import PRELUDE
 
 FLAGS = (*native.FLAGS, "-ffp-contract=off", "-fno-trapping-math", "-fwrapv", "-fopenmp-simd")
+READ = re.compile(r"\bp\d+\[")
 MOST = 64  # functions that are compiled at once
 
 _texts: dict[str, str] = {}
@@ -46,7 +48,23 @@ def source(name: str) -> str:
 
 
 def _written(name: str, body: str) -> str:
-    return f"void {name}(const int64_t *sizes, void *const *p) {{\n{body}\n}}\n"
+    branches = "BRANCHES " if reads_under_conditions(body) else ""
+    return f"{branches}void {name}(const int64_t *sizes, void *const *p) {{\n{body}\n}}\n"
+
+
+def reads_under_conditions(body: str) -> bool:
+    """Whether a buffer is read in an arm of a ``(test ? one : other)``; the compiler may make masked loads of that."""
+    return any(READ.search(_arms(body, m.end())) for m in re.finditer(r" \? ", body))
+
+
+def _arms(body: str, at: int) -> str:
+    """The arms of a conditional, up to the parenthesis that closes it or the end of its statement."""
+    depth = 0
+    for k in range(at, len(body)):
+        depth += {"(": 1, ")": -1}.get(body[k], 0)
+        if depth < 0 or body[k] == ";":
+            return body[at:k]
+    return body[at:]
 
 
 def function(name: str, compiles: bool = True) -> Any:
