@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import replace
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 
 import tapestry
 from tapestry.codegen.torch_cpu import TorchCpu
-from tapestry.codegen.torch_cpu.c import conv_c
+from tapestry.codegen.torch_cpu.c import conv_c, generated_c
 from tapestry.codegen.torch_cpu.c.maps_c import How, Mapped
 from tapestry.codegen.torch_cpu.kernels import build
 from tapestry.codegen.torch_cpu.torch_ops.dense import Packable
@@ -76,23 +77,29 @@ def test_torch_has_no_operator_for_it(name: str) -> None:
     assert second.data_ptr() != first.data_ptr() and torch.equal(torch.nan_to_num(first), torch.nan_to_num(kept))
 
 
-@pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("step", [2, 3, 4])
-def test_neighbours_read_under_one_condition(step: int) -> None:
-    """gcc 12 loses values where it makes masked loads of such reads."""
-    graph = parse(f"""graph g
-input x: f32[1, 2, 2]
-input k: f32[1, 6, {step}]
-y: f32[1, 8, 2] = op [b: 1, i: 8, j: 2]
-  reads x[b, i, j] else 0.0, k[b, i - 2, {step - 1}*j] else 0.0
-  body where(lt(index(i), 2), x, k)
-output y""")
-    feeds = random_feeds(graph, np.random.default_rng(3))
-    ins = tuple(whole(graph.tensors[t].shape) for t in feeds)
-    block = whole(graph.tensors["y"].shape)
-    kernel = TorchCpu().kernel(graph, Kernel(op=0, mode="full", block=block, ins=ins, outs=(block,)))
-    (found,) = kernel([torch.from_numpy(a) for a in feeds.values()], [])
-    np.testing.assert_array_equal(found.numpy(), interp.run(graph, feeds, wide=True)["y"])
+@pytest.mark.usefixtures("c_compiler")
+@pytest.mark.parametrize(("wide", "step"), [(2, 1), (3, 2), (4, 3)])
+def test_neighbours_read_under_one_condition(wide: int, step: int) -> None:
+    """gcc 12 loses the first of them where it makes masked loads of such reads."""
+    body = f"""const float *restrict p0 = p[0];
+const float *restrict p1 = p[1];
+float *restrict y = p[2];
+for (int64_t i = 0; i < 8; i++) {{
+for (int64_t j = 0; j < 2; j++) {{
+y[(2 * i + j)] = ((i < 2) ? p0[(2 * i + j)] : (((i - 2) >= 0) ? p1[({wide} * (i - 2) + {step} * j)] : 0.0f));
+}}}}"""
+    assert generated_c.reads_under_conditions(body)
+    past, new = np.arange(4, dtype=np.float32) + 1, np.arange(6 * wide, dtype=np.float32) + 100
+    found = np.zeros((8, 2), np.float32)
+    given = (ctypes.c_void_p * 3)(*(a.ctypes.data for a in (past, new, found)))
+    generated_c.function(generated_c.register(body))(None, given)
+    np.testing.assert_array_equal(found[:2], past.reshape(2, 2))
+    np.testing.assert_array_equal(found[2:], new.reshape(6, wide)[:, : step + 1 : step])
+
+
+def test_what_reads_under_a_condition_is_seen() -> None:
+    assert not generated_c.reads_under_conditions("y[i] = ((p0[i] < 2) ? 1.0f : a) + p1[i];")
+    assert generated_c.reads_under_conditions("float acc = v >= 0 && v < 5 ? p0[((v))] : 0.0f;")
 
 
 @pytest.mark.usefixtures("one_thread")
