@@ -22,6 +22,15 @@ FLAGS = (*native.FLAGS, "-ffp-contract=off", "-fno-trapping-math", "-fwrapv", "-
 READ = re.compile(r"\bp\d+\[")
 MOST = 64  # functions that are compiled at once
 
+BRANCHES = """
+/* gcc 12 loses values of `i >= 2 ? p[2 * i] : 0` beside `i >= 2 ? p[2 * i + 1] : 0`, where it loads both under one mask. */
+#if defined(__GNUC__) && !defined(__clang__)
+#define BRANCHES __attribute__((optimize("no-tree-loop-if-convert")))
+#else
+#define BRANCHES
+#endif
+"""
+
 _texts: dict[str, str] = {}
 _known: dict[str, Any] = {}
 _lock = Lock()
@@ -48,8 +57,7 @@ def source(name: str) -> str:
 
 
 def _written(name: str, body: str) -> str:
-    branches = "BRANCHES " if reads_under_conditions(body) else ""
-    return f"{branches}void {name}(const int64_t *sizes, void *const *p) {{\n{body}\n}}\n"
+    return f"void {name}(const int64_t *sizes, void *const *p) {{\n{body}\n}}\n"
 
 
 def reads_under_conditions(body: str) -> bool:
@@ -86,7 +94,7 @@ def compile_waiting() -> None:
 
 
 def _compile(bodies: dict[str, str]) -> dict[str, Any]:
-    places = native.cached((*FLAGS, "-lm"), PRELUDE.encode())
+    places = native.cached((*FLAGS, "-lm"), (BRANCHES + PRELUDE).encode())
     try:
         new = {n: body for n, body in bodies.items() if not native.present(places / n)}
         if new:
@@ -103,7 +111,8 @@ def _make(bodies: dict[str, str], places: Path) -> None:
     """Compile functions into one library, and put a link to it at the place of each."""
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "maps.c"
-        source.write_text(PRELUDE + "".join(map(_written, bodies, bodies.values())))
+        texts = ("BRANCHES " * reads_under_conditions(body) + _written(n, body) for n, body in bodies.items())
+        source.write_text(BRANCHES + PRELUDE + "".join(texts))
         library = native.compiled([source], (*FLAGS, "-lm"))
     places.mkdir(exist_ok=True, mode=0o700)
     with tempfile.TemporaryDirectory(dir=places) as scratch:

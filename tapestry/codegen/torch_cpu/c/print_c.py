@@ -27,12 +27,6 @@ PRELUDE = """
 #include <math.h>
 #include <stdint.h>
 #define INLINE static inline __attribute__((always_inline))
-/* gcc 12 loses values of `i >= 2 ? p[2 * i] : 0` beside `i >= 2 ? p[2 * i + 1] : 0`, where it loads both under one mask. */
-#if defined(__GNUC__) && !defined(__clang__)
-#define BRANCHES __attribute__((optimize("no-tree-loop-if-convert")))
-#else
-#define BRANCHES
-#endif
 INLINE float t_min(float a, float b) { return a != a || a < b ? a : b; }
 INLINE float t_max(float a, float b) { return a != a || a > b ? a : b; }
 /* exp: 2^n p(r), the polynomial of Cephes' expf (Moshier 1992); 2^n in two factors, so that the ends of the range are right. */
