@@ -265,21 +265,26 @@ def weight_strides(box: Box, pack: Any) -> tuple[int, ...]:
         return c * h * w, h * w, w, 1
     if key[0] != "panels":
         raise Unsupported("a product by oneDNN, as torch has it")
-    extents, turn = list[int](run.args[0]), list[int](run.args[1])
+    take, extents, turn = run.args[0], list[int](run.args[1]), list[int](run.args[2])
+    if take != tuple(slice(0, n) for n in shape(box)):
+        raise Unsupported("a part of a weight, packed")
     steps = [prod(extents[k + 1 :]) for k in range(len(extents))]
     inner = turn[1:]
     if any(steps[a] != steps[b] * extents[b] for a, b in itertools.pairwise(inner)):
         raise Unsupported("what is summed does not step evenly in the weight")
     depth = prod(extents[k] for k in inner)
-    _check_packing(run, prod(extents), (extents[turn[0]], depth), (steps[turn[0]], steps[inner[-1]]))
+    _check_packing(run, shape(box), (extents[turn[0]], depth), (steps[turn[0]], steps[inner[-1]]))
     return steps[turn[0]], steps[inner[-1]], 0, 0
 
 
-def _check_packing(pack: functools.partial[Tensor], cells: int, matrix: tuple[int, int], steps: tuple[int, int]) -> None:
+def _check_packing(
+    pack: functools.partial[Tensor], extents: Sequence[int], matrix: tuple[int, int], steps: tuple[int, int]
+) -> None:
     """Look at every cell of a packed weight, by number: it is the one that the strides say."""
+    cells = prod(extents)
     if cells > MOST_NUMBERED:
         raise Unsupported("a weight that is too large to look at how it is packed")
     numbered = torch.arange(cells, dtype=torch.int32).view(torch.float32)
     wanted = conv_c.pack_panels(numbered.as_strided(matrix, steps))
-    if not torch.equal(pack(numbered).view(torch.int32), wanted.view(torch.int32)):
+    if not torch.equal(pack(numbered.view(*extents)).view(torch.int32), wanted.view(torch.int32)):
         raise LawError("kernel_reads", "a weight is packed in another order than its strides", where="the packing")
