@@ -294,6 +294,7 @@ def auto_shard(p: argparse.ArgumentParser) -> None:
     p.add_argument("--num-devices", type=int, metavar="N", help="with --cut: one more than there are cuts")
     several(p, "--cut", "NODE", "the stages of your own, by the nodes at which they end (A,B: several nodes of one stage)")
     p.add_argument("--measure", action="store_true", help="compile every candidate and run those that fit")
+    p.add_argument("--apart", action="store_true", help="with --measure: a process for each device, which sends to the next")
     p.add_argument("--max-candidates", type=whole(0), default=24, metavar="C",
                    help="with --measure: compiled at most (24); 0: all that the traversal comes to")  # fmt: skip
     p.add_argument("--output-model", type=Path, metavar="FILE", help="default: MODEL.auto_sharded.onnx beside the model")

@@ -180,10 +180,12 @@ def auto_shard(args: argparse.Namespace) -> Outcome:
     if args.num_devices is None and not args.cut:
         raise TapestryError("the number of devices is missing", where="--num-devices", hint="or --cut NODE …")
     devices = len(args.cut) + 1 if args.num_devices is None else args.num_devices
+    if args.apart and not args.measure:
+        raise TapestryError("nothing is run", where="--apart", hint="with --measure")
     options = auto_shard.Options(
         model=args.input_model, devices=devices, output=args.output_model, optimal=args.optimal_perf,
         processes=args.num_processes, proportions=args.memory_proportion or auto_shard.PROPORTIONS, shapes=shapes(args.shape),
-        topology=args.topology, memory=args.memory, cuts=args.cut, most=args.max_candidates,
+        topology=args.topology, memory=args.memory, cuts=args.cut, most=args.max_candidates, apart=args.apart,
     )  # fmt: skip
     with bar(args, "auto-shard") as advance, ExitStack() as open_trials:
         trials = turns = None

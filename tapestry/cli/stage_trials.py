@@ -8,6 +8,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -17,6 +18,7 @@ from tapestry import api
 from tapestry.errors import TapestryError
 from tapestry.interop import onnx_annotations
 from tapestry.lift.file.structure import check_structure, load
+from tapestry.serving.sessions import Session
 from tapestry.sharding.auto_shard import stage_annotations
 from tapestry.sharding.auto_shard.auto_shard import Options
 from tapestry.sharding.auto_shard.measured_search import Trial
@@ -30,7 +32,8 @@ class StageTrials:
     """Compiles and runs candidates of one model, with its external data in reach: their files lie beside it until the end.
 
     One process plays all devices, so that a batch passes the stages one after another, as it does on devices of their own, but
-    with no wire between them.
+    with no wire between them; or, where the options say so, each device is a process of its own, and what goes from stage to
+    stage is sent.
     """
 
     options: Options
@@ -76,15 +79,18 @@ class StageTrials:
 
     def in_turns(self, schemes: Sequence[Sequence[int]]) -> list[float]:
         """Seconds of a batch of each, all compiled before: medians of runs that take turns, whoever begins a round."""
-        builds = [api.load(self._builds[tuple(s)]) for s in schemes]
-        feeds = [b.random_feeds() for b in builds]
+        builds = [self._builds[tuple(s)] for s in schemes]
+        feeds = [api.load(b).random_feeds() for b in builds]
         seconds: list[list[float]] = [[] for _ in builds]
-        for n in range(RUNS + 1):
-            for k in range(len(builds)):
-                at = (k + n) % len(builds)
-                start = time.perf_counter()
-                builds[at].run(feeds[at])
-                seconds[at].append(time.perf_counter() - start)
+        with ExitStack() as loaded:
+            processes = self.options.ranks
+            sessions = [loaded.enter_context(Session(b, processes=processes if processes > 1 else None)) for b in builds]
+            for n in range(RUNS + 1):
+                for k in range(len(builds)):
+                    at = (k + n) % len(builds)
+                    start = time.perf_counter()
+                    sessions[at].run(feeds[at])
+                    seconds[at].append(time.perf_counter() - start)
         return [statistics.median(s[1:]) for s in seconds]
 
     def __enter__(self) -> StageTrials:

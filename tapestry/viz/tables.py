@@ -328,6 +328,8 @@ def _sharding_nodes(d: Mapping[str, Any]) -> list[str]:
 def _trials(d: Mapping[str, Any], m: Mapping[str, Any]) -> Iterator[str]:
     """What was compiled and run, and the lines that PopRT prints of the best."""
     best, optimal = m[m["chosen"]], m.get("optimal", False)
+    if m["processes"] > 1:
+        yield f"measured in {m['processes']} processes, one for each device"
     for name, title in TRIALS.items():
         row = m.get(name)
         if row:

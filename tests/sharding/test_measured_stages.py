@@ -157,6 +157,17 @@ def test_poprts_lines_are_printed(tmp_path, capsys, optimal):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["m.auto_sharded.onnx", "m.onnx"]
 
 
+def test_stages_run_in_processes_of_their_own(tmp_path, capsys):
+    path = save(branches(), tmp_path)
+    args = ["--input-model", path, "--num-devices", 2, "--num-processes", 1, "--max-candidates", 1]
+    status, out = command(capsys, *args, "--apart")
+    assert status == 2 and "--measure" in out.err and list(tmp_path.iterdir()) == [path]
+    status, out = command(capsys, *args, "--measure", "--apart", "--json")
+    measured = json.loads(out.out)["measured"]
+    assert status == 0 and measured["processes"] == 2 and measured["exact"]["latency_s"] > 0
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["m.auto_sharded.onnx", "m.onnx"]
+
+
 def test_a_document_says_what_was_measured(tmp_path):
     path = save(branches(2), tmp_path)
     problem_stages = []

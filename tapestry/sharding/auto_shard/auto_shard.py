@@ -32,7 +32,13 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What ``tapestry auto-shard`` takes; ``cuts`` are the user's own stages, ``most`` candidates are compiled."""
+    """What ``tapestry auto-shard`` takes.
+
+    Attributes:
+        cuts: the user's own stages.
+        most: candidates that are compiled.
+        apart: those that are measured run with a process for each device.
+    """
 
     model: Path
     devices: int
@@ -45,6 +51,12 @@ class Options:
     memory: str | None = None
     cuts: Sequence[str] = ()
     most: int = 24
+    apart: bool = False
+
+    @property
+    def ranks(self) -> int:
+        """Processes that a candidate runs in."""
+        return self.devices if self.apart else 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +97,8 @@ def check(options: Options) -> None:
         raise TapestryError(what, where="--cut", hint="leave --num-devices out; A,B are several nodes of one stage")
     if not 1 <= options.processes <= 256:
         raise TapestryError(f"{options.processes} processes", where="--num-processes", hint="1 to 256")
+    if options.apart and options.devices > 64:
+        raise TapestryError(f"{options.devices} processes at a time", where="--apart", hint="at most 64 devices")
     bad = [p for p in options.proportions if not 0 < p <= 1]
     if bad or not options.proportions:
         raise TapestryError(
@@ -179,7 +193,8 @@ def _own(
     if trials is not None:
         with clock("measure"):
             search = measured_search.Search(problem, options.devices, [(proportion, int(proportion * memory))], trials, 1, 1)
-            document["measured"] = {"manual": search.exact(found, problem, proportion, 0.0), "chosen": "manual"}
+            run = {"manual": search.exact(found, problem, proportion, 0.0), "chosen": "manual"}
+            document["measured"] = {**run, "processes": options.ranks}
     return document
 
 
@@ -200,7 +215,7 @@ def _tried(
     fitting = {k: f for k, f in found.items() if f["fits"]}
     chosen = min(fitting, key=lambda k: (fitting[k]["proportion"], fitting[k]["latency_s"]))
     taken = ("sharding_nodes", "node_stages", "proportion")
-    measures: dict[str, Any] = {**found, "optimal": options.optimal, "chosen": chosen}
+    measures: dict[str, Any] = {**found, "optimal": options.optimal, "chosen": chosen, "processes": options.ranks}
     return {"measured": measures, **{k: found[chosen][k] for k in taken}}
 
 
