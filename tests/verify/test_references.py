@@ -12,7 +12,7 @@ from onnx import NodeProto, helper, numpy_helper
 from onnx import TensorProto as T
 
 import tapestry
-from tapestry.errors import BuildError, LawError
+from tapestry.errors import BuildError, LawError, TapestryError
 from tapestry.ir.graph import Opaque
 from tapestry.onnx_eval import opaque_node
 from tapestry.saved_build import verify_build
@@ -145,3 +145,18 @@ def test_the_reference_heeds_dilations_where_windows_are_not_padded(kind):
     op = Opaque(outs=("y",), ins=("x",), kind=kind, node=node.SerializeToString(), opsets=(("", 22),), source=("n",))
     first, second = (opaque_node.run(op, [x], [("f32", (1, 2, 3, 7))], independent=k)[0] for k in (False, True))
     np.testing.assert_allclose(first, second, rtol=1e-5)
+
+
+@pytest.mark.parametrize("region", [[0, 0, 1e30, 1e30], [0, 0, 1e-25, 1e30], [5, 5, 5, -np.inf]])
+def test_a_region_of_more_samples_than_memory_holds_is_refused(region):
+    """Both libraries write down all samples of a region before they add them."""
+    node = N("RoiAlign", ["x", "r", "b"], ["y"], output_height=2, output_width=2).SerializeToString()
+    op = Opaque(outs=("y",), ins=("x", "r", "b"), kind="RoiAlign", node=node, opsets=(("", 16),), source=("roi",))
+    x, b = np.ones((1, 1, 5, 5), np.float32), np.zeros(1, np.int64)
+    expected = [("f32", (1, 1, 2, 2))]
+    for independent in (False, True):
+        with pytest.raises(TapestryError, match=r"'roi' \(RoiAlign\).*more than 16,777,216 samples"):
+            opaque_node.run(op, [x, np.array([region], np.float32), b], expected, independent=independent)
+    assert opaque_node.asked_of("onnx.reference", op, [x, np.array([region], np.float32), b], expected) is None
+    out = opaque_node.run(op, [x, np.array([[0, 0, 3, 3]], np.float32), b], expected)[0]
+    np.testing.assert_array_equal(out, np.ones((1, 1, 2, 2), np.float32))
