@@ -162,8 +162,8 @@ def _ends_process(op: Opaque, feeds: Mapping[str, Any]) -> bool:
 
 
 def _samples(node: bytes, regions: Array) -> float:
-    """Samples of the largest region of a RoiAlign. Without a ``sampling_ratio`` there is one for each pixel of the region, and both
-    evaluators write down all of them before they add; NaN has none."""
+    """Samples of the largest region of a RoiAlign. Without a ``sampling_ratio`` there is one for each pixel of the region, and
+    both evaluators write down all of them before they add; NaN has none."""
     from onnx import NodeProto, helper
 
     given = {a.name: helper.get_attribute_value(a) for a in NodeProto.FromString(node).attribute}
