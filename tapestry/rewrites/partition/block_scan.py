@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from tapestry.ir.expr import Acc, Arg, Expr, rewrite
+from tapestry.ir.expr import Acc, Arg, Expr, Index, call, rewrite
 from tapestry.ir.graph import Block, Dim, Graph, Guard, Read, replace_op
 from tapestry.ir.index import Aff, const, dim, floordiv, modulo
-from tapestry.ir.monoid import MONOIDS
+from tapestry.ir.monoid import MONOIDS, Driven, number
 from tapestry.ir.recognise.running_state import Scan, as_scan, running, unguarded
 from tapestry.rewrites.core.edit import accept, block_at, fresh, fresh_dim, plain_index, prune, reindex, resized, results
 from tapestry.rewrites.core.rule import Move, Refusal, Rule, register
@@ -137,7 +137,11 @@ def _inside(op: Block, scan: Scan, each: int, before: Block) -> Block:
     index = tuple(block if d.name == scan.dim else e for d, e in zip(op.dims, plain_index(op.dims), strict=True))
     starts = tuple(Arg(len(reads) + i, e.dtype) for i, e in enumerate(op.body))
     accs = tuple(Acc(i, e.dtype) for i, e in enumerate(op.body))
-    merged = MONOIDS[op.monoid].combine(*((starts, accs) if scan.sign > 0 else (accs, starts)))
+    monoid = MONOIDS[op.monoid]
+    merged = monoid.combine(*((starts, accs) if scan.sign > 0 else (accs, starts)))
+    if isinstance(monoid.structure, Driven) and scan.sign > 0:  # an infinite factor times the nothing before the first block
+        first = call("eq", Index(block), number(0, "i64"))
+        merged = tuple(call("where", first, acc, both) for acc, both in zip(accs, merged, strict=True))
 
     def leaf(x: Expr) -> Expr:
         return merged[x.field] if isinstance(x, Acc) else x
