@@ -52,7 +52,9 @@ def written(name: str, seed: int, folder, mesh: str = ""):
 
 def filled(a, shape):
     """An array with zeros behind it, to a shape."""
-    return a if shape is None else np.pad(a, [(0, n - m) for n, m in zip(shape, a.shape, strict=True)])
+    return (
+        a if shape is None or tuple(shape) == a.shape else np.pad(a, [(0, n - m) for n, m in zip(shape, a.shape, strict=True)])
+    )
 
 
 def in_parts(a, end):
@@ -61,7 +63,7 @@ def in_parts(a, end):
         return a
     most = [max(hi - lo for lo, hi in (b[k] for b in end["parts"] if b is not None)) for k in range(a.ndim)]
     return np.stack(
-        [filled(a[tuple(slice(*x) for x in b)] if b else np.zeros((0,) * a.ndim, a.dtype), most) for b in end["parts"]]
+        [filled(a[tuple(slice(*x) for x in b)] if b is not None else np.zeros((0,) * a.ndim, a.dtype), most) for b in end["parts"]]
     )
 
 
@@ -87,7 +89,7 @@ def by_xla(folder) -> None:
 @pytest.mark.slow
 def test_xla_computes_the_model(tmp_path):
     made = {f"{name}{seed}": written(name, seed, tmp_path) for name in NAMES for seed in range(2)}
-    known = [name for name, (_, _, said, _) in made.items() if said["wrong_in_xla"]]
+    known = [name for name, (_, _, said, _) in made.items() if any("convolution" in w["why"] for w in said["wrong_in_xla"])]
     for path in (tmp_path / f"{name}.mlir" for name in known):  # the same text, with nothing cut
         path.write_text(re.sub(r"<@mesh, \[.*?\]>", lambda m: re.sub(r"\{.*?\}", "{}", m[0]), path.read_text()))
     by_xla(tmp_path)
