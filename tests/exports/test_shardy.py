@@ -63,7 +63,10 @@ def in_parts(a, end):
         return a
     most = [max(hi - lo for lo, hi in (b[k] for b in end["parts"] if b is not None)) for k in range(a.ndim)]
     return np.stack(
-        [filled(a[tuple(slice(*x) for x in b)] if b is not None else np.zeros((0,) * a.ndim, a.dtype), most) for b in end["parts"]]
+        [
+            filled(a[tuple(slice(*x) for x in b)] if b is not None else np.zeros((0,) * a.ndim, a.dtype), most)
+            for b in end["parts"]
+        ]
     )
 
 
