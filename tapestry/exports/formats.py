@@ -140,7 +140,23 @@ def _styles(d: dict[str, Any]) -> list[str]:
 
 def _text_of_xla(d: dict[str, Any]) -> list[str]:
     counts = f"{len(d['arguments'])} arguments, {d['operations']} operations, {d['constraints']} sharding constraints"
-    return [f"{d['file']}: {counts}", *(f"  {n:,} bytes more are held of '{t}'" for t, n in d["extra"].items())]
+    return [f"{d['file']}: {counts}", *_nearest(d)]
+
+
+def _nearest(d: dict[str, Any]) -> list[str]:
+    """What is held beyond the plan, and what XLA may compute wrongly."""
+    return [
+        *(f"  {n:,} bytes more are held of '{t}'" for t, n in d["extra"].items()),
+        *(
+            line
+            for w in d.get("wrong_in_xla", ())
+            for line in textwrap.wrap(
+                f"'{w['operation']}': XLA on CPUs (JAX 0.10.2) may compute it wrongly: {w['why']}; use --format {w['instead']}",
+                78,
+                **INDENTED,
+            )
+        ),
+    ]
 
 
 def _text_of_ranks(d: dict[str, Any]) -> list[str]:
@@ -156,7 +172,7 @@ def _text_of_ranks(d: dict[str, Any]) -> list[str]:
 
 def _places(d: dict[str, Any]) -> list[str]:
     counts = ", ".join(f"{d[k]} {k}" for k in ("parameters", "inputs", "outputs", "activations"))
-    return [f"{d['file']}: {counts}", *(f"  {n:,} bytes more are held of '{t}'" for t, n in d["extra"].items())]
+    return [f"{d['file']}: {counts}", *_nearest(d)]
 
 
 def _kernels(d: dict[str, Any]) -> list[str]:

@@ -19,6 +19,7 @@ from typing import Any
 from tapestry.build.atomic import new_file
 from tapestry.build.store import Build
 from tapestry.exports.onnx_blocks.onnx_nodes import NotExpressible
+from tapestry.exports.xla_faults import wrong_in_xla
 from tapestry.interop.placement import held, layout_of_boxes
 from tapestry.ir.graph import Block, Op
 from tapestry.ir.kernel import Box, inside, size
@@ -194,7 +195,9 @@ def export_places(build: Build, target: Path, form: str, *, nearest_will_do: boo
     sizes = [a.size for a in mesh]
     axis_names = [a.name for a in mesh]
     axes = {"dim_names": axis_names, "shape": sizes} if form == "dtensor" else {"axis_names": axis_names, "axis_sizes": sizes}
-    more = {"extra_bytes": sum(found.extra.values()), "extra": found.extra}
+    more: dict[str, Any] = {"extra_bytes": sum(found.extra.values()), "extra": found.extra}
+    if form == "jax":
+        more["wrong_in_xla"] = wrong_in_xla(build, found.read)
     document = {"schema": f"tapestry-{form}/1", "mesh": axes, **said, "reads": reads, **more}
     if form == "dtensor":
         document["written"] = _partial(build)
@@ -220,6 +223,10 @@ class Placed:
     reads: dict[tuple[int, str], Layout] = field(default_factory=dict[tuple[int, str], Layout])
     extra: dict[str, int] = field(default_factory=dict[str, int])
     padded: dict[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
+
+    def read(self, op: int, tensor: str) -> Layout:
+        """The layout in which an operation reads a tensor."""
+        return self.reads.get((op, tensor), self.first[tensor])
 
 
 def places(build: Build, form: str, *, nearest_will_do: bool) -> Placed:

@@ -15,7 +15,7 @@ from typing import Any
 
 from onnx import helper
 
-from tapestry.exports.onnx_blocks.merge_nodes import Merging
+from tapestry.exports.onnx_blocks.merge_nodes import Merging, best_at
 from tapestry.exports.onnx_blocks.onnx_nodes import COLLECTIVE, Nodes, NotExpressible, Value
 from tapestry.ir.collective_calls import ALL_GATHER, transfer_call
 from tapestry.ir.kernel import Box, intersect, shape, size
@@ -247,7 +247,7 @@ class _Merge:
         if isinstance(s, Best):
             value, index = fields
             top = self.by("max" if s.better == "gt" else "min", value, at, whole=True)
-            hit = nodes.apply("Equal", [value, top], "bool")
+            hit = best_at(nodes, value, top)
             last = nodes.scalar(highest(index.dtype).value, index.dtype)
             return [self.part(top, at), self.by("min", nodes.apply("Where", [hit, index, last]), at + 1)]
         return self._in_order(monoid, fields, at)

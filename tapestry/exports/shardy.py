@@ -16,6 +16,7 @@ from tapestry.exports.fused_onnx import graph_nodes
 from tapestry.exports.layouts import as_partition_spec, places
 from tapestry.exports.onnx_blocks.onnx_nodes import NotExpressible, live
 from tapestry.exports.stablehlo_nodes import Ref, Text, body
+from tapestry.exports.xla_faults import wrong_in_xla
 from tapestry.ir.graph import Graph, Opaque
 from tapestry.ir.naming.author_names import operation_names
 from tapestry.ir.plan import Layout, Mesh
@@ -61,6 +62,7 @@ def export(build: Build, target: Path, *, nearest: bool) -> dict[str, Any]:
         "file": str(target), "arguments": given, "results": list(graph.outputs),
         "constraints": sum(" sdy.sharding_constraint " in line for line in text.lines), "operations": len(text.lines),
         "plan_bytes": planned, "extra_bytes": sum(placed.extra.values()), "extra": placed.extra, "padded": placed.padded,
+        "wrong_in_xla": wrong_in_xla(build, placed.read),
     }  # fmt: skip
 
 

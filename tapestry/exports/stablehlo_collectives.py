@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from onnx import NodeProto, helper
 
 from tapestry.exports.onnx_blocks.onnx_nodes import Nodes, Value
 from tapestry.exports.stablehlo_nodes import Ref, Text, tensor_type
+from tapestry.ir.types import FLOATS
 
 _NODE = {"SUM": "Add", "PROD": "Mul", "MAX": "Max", "MIN": "Min"}
 _BODY = {"SUM": "add", "PROD": "multiply", "MAX": "maximum", "MIN": "minimum"}
@@ -216,7 +217,14 @@ def _all(names: Mapping[int, str], ranks: int) -> tuple[str | None, ...]:
 
 
 def emitted(text: Text, e: Exchange, x: Ref, channel: int) -> Ref:
-    """The operation."""
+    """The operation; the greatest or least of floats is that of `Text.ranked`, since XLA's all-reduce on CPUs loses a NaN."""
+    if e.op in ("MAX", "MIN") and e.dtype in FLOATS:
+        ranks = text.ranked(x, last=e.op == "MAX")
+        return text.of_ranks(_emitted(text, replace(e, dtype=ranks.dtype), ranks, channel), e.dtype)
+    return _emitted(text, e, x, channel)
+
+
+def _emitted(text: Text, e: Exchange, x: Ref, channel: int) -> Ref:
     handle = f"channel_handle = #stablehlo.channel_handle<handle = {channel}, type = 1>"
     types = f"({x.type}) -> {tensor_type(e.ending, e.dtype)}"
     if e.kind == "PERMUTE":

@@ -16,7 +16,7 @@ from onnx import NodeProto, TensorProto, helper, numpy_helper
 
 from tapestry.exports.onnx_blocks.onnx_nodes import ONNX_TYPES, NotExpressible, Value
 from tapestry.ir.monoid import highest, lowest
-from tapestry.ir.types import FLOATS, numpy_dtype
+from tapestry.ir.types import FLOATS, itemsize, numpy_dtype
 
 TYPES = {
     **{t: t for t in ("f64", "f32", "f16", "bf16", "i64", "i32", "i16", "i8")},
@@ -182,6 +182,25 @@ class Text:
         how = f"applies stablehlo.{merge} across dimensions = {list(axes)}"
         out = self.line(f"stablehlo.reduce({x.ssa} init: {start.ssa}) {how} : {types}", left, x.dtype)
         return self.reshape(out, [1 if k in axes else n for k, n in enumerate(x.shape)])
+
+    def ranked(self, x: Ref, *, last: bool) -> Ref:
+        """Floats as integers of their width and order, any NaN behind all others, or before them.
+
+        The bits of a negative float, but for its sign, count down: they are turned.
+        """
+        whole = f"i{8 * itemsize(x.dtype)}"
+        bits = self.op("stablehlo.bitcast_convert", [x], x.shape, whole)
+        lost = np.iinfo(numpy_dtype(whole))
+        return self.select(self.compare("NE", x, x), self.number(lost.max if last else lost.min, whole), self._turned(bits))
+
+    def of_ranks(self, ranks: Ref, dtype: str) -> Ref:
+        """The floats that `ranked` gave, a NaN as some NaN."""
+        return self.op("stablehlo.bitcast_convert", [self._turned(ranks)], ranks.shape, dtype)
+
+    def _turned(self, bits: Ref) -> Ref:
+        most = self.number(np.iinfo(numpy_dtype(bits.dtype)).max, bits.dtype)
+        below = self.compare("LT", bits, self.number(0, bits.dtype))
+        return self.select(below, self.apply("xor", bits, most), bits)
 
 
 _NAMES = {ONNX_TYPES[t]: t for t in TYPES}

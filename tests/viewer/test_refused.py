@@ -17,12 +17,14 @@ from tapestry.viewer import build_data, saved
 from tests.support.small_models import f32, net
 from tests.support.viewer import chromium, viewed
 
+SIZES = ((1280, 860), (390, 844))
 needs_browser = pytest.mark.skipif(chromium.PROGRAM is None, reason="needs Chromium: apt-get install chromium")
 EVIL = "</script><script>window.harm=1</script><img src=x onerror=window.harm=2>'\""
 
 
 @needs_browser
-def test_a_refused_plan_opens_at_its_witness(tmp_path):
+@pytest.mark.parametrize("size", SIZES, ids=lambda size: size[0])
+def test_a_refused_plan_opens_at_its_witness(size, tmp_path):
     onnx.save(viewed.halo(), tmp_path / "m.onnx")
     made = tapestry.compile(tmp_path / "m.onnx", devices=4, topology="cpu", pins=viewed.HALO_PINS)
     at = made.build.plan.graph.find("conv2")
@@ -39,6 +41,7 @@ def test_a_refused_plan_opens_at_its_witness(tmp_path):
     assert refused["tensor"] == "r" and refused["cell"][2] == 17
     saved.write(tmp_path / "p.html", saved.of_sources([build_data.Source(build=broken, name="broken", laws=made.laws)]))
     with chromium.browser() as tab:
+        tab.size = size
         tab.open(tmp_path / "p.html")
         assert refused["what"] in tab.text(".refused") and refused["why"] in tab.text(".refused")
         cell = "[" + ", ".join(f"{v}:{v + 1}" for v in refused["cell"]) + "]"
@@ -49,7 +52,8 @@ def test_a_refused_plan_opens_at_its_witness(tmp_path):
 
 
 @needs_browser
-def test_names_are_only_ever_text(tmp_path):
+@pytest.mark.parametrize("size", SIZES, ids=lambda size: size[0])
+def test_names_are_only_ever_text(size, tmp_path):
     nodes = [
         helper.make_node("MatMul", ["x", f"w{EVIL}"], [f"h{EVIL}"], name=f"n{EVIL}"),
         helper.make_node("Relu", [f"h{EVIL}"], ["y"]),
@@ -59,6 +63,7 @@ def test_names_are_only_ever_text(tmp_path):
     assert EVIL not in page.html and "window.harm" not in page.html
     page.save(tmp_path / "p.html")
     with chromium.browser() as tab:
+        tab.size = size
         tab.open(tmp_path / "p.html")
         for name in ("space", "tensors", "choices", "kernel", "rewrites", "certificate"):
             tab.click(f"[data-tab={name}]")

@@ -122,10 +122,7 @@ class Merging:
         """The best value, and the least index of those that have it."""
         value, index = fields
         top = self.nodes.reduce("ReduceMax" if better == "gt" else "ReduceMin", value, self.axes)
-        hit = self.nodes.apply("Equal", [value, top], "bool")
-        if value.dtype in FLOATS:
-            both = [self.nodes.apply("IsNaN", [v], "bool") for v in (value, top)]
-            hit = self.nodes.apply("Or", [hit, self.nodes.apply("And", both)])
+        hit = best_at(self.nodes, value, top)
         last = self.nodes.scalar(highest(index.dtype).value, index.dtype)
         return [top, self.nodes.reduce("ReduceMin", self.nodes.apply("Where", [hit, index, last]), self.axes)]
 
@@ -156,6 +153,14 @@ class Merging:
 
     def _small(self, x: Value) -> tuple[int, ...]:
         return (*x.shape[: self.kept], *(1 for _ in self.axes))
+
+
+def best_at(nodes: Nodes, value: Value, top: Value) -> Value:
+    """Where a value is the best one; a NaN is, where there is any."""
+    hit = nodes.apply("Equal", [value, top], "bool")
+    if value.dtype not in FLOATS:
+        return hit
+    return nodes.apply("Or", [hit, nodes.apply("And", [nodes.apply("IsNaN", [v], "bool") for v in (value, top)])])
 
 
 def _shifted(add: Add, by: int) -> Add:
