@@ -37,6 +37,7 @@ IR_VERSION = 10  # onnxruntime reads no model newer than 13
 ACCURATE = frozenset({"DFT", "STFT", "MelWeightMatrix"})  # the reference computes in float64, onnxruntime is off by 1e-4
 WRONG_IN_ORT = frozenset({"MaxUnpool"})  # it ignores the strides implied by output_shape
 WRONG_IN_REFERENCE = frozenset({"Resize"})  # linear and cubic ones, at the borders
+MOST_SAMPLES = 1 << 24  # of one region of a RoiAlign
 RECURRENT = frozenset({"LSTM", "GRU", "RNN"})
 SIMPLE = frozenset({"hidden_size", "direction", "linear_before_reset"})  # attributes of recurrences that the reference heeds
 
@@ -62,9 +63,10 @@ def run(
         names: of the arrays, where a node's own are not those that a lifted one has.
 
     Raises:
-        TapestryError: no evaluator runs the node, or its result is not of the shape that the model declares.
+        TapestryError: no evaluator runs the node, or may, or its result is not of the shape that the model declares.
     """
     types, feeds = _named(op, arrays, names)
+    _hold_samples(op, feeds)
     failures: list[str] = []
     for make in _evaluators(op, feeds, expected, independent):
         made = make.__wrapped__ if _kinds(op.node) & RANDOM else make  # a generator's state must not go on from run to run
@@ -102,11 +104,37 @@ def asked_of(
         return None
     make = _reference if name == NAMES["_reference"] else _onnxruntime
     try:
+        _hold_samples(op, feeds)
         with warnings.catch_warnings(), np.errstate(all="ignore"):
             warnings.simplefilter("ignore")
             return [_held_to(op, _plain(x), e) for x, e in zip(make(op.node, op.opsets, types)(feeds), expected, strict=True)]
     except Exception:  # both libraries raise many kinds
         return None
+
+
+def _hold_samples(op: Opaque, feeds: Mapping[str, Any]) -> None:
+    """Both evaluators write out all samples of a region, whose number its corners decide.
+
+    Raises:
+        TapestryError: there are too many.
+    """
+    if op.kind != "RoiAlign":
+        return
+    from onnx import NodeProto, helper
+
+    node = NodeProto.FromString(op.node)
+    given = {a.name: helper.get_attribute_value(a) for a in node.attribute}
+    corners = np.asarray(feeds[node.input[1]], np.float64).reshape(-1, 4) * given.get("spatial_scale", 1.0)
+    if given.get("sampling_ratio", 0) > 0 or not np.isfinite(corners).all() or not corners.size:
+        return
+    bins = given.get("output_height", 1) + given.get("output_width", 1)
+    samples = (np.abs(corners[:, 2:] - corners[:, :2]) + bins).prod(axis=1)
+    if samples.max() > MOST_SAMPLES:
+        raise TapestryError(
+            "a region with more samples than may be written out", where=f"node '{', '.join(op.source)}'",
+            why=f"RoiAlign without sampling_ratio takes {samples.max():.2g} samples of region {int(samples.argmax())}",
+            hint="smaller regions, or a sampling_ratio",
+        )  # fmt: skip
 
 
 def _named(

@@ -12,7 +12,7 @@ from onnx import NodeProto, helper, numpy_helper
 from onnx import TensorProto as T
 
 import tapestry
-from tapestry.errors import BuildError, LawError
+from tapestry.errors import BuildError, LawError, TapestryError
 from tapestry.ir.graph import Opaque
 from tapestry.onnx_eval import opaque_node
 from tapestry.saved_build import verify_build
@@ -145,3 +145,20 @@ def test_the_reference_heeds_dilations_where_windows_are_not_padded(kind):
     op = Opaque(outs=("y",), ins=("x",), kind=kind, node=node.SerializeToString(), opsets=(("", 22),), source=("n",))
     first, second = (opaque_node.run(op, [x], [("f32", (1, 2, 3, 7))], independent=k)[0] for k in (False, True))
     np.testing.assert_allclose(first, second, rtol=1e-5)
+
+
+@pytest.mark.parametrize("independent", [False, True])
+def test_a_region_of_more_samples_than_memory_holds_is_refused(independent):
+    """Case 1982 of seed 20261125 took 22 GB."""
+    node = N("RoiAlign", ["x", "r", "b"], ["y"], output_height=2, output_width=2)
+    op = Opaque(
+        outs=("y",), ins=("x", "r", "b"), kind="RoiAlign", node=node.SerializeToString(), opsets=(("", 16),), source=("pool",)
+    )  # fmt: skip
+    x, which = np.ones((1, 1, 4, 4), np.float32), np.zeros(1, np.int64)
+    for far in (3.0, 1e30):
+        arrays = [x, np.array([[0, 0, far, 3]], np.float32), which]
+        if far < 9:
+            assert opaque_node.run(op, arrays, [("f32", (1, 1, 2, 2))], independent=independent)[0].shape == (1, 1, 2, 2)
+            continue
+        with pytest.raises(TapestryError, match="more samples"):
+            opaque_node.run(op, arrays, [("f32", (1, 1, 2, 2))], independent=independent)

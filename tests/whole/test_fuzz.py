@@ -316,6 +316,10 @@ FOUND = {
     "a norm of one number whose square overflows": lambda: case(
         [N("LayerNormalization", ["x", "s", "b"], ["y"])], {"x": normal(1, 1)}, {"s": normal(1), "b": normal(1)}, simplified=(True, False), cells=(("x", 0, 1e30),),
     ),
+    "products that are rounded to a half before they are clamped": lambda: case(
+        [N("MatMul", ["x", "w"], ["p"]), N("Cast", ["p"], ["h"], to=10), N("Relu", ["h"], ["r"]), N("Cast", ["r"], ["y"], to=1)],
+        {"x": normal(4, 4, 7), "w": normal(7, 6)}, {}, simplified=(True, False),
+    ),
     "a tile of nothing": lambda: case([N("Tile", ["x", "n"], ["y"])], {"x": normal(0, 2)}, {"n": i64(2, 3)}),
     "a backward slice of nothing": lambda: case(
         [N("Slice", ["x", "s", "e", "a", "p"], ["y"])], {"x": normal(0, 2)}, {"s": i64(-1, -1), "e": i64(-9, -9), "a": i64(0, 1), "p": i64(-1, -1)}
