@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import logging
 import random
+import re
 import sys
 import tempfile
 import time
@@ -174,7 +175,8 @@ def series_of(seed: int, again: bool) -> Series:
     if again or not done or record.read_more("outside_models", "seed", 0) != seed:  # (of what, without names, is not known)
         return Series()
     counts = record.read_more("outside_models", "counts", dict[str, int]())
-    return Series(set(done.split("/")), Counter(counts), record.read("outside_models"))
+    names = (n.strip() for n in re.findall(r"[^/]+?\.onnx(?=[/ ]|$)", done))  # earlier files have spaces between them
+    return Series(set(names), Counter(counts), record.read("outside_models"))
 
 
 def keep(series: Series, seed: int) -> None:

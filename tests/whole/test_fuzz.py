@@ -17,6 +17,8 @@ from onnx import helper
 
 from bench.correctness.seeded_kernel_bugs import BUGS, seeded
 from tapestry.fuzz.campaign import PLANS, fuzz
+from tapestry.fuzz.families.control_flow import SequenceNodes
+from tapestry.fuzz.generate.draw import Draw
 from tapestry.fuzz.generate.evaluate import replay
 from tapestry.fuzz.generate.random_blocks import blocks
 from tapestry.fuzz.generate.random_model import BLOCKS, FAMILIES, RUNNING, Model, random_model
@@ -219,6 +221,15 @@ def test_the_float64_referee_goes_on_behind_a_node_that_has_no_float64():
     np.testing.assert_allclose(found, np.array([0.375, 0.875]) / 3, rtol=1e-15)
 
 
+def test_empty_tensors_of_other_shapes_are_not_joined():
+    """onnxruntime joins them, against the definition; all others it looks at itself."""
+    s = SequenceNodes(Draw(random.Random(1), 20))
+    s.shapes = {(6, 1, 0), (1, 1, 0)}
+    assert s.fits(-3, 0) and not s.fits(1, 0) and not s.fits(1, 1)
+    s.shapes = {(6, 1), (1, 1)}
+    assert s.fits(1, 1)
+
+
 def test_a_series_goes_on_where_it_was_ended(tmp_path):
     s = Series(seed=3, first=0, count=12, jobs=2, log=tmp_path / "log", chunk=4, limit=0.0)
     assert run_series(s)["cases"] == 0
@@ -301,6 +312,13 @@ FOUND = {
     "a norm of one element": lambda: case(
         [N("LayerNormalization", ["x", "s", "b"], ["z"]), N("Squeeze", ["z", "a"], ["y"])],
         {"x": normal(1)}, {"s": normal(1), "b": normal(1), "a": i64(0)}, simplified=(True, False),
+    ),
+    "a norm of one number whose square overflows": lambda: case(
+        [N("LayerNormalization", ["x", "s", "b"], ["y"])], {"x": normal(1, 1)}, {"s": normal(1), "b": normal(1)}, simplified=(True, False), cells=(("x", 0, 1e30),),
+    ),
+    "products that are rounded to a half before they are clamped": lambda: case(
+        [N("MatMul", ["x", "w"], ["p"]), N("Cast", ["p"], ["h"], to=10), N("Relu", ["h"], ["r"]), N("Cast", ["r"], ["y"], to=1)],
+        {"x": normal(4, 4, 7), "w": normal(7, 6)}, {}, simplified=(True, False),
     ),
     "a tile of nothing": lambda: case([N("Tile", ["x", "n"], ["y"])], {"x": normal(0, 2)}, {"n": i64(2, 3)}),
     "a backward slice of nothing": lambda: case(

@@ -203,11 +203,12 @@ def scan_loop(d: Draw) -> None:
     )  # fmt: skip
 
 
-class _Sequence:
+class SequenceNodes:
     """Nodes about one sequence, and how many tensors it has; inside of a branch, since a value is a tensor elsewhere."""
 
     def __init__(self, d: Draw) -> None:
         self.d, self.nodes, self.length, self.name = d, list[NodeProto](), 0, ""
+        self.shapes = set[tuple[int, ...]]()  # that a tensor in it may have
         self.stored: dict[str, np.ndarray] = {}
 
     def node(self, op: str, ins: Sequence[str], **attrs: Any) -> str:
@@ -227,11 +228,17 @@ class _Sequence:
         need(self.length + extra, "no place")
         return [self.number(self.d.rng.randrange(-self.length, self.length + extra))]
 
+    def fits(self, axis: int, new: int) -> bool:
+        """Whether tensors of its shapes may be joined, if one is empty (onnxruntime looks at all others)."""
+        empty = any(0 in shape for shape in self.shapes)
+        alike = {shape if new else (shape[:axis], shape[axis:][1:]) for shape in self.shapes}
+        return not empty or len(alike) <= 1
 
-def _begun(s: _Sequence, x: Value, parts: Sequence[Value]) -> None:
+
+def _begun(s: SequenceNodes, x: Value, parts: Sequence[Value]) -> None:
     d, kind = s.d, s.d.rng.randrange(3)
     if kind == 0:
-        s.name, s.length = s.node("SequenceConstruct", [v.name for v in parts]), len(parts)
+        s.name, s.length, s.shapes = s.node("SequenceConstruct", [v.name for v in parts]), len(parts), {v.shape for v in parts}
     elif kind == 1:
         s.name = s.node("SequenceEmpty", [], dtype=onnx_type(x.array.dtype))
     else:
@@ -242,9 +249,12 @@ def _begun(s: _Sequence, x: Value, parts: Sequence[Value]) -> None:
         if d.chance(0.5):
             step = d.rng.randint(1, n)
             split = [s.number(step)] if step == n or d.chance(0.5) else [s.number([step, n - step])]
-            s.length = -(-n // step) if s.nodes[-1].attribute[0].t.dims == [] else 2
+            even = s.nodes[-1].attribute[0].t.dims == []
+            s.length, sizes = (-(-n // step), {step, n % step or step}) if even else (2, {step, n - step})
         else:
-            s.length, keep = n, {"keepdims": d.rng.randrange(2)}
+            s.length, sizes, keep = n, {1}, {"keepdims": d.rng.randrange(2)}
+        before, after = x.shape[:at], x.shape[at:][1:]
+        s.shapes = {(*before, *([k] if keep.get("keepdims", 1) else []), *after) for k in sizes}
         s.name = s.node("SplitToSequence", [x.name, *split], axis=at, **keep)
 
 
@@ -254,12 +264,13 @@ def sequence(d: Draw) -> None:
     x = d.pick(rank=range(1, 4), floating=d.chance(0.8))
     same = d.chance(0.6)
     parts = [x, *(d.mate(x, x.shape if same else d.shape(x.rank)) for _ in range(d.rng.randint(0, 3)))]
-    s = _Sequence(d)
+    s = SequenceNodes(d)
     _begun(s, x, parts)
     for _ in range(d.rng.randint(0, 3)):
         if d.chance(0.65):
-            s.name = s.node("SequenceInsert", [s.name, d.rng.choice(parts).name, *s.place(1)])
-            s.length += 1
+            more = d.rng.choice(parts)
+            s.name = s.node("SequenceInsert", [s.name, more.name, *s.place(1)])
+            s.length, s.shapes = s.length + 1, s.shapes | {more.shape}
         else:
             s.name = s.node("SequenceErase", [s.name, *(s.place() if d.chance(0.7) else [])])
             s.length -= 1
@@ -269,8 +280,9 @@ def sequence(d: Draw) -> None:
     elif kind < 3:
         outs = [s.node("SequenceAt", [s.name, *s.place()]) for _ in range(d.rng.randint(1, 2))]
     else:
-        new = d.rng.randrange(2)
-        outs = [s.node("ConcatFromSequence", [s.name], axis=d.rng.randrange(-x.rank, x.rank), new_axis=new)]
+        new, axis = d.rng.randrange(2), d.rng.randrange(-x.rank, x.rank)
+        need(s.fits(axis, new), "onnxruntime joins empty tensors of any shapes")
+        outs = [s.node("ConcatFromSequence", [s.name], axis=axis, new_axis=new)]
     _taken(d, s.nodes, outs, np.dtype(np.int64) if kind == 0 else x.array.dtype, exact=all(v.exact for v in parts))
 
 
@@ -291,7 +303,7 @@ def optional(d: Draw) -> None:
     """Optionals of a tensor, or of none; what they hold, or whether they do."""
     need(d.opset >= 15, "there were no optionals")
     x = d.pick(floating=d.chance(0.8))
-    s = _Sequence(d)
+    s = SequenceNodes(d)
     kind = d.rng.randrange(3)
     held = s.node("Optional", [x.name]) if d.chance(0.6) or d.opset < 18 else x.name
     if kind == 0:

@@ -138,7 +138,7 @@ def cells_of(op: Block, graph: Graph, kernel: Kernel, names: Sequence[str], valu
     box = tuple(at[n][1] for n in names)
     alone = Block(outs=op.outs[:1], dims=tuple(at[n][0] for n in names), reads=op.reads, body=(value,))
     found = _reads(alone, graph, kernel)
-    if conv_c.available() is None or found is None or value.dtype != "f32":
+    if conv_c.available() is None or found is None or value.dtype != "f32" or not written((value,), few=True):
         return None
     slow = any(isinstance(x, Apply) and is_slow(x) for x in walk(value))
     if (slow and size(box) * _weight((value,)) > MOST_WORK) or any(isinstance(x, Let) for x in walk(value)):

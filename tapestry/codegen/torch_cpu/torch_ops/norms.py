@@ -48,9 +48,17 @@ def layer_norm(op: Block, kernel: Kernel) -> Run | None:
 
     def run(ins: Sequence[Tensor | None], _: Sequence[Tensor]) -> list[Tensor]:
         rows = held(ins[value])[take].contiguous()
-        return [torch.layer_norm(rows, width, ins[scale], ins[shift], eps).reshape(wanted)]
+        return [_normalised(rows, width, held(ins[scale]), held(ins[shift]), eps).reshape(wanted)]
 
     return run
+
+
+def _normalised(rows: Tensor, width: Sequence[int], scale: Tensor, shift: Tensor, eps: float) -> Tensor:
+    """torch's operator, and in double precision where it makes a NaN, as it does of numbers whose squares overflow."""
+    out = torch.layer_norm(rows, width, scale, shift, eps)
+    if out.sum().isnan():
+        out = torch.layer_norm(rows.double(), width, scale.double(), shift.double(), eps).to(rows.dtype)
+    return out
 
 
 def _parts(e: Expr) -> tuple[int, int, int, float] | None:
