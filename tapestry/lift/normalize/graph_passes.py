@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from threading import get_ident
 from types import ModuleType
@@ -43,7 +43,7 @@ class _Later(ModuleType):
 
 
 @contextmanager
-def _later(name: str) -> Iterator[None]:
+def _later(name: str) -> Generator[None]:
     """A module that what is imported within names is not loaded before it is used."""
     if name in sys.modules:
         yield
