@@ -38,7 +38,7 @@ def backend(graph: fx.GraphModule, _example_inputs: Sequence[Any], **options: An
     """
     names = [n.name for n in graph.graph.nodes if n.op == "placeholder"]
     settings: dict[str, Any] = {"topology": "cpu"} | options.get("options", {})
-    plans: dict[Key, api.Compiled] = {}
+    plans: dict[Key, tuple[api.Compiled, _Bound]] = {}  # with the parameters, which a key knows by identity
 
     def run(*arguments: Any) -> Any:
         if torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in arguments):
@@ -48,9 +48,9 @@ def backend(graph: fx.GraphModule, _example_inputs: Sequence[Any], **options: An
         if key not in plans:
             bound = _Bound(graph, names, arguments)
             fed = tuple(a for a, slot in zip(arguments, bound.slots, strict=True) if slot is None)
-            plans[key] = api.compile(bound, example_inputs=fed, **settings)
+            plans[key] = api.compile(bound, example_inputs=fed, **settings), bound
         fed = [a for a in arguments if isinstance(a, torch.Tensor) and not isinstance(a, torch.nn.Parameter)]
-        plan = plans[key]
+        plan, _ = plans[key]
         feeds = dict(zip(plan.build.plan.graph.inputs, (a.detach().cpu().numpy() for a in fed), strict=True))
         return tuple(torch.as_tensor(a) for a in plan.run(feeds).values())
 

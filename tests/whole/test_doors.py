@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import shutil
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -213,6 +214,11 @@ def test_torch_compile_runs_plans() -> None:
             x = torch.randn(rows, 6)
             torch.testing.assert_close(fast(x), module(x), rtol=1e-5, atol=1e-5)
         module[0].weight.mul_(2)
+        torch.testing.assert_close(fast(x), module(x), rtol=1e-5, atol=1e-5)
+        old = weakref.ref(module[0].weight)
+        module[0].weight = nn.Parameter(torch.ones(8, 6))
+        gc.collect()
+        assert old() is not None, "plans are known by the identity of parameters: no new one may get an old one's"
         torch.testing.assert_close(fast(x), module(x), rtol=1e-5, atol=1e-5)
     with pytest.raises(TapestryError, match="inference"):
         fast(x)

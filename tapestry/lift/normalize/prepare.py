@@ -15,10 +15,7 @@ from typing import Any, cast
 import numpy as np
 import onnx
 import onnx.inliner
-import onnx_ir as ir
 from onnx import FunctionProto, GraphProto, ModelProto, NodeProto, TensorProto, TypeProto
-from onnx_ir.passes import common as passes
-from onnxscript import optimizer
 
 from tapestry.errors import ModelError
 from tapestry.lift.building.builder import about
@@ -41,6 +38,7 @@ from tapestry.lift.file.protos import (
     subgraphs,
 )
 from tapestry.lift.file.weight_data import stored_tensors
+from tapestry.lift.normalize.graph_passes import ir, optimizer, passes
 from tapestry.lift.normalize.inference import InferenceError, infer_shapes
 from tapestry.lift.normalize.inference_fixes import (
     MISINFERRED,
