@@ -1,4 +1,4 @@
-"""Small networks of one class of operations each, with sizes drawn by a seed: no list of sizes that kernels could be made for."""
+"""Small networks of one class of operations each, with sizes drawn by a seed: no list that kernels could be made for."""
 
 from __future__ import annotations
 
@@ -200,7 +200,11 @@ def _pooled(s: Sizes, rank: int) -> Net:
     """Maximum and mean of windows, beside each other, behind a convolution."""
     c, side = s.channels(32, 96), s.choice((2, 3))
     kinds = (nn.MaxPool2d, nn.AvgPool2d, nn.Conv2d) if rank == 2 else (nn.MaxPool3d, nn.AvgPool3d, nn.Conv3d)
-    parts = {"conv": kinds[2](c, c, 1), "most": kinds[0](side, 1 + side // 3, side // 2), "mean": kinds[1](side, 1 + side // 3, side // 2)}
+    parts = {
+        "conv": kinds[2](c, c, 1),
+        "most": kinds[0](side, 1 + side // 3, side // 2),
+        "mean": kinds[1](side, 1 + side // 3, side // 2),
+    }
 
     def run(x: Tensor, **m: nn.Module) -> Tensor:
         y = m["conv"](x)

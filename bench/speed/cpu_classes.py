@@ -2,8 +2,8 @@
 
     .venv/bin/python -m bench cpu_classes [--only CLASS …] [--seeds N …] [--runs N] [--threads N]
 
-What is slow on a class is slow on any model that has it; no size is listed, so that none is one that kernels were made for. Each
-network is exported and measured as `bench cpu` measures a model. Rows of earlier runs stay, each with when it was measured.
+What is slow on a class is slow on any model that has it; no size is listed, so that none is one that kernels were made for.
+Each network is exported and measured as `bench cpu` measures a model. Rows of earlier runs stay, each with its date.
 Writes bench/results/cpu_classes.json; exits 1 if a result is further than 1e-5 from onnxruntime's or a peak is not the plan's.
 """
 

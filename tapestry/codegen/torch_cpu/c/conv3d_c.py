@@ -1,7 +1,7 @@
 """Convolutions over three axes by the kernels for two.
 
-Frames without a window along the depth are images; places without a window in a frame are one axis. Any other convolution is the
-sum of those of its frames' taps, each added to what is there, for all frames that have the same taps inside the image at once.
+Frames without a window along the depth are images; places without a window in a frame are one axis. Any other convolution is
+the sum of those of its frames' taps, each added to what is there, at once for all frames with the same taps inside the image.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def convolve(parts: contract.Call, weight: Sequence[int], shape: Sequence[int], 
     if parts.groups > 1:
         return None
     images, features, frames, height, width = shape
-    single = [weight[k + 2] == parts.stride[k] == 1 and not parts.padding[k] for k in range(3)]
+    single = all(weight[k + 2] == parts.stride[k] == 1 and not parts.padding[k] for k in (1, 2))
     if weight[2] == 1 and not parts.padding[0]:
         own = slice(0, (frames - 1) * parts.stride[0] + 1, parts.stride[0])
 
@@ -43,7 +43,7 @@ def convolve(parts: contract.Call, weight: Sequence[int], shape: Sequence[int], 
         flat = (*weight[:2], *weight[3:])
         out = (images * frames, features, height, width)
         return _folded(conv_c.convolve(part, flat, out, then), flat, as_images, lambda r: r.transpose(1, 2).flatten(0, 1))
-    if single[1] and single[2]:
+    if single:
         rows, columns = parts.input[2], prod(parts.input[3:])
         part = replace(
             _over(parts, (*parts.input[:2], rows, columns), slice(0, 1)),
