@@ -45,8 +45,8 @@ def _image(s: Sizes, c: int, rank: int = 2, low: int = 14, high: int = 56) -> Te
 
 def _conv(s: Sizes, rank: int, kernel: tuple[int, ...], stride: int = 1, groups: str = "", dilation: int = 1) -> Net:
     """Three convolutions with normalization and activation; the first one has the stride."""
-    make = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[rank - 1]
-    norm = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)[rank - 1]
+    make: Any = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[rank - 1]
+    norm: Any = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)[rank - 1]
     few = 4 if groups == "some" else 1
     a = s.channels(32, 160 if rank < 3 else 72, few)
     b = a if groups == "depthwise" else s.channels(32, 160 if rank < 3 else 72, few)
@@ -60,7 +60,7 @@ def _conv(s: Sizes, rank: int, kernel: tuple[int, ...], stride: int = 1, groups:
 
 
 def _stem(s: Sizes, rank: int, kernel: tuple[int, ...], stride: tuple[int, ...]) -> Net:
-    make = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[rank - 1]
+    make: Any = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[rank - 1]
     c = 1 if rank == 1 else 3
     x = torch.randn(1, c, *([s.randint(8000, 16000)] if rank == 1 else [s.side(90, 200) for _ in range(2)]))
     x = x if rank < 3 else torch.randn(1, c, s.randint(8, 16), s.side(64, 112), s.side(64, 112))
