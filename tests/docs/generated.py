@@ -125,6 +125,16 @@ def _corpus_table() -> str:
     return table("model|part|Tapestry, ms:|onnxruntime, ms:|ratio:|relative difference:", lines)
 
 
+@makes("classes.table")
+def _classes_table() -> str:
+    lines: list[list[object]] = [
+        [r["model"], r["inputs"], f"{r['cpu_ms']:.2f}", f"{r['ort_cpu_ms']:.2f}", f"{r['ratio']:.2f}", r["date"]]
+        for r in sorted(rows("cpu_classes"), key=lambda r: r["ratio"])
+        if r["threads"] == 1
+    ]
+    return table("class|inputs|Tapestry, ms:|onnxruntime, ms:|ratio:|measured", lines)
+
+
 @makes("cpu.geomean")
 def _cpu_geomean() -> str:
     return f"{geomean([r['ratio'] for r in rows('cpu')]):.2f}"

@@ -15,6 +15,8 @@ from tapestry.codegen.torch_cpu.c.c_calls import Call, Ins, Recorded, Together, 
 from tapestry.codegen.torch_cpu.c.maps_c import How, Mapped
 from tapestry.codegen.torch_cpu.c.print_c import Writer, written
 from tapestry.codegen.torch_cpu.torch_ops import dense
+from tapestry.codegen.torch_cpu.torch_ops.viewed import viewed
+from tapestry.codegen.torch_cpu.views.image_view import seen
 from tapestry.ir.expr import Acc, Arg, Expr, Index, arg_positions, call, walk
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.kernel import Kernel
@@ -31,13 +33,16 @@ def packable(
     """
     if kernel.mode != "full" or not only_sums(op.monoid) or len(op.body) == 1 or op.inner:
         return dense.packable(op, graph, kernel, plain, how)
-    then, runs, added = op.then, list[dense.Packable](), list[int]()
+    then, runs, added, as_is = op.then, list[dense.Packable](), list[int](), True
     for k, e in enumerate(op.body):
         bias = added_first(then, lambda _: True, k)
         own = Acc(0, e.dtype)
         then, added = (bias[1], [*added, bias[0]]) if bias else (then, added)
         alone = replace(part(op, k), then=(call("add", own, Arg(bias[0], e.dtype)) if bias else own,))
-        run = dense.packable(alone, graph, kernel, whole(alone, graph, kernel))
+        view = seen(alone, graph, replace(kernel, outs=kernel.outs[:1]))
+        own_of, place, block = (view.op, view.graph, view.kernel) if view else (alone, graph, kernel)
+        run = dense.packable(own_of, place, block, whole(own_of, place, block))
+        run, as_is = (viewed(run, view), False) if view else (run, as_is)
         if not isinstance(run, dense.Packable):
             return plain
         runs.append(run)
@@ -50,7 +55,7 @@ def packable(
     def packed(ins: Sequence[Tensor | None], states: Sequence[Tensor]) -> list[Tensor]:
         return tail(ins, [(r.packed if _is_packed(r, ins) else r.plain)(ins, states)[0] for r in runs])
 
-    joined = _of_one(op, [k for r in runs for k in r.packs]) and all(len(op.reads[k].index) == 1 for k in added)
+    joined = as_is and _of_one(op, [k for r in runs for k in r.packs]) and all(len(op.reads[k].index) == 1 for k in added)
     return dense.Packable(plain, packs, _recorded(runs, then, packed, joined))
 
 

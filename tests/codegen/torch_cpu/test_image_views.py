@@ -109,6 +109,37 @@ def test_convolutions_in_other_orders(text: str) -> None:
             np.testing.assert_allclose(recorder.arrays[0](memory).numpy(), want, rtol=1e-5, atol=1e-5)
 
 
+SIBLINGS = """graph siblings
+input x: f32[1, 168, 19]
+input k: f32[19, 1, 3, 3]
+input b: f32[19]
+input l: f32[19, 1, 3, 3]
+y: f32[1, 19, 7, 6], z: f32[1, 19, 7, 6] = op [n: 1, o: 19, h: 7, w: 6 | c: 1 sums2, r: 3 sums2, s: 3 sums2]
+  reads x[0, 24*h + 12*r + s + 2*w - 13, o] when 2*h + r - 1 >= 0 when s + 2*w - 1 >= 0 else 0.0, k[o, c, r, s], b[o], l[o, c, r, s]
+  body x * k, x * l
+  then acc0 + b, acc1
+output y, z
+"""
+
+
+def test_two_convolutions_of_one_image() -> None:
+    graph = parse(SIBLINGS)
+    (op,) = graph.ops
+    draw = np.random.default_rng(0)
+    values = {t: draw.standard_normal(graph.tensors[t].shape).astype(np.float32) for t in graph.inputs}
+    want = interp.run(graph, values, wide=True)
+    assert isinstance(op, Block)
+    ins = tuple(whole(graph.tensors[r.tensor].shape) for r in op.reads)
+    block, out = whole(tuple(d.size for d in op.space)), whole(tuple(d.size for d in op.dims))
+    run = build(graph, Kernel(op=0, mode="full", block=block, ins=ins, outs=(out, out)))
+    assert isinstance(run, Packable)
+    given = [from_numpy(values[r.tensor]) for r in op.reads]
+    packed = [run.packs[k].run(x) if k in run.packs else x for k, x in enumerate(given)]
+    for got in (run(given, []), run.packed(packed, [])):
+        for x, name in zip(got, op.outs, strict=True):
+            np.testing.assert_allclose(x.numpy(), want[name], rtol=1e-5, atol=1e-5)
+
+
 def test_what_is_no_convolution_is_not_one() -> None:
     for wrong in (
         FLAT.replace("-s - ((p) mod 7) + 7", "-s - ((p) mod 7) + 6"),

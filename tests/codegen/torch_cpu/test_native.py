@@ -18,7 +18,7 @@ from tapestry.codegen.torch_cpu import attention_c, native
 from tapestry.codegen.torch_cpu.base import contract
 from tapestry.codegen.torch_cpu.base.epilogue import Epilogue
 from tapestry.codegen.torch_cpu.c import attention_c_states as heads
-from tapestry.codegen.torch_cpu.c import c_calls, conv_c
+from tapestry.codegen.torch_cpu.c import c_calls, conv3d_c, conv_c
 from tapestry.ir.graph import Block
 from tapestry.ir.kernel import Kernel, whole
 from tapestry.ir.syntax.parser import parse
@@ -80,7 +80,8 @@ def test_convolutions(key: str, case: tuple[int, ...], size: tuple[int, int], ad
 @needed
 @pytest.mark.parametrize("size", [(1, 1), (2, 7), (5, 3), (7, 7), (14, 15)])
 @pytest.mark.parametrize(
-    ("window", "stride", "padding", "dilation"), [(3, 1, 1, 1), (3, 2, 1, 1), (3, 1, 2, 1), (3, 2, 2, 2), (2, 1, 1, 1)]
+    ("window", "stride", "padding", "dilation"),
+    [(3, 1, 1, 1), (3, 2, 1, 1), (3, 1, 2, 1), (3, 2, 2, 2), (2, 1, 1, 1), (5, 1, 2, 1), (5, 2, 4, 2), (7, 1, 3, 1)],
 )
 def test_depthwise_at_borders(size: tuple[int, int], window: int, stride: int, padding: int, dilation: int) -> None:
     """Rows and columns of which some taps are padding, where all are, and where images are narrower than a tile."""
@@ -89,6 +90,49 @@ def test_depthwise_at_borders(size: tuple[int, int], window: int, stride: int, p
     then = Epilogue(bias=0, low=-1.0, high=6.0)
     _, got, want = convolve(x, weight, bias, None, then, stride, padding, dilation, 19)
     torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
+
+
+DEEP = {  # (weight, image, stride, padding, dilation)
+    "frames as images": ((20, 18, 1, 3, 3), (2, 18, 5, 7, 6), (2, 1, 1), (0, 1, 1), (1, 1, 1)),
+    "tiles of frames": ((48, 32, 1, 3, 3), (1, 32, 3, 9, 6), (1, 1, 1), (0, 1, 1), (1, 1, 1)),
+    "places as one axis": ((33, 17, 3, 1, 1), (2, 17, 6, 4, 5), (1, 1, 1), (1, 0, 0), (1, 1, 1)),
+    "single places": ((7, 70, 1, 1, 1), (1, 70, 3, 5, 4), (1, 2, 1), (0, 0, 0), (1, 1, 1)),
+    "taps": ((21, 16, 3, 3, 3), (2, 16, 7, 6, 5), (1, 1, 1), (1, 1, 1), (1, 1, 1)),
+    "strides": ((16, 600, 3, 2, 1), (1, 600, 8, 5, 4), (2, 1, 2), (1, 0, 0), (2, 1, 1)),
+    "planes": ((19, 3, 3, 5, 5), (2, 3, 6, 11, 9), (1, 2, 2), (1, 2, 2), (1, 1, 1)),
+    "one channel": ((16, 1, 5, 3, 3), (1, 1, 4, 6, 7), (1, 1, 1), (2, 1, 0), (1, 2, 1)),
+}
+
+
+@needed
+@pytest.mark.parametrize("case", DEEP)
+@pytest.mark.parametrize("pixels", [False, True])
+def test_convolutions_over_three_axes(case: str, pixels: bool) -> None:
+    features, *how = DEEP[case][0][0], *DEEP[case][2:]
+    g = torch.Generator().manual_seed(len(case))
+    weight, x, bias = (
+        torch.randn(DEEP[case][0], generator=g) / 8,
+        torch.randn(DEEP[case][1], generator=g),
+        torch.randn(features),
+    )
+    x = x.contiguous(memory_format=torch.channels_last_3d) if pixels else x
+    want = torch.nn.functional.conv3d(x.double(), weight.double(), bias.double(), *how)
+    more, then = torch.randn(want.shape, generator=g), Epilogue(bias=0, residual=1, low=-0.5, high=2.0)
+    kernel = conv3d_c.convolve(contract.Call((), (), tuple(x.shape), *how, 1), weight.shape, want.shape, then)
+    assert kernel
+    memory = torch.full((want.numel(),), float("nan"))
+    call = kernel.call(x, kernel.pack(weight), bias, more, memory)
+    for _ in range(2):  # what is added to is begun anew
+        call.run()
+    n, f, *places = want.shape
+    got = memory.view(n, *places, f).movedim(-1, 1).double()
+    torch.testing.assert_close(got, (want + more).clamp(then.low, then.high), rtol=1e-5, atol=2e-5)
+
+
+@needed
+def test_frames_of_padding_alone_are_left_to_torch() -> None:
+    call = contract.Call((), (), (1, 4, 2, 5, 5), (1, 1, 1), (5, 0, 0), (1, 1, 1), 1)
+    assert conv3d_c.convolve(call, (8, 4, 3, 3, 3), (1, 8, 10, 3, 3), Epilogue()) is None
 
 
 @needed

@@ -40,9 +40,9 @@ def pieces(op: Block, graph: Graph, kernel: Kernel) -> Run | None:
 
 def _layout(ins: Sequence[Tensor | None], rank: int) -> torch.memory_format:
     """Channels last, if an image is read that is so."""
-    images = [x for x in ins if x is not None and x.dim() == 4 and rank == 4 and not x.is_contiguous()]
-    last = any(x.is_contiguous(memory_format=torch.channels_last) for x in images)
-    return torch.channels_last if last else torch.contiguous_format
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(rank)
+    images = [x for x in ins if x is not None and x.dim() == rank and not x.is_contiguous()]
+    return last if last and any(x.is_contiguous(memory_format=last) for x in images) else torch.contiguous_format
 
 
 def cut_pieces(body: tuple[Expr, ...], op: Block, block: Box) -> list[tuple[Box, tuple[Expr, ...]]]:

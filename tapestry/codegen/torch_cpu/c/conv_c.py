@@ -62,7 +62,7 @@ def last(x: Tensor) -> Tensor:
 
 def _planes(x: Tensor) -> bool:
     """Whether an image is a few planes side by side, of which our kernel makes pixels as it goes."""
-    return 2 <= x.shape[1] <= MOST_PLANES and x.is_contiguous() and x.stride(1) != 1
+    return 2 <= x.shape[1] <= MOST_PLANES and x.stride()[2:] == (x.shape[3], 1) and x.stride(1) != 1
 
 
 def pack_winograd(weight: Tensor) -> Tensor:
@@ -115,7 +115,7 @@ def convolve(parts: contract.Call, weight: Sequence[int], shape: Sequence[int], 
     small = weight[0] * weight[1] * weight[2] * weight[3] <= MOST_REREAD
     single = tuple(weight[2:]) == parts.stride == (1, 1) and not any(parts.padding)
     link = Link(4 * shape[1] * shape[2] * shape[3], single or key == "taps") if small and key != "winograd" else None
-    return Kernel(_caller(call, parts, weight, shape, then), pack, key, link)
+    return Kernel(caller(call, parts, weight, shape, then), pack, key, link)
 
 
 def _grouped(parts: contract.Call, weight: Sequence[int], shape: Sequence[int], then: Epilogue, lanes: int) -> Kernel | None:
@@ -124,7 +124,7 @@ def _grouped(parts: contract.Call, weight: Sequence[int], shape: Sequence[int], 
     if 2 * each < lanes:
         return None
     part = replace(parts, groups=1, input=(parts.input[0], weight[1], *parts.input[2:]))
-    one = _caller(available().tapestry_conv, part, (each, *weight[1:]), (shape[0], each, *shape[2:]), then, weight[0])
+    one = caller(available().tapestry_conv, part, (each, *weight[1:]), (shape[0], each, *shape[2:]), then, weight[0])
 
     def pack(w: Tensor) -> Tensor:
         return torch.cat([pack_convolution(w[i : i + each]) for i in range(0, weight[0], each)])
@@ -157,10 +157,16 @@ def _in_tiles(parts: contract.Call, weight: Sequence[int], lanes: int) -> bool:
     return near and whole and min(channels, features) >= 32 and channels + features > 64
 
 
-def _caller(
-    call: Any, parts: contract.Call, weight: Sequence[int], shape: Sequence[int], then: Epilogue, pixel: int = 0
-) -> Convolve:
-    """Calls of a kernel; ``pixel``: cells from one pixel of the result to the next, by default its features."""
+def caller(
+    call: Any, parts: contract.Call, weight: Sequence[int], shape: Sequence[int], then: Epilogue, pixel: int = 0,
+    *, onto: bool = False,
+) -> Convolve:  # fmt: skip
+    """Calls of a kernel.
+
+    Args:
+        pixel: cells from one pixel of the result to the next, by default its features.
+        onto: add to what the result holds.
+    """
     images, features, out_h, out_w = shape
     _, channels, in_h, in_w = parts.input
     nothing = zeros(weight[3] * max(channels, 64))
@@ -168,7 +174,7 @@ def _caller(
              *parts.dilation)  # fmt: skip
     wide = pixel or features
     y_strides = (out_h * out_w * wide, 1, out_w * wide, wide)
-    clamp = (int(then.clamped), then.low, then.high)
+    clamp = (int(then.clamped), then.low, then.high, int(onto))
     known: dict[tuple[int, ...], Any] = {}
     planes: Any = native.library()
     planes = planes.tapestry_planes if parts.groups == 1 and call is not planes.tapestry_winograd else None

@@ -206,7 +206,7 @@ void tapestry_conv(const Conv *c, const Buffers *b) {
             int64_t p = deep ? t % sides : t / spans, v0 = panel_start(vectors, p), nv = panel_start(vectors, p + 1) - v0;
             const Span *s = span + (deep ? t / sides : t % spans);
             const float *w = b->w + (v0 * depth + s->start * nv) * VL;
-            int first = s == span, last = s == span + spans - 1;
+            int first = s == span && !c->onto, last = s == span + spans - 1;
             int64_t length = t + 1 < sides * spans ? s->length * nv * VL : 0;
             const float *ahead = deep && p + 1 < sides ? b->w + (v0 + nv) * depth * VL + s->start * nv * VL : w + length;
             strip(c, b, piece, s, matrix, m, m + high < rows ? m + high : rows, v0 * VL, (int)nv, w, first, last, ahead, length);

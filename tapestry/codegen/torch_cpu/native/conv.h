@@ -13,6 +13,7 @@ typedef struct {
     int64_t r_image, r_row, r_pixel;
     int64_t clamped;
     float low, high;
+    int64_t onto; /* whether y holds a sum that this one is added to: no bias then */
 } Conv;
 
 typedef struct {

@@ -1,7 +1,7 @@
 /* Channel by channel over windows: depthwise convolutions and maximum pooling of f32 images whose channels are adjacent. */
 #include "conv.h"
 
-enum { WIDE = 4 }; /* pixels that are computed together */
+enum { WIDE = 4, WIDER = 8 }; /* pixels that are computed together: of 3 x 3 windows, at most of any other */
 
 /* A row of the output: the taps [ty0, ty1) read rows of the image, the first of which lies at `first` of a ring of `held` rows. */
 typedef struct { int64_t oy, ty0, ty1, first, held; } Row;
@@ -17,18 +17,37 @@ INLINE void put(const Conv *c, const Buffers *b, const Row *r, int64_t ox, int64
     store_some(b->y + r->oy * c->y_row + ox * c->y_pixel + k, out, some);
 }
 
-/* One pixel, any window; channels [k, k + VL). */
-INLINE void pixel(const Conv *c, const Buffers *b, const Row *r, int64_t ox, int64_t k, lanes some) {
-    int64_t tx0, tx1, step = c->dilation_w * c->x_pixel;
-    valid(ox, c->stride_w, c->pad_w, c->dilation_w, c->kernel_w, c->in_w, &tx0, &tx1);
-    vec acc = {};
-    if (b->bias) acc = load_some(b->bias + k, some);
+/* `n` pixels from `ox` on, any window; `inner`: these reach no padding to their sides. */
+INLINE void pixels(const int n, const int inner, const Conv *c, const Buffers *b, const Row *r, int64_t ox, int64_t k, lanes some) {
+    int64_t step = c->dilation_w * c->x_pixel, apart = c->stride_w * c->x_pixel;
+    vec acc[WIDER], bias = {};
+    if (b->bias) bias = load_some(b->bias + k, some);
+    UNROLL for (int j = 0; j < n; j++) acc[j] = bias;
     for (int64_t ty = r->ty0; ty < r->ty1; ty++) {
-        const float *x = input(c, b, r, ty) + (ox * c->stride_w - c->pad_w + tx0 * c->dilation_w) * c->x_pixel + k;
-        const float *w = b->w + (ty * c->kernel_w + tx0) * c->channels + k;
-        for (int64_t t = tx0; t < tx1; t++, x += step, w += c->channels) acc = fma_of(load_some(w, some), load_some(x, some), acc);
+        int64_t at = ox * c->stride_w - c->pad_w;
+        const float *x = input(c, b, r, ty) + at * c->x_pixel + k, *w = b->w + ty * c->kernel_w * c->channels + k;
+        for (int64_t t = 0; t < c->kernel_w; t++, x += step, w += c->channels, at += c->dilation_w) {
+            vec weight = load_some(w, some);
+            UNROLL for (int j = 0; j < n; j++)
+                if (inner || (uint64_t)(at + j * c->stride_w) < (uint64_t)c->in_w)
+                    acc[j] = fma_of(weight, load_some(x + j * apart, some), acc[j]);
+        }
     }
-    put(c, b, r, ox, k, acc, some);
+    UNROLL for (int j = 0; j < n; j++) put(c, b, r, ox + j, k, acc[j], some);
+}
+
+/* A row of any windows, of which pixels [left, right) reach no padding to their sides. */
+static void any_row(const Conv *c, const Buffers *b, const Row *r, int64_t left, int64_t right, int64_t k, lanes some) {
+#define PIXELS(N)                                                                  \
+    for (; ox + N <= c->out_w; ox += N) {                                          \
+        if (ox >= left && ox + N <= right) pixels(N, 1, c, b, r, ox, k, some);     \
+        else pixels(N, 0, c, b, r, ox, k, some);                                   \
+    }
+    int64_t ox = 0;
+    PIXELS(8)
+    PIXELS(4)
+    PIXELS(2)
+    PIXELS(1)
 }
 
 /* A row of `tall` rows of 3 neighbouring taps, weights in registers: on pixels [left, right) WIDE at a time, since these reach no
@@ -103,9 +122,7 @@ void tapestry_depthwise_rows(const Conv *given, const Buffers *buffers, int64_t 
         Near run = usual && r.ty0 < r.ty1 ? NEARS[r.ty1 - r.ty0][c->stride_w] : 0;
         for (int64_t k = 0; k < c->channels; k += VL) {
             lanes some = first_lanes(c->channels - k);
-            if (run) run(c, b, &r, left, right, k, some);
-            else
-                for (int64_t ox = 0; ox < c->out_w; ox++) pixel(c, b, &r, ox, k, some);
+            (run ? run : any_row)(c, b, &r, left, right, k, some);
         }
     }
 }

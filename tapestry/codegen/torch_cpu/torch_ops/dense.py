@@ -18,12 +18,13 @@ from tapestry.codegen.torch_cpu.base.epilogue import Epilogue, epilogue
 from tapestry.codegen.torch_cpu.base.local_view import localise
 from tapestry.codegen.torch_cpu.base.point_values import Expressions, Run, held
 from tapestry.codegen.torch_cpu.base.strided_reads import Frame, Remembered, Tensor
-from tapestry.codegen.torch_cpu.c import conv_c, generated_c
+from tapestry.codegen.torch_cpu.c import conv3d_c, conv_c, generated_c
 from tapestry.codegen.torch_cpu.c.blocks_c import Cells, cells_of, each_cell
 from tapestry.codegen.torch_cpu.c.c_calls import Call, Calls, Ins, Link, Recorded, hold, moved, shares
 from tapestry.codegen.torch_cpu.c.maps_c import LEAST, PLAIN, How, Mapped
 from tapestry.codegen.torch_cpu.c.pooling import transposed
-from tapestry.codegen.torch_cpu.views.pixel_view import ORDER, pixels
+from tapestry.codegen.torch_cpu.views.pixel_view import order as by_pixels
+from tapestry.codegen.torch_cpu.views.pixel_view import pixels
 from tapestry.ir.expr import Acc, Arg, Expr
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.index import bounds
@@ -80,7 +81,7 @@ class _Dense:
     record: Callable[[Ins, Tensor | None, Tensor | None, Tensor], Call | Calls] | None = None
     array: Callable[[Tensor], Tensor] = lambda memory: memory
     link: Link | None = None
-    order: tuple[int, ...] = ORDER  # of the map dimensions in memory
+    order: tuple[int, ...] = by_pixels(4)  # of the map dimensions in memory
 
     def __call__(self, ins: Ins, bias: Tensor | None, residual: Tensor | None, size: int) -> Tensor:
         """The result, in new memory."""
@@ -161,8 +162,8 @@ def _after(op: Block, graph: Graph, kernel: Kernel, value: Expr, order: tuple[in
         return cells_of(op, graph, kernel, [d.name for d in op.dims], value, how)
     alone = Block(outs=op.outs[:1], dims=op.dims, reads=op.reads, body=(value,))
     part = replace(kernel, block=kernel.block[: len(op.dims)])
-    view = pixels(alone, graph, part, anyhow=True) if order == ORDER else None
-    if view is None or view.op.dims != tuple(op.dims[k] for k in ORDER):
+    view = pixels(alone, graph, part, anyhow=True) if order == by_pixels(len(op.dims)) else None
+    if view is None or view.op.dims != tuple(op.dims[k] for k in order):
         return None
     cells = cells_of(view.op, view.graph, view.kernel, [d.name for d in view.op.dims], value, how)
 
@@ -327,13 +328,13 @@ def _plain_axes(
 
 
 def _convolution(op: Block, graph: Graph, kernel: Kernel) -> _Dense | None:
-    """A convolution over two axes whose weight buffer is read whole, as one call."""
+    """A convolution over two axes or three whose weight buffer is read whole, as one call."""
     here = localise(op, graph, kernel)
     found = contract.conv_of(here)
     point = sum(hi - lo > 1 for lo, hi in kernel.block[len(op.dims) :]) <= 1 and found and op.ranges.get(found.channel, 1) > 1
     if point and not conv_c.available():
         return None  # linear: less to set up
-    if found is None or len(found.windows) != 2 or len(here.op.dims) != len(op.dims):
+    if found is None or len(found.windows) not in (2, 3) or len(here.op.dims) != len(op.dims):
         return None
     x, w = here.held[found.x], here.held[found.w]
     box = kernel.ins[found.w]
@@ -351,7 +352,8 @@ def _convolution(op: Block, graph: Graph, kernel: Kernel) -> _Dense | None:
     shape = [hi - lo for lo, hi in kernel.block[: len(op.dims)]]
     weight = [hi - lo for lo, hi in box or ()]
     then = epilogue(op, kernel, found.feature, whole=True)
-    ours = conv_c.convolve(parts, weight, shape, then)
+    rank = len(shape)
+    ours = (conv_c if rank == 4 else conv3d_c).convolve(parts, weight, shape, then)
     if not ours:
         if parts.input[1] == 1:  # wrong sums for some: see `contract.channels_first`
             return None
@@ -361,8 +363,8 @@ def _convolution(op: Block, graph: Graph, kernel: Kernel) -> _Dense | None:
         def run(ins: Ins, bias: Tensor | None, _: Tensor | None) -> Tensor:
             return convolve(fetch(held(ins[at])), held(ins[found.w]), bias).reshape(shape)
 
-        return _Dense(found.w, Pack(key, pack), epilogue(op, kernel, found.feature, whole=False), run)
-    strides = (shape[1] * shape[2] * shape[3], 1, shape[1] * shape[3], shape[1])
+        return _Dense(found.w, Pack(key, pack), epilogue(op, kernel, found.feature, whole=False), run, order=by_pixels(rank))
+    strides = (prod(shape[1:]), 1, *(shape[1] * prod(shape[k + 1 :]) for k in range(2, rank)))
 
     def record(ins: Ins, bias: Tensor | None, residual: Tensor | None, memory: Tensor) -> Call | Calls:
         x = fetch(held(ins[at]))
@@ -372,18 +374,19 @@ def _convolution(op: Block, graph: Graph, kernel: Kernel) -> _Dense | None:
         return memory.as_strided(shape, strides)
 
     link = ours.link and replace(ours.link, image=at)
-    return _Dense(found.w, Pack((ours.key,), ours.pack), then, record=record, array=array, link=link)
+    return _Dense(found.w, Pack((ours.key,), ours.pack), then, record=record, array=array, link=link, order=by_pixels(rank))
 
 
 def _one_dnn(parts: contract.Call) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor, Tensor | None], Tensor]]:
     """(how oneDNN packs a convolution's weight, its convolution with a bias)."""
     stride, dilation, pads, count = list(parts.stride), list(parts.dilation), list(parts.padding), parts.groups
     call = torch.ops.mkldnn._convolution_pointwise.default
+    last = torch.channels_last if len(parts.input) == 4 else torch.channels_last_3d
 
     def pack(buffer: Tensor) -> Tensor:
         return torch.ops.mkldnn._reorder_convolution_weight(buffer, pads, stride, dilation, count, list(parts.input))
 
     def convolve(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
-        return call(x.contiguous(memory_format=torch.channels_last), w, bias, pads, stride, dilation, count, "none", [], "")
+        return call(x.contiguous(memory_format=last), w, bias, pads, stride, dilation, count, "none", [], "")
 
     return pack, convolve

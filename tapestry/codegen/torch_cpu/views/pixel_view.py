@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from math import prod
 from typing import TypeVar
 
 from tapestry.codegen.torch_cpu.base.piecewise import cut_pieces
@@ -13,10 +14,19 @@ from tapestry.ir.graph import Block, Graph, Read
 from tapestry.ir.index import dims_of
 from tapestry.ir.kernel import Kernel, shape
 from tapestry.ir.recognise.contraction import sides
+from tapestry.ir.recognise.convolution import convolution
 
 _T = TypeVar("_T")
-ORDER = (0, 2, 3, 1)  # of an image's axes by pixels
-BACK = (0, 3, 1, 2)
+VIDEO = 5  # axes: fewer are an image's
+
+
+def order(rank: int) -> tuple[int, ...]:
+    """Of an image's axes by pixels."""
+    return (0, *range(2, rank), 1)
+
+
+def _back(rank: int) -> tuple[int, ...]:
+    return (0, rank - 1, *range(1, rank - 1))
 
 
 def pixels(op: Block, graph: Graph, kernel: Kernel, *, anyhow: bool = False) -> Seen | None:
@@ -31,15 +41,20 @@ def pixels(op: Block, graph: Graph, kernel: Kernel, *, anyhow: bool = False) -> 
         return None
     pieces = cut_pieces(op.body, op, kernel.block) if op.monoid is None else [(kernel.block, (*op.point, *op.then))]
     used = sorted(arg_positions(tuple(e for _, body in pieces for e in body)))
+    rank = len(op.dims)
     images = [k for k in used if _is_image(graph.tensors[op.reads[k].tensor].shape)]
+    if rank == VIDEO:
+        images = [k for k in images if len(op.reads[k].index) < VIDEO or anyhow or _is_video(graph, op.reads[k].tensor)]
+    else:
+        images = [k for k in images if len(op.reads[k].index) < VIDEO]
     if any(kernel.ins[k] is None for k in images):
         return None
     if images and all(_is_last(op, op.reads[k]) for k in images) and any(_is_channel(op, op.reads[k]) for k in images):
         return _seen(op, graph, kernel, images, turned=False)
-    if len(op.dims) != len(ORDER) or not _is_image(shape(kernel.block[:4])):
+    if not _is_image(shape(kernel.block[:rank])) or any(len(op.reads[k].index) != rank for k in images):
         return None
     along = [_along(op, op.reads[k]) for k in images]
-    fine = all(a is not None for a in along) and (anyhow or {1, 2, 3} in along)
+    fine = all(a is not None for a in along) and (anyhow or {*range(1, rank)} in along)
     return _seen(op, graph, kernel, images, turned=True) if fine else None
 
 
@@ -55,7 +70,7 @@ def _seen(op: Block, graph: Graph, kernel: Kernel, images: Sequence[int], *, tur
         tensors[name] = replace(t, name=name, shape=_moved(t.shape))
         reads[k] = replace(r, tensor=name, index=_moved(r.index))
         ins[k] = _moved(box)
-        views.append(View(shape(box), ORDER))
+        views.append(View(shape(box), order(len(box))))
     n, out = len(op.dims), kernel.outs[0]
     at = {d.name: (d, b) for d, b in zip(op.space, kernel.block, strict=True)}
     reduced = _reduced(op, [op.reads[k] for k in images])
@@ -67,7 +82,7 @@ def _seen(op: Block, graph: Graph, kernel: Kernel, images: Sequence[int], *, tur
     alone = Graph(name=graph.name, tensors=tensors, ops=(new,), inputs=(), outputs=op.outs)
     block = (*block, *(at[name][1] for name in reduced))
     moved = Kernel(op=0, mode="full", block=block, ins=tuple(ins), outs=(place,) * len(op.outs))
-    return Seen(alone, moved, tuple(views), BACK if turned else tuple(range(n)), shape(out))
+    return Seen(alone, moved, tuple(views), _back(n) if turned else tuple(range(n)), shape(out))
 
 
 def _is_last(op: Block, r: Read) -> bool:
@@ -81,11 +96,26 @@ def _is_channel(op: Block, r: Read) -> bool:
 
 
 def _moved(axes: Sequence[_T]) -> tuple[_T, ...]:
-    return tuple(axes[k] for k in ORDER)
+    return tuple(axes[k] for k in order(len(axes)))
 
 
 def _is_image(extents: Sequence[int]) -> bool:
-    return len(extents) == len(ORDER) and extents[1] > 1 and extents[2] * extents[3] > 1
+    return len(extents) in (4, VIDEO) and extents[1] > 1 and prod(extents[2:]) > 1
+
+
+def _is_video(graph: Graph, tensor: str) -> bool:
+    """Whether a tensor is what a convolution over three axes makes, or follows from that point by point."""
+    at, todo, seen = graph.producers(), [tensor], set[str]()
+    while todo:
+        t = todo.pop()
+        op = graph.ops[at[t]] if t in at and len(graph.tensors[t].shape) == VIDEO else None
+        if t in seen or not isinstance(op, Block):
+            continue
+        seen.add(t)
+        if op.monoid and convolution(op):
+            return True
+        todo += () if op.monoid else op.inputs
+    return False
 
 
 def _along(op: Block, r: Read) -> set[int] | None:
@@ -104,7 +134,7 @@ def _reduced(op: Block, images: Sequence[Read]) -> list[str]:
     """The reduced dimensions in the order in which an image's cells lie."""
     names = [d.name for d in op.reduce]
     for r in images:
-        found = [n for k in ORDER for n in sorted(dims_of(r.index[k])) if n in names]
+        found = [n for k in order(len(r.index)) for n in sorted(dims_of(r.index[k])) if n in names]
         if sorted(found) == sorted(names):
             return found
     return names
