@@ -105,7 +105,7 @@ class AwkwardOperands:
                 break
         if work <= min(ZEROS, self.left):
             self.left -= work
-            zeros = {t: v * np.zeros((), v.dtype) for t, v in part.values.items() if self.graph.tensors[t].dtype in FLOATS}
+            zeros = {t: np.zeros_like(v) for t, v in part.values.items() if self.graph.tensors[t].dtype in FLOATS}
             few = Placing(self.graph, found, len(points), NOT_FINITE, 1)
             self._round(trial, *few.draw(rng, TARGETS, 0.0), {**part.operands, **zeros})
 
@@ -192,7 +192,7 @@ class AwkwardOperands:
         first = next(opinions, None)
         if first is None or same(mine, slack, first, dtype, evaluator.unit)[0]:
             return
-        if self._settled(c, mine[0], first[0], evaluator.kept, base, numbers, name, at):
+        if self._settled(c, point, base, numbers, k, mine[0], first[0], evaluator.kept):
             return
         asks = dtype not in FLOATS and any(n.op_type in ASKING for n in part.nodes)  # of finite numbers the answer is one
         if odd and not asks:
@@ -216,10 +216,10 @@ class AwkwardOperands:
         raise LawError(LAW, f"'{name}' is not the model's", where=where(op), why=why)
 
     def _settled(
-        self, c: _Trial, mine: Any, first: Any, kept: bool, base: Mapping[str, Any], numbers: Numbers, name: str,
-        at: tuple[Array, ...],
-    ) -> bool:  # fmt: skip
+        self, c: _Trial, point: Array, base: Mapping[str, Any], numbers: Numbers, k: int, mine: Any, first: Any, kept: bool
+    ) -> bool:
         """Whether a policy says enough of a value: a NaN that is kept, or an overflow on the way, a matter of order."""
+        name, at = c.op.outs[k], tuple(point.T)
         dtype = self.graph.tensors[name].dtype
         if dtype not in FLOATS:
             return False
@@ -232,7 +232,11 @@ class AwkwardOperands:
         if np.isfinite(first) and abs(float(first)) <= 1.99 * 2.0 ** LARGEST[dtype]:
             return False
         if np.isnan(first) and odd and np.isnan(self._theirs(c.part, base, odd, name, at)).any():
-            return False  # no overflow, but what is infinite or NaN already: that is not lost
+            (alone, _), _ = self._mine(c.op, changed(base, odd), point, k)
+            if np.isnan(alone[0]):
+                return False  # a NaN that is lost beside a large number only
+            self._alone(c, point, base, odd, k)  # what is finite has no part in it
+            return True
         if _work(c.op) <= SECOND and not odd and self._too_large(c.part, changed(base, numbers), name, at):
             return False
         self.counts["cells where evaluators differ"] += 1
