@@ -221,8 +221,14 @@ class AwkwardOperands:
         """Whether a policy says enough of a value: a NaN that is kept, or an overflow on the way, a matter of order."""
         name, at = c.op.outs[k], tuple(point.T)
         dtype = self.graph.tensors[name].dtype
-        if dtype not in FLOATS:
-            return False
+        if dtype not in FLOATS:  # the place of a maximum beside a NaN
+            return kept and any(math.isnan(v) for v in numbers.values())
+        if not numbers:
+            typed = CellValues(self.graph, lambda t: base.get(t, self.parts.known(t)), wide=False, coarsest=self.coarsest)
+            there = typed.block(c.op, point)[k][0]
+            if not same(there, np.zeros(1), np.asarray([mine]), dtype, typed.unit)[0]:
+                self.counts["cells where evaluators differ"] += 1
+                return True  # a number on the way is beyond its type: what comes of it depends on the order
         if np.isnan(mine) and not np.isnan(first) and kept:
             self.counts["cells by policy"] += 1
             return True

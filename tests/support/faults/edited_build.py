@@ -25,6 +25,7 @@ from tapestry.verify import interp
 from tapestry.verify.model.cell_values import CellValues
 
 MOST = 1 << 21  # index points of an operation that is tried as a whole
+SHARES = (0.0, 0.5, 0.2, 0.1, 0.01, 0.001)  # of numbers that are special
 SOME = 256  # cells of a larger one
 
 
@@ -97,7 +98,7 @@ def alters(before: Graph, after: Graph) -> bool:
     if any(math.prod(d.size for d in x.space) > MOST for pair in pairs for x in pair):
         return any(isinstance(a, Block) and isinstance(b, Block) and _differ_somewhere(before, a, b) for a, b in pairs)
     rng, makers = np.random.default_rng(0), {t: op for op in before.ops for t in op.outs}
-    for pair, special in ((p, s) for p in pairs for s in (0.0, 0.1, 0.01, 0.001)):
+    for pair, special in ((p, s) for p in pairs for s in SHARES):
         first = {id(op): op for x in pair for t in x.inputs if isinstance(op := makers.get(t), Block) and op not in pair}
         known = [op for op in before.ops if id(op) in first and math.prod(d.size for d in op.space) <= MOST // 8]
         made = {t for op in known for t in op.outs}
@@ -155,7 +156,7 @@ def _differ_somewhere(graph: Graph, a: Block, b: Block) -> bool:
         return True
     rng = np.random.default_rng(0)
     points = np.stack([rng.integers(0, d.size, SOME) for d in a.dims], axis=1)
-    for special in (0.0, 0.1, 0.01, 0.001):
+    for special in SHARES:
         feeds = {t: _numbers(graph.tensors[t], rng, special) for t in {*a.inputs, *b.inputs}}
         one, two = (CellValues(graph, feeds.get).block(x, points) for x in (a, b))
         if any(not np.array_equal(x, y, equal_nan=x.dtype.kind == "f") for (x, _), (y, _) in zip(one, two, strict=True)):
