@@ -16,7 +16,7 @@ from tapestry.ir.index import Aff, bounds, dim
 from tapestry.ir.space import nowhere
 from tapestry.prove.values import Node, Ranges, Ref, Table, Value
 
-Box = tuple[tuple[int, int], ...]  # of each slot of a node: the step from place to place, and how many places
+Box = tuple[tuple[int, int, int], ...]  # of each slot of a node: the first place, the step to the next, how many there are
 
 
 def padded(
@@ -53,24 +53,25 @@ def _low(e: Aff, ranges: Ranges) -> int:
 def _box(tensor: Ref, shape: Sequence[int]) -> Box | None:
     """The places of a node's slots that a tensor is made of; None where they are not one slot for each axis."""
     axes = {f"y{k}": n for k, n in enumerate(shape) if n != 1}
-    out: list[tuple[int, int]] = []
+    out: list[tuple[int, int, int]] = []
     for e in tensor.index:
-        if not e.terms and e.const == 0:
-            out.append((1, 1))
+        if not e.terms:
+            out.append((e.const, 1, 1))
             continue
-        if len(e.terms) != 1 or e.const or not isinstance(e.terms[0][0], str) or e.terms[0][1] < 1:
+        if len(e.terms) != 1 or not isinstance(e.terms[0][0], str) or e.terms[0][1] < 1:
             return None
         size = axes.pop(e.terms[0][0], None)
         if size is None:
             return None
-        out.append((e.terms[0][1], size))
+        out.append((e.const, e.terms[0][1], size))
     return None if axes else tuple(out)
 
 
 def _ends(index: Sequence[Aff], box: Box) -> list[Aff] | None:
     """What is at least 0 where places are inside a box; None where some lie between its places."""
     out: list[Aff] = []
-    for e, (step, count) in zip(index, box, strict=True):
+    for place, (first, step, count) in zip(index, box, strict=True):
+        e = place - first
         if e.const % step or any(c % step for _, c in e.terms):
             return None
         out += [e, e * -1 + step * (count - 1)]
