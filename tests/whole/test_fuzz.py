@@ -25,7 +25,7 @@ from tapestry.fuzz.recipe import VIAS, Recipe, from_document, random_recipe, rew
 from tapestry.fuzz.series import Series, summary
 from tapestry.fuzz.series import run as run_series
 from tapestry.fuzz.shrink import outcome, shrink
-from tapestry.fuzz.trial import Failure, Prepared, attempt, draw_recipe, prepare
+from tapestry.fuzz.trial import Failure, Prepared, attempt, draw_recipe, judge, prepare
 from tapestry.ir.plan import MeshAxis, Strategy
 from tapestry.ir.syntax.parser import parse
 from tapestry.verify import interp
@@ -217,6 +217,20 @@ def test_the_float64_referee_goes_on_behind_a_node_that_has_no_float64():
     found = replay(nodes, given, 18, plain=plain)["y"]
     assert plain["y"].dtype == np.float32 and found.dtype == np.float64
     np.testing.assert_allclose(found, np.array([0.375, 0.875]) / 3, rtol=1e-15)
+
+
+def test_only_what_noise_leads_to_is_a_rounding(tmp_path):
+    x, three = np.array([1 / 3, 2.5], np.float32), np.array([3, 3], np.float32)
+    nodes = (helper.make_node("Mul", ["x", "w"], ["m"]), helper.make_node("Cast", ["m"], ["y"], to=onnx.TensorProto.INT64))
+    model = Model(
+        nodes=nodes, inputs={"x": x}, weights={"w": three}, outputs={"y": np.array([1, 7])}, exact=frozenset(), opset=18
+    )
+    prepared = prepare(model, tmp_path / "m.onnx")
+    assert isinstance(prepared, Prepared)
+    assert judge(prepared, {"y": np.array([1, 7])}) is None and not prepared.turned
+    assert judge(prepared, {"y": np.array([0, 7])}) is None and prepared.turned == ["y"]  # 0.99999997 is cut off to 0
+    for wrong in ([2, 7], [1, 6], [1, 8], [0, 6], [-1, 7]):
+        assert judge(prepared, {"y": np.array(wrong)}), wrong
 
 
 def test_a_series_goes_on_where_it_was_ended(tmp_path):

@@ -221,15 +221,16 @@ class AwkwardOperands:
         """Whether a policy says enough of a value: a NaN that is kept, or an overflow on the way, a matter of order."""
         name, at = c.op.outs[k], tuple(point.T)
         dtype = self.graph.tensors[name].dtype
+        given_nan = any(math.isnan(v) for v in numbers.values())
         if dtype not in FLOATS:  # the place of a maximum beside a NaN
-            return kept and any(math.isnan(v) for v in numbers.values())
+            return kept and given_nan
         if not numbers:
             typed = CellValues(self.graph, lambda t: base.get(t, self.parts.known(t)), wide=False, coarsest=self.coarsest)
             there = typed.block(c.op, point)[k][0]
             if not same(there, np.zeros(1), np.asarray([mine]), dtype, typed.unit)[0]:
                 self.counts["cells where evaluators differ"] += 1
                 return True  # a number on the way is beyond its type: what comes of it depends on the order
-        if np.isnan(mine) and not np.isnan(first) and kept:
+        if np.isnan(mine) and not np.isnan(first) and (kept or given_nan):  # pools of the reference evaluator drop it
             self.counts["cells by policy"] += 1
             return True
         odd = {p: v for p, v in numbers.items() if not math.isfinite(v)}
