@@ -62,7 +62,7 @@ def test_windows_cut_in_space_are_proved(layers: list[Layer], axes: int, world: 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_of_halos_are_refuted_with_a_witness(fault: str, tmp_path: Path) -> None:
-    model, program = write_halos(tmp_path, [Layer(), Layer("MaxPool")], 4, 16, 1, "halo", fault)
+    model, program = write_halos(tmp_path, [Layer()], 4, 16, 1, "halo", fault)
     verdict = prove(model, [program])
     assert verdict.status == REFUTED, verdict.text()
     assert verdict.witness is not None
