@@ -7,8 +7,9 @@ Builds of five models for two devices: exported ones (../shared/models, or --fol
 around it (program, kernels, report, hashes) is made anew, and `verify_build` must refuse it by a law and say where. Kinds of
 `graph_edits_later` were written after the checker was finished and are counted apart, with those of `graph_edits_awkward`,
 which show at infinities, NaN and huge numbers alone. Each build is verified untouched as well, beside one evaluation of its
-model by onnxruntime. bench/results/model_edits.json keeps what was found for each model, so that they may be asked in several
-calls; exits 1 if an edit was accepted.
+model by onnxruntime. An edit that changes no value is not tried, and counted apart: proved by a normal form, or no difference
+seen on random and awkward numbers. bench/results/model_edits.json keeps what was found for each model, so that they may be
+asked in several calls; exits 1 if an edit was accepted.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from tests.support.faults.edited_model import mixed
 from tests.support.faults.graph_edits_awkward import AWKWARD
 from tests.support.faults.graph_edits_later import LATER
 
+PLACES = 6
 FOUR = ("llama_tiny", "bert_base", "resnet50", "t5_small")
 
 
@@ -62,12 +64,17 @@ def timed(build: Path) -> dict[str, float]:
 
 
 def attempt(good: Path, edit: graph_edits.Edit, seed: str) -> tuple[str, str]:
-    """What refused an edit and what it said; ("", "") where nothing did, ("none", "") where there is no place for it."""
+    """What refused an edit and what it said; ("", "") where nothing did, ("none", "") where there is no place for it, ("same",
+    how that is known) where it changes no value."""
     with tempfile.TemporaryDirectory() as name:
         e = edited_build.load(good, random.Random(seed))
         before = e.graph
-        if not edit(e) or not edited_build.alters(before, e.graph):
+        if not edit(e):
             return "none", ""
+        if edited_build.proved_alike(before, e.graph) and before != e.graph:
+            return "same", "proved: a maximum of what is no less already"
+        if not edited_build.alters(before, e.graph):
+            return "same", "not seen to change a value"
         try:
             edited_build.save(e, Path(name) / "b")
         except (AssertionError, KeyError, IndexError, ValueError, TapestryError) as reason:
@@ -110,10 +117,14 @@ def main() -> int:
 
 def tried(kind: str, edit: graph_edits.Edit, model: str, good: Path, each: int) -> dict[str, Any]:
     """What became of one kind of edit in one model."""
-    out: dict[str, Any] = {"tried": 0, "laws": {}, "accepted": 0, "said": ""}
+    out: dict[str, Any] = {"tried": 0, "laws": {}, "accepted": 0, "said": "", "same": ""}
     for n in range(each):
         law, text = attempt(good, edit, f"{model} {kind} {n}")
-        if law == "none":
+        for again in range(PLACES):  # another place, where nothing changes in one
+            if law == "same":
+                law, text = attempt(good, edit, f"{model} {kind} {n} {again}")
+        if law in ("none", "same"):
+            out["same"] = text if law == "same" else out["same"]
             continue
         out["tried"] += 1
         if law:
@@ -143,6 +154,8 @@ def report(rows: list[dict[str, Any]], times: dict[str, Any]) -> int:
     wrong = [(r["edit"], m) for r in rows for m, x in r["models"].items() if x["accepted"]]
     never = [r["edit"] for r in rows if not counts([r])[1]]
     print(f"{len(rows)} kinds, {refused} of {tried} edits refused; of the {len(later)} kinds written later {counts(later)}")
+    alike = [(r["edit"], m, x["same"]) for r in rows for m, x in r["models"].items() if x.get("same")]
+    print(f"changed no value: {len([a for a in alike if 'proved' in a[2]])} proved, {len(alike)} in all")
     print(f"accepted: {wrong or 'none'}; never: {never or 'none'}")
     for model, t in times.items():
         print(f"{model}: verify {t['verify_s']:.2f} s, onnxruntime {t['onnxruntime_s']:.2f} s")

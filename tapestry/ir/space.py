@@ -256,3 +256,11 @@ def possible(rules: Iterable[Mapping[str, int]]) -> bool:
     names = {n: f"v{k}" for k, n in enumerate(dict.fromkeys(n for f in forms for n in f if n))}
     terms = (" + ".join(f"{c}*{names[n]}" if n else str(c) for n, c in f.items()) or "0" for f in forms)
     return not isl.Set(f"{{ [{', '.join(names.values())}] : {' and '.join(f'{t} >= 0' for t in terms) or 'true'} }}").is_empty()
+
+
+def nowhere(ranges: Mapping[str, int], hold: Iterable[Aff], fails: Aff) -> bool:
+    """Whether no point of a box where some expressions are at least 0 has another one below it."""
+    names = {n: f"p{k}" for k, n in enumerate(ranges)}
+    box = [f"0 <= {names[n]} < {s}" for n, s in ranges.items()]
+    rules = [*box, *(f"{aff_text(e, names)} >= 0" for e in hold), f"{aff_text(fails, names)} < 0"]
+    return bool(isl.Set(f"{{ [{', '.join(names.values())}] : {' and '.join(rules)} }}").is_empty())

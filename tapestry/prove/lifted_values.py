@@ -6,13 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from tapestry.ir.expr import Acc, Arg, Call, Const, Expr, Index, Let
-from tapestry.ir.graph import Block, Dim, Opaque, Read
+from tapestry.ir.graph import Block, Dim, Guard, Opaque, Read
 from tapestry.ir.index import Aff, const, dim, dims_of, substitute
 from tapestry.ir.monoid import MONOIDS, Moments, Monoid, Product, Rebased
 from tapestry.ir.types import Tensor
+from tapestry.prove.padded_reads import chosen, padded, with_padding
 from tapestry.prove.reductions import Reduction, reduced, settled
 from tapestry.prove.rescaling import rescaled
-from tapestry.prove.values import Node, Ref, Table, Value
+from tapestry.prove.values import Node, Ref, Table, Value, ordered
 
 Lookup = Callable[[str], Value]
 
@@ -52,6 +53,15 @@ class _Block:
 
     def call(self, fn: str, args: Sequence[Value], dtype: str) -> Value:
         """A primitive of values over this operation's space."""
+        if not self.table.building and self.table.applied_before((fn, dtype), ordered(fn, args), self.ranges) is None:
+            for way in with_padding(self.table, args, self.ranges):
+                found = self.table.applied_before((fn, dtype), ordered(fn, way), self.ranges)
+                if found is not None:
+                    return found
+        if fn == "where" and not self.table.building:
+            found = chosen(self.table, args, dtype, self.ranges)
+            if found is not None:
+                return found
         plain = self.table.call(fn, args, dtype, self.ranges)
         if self.table.building or not isinstance(plain, Ref) or self.table.nodes[plain.node].model:
             return plain
@@ -133,13 +143,17 @@ def _read(b: _Block, r: Read, lookup: Lookup, tensor: Tensor) -> Value:
     inside = settled(b.table, b.table.read(lookup(r.tensor), env, b.ranges), b.ranges)
     if r.other is None:
         return inside
-    tests = [(substitute(g.aff, b.single, b.ranges), g.op) for g in r.when]
+    guards = [Guard(substitute(g.aff, b.single, b.ranges), g.op) for g in r.when]
     for e, n in zip(index, tensor.shape, strict=True):
-        tests += [(e, "ge"), (e * -1 + (n - 1), "ge")]
+        guards += [Guard(e, "ge"), Guard(e * -1 + (n - 1), "ge")]
+    other = Const(r.other, tensor.dtype)
+    if b.op.monoid is not None or len(b.op.reads) == 1:  # a choice among several tensors by place is no padding
+        around = padded(b.table, lookup(r.tensor), inside, guards, other, tensor.shape, b.ranges)
+        if around is not None:
+            return around
     out = inside
-    for place, op in sorted(tests, key=lambda t: (str(t[0]), t[1]), reverse=True):
-        test = b.table.test(op, place, b.ranges)
-        out = b.call("where", (test, out, Const(r.other, tensor.dtype)), tensor.dtype)
+    for g in sorted(guards, key=lambda g: (str(g.aff), g.op), reverse=True):
+        out = b.call("where", (b.table.test(g.op, g.aff, b.ranges), out, other), tensor.dtype)
     return out
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import numpy as np
@@ -13,6 +13,7 @@ from tapestry.ir.graph import Dim
 from tapestry.ir.index import Aff, Atom, Floor, Mod, const, dim, dims_of, evaluate, substitute
 from tapestry.ir.monoid import MONOIDS
 from tapestry.prove.domains import Domain, ranges_of
+from tapestry.prove.padded_reads import with_padding
 from tapestry.prove.values import MERGES, Node, Ranges, Ref, Table, Value, moved, same
 
 DEEP = 6  # steps from a read down to a choice of what it reads: a bias, a scale and a cast after a matrix product
@@ -49,6 +50,12 @@ def reduced(table: Table, r: Reduction) -> Value:
         if not isinstance(found, str):
             return table.part(at, found[1], found[0])
         why = why or (found if table.nodes[at].model else "")
+    if not table.building:
+        for way in with_padding(table, r.values, {**r.ranges, **{d.name: d.size for d in r.reduce}}):
+            for at in table.known.get(("reduce", label, tuple(a.node if isinstance(a, Ref) else repr(a) for a in way)), ()):
+                found = _matched(table.nodes[at], replace(r, values=way))
+                if not isinstance(found, str):
+                    return table.part(at, found[1], found[0])
     if why and not table.building:
         table.miss(why, table.origin(table.known[key][0]))
     if not r.reduce and r.monoid in MERGES:

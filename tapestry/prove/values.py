@@ -83,6 +83,7 @@ class Table:
         rank, tensor: whose value is computed now, for messages.
         misses: where arguments agree in what they are and not in where they are read.
         axes: for nodes of the model's tensors, what each slot is there: ``y2`` is the tensor's axis 2.
+        padded: nodes that the model reads with a number around them, as the nodes with it.
     """
 
     nodes: list[Node] = field(default_factory=list[Node])
@@ -94,6 +95,7 @@ class Table:
     axes: dict[int, tuple[str, ...]] = field(default_factory=dict[int, tuple[str, ...]])
     partial: dict[int, bool] = field(default_factory=dict[int, bool])
     chosen: dict[int, int] = field(default_factory=dict[int, int])
+    padded: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
 
     def add(self, key: Any, node: Node) -> int:
         """A new node under a key."""
@@ -135,24 +137,28 @@ class Table:
         simple = self._simplified(fn, args, dtype, ranges)
         if simple is not None:
             return simple
-        ordered = list(args)
-        if fn in PRIMITIVES and PRIMITIVES[fn].commutative:
-            ordered.sort(key=_order)
-        return self._applied((fn, dtype), ordered, ranges)
+        return self._applied((fn, dtype), ordered(fn, args), ranges)
 
     def _applied(self, label: tuple[Any, ...], args: Sequence[Value], ranges: Ranges) -> Ref:
         """The call of a label, matched with a known one or new."""
-        key = ("call", label, tuple(a.node if isinstance(a, Ref) else (repr(a.value), a.dtype) for a in args))
-        places = [e for a in args if isinstance(a, Ref) for e in a.index]
-        for at in self.known.get(key, ()):
-            found = self._slots_of(at, places, ranges)
-            if found is not None:
-                return Ref(at, found)
+        found = self.applied_before(label, args, ranges)
+        if found is not None:
+            return found
+        key, places = _key(label, args), [e for a in args if isinstance(a, Ref) for e in a.index]
         number: dict[Aff, int] = {}
         slots = [number.setdefault(e, len(number)) for e in places]
         take = iter(slots)
         made = tuple(Ref(a.node, tuple(dim(f"v{next(take)}") for _ in a.index)) if isinstance(a, Ref) else a for a in args)
         return Ref(self.add(key, Node("call", label, made, len(number), label[1])), tuple(number))
+
+    def applied_before(self, label: tuple[Any, ...], args: Sequence[Value], ranges: Ranges) -> Ref | None:
+        """The known call of a label; None where there is none."""
+        places = [e for a in args if isinstance(a, Ref) for e in a.index]
+        for at in self.known.get(_key(label, args), ()):
+            found = self._slots_of(at, places, ranges)
+            if found is not None:
+                return Ref(at, found)
+        return None
 
     def _slots_of(self, at: int, places: Sequence[Aff], ranges: Ranges) -> Slots | None:
         """The places of a known call's slots, if arguments that share one there are read at one place here."""
@@ -206,7 +212,7 @@ class Table:
             return self._merged(fn, args)
         return None
 
-    def _tested(self, test: Value) -> Aff | None:
+    def tested(self, test: Value) -> Aff | None:
         """The index expression that a test asks to be at least 0."""
         node = self.nodes[test.node] if isinstance(test, Ref) else None
         if node is None or node.kind != "call" or node.label[0] != "test ge":
@@ -217,7 +223,7 @@ class Table:
         """A value where an index expression is known to be at least 0: choices by what follows are made."""
         while isinstance(v, Ref) and self.nodes[v.node].kind == "call" and self.nodes[v.node].label[0] == "where":
             test, yes, no = self.arguments(v)
-            asked = self._tested(test)
+            asked = self.tested(test)
             if asked is None:
                 return v
             more, less = asked - place, (asked + place) * -1 - 1
@@ -235,7 +241,7 @@ class Table:
             return yes if test.value else no
         if yes == no:
             return yes
-        place = self._tested(test)
+        place = self.tested(test)
         if place is not None:
             inner = self._given(yes, place), self._given(no, place * -1 - 1)
             if inner != (yes, no):
@@ -402,6 +408,15 @@ class Table:
 
 
 MERGES = {"sum": "add", "max": "max", "min": "min", "any": "or", "all": "and", "prod": "mul"}
+
+
+def _key(label: tuple[Any, ...], args: Sequence[Value]) -> Any:
+    return "call", label, tuple(a.node if isinstance(a, Ref) else (repr(a.value), a.dtype) for a in args)
+
+
+def ordered(fn: str, args: Sequence[Value]) -> list[Value]:
+    """The arguments of a primitive in the order in which a node has them."""
+    return sorted(args, key=_order) if fn in PRIMITIVES and PRIMITIVES[fn].commutative else list(args)
 
 
 def _order(v: Value) -> tuple[int, Any]:

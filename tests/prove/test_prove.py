@@ -16,6 +16,8 @@ from tapestry.prove.collectives import Collective
 from tapestry.prove.domains import Domain, join_all
 from tapestry.prove.verdict import PROVED, REFUTED, UNDECIDED, prove
 from tapestry.prove.witness import collective
+from tests.support.halo_nets import FAULTS, Layer
+from tests.support.halo_nets import write as write_halos
 from tests.support.parallel_nets import Sizes, Style, write
 from tests.support.program_faults import KINDS
 
@@ -40,6 +42,31 @@ def test_a_right_program_is_proved(net: str, style: Style, tmp_path: Path) -> No
     verdict = prove(model, [program])
     assert verdict.status == PROVED, verdict.text()
     assert all(o["state"] == PROVED for o in verdict.document["outputs"])
+
+
+HALOS = [
+    ([Layer(kernel=4, stride=2), Layer()], 1, 2, "explicit"),
+    ([Layer(dilation=2, pad=2)], 1, 4, "halo"),
+    ([Layer(), Layer("MaxPool")], 2, 4, "halo"),
+    ([Layer(), Layer(stride=2)], 2, 2, "whole"),
+    ([Layer(), Layer("AveragePool")], 1, 2, "halo"),
+]
+
+
+@pytest.mark.parametrize(("layers", "axes", "world", "way"), HALOS, ids=str)
+def test_windows_cut_in_space_are_proved(layers: list[Layer], axes: int, world: int, way: str, tmp_path: Path) -> None:
+    model, program = write_halos(tmp_path, layers, world, 16, axes, way)
+    verdict = prove(model, [program])
+    assert verdict.status == PROVED, verdict.text()
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_of_halos_are_refuted_with_a_witness(fault: str, tmp_path: Path) -> None:
+    model, program = write_halos(tmp_path, [Layer()], 4, 16, 1, "halo", fault)
+    verdict = prove(model, [program])
+    assert verdict.status == REFUTED, verdict.text()
+    assert verdict.witness is not None
+    assert verdict.witness["rank"] == 1
 
 
 def test_stages_of_a_pipeline(tmp_path: Path) -> None:

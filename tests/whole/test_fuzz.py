@@ -27,7 +27,7 @@ from tapestry.fuzz.recipe import VIAS, Recipe, from_document, random_recipe, rew
 from tapestry.fuzz.series import Series, summary
 from tapestry.fuzz.series import run as run_series
 from tapestry.fuzz.shrink import outcome, shrink
-from tapestry.fuzz.trial import Failure, Prepared, attempt, draw_recipe, prepare
+from tapestry.fuzz.trial import Failure, Prepared, attempt, draw_recipe, judge, prepare
 from tapestry.ir.plan import MeshAxis, Strategy
 from tapestry.ir.syntax.parser import parse
 from tapestry.verify import interp
@@ -228,6 +228,20 @@ def test_empty_tensors_of_other_shapes_are_not_joined():
     assert s.fits(-3, 0) and not s.fits(1, 0) and not s.fits(1, 1)
     s.shapes = {(6, 1), (1, 1)}
     assert s.fits(1, 1)
+
+
+def test_only_what_noise_leads_to_is_a_rounding(tmp_path):
+    x, three = np.array([1 / 3, 2.5], np.float32), np.array([3, 3], np.float32)
+    nodes = (helper.make_node("Mul", ["x", "w"], ["m"]), helper.make_node("Cast", ["m"], ["y"], to=onnx.TensorProto.INT64))
+    model = Model(
+        nodes=nodes, inputs={"x": x}, weights={"w": three}, outputs={"y": np.array([1, 7])}, exact=frozenset(), opset=18
+    )
+    prepared = prepare(model, tmp_path / "m.onnx")
+    assert isinstance(prepared, Prepared)
+    assert judge(prepared, {"y": np.array([1, 7])}) is None and not prepared.turned
+    assert judge(prepared, {"y": np.array([0, 7])}) is None and prepared.turned == ["y"]  # 0.99999997 is cut off to 0
+    for wrong in ([2, 7], [1, 6], [1, 8], [0, 6], [-1, 7]):
+        assert judge(prepared, {"y": np.array(wrong)}), wrong
 
 
 def test_a_series_goes_on_where_it_was_ended(tmp_path):

@@ -25,6 +25,7 @@ from tapestry.verify import interp
 from tapestry.verify.model.cell_values import CellValues
 
 MOST = 1 << 21  # index points of an operation that is tried as a whole
+SHARES = (0.0, 0.5, 0.2, 0.1, 0.01, 0.001)  # of numbers that are special
 SOME = 256  # cells of a larger one
 
 
@@ -97,7 +98,7 @@ def alters(before: Graph, after: Graph) -> bool:
     if any(math.prod(d.size for d in x.space) > MOST for pair in pairs for x in pair):
         return any(isinstance(a, Block) and isinstance(b, Block) and _differ_somewhere(before, a, b) for a, b in pairs)
     rng, makers = np.random.default_rng(0), {t: op for op in before.ops for t in op.outs}
-    for pair, special in ((p, s) for p in pairs for s in (0.0, 0.1, 0.01, 0.001)):
+    for pair, special in ((p, s) for p in pairs for s in SHARES):
         first = {id(op): op for x in pair for t in x.inputs if isinstance(op := makers.get(t), Block) and op not in pair}
         known = [op for op in before.ops if id(op) in first and math.prod(d.size for d in op.space) <= MOST // 8]
         made = {t for op in known for t in op.outs}
@@ -112,13 +113,50 @@ def alters(before: Graph, after: Graph) -> bool:
     return False
 
 
+def proved_alike(before: Graph, after: Graph) -> bool:
+    """Whether the operations that were changed are the same functions by normal form: a maximum of what is no less already
+    (a minimum: no more) is that, infinities and NaN too, but for the sign of a zero."""
+    pairs = [(a, b) for a, b in zip(before.ops, after.ops, strict=True) if a != b]
+    kept = (before.weights, before.inputs, before.outputs) == (after.weights, after.inputs, after.outputs)
+    blocks = all(isinstance(a, Block) and isinstance(b, Block) and _plain(a) == _plain(b) for a, b in pairs)
+    return kept and blocks
+
+
+def _plain(op: Block) -> Block:
+    """An operation without maxima and minima that change nothing."""
+    return replace(op, body=tuple(map(_without, op.body)), then=tuple(map(_without, op.then)))
+
+
+def _without(e: Expr) -> Expr:
+    if not isinstance(e, Call):
+        return e
+    e = Call(e.fn, tuple(map(_without, e.args)), e.dtype)
+    if e.fn in ("max", "min") and isinstance(c := e.args[1], Const):
+        low, high = _between(e.args[0])
+        if (low >= c.value) if e.fn == "max" else (high <= c.value):
+            return e.args[0]
+    return e
+
+
+def _between(e: Expr) -> tuple[float, float]:
+    """Bounds of a value that is no NaN."""
+    if isinstance(e, Const) and isinstance(e.value, int | float) and not math.isnan(e.value):
+        return float(e.value), float(e.value)
+    if not isinstance(e, Call) or e.fn not in ("max", "min", "abs", "exp"):
+        return -math.inf, math.inf
+    if e.fn in ("abs", "exp"):
+        return 0.0, math.inf
+    (a, b), (c, d) = map(_between, e.args)
+    return (max(a, c), max(b, d)) if e.fn == "max" else (min(a, c), min(b, d))
+
+
 def _differ_somewhere(graph: Graph, a: Block, b: Block) -> bool:
     """Whether two large operations give different values at some cells, of random numbers, special ones among them."""
     if (a.dims, a.outs) != (b.dims, b.outs):
         return True
     rng = np.random.default_rng(0)
     points = np.stack([rng.integers(0, d.size, SOME) for d in a.dims], axis=1)
-    for special in (0.0, 0.1, 0.01, 0.001):
+    for special in SHARES:
         feeds = {t: _numbers(graph.tensors[t], rng, special) for t in {*a.inputs, *b.inputs}}
         one, two = (CellValues(graph, feeds.get).block(x, points) for x in (a, b))
         if any(not np.array_equal(x, y, equal_nan=x.dtype.kind == "f") for (x, _), (y, _) in zip(one, two, strict=True)):
@@ -132,7 +170,7 @@ def _numbers(t: Tensor, rng: np.random.Generator, special: float) -> np.ndarray:
         return rng.integers(0, 4, t.shape).astype(numpy_dtype(t.dtype))
     some = rng.standard_normal(t.shape)
     if special:
-        numbers = [np.inf, -np.inf, np.nan, 1e6, -1e6, 1e35, -1e35]
+        numbers = [0.0, np.inf, -np.inf, np.nan, 1e6, -1e6, 1e35, -1e35]
         some = np.where(rng.random(t.shape) < special, rng.choice(numbers, t.shape), some)
     with np.errstate(over="ignore"):
         return some.astype(numpy_dtype(t.dtype))

@@ -59,9 +59,13 @@ def mixed() -> onnx.ModelProto:
         N("Mul", ["b", "a"], ["folded"]), N("Add", ["z", "folded"], ["shifted"]), N("LeakyRelu", ["shifted"], ["leaky"], alpha=0.3),
         N("ReduceMax", ["z", "last_axis"], ["peak"], keepdims=0), N("Tile", ["z", "twice"], ["tiled"]),
     ]  # fmt: skip
-    data |= {"last_axis": np.array([1]), "twice": np.array([1, 3])}
+    nodes += [
+        N("CumSum", ["x", "one"], ["summed"]), N("Div", ["x", "z"], ["quotient"]), N("Exp", ["z"], ["grown"]),
+        N("Add", ["z", "four"], ["right"]), N("Sqrt", ["right"], ["root"]),
+    ]  # fmt: skip
+    data |= {"last_axis": np.array([1]), "twice": np.array([1, 3]), "one": np.array(1), "four": np.float32(4)}
     outs = ["leaky", "peak", "tiled", "y", "top", "branched", "looped", "states", "bounded"]
-    outs += ["wider", "padded", "most", "conv", "clipped"]
+    outs += ["wider", "padded", "most", "conv", "clipped", "summed", "quotient", "grown", "root"]
     info = helper.make_tensor_value_info
     graph = helper.make_graph(
         nodes, "mixed", [info(n, T.FLOAT, [4, 6]) for n in ("x", "z")], [info(o, T.FLOAT, None) for o in outs],

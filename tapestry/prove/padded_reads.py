@@ -1,0 +1,162 @@
+"""Reads beyond an edge: a tensor with a number around it is a function of its own, of which a halo's inside is a part.
+
+Where the model reads a tensor or, outside of it, a number, the table has one node for both (``padded``), whose places may be
+any. A program that reads the same cells and the same number has that node: its own guards say so by themselves at an outer edge
+(the places where they hold are those inside the model's tensor, which isl decides), and where it reads inside alone there is
+nothing to guard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from tapestry.ir.expr import Const
+from tapestry.ir.graph import Guard
+from tapestry.ir.index import Aff, bounds, dim
+from tapestry.ir.space import nowhere
+from tapestry.prove.values import Node, Ranges, Ref, Table, Value
+
+Box = tuple[tuple[int, int, int], ...]  # of each slot of a node: the first place, the step to the next, how many there are
+
+
+def padded(
+    table: Table, tensor: Value, inside: Value, guards: Sequence[Guard], other: Const, shape: Sequence[int], ranges: Ranges
+) -> Ref | None:
+    """A read that gives a number where its guards do not hold, as a read of the padded tensor; None where it is none.
+
+    Args:
+        tensor: the value of what is read, over its axes.
+        inside: the same at the places that are read.
+        guards: all that must hold, the tensor's ends among them.
+    """
+    if not isinstance(inside, Ref) or not isinstance(tensor, Ref) or any(g.op != "ge" for g in guards):
+        return None
+    open_ = [g.aff for g in guards if _low(g.aff, ranges) < 0]
+    if table.building:
+        box = _box(tensor, shape)
+        if box is not None and open_ and _same_region(open_, inside.index, box, ranges):
+            return Ref(_node(table, inside.node, other, box), inside.index)
+        return None
+    for at in table.padded.get(inside.node, ()):
+        if table.nodes[at].label[2] == repr(other.value):
+            box: Box | None = table.nodes[at].label[3]
+            assert box is not None
+            if _same_region(open_, inside.index, box, ranges):
+                return Ref(at, inside.index)
+    return None
+
+
+def _low(e: Aff, ranges: Ranges) -> int:
+    return int(bounds(e, {n: (0, s - 1) for n, s in ranges.items()})[0])
+
+
+def _box(tensor: Ref, shape: Sequence[int]) -> Box | None:
+    """The places of a node's slots that a tensor is made of; None where they are not one slot for each axis."""
+    axes = {f"y{k}": n for k, n in enumerate(shape) if n != 1}
+    out: list[tuple[int, int, int]] = []
+    for e in tensor.index:
+        if not e.terms:
+            out.append((e.const, 1, 1))
+            continue
+        if len(e.terms) != 1 or not isinstance(e.terms[0][0], str) or e.terms[0][1] < 1:
+            return None
+        size = axes.pop(e.terms[0][0], None)
+        if size is None:
+            return None
+        out.append((e.const, e.terms[0][1], size))
+    return None if axes else tuple(out)
+
+
+def _ends(index: Sequence[Aff], box: Box) -> list[Aff] | None:
+    """What is at least 0 where places are inside a box; None where some lie between its places."""
+    out: list[Aff] = []
+    for place, (first, step, count) in zip(index, box, strict=True):
+        e = place - first
+        if e.const % step or any(c % step for _, c in e.terms):
+            return None
+        out += [e, e * -1 + step * (count - 1)]
+    return out
+
+
+def _same_region(tests: Sequence[Aff], index: Sequence[Aff], box: Box, ranges: Ranges) -> bool:
+    """Whether tests hold at exactly those points of a space where places are inside a box."""
+    ends = _ends(index, box)
+    if ends is None:
+        return False
+    ends = [e for e in ends if _low(e, ranges) < 0]
+    return all(e in tests or nowhere(ranges, tests, e) for e in ends) and all(
+        t in ends or nowhere(ranges, ends, t) for t in tests
+    )
+
+
+def _node(table: Table, at: int, other: Const, box: Box) -> int:
+    node = table.nodes[at]
+    label = ("padded", node.dtype, repr(other.value), box)
+    key = ("call", label, (at,))
+    if key not in table.known:
+        inner = Ref(at, tuple(dim(f"v{k}") for k in range(node.slots)))
+        table.padded.setdefault(at, []).append(
+            table.add(key, Node("call", label, (inner,), node.slots, node.dtype, origin=node.origin))
+        )
+    return table.known[key][0]
+
+
+def with_padding(table: Table, args: Sequence[Value], ranges: Ranges) -> Iterator[tuple[Value, ...]]:
+    """Arguments of a program with reads that stay inside as those of padded tensors, one way after another."""
+    ways: list[list[Value]] = [[a, *_around(table, a, ranges)] for a in args]
+    if all(len(w) == 1 for w in ways):
+        return
+    for k, way in enumerate(ways):
+        for other in way[1:]:
+            yield (*args[:k], other, *args[k + 1 :])
+
+
+def _around(table: Table, v: Value, ranges: Ranges) -> list[Value]:
+    if not isinstance(v, Ref):
+        return []
+    out: list[Value] = []
+    for at in table.padded.get(v.node, ()):
+        ends = _ends(v.index, table.nodes[at].label[3])
+        if ends is not None and all(_low(e, ranges) >= 0 for e in ends):
+            out.append(Ref(at, v.index))
+    return out
+
+
+def chosen(table: Table, args: Sequence[Value], dtype: str, ranges: Ranges, hold: Sequence[Aff] = ()) -> Value | None:
+    """A program's choice by place as one read, where both sides read one node and agree; None where it is no such choice.
+
+    Args:
+        hold: what is known to be at least 0 where the choice is made.
+    """
+    test, yes, no = args
+    place = table.tested(test)
+    if place is None:
+        return None
+    there, elsewhere = [*hold, place], [*hold, place * -1 - 1]
+    yes, no = _within(table, yes, there, ranges), _within(table, no, elsewhere, ranges)
+    if isinstance(yes, Ref) and isinstance(no, Ref) and yes.node == no.node:
+        for kept, other, where in ((yes, no, elsewhere), (no, yes, there)):
+            if all(_agree(a, b, where, ranges) for a, b in zip(kept.index, other.index, strict=True)):
+                return kept
+    return table.call("where", (test, yes, no), dtype, ranges)
+
+
+def _agree(a: Aff, b: Aff, hold: Sequence[Aff], ranges: Ranges) -> bool:
+    return a == b or (nowhere(ranges, hold, a - b) and nowhere(ranges, hold, b - a))
+
+
+def _within(table: Table, v: Value, hold: Sequence[Aff], ranges: Ranges) -> Value:
+    """A value where some expressions are at least 0: choices by place that are known there are made."""
+    while isinstance(v, Ref) and table.nodes[v.node].label[0] == "where" and not table.nodes[v.node].model:
+        test, yes, no = table.arguments(v)
+        place = table.tested(test)
+        if place is None:
+            return v
+        if nowhere(ranges, hold, place):
+            v = yes
+        elif nowhere(ranges, hold, place * -1 - 1):
+            v = no
+        else:
+            made = chosen(table, (test, yes, no), table.nodes[v.node].dtype, ranges, hold)
+            return v if made is None else made
+    return v
