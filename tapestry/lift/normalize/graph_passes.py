@@ -15,6 +15,8 @@ from typing import Any
 
 __all__ = ["ir", "optimizer", "passes"]
 
+LIBRARIES = ("onnx_ir", "onnx_ir.passes.common", "onnxscript.optimizer")
+
 
 class _Later(ModuleType):
     """Stands for a module until something of it is used; what is only named while others are imported is a function of it."""
@@ -55,7 +57,23 @@ def _later(name: str) -> Generator[None]:
         later.leave()
 
 
-with _later("sympy"):
-    import onnx_ir as ir
-    from onnx_ir.passes import common as passes
-    from onnxscript import optimizer
+def _without_waiting() -> bool:
+    """Whether the libraries can be imported while all they name of sympy are functions; else they are as if never imported."""
+    before = set(sys.modules)
+    try:
+        with _later("sympy"):
+            for name in LIBRARIES:
+                importlib.import_module(name)
+    except (ImportError, AttributeError, TypeError):
+        for name in set(sys.modules) - before:
+            if name.split(".")[0] in ("onnx_ir", "onnxscript"):
+                del sys.modules[name]
+        return False
+    return True
+
+
+WITHOUT_WAITING = _without_waiting()
+
+import onnx_ir as ir  # noqa: E402 (imported above already, or as usual)
+from onnx_ir.passes import common as passes  # noqa: E402
+from onnxscript import optimizer  # noqa: E402
