@@ -429,3 +429,19 @@ def test_a_known_index_outside_is_refused(op, at, tmp_path):
     onnx.save(model, tmp_path / "m.onnx")
     with pytest.raises(ModelError, match=r"'pick'.*an index outside of what it indexes\n.*-?[34] where there are 3 elements"):
         lift(tmp_path / "m.onnx")
+
+
+@pytest.mark.parametrize(
+    "said", [{"low": 2.0, "high": 1.0}, {"high": np.inf}, {"low": np.nan}, {"scale": 0.0}, {"scale": -1.0}, {"mean": np.nan}]
+)
+def test_random_numbers_of_no_distribution(tmp_path, said):
+    """onnxruntime aborts the process on some of these, in branches too."""
+    op = "RandomUniform" if {"low", "high"} & set(said) else "RandomNormal"
+    draw = helper.make_node(op, [], ["y"], name="the_draw", shape=[2, 3], **said)
+    branches = [
+        helper.make_graph([n], "b", [], [helper.make_tensor_value_info("y", F, [2, 3])])
+        for n in (draw, helper.make_node(op, [], ["y"], shape=[2, 3]))
+    ]
+    either = helper.make_node("If", ["c"], ["y"], then_branch=branches[0], else_branch=branches[1])
+    for node, given in ((draw, []), (either, [("c", TensorProto.BOOL, [])])):
+        refused(save(make([node], given, [Y]), tmp_path), f"'the_draw' ({op})", "no distribution", "finite numbers")

@@ -9,6 +9,7 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import onnx
 from onnx import AttributeProto, FunctionProto, GraphProto, ModelProto, NodeProto, TensorProto, TypeProto
 
@@ -21,6 +22,7 @@ from tapestry.onnx_eval.own_nodes import EVALUATORS
 TEXT = ".tap"  # files of IR text
 MAX_BYTES = (1 << 31) - 1  # of one protobuf message
 MAX_VERSION = (1 << 31) - 1
+LARGEST = float(np.finfo(np.float32).max)
 MAX_NODES = 250_000  # of a model, and of one function with all that it calls (Llama-70B: 19,186)
 
 
@@ -90,6 +92,7 @@ def check_structure(model: ModelProto, folder: Path, *, weights: bool) -> None:
     check_operators(model.graph.node, functions, opsets)
     _check_references(model.graph.node)
     _check_splits(model)
+    _check_draws(model)
     _check_names(model.graph, [])
     _check_sizes(model)
     for t in tensors(model):
@@ -134,6 +137,23 @@ def _check_splits(model: ModelProto) -> None:
             if said != len(node.output) and not a.ref_attr_name:
                 why = f"{a.name} is for {said}, the node has {len(node.output)} outputs"
                 raise ModelError("a Split of another number of outputs", where=f"node '{node_name(node)}'", why=why)
+
+
+def _check_draws(model: ModelProto) -> None:
+    """Refuse random numbers of no distribution: onnxruntime aborts the process on some of these."""
+    for node in model_nodes(model):
+        if node.op_type.removesuffix("Like") not in ("RandomUniform", "RandomNormal"):
+            continue
+        given = {a.name: a.f for a in node.attribute if not a.ref_attr_name}
+        if "Uniform" in node.op_type:
+            low, high = given.get("low", 0.0), given.get("high", 1.0)
+            right, why = 0 <= high - low <= LARGEST, f"low is {low:g}, high is {high:g}"
+        else:
+            mean, scale = given.get("mean", 0.0), given.get("scale", 1.0)
+            right, why = abs(mean) <= LARGEST and 0 < scale <= LARGEST, f"mean is {mean:g}, scale is {scale:g}"
+        if not right:
+            where, hint = f"node '{node_name(node)}' ({node.op_type})", "finite numbers, low <= high and scale > 0"
+            raise ModelError("random numbers of no distribution", where=where, why=why, hint=hint)
 
 
 def _check_sizes(model: ModelProto) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import prod
+from math import isfinite, prod
 
 from tapestry.errors import ModelError
 from tapestry.ir.expr import Acc, Arg, Expr, Index, call, cast
@@ -126,6 +126,8 @@ def lift_lrn(n: Node) -> None:
     wide = accumulator(x.dtype)
     neighbour, value = (cast(Arg(k, x.dtype), wide) for k in (0, 1))
     alpha, beta, bias = (float(n.attr(k, d)) for k, d in (("alpha", 0.0001), ("beta", 0.75), ("bias", 1.0)))
+    if not all(map(isfinite, (alpha, beta, bias))):
+        raise ModelError("a scale that is no number", where=n.where, why=f"alpha, beta and bias are {alpha}, {beta} and {bias}")
     scale = call("add", literal(bias, wide), call("mul", literal(alpha / size, wide), Acc(0, wide)))
     then = call("div", value, call("pow", scale, literal(beta, wide)))
     body = call("mul", neighbour, neighbour)
