@@ -6,9 +6,6 @@ from tests.support.triton_kernels import (
     poisoned_lanes,  # noqa: F401  (a fixture for every test here)
 )
 
-# the matrix instruction of each chip for operands of 16 bits, as the opcode begins
-MATRIX = {"sm80": "HMMA", "sm86": "HMMA", "sm89": "HMMA", "sm90": "HGMMA", "sm100": "UTCHMMA", "gfx942": "v_mfma"}
-
 CONTRACTIONS = {
     "two sums, gated": """graph g
         input x: f32[33, 37]

@@ -24,8 +24,8 @@ from tapestry.errors import TapestryError
 from tapestry.ir.graph import Block
 from tapestry.ir.kernel import Kernel, whole
 from tapestry.ir.syntax.parser import parse
+from tests.support.gpu_stand_in.matrix_instructions import MATRIX
 from tests.support.paths import ROOT
-from tests.support.triton_cases import MATRIX
 
 
 def matmul(dtype: str, n: int) -> str:

@@ -18,9 +18,9 @@ import pytest
 from onnx import helper
 
 from tapestry.codegen.triton.task.chips import CHIPS
+from tests.support.gpu_stand_in.matrix_instructions import MATRIX
 from tests.support.paths import SHARED
 from tests.support.small_models import f32, net
-from tests.support.triton_cases import MATRIX
 
 EXPORTS = SHARED / "models"
 N = helper.make_node
