@@ -16,7 +16,9 @@ from tests.support.paths import ROOT, SHARED
 pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="the stand-in is compiled with cc")
 
 
-FAULTS = {("llama_7b 2048", "sm90"): 1, ("llama_7b 8192", "sm90"): 1}  # kernels without a candidate that is free of both
+# kernels without a candidate that is free of both, of those that are tried: an attention that rotates its queries itself spills 1.5 KB
+# with 64 rows or more of them
+FAULTS = {(f"llama_7b {tokens}", chip): 2 for tokens in (2048, 8192) for chip in ("sm90", "sm100")}
 
 
 def check(*args: str) -> str:
