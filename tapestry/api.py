@@ -232,12 +232,13 @@ class Compiled:
         return random_feeds(self.build.plan.graph, seed)
 
 
-def compile(model: Any, **choices: Unpack[Choices]) -> Compiled:
+def compile(model: Any, *example_inputs: Any, **choices: Unpack[Choices]) -> Compiled:
     """Compile a model into a verified plan for a mesh of devices.
 
     Args:
         model: the path of an ONNX file (or of IR text, ``.tap``), its bytes, an ``onnx.ModelProto``, an ``onnx_ir.Model``, a
             ``torch.export.ExportedProgram``, or a torch module. A module on the meta device is planned without its weights.
+        example_inputs: of a torch module: one tuple (or mapping by name) of its arguments, here or as a keyword.
         choices: ``mesh="2x4"``, ``topology="h100"``, ``memory="16GiB"``, …: all are in `tapestry.doors.choices.Choices`.
 
     Raises:
@@ -245,7 +246,7 @@ def compile(model: Any, **choices: Unpack[Choices]) -> Compiled:
     """
     from tapestry.doors import compiling
 
-    done, source, sized = compiling.planned(model, choices)
+    done, source, sized = compiling.planned(model, compiling.with_inputs(choices, example_inputs))
     build = done.build if (state := choices.get("state")) is None else _with_state(done.build, state)
     parts = (build, done.constants, done.kernels, done.laws, done.rewrites, done.evidence, done.printed)
     return Compiled(*parts, source=source, sized=sized)

@@ -120,7 +120,7 @@ def export(p: argparse.ArgumentParser) -> None:
     )
     p.add_argument("--into", type=Path, metavar="MODEL", help="onnx: keep the configurations of this file of the model")
     p.add_argument("--configuration", default="tapestry", metavar="NAME", help="onnx: the name of the plan's (tapestry)")
-    p.add_argument("--copy-data", action="store_true", help="onnx: copy external data that would be out of reach")
+    p.add_argument("--copy-data", action="store_true", help="onnx, ir: copy external data that would be out of reach")
 
 
 def tiles(p: argparse.ArgumentParser) -> None:

@@ -14,9 +14,8 @@ from onnx.external_data_helper import load_external_data_for_model
 
 from tapestry.errors import LawError, ModelError, TapestryError, refusing
 from tapestry.ir.graph import Graph
-from tapestry.ir.syntax.parser import parse
 from tapestry.ir.types import FLOATS, numpy_dtype
-from tapestry.lift.file.structure import TEXT, file_bytes, load
+from tapestry.lift.file.structure import TEXT, file_bytes, load, load_text
 from tapestry.lift.file.weight_data import read_weight
 from tapestry.lift.microsoft import contrib
 from tapestry.lift.normalize import opset_upgrade
@@ -139,7 +138,7 @@ def _by_value(
 
 def text_outputs(model: Path, feeds: Mapping[str, Any]) -> dict[str, Array]:
     """What a graph of IR text gives, by the evaluator that only follows its definitions."""
-    graph = parse(model.read_text(), str(model))
+    graph = load_text(model)
     data = {t: read_weight(model, w, graph.tensors[t]) for t, w in graph.weights.items()}
     return interp.run(graph, {**feeds, **data})
 

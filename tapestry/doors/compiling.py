@@ -19,6 +19,25 @@ from tapestry.sizes.asked_sizes import asked as asked_sizes
 from tapestry.sizes.sized_compile import compile_sizes
 
 
+def with_inputs(choices: Choices, positional: tuple[Any, ...]) -> Choices:
+    """The choices, with example inputs that were given without their name.
+
+    Raises:
+        TapestryError: there are several arguments without a name, or example inputs are given twice.
+    """
+    if not positional:
+        return choices
+    given, *more = positional
+    if more:
+        what = f"a model and {len(positional)} arguments without a name"
+        hint = 'tapestry.compile(module, (x, y)): example inputs in one tuple; all else by name, such as mesh="2x4"'
+        raise TapestryError(what, where="tapestry.compile", hint=hint)
+    if "example_inputs" in choices:
+        hint = "the second argument or the keyword"
+        raise TapestryError("example inputs are given twice", where="tapestry.compile", hint=hint)
+    return {**choices, "example_inputs": given}
+
+
 def planned(model: Any, choices: Choices) -> tuple[pipeline.Compiled, Opened, SizedBuild | None]:
     """The plan, the model's file, and the plans of all sizes where there are several.
 

@@ -16,9 +16,8 @@ import onnx
 from onnx import ModelProto
 
 from tapestry.errors import TapestryError
-from tapestry.ir.syntax.parser import parse
 from tapestry.lift.file.external_data import parse_place
-from tapestry.lift.file.structure import TEXT, load
+from tapestry.lift.file.structure import TEXT, load, load_text
 
 NAME = "model.onnx"
 IN_FILE = 1 << 30  # bytes of weights that a file holds itself (protobuf takes 2 GiB)
@@ -54,7 +53,8 @@ def opened(model: Any, example_inputs: Any = None, dynamic_shapes: Any = None) -
         return model
     is_module, is_program = _is_torch(model, "torch.nn", "Module"), _is_torch(model, "torch.export", "ExportedProgram")
     if example_inputs is not None and not is_module:
-        raise TapestryError("example_inputs are of a torch module", where=f"a {type(model).__name__}", hint="leave them out")
+        hint = 'leave them out; other arguments have names, such as mesh="2x4" or devices=4'
+        raise TapestryError("example inputs are of a torch module", where=f"a {type(model).__name__}", hint=hint)
     if isinstance(model, str | Path):
         return Opened(Path(model))
     if is_module or is_program:
@@ -70,7 +70,7 @@ def opened(model: Any, example_inputs: Any = None, dynamic_shapes: Any = None) -
 def files_of(model: Path) -> list[str]:
     """The files that a model is made of, relative to its folder: its own, and those with the data of its tensors."""
     if model.suffix == TEXT:
-        places = {w.file for w in parse(model.read_text(), str(model)).weights.values() if w.file}
+        places = {w.file for w in load_text(model).weights.values() if w.file}
     else:
         stored = load(model).graph.initializer
         places = {parse_place(t).file for t in stored if t.data_location == onnx.TensorProto.EXTERNAL}

@@ -13,10 +13,8 @@ from tapestry.build import store
 from tapestry.build.atomic import new_file
 from tapestry.build.store import Build
 from tapestry.errors import BuildError, TapestryError, similar
-from tapestry.exports import fused_onnx, kernel_package, layouts, rank_onnx, shardy, shardy_ranks, tp_plan
+from tapestry.exports import fused_onnx, ir_text, kernel_package, layouts, rank_onnx, shardy, shardy_ranks, tp_plan
 from tapestry.interop.sharding_specs import OURS
-from tapestry.ir.syntax import ir_document
-from tapestry.ir.syntax.printer import to_text
 from tapestry.sharding import export_sharding
 from tapestry.verify.rewriting import history, rewrite_log
 
@@ -182,13 +180,14 @@ def _kernels(d: dict[str, Any]) -> list[str]:
     ]
 
 
-def _ir(a: Asked) -> dict[str, Any]:
-    """The plan's graph, as text where the file is called so."""
-    graph = a.build.plan.graph
-    text = to_text(graph) if a.target.suffix == ".tap" else json.dumps(ir_document.to_document(graph), indent=1) + "\n"
-    with new_file(a.target) as path:
-        path.write_text(text)
-    return {"file": str(a.target), "operations": len(graph.ops)}
+def _text_of_ir(d: dict[str, Any]) -> list[str]:
+    """What was written; and what `tapestry compile` would not find beside it."""
+    lines = [f"{d['file']}: {d['operations']} operations"]
+    if d["beside"]:
+        lines += textwrap.wrap(f"reads weights from, beside it: {', '.join(d['beside'])}", 80, **INDENTED)
+    if d["absent"]:
+        lines += textwrap.wrap(f"not there: {', '.join(d['absent'])}; --copy-data brings them", 80, **INDENTED)
+    return lines
 
 
 def _history(a: Asked) -> dict[str, Any]:
@@ -246,7 +245,8 @@ FORMATS: dict[str, Format] = {
         lambda a: kernel_package.export(a.build, a.target), _kernels,
     ),
     "ir": Format(
-        "the plan's graph: IR text (.tap), or a JSON document", _ir, lambda d: [f"{d['file']}: {d['operations']} operations"]
+        "the plan's graph: IR text (.tap), or a JSON document",
+        lambda a: ir_text.export(a.build, a.constants, a.target, copy=a.copy), _text_of_ir,
     ),
     "history": Format(
         "the rewrites from the lifted graph to the plan's, for tapestry opt --replay", _history,

@@ -18,7 +18,6 @@ from tapestry.errors import LawError, ModelError, refusing
 from tapestry.ir import laws
 from tapestry.ir.expr import Arg
 from tapestry.ir.graph import Block, Dim, Graph, Names, Read
-from tapestry.ir.syntax.parser import parse
 from tapestry.ir.types import Tensor, Weight
 from tapestry.lift import microsoft, movement, operators, recurrences
 from tapestry.lift.building.builder import DTYPE_OF, Builder, here
@@ -27,7 +26,7 @@ from tapestry.lift.building.nodes import lift_nodes as build_nodes
 from tapestry.lift.file.diagnosis import Contradiction, complete, name_symbols
 from tapestry.lift.file.external_data import dtype_name, parse_place
 from tapestry.lift.file.read_author_names import read_names
-from tapestry.lift.file.structure import check_attributes, check_structure, load
+from tapestry.lift.file.structure import check_attributes, check_structure, load, load_text
 from tapestry.lift.file.symbols import Given, bind, dims_of, rewrite, unbound, unify
 from tapestry.lift.file.weight_data import read_weight
 from tapestry.lift.microsoft import contrib
@@ -140,10 +139,7 @@ def read_text(model: Path, weights: bool) -> tuple[Lifted, None]:
     Raises:
         TapestryError: it does not parse, breaks a law, or data is missing.
     """
-    try:
-        graph = parse(model.read_text(), str(model))
-    except UnicodeDecodeError as e:
-        raise ModelError("not text", where=str(model), why=str(e)) from None
+    graph = load_text(model)
     try:
         laws.check(graph)
     except LawError as e:
@@ -153,6 +149,11 @@ def read_text(model: Path, weights: bool) -> tuple[Lifted, None]:
         raise ModelError(f"weight '{lost}' has no file", where=str(model), hint="make it an input")
     if weights:
         refs = {t: _hashed(w, read_weight(model, w, graph.tensors[t])) for t, w in graph.weights.items()}
+        other = next((t for t, w in graph.weights.items() if w.sha256 and w.sha256 != refs[t].sha256), None)
+        if other is not None:
+            hint = 'export the text again, or write "" for the hash if other values are wanted'
+            why = f"'{refs[other].file}' has other values there"
+            raise ModelError(f"weight '{other}' is not what its hash says", where=str(model), why=why, hint=hint)
         graph = replace(graph, weights=refs)
     return Lifted(graph=graph, model=model.absolute(), constants={}, nodes=len(graph.ops)), None
 

@@ -152,6 +152,7 @@ def test_a_bundle_with_a_changed_weight_is_refused(tmp_path: Path) -> None:
         (3, {}, "a int is no model"),
         (nn.Linear(2, 2), {}, "needs example inputs"),
         ("x.onnx", {"example_inputs": (1,)}, "are of a torch module"),
+        ("none.tap", {}, "cannot read the model"),
         (nn.Linear(2, 2), {"example_inputs": (torch.ones(1, 3),)}, "cannot export"),
     ],
 )
@@ -273,3 +274,15 @@ def test_inputs_without_names_are_refused() -> None:
         plan.run(torch.zeros(2, 5))  # type: ignore[arg-type]
     with pytest.raises(ModelError, match="inputs are those of the module's forward"):
         tapestry.compile(nn.Linear(5, 3), example_inputs=torch.zeros(2, 4))
+
+
+def test_example_inputs_need_no_name() -> None:
+    net, x = nn.Linear(5, 3), torch.zeros(2, 5)
+    hashes = [c.report["plan_sha256"] for c in (tapestry.compile(net, (x,)), tapestry.compile(net, example_inputs=(x,)))]
+    assert hashes[0] == hashes[1]
+    with pytest.raises(TapestryError, match="2 arguments without a name"):
+        tapestry.compile(net, x, x)
+    with pytest.raises(TapestryError, match="given twice"):
+        tapestry.compile(net, (x,), example_inputs=(x,))
+    with pytest.raises(TapestryError, match="of a torch module"):
+        tapestry.compile("x.onnx", "2x4")

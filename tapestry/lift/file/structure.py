@@ -14,6 +14,8 @@ import onnx
 from onnx import AttributeProto, FunctionProto, GraphProto, ModelProto, NodeProto, TensorProto, TypeProto
 
 from tapestry.errors import ModelError
+from tapestry.ir.graph import Graph
+from tapestry.ir.syntax.parser import parse
 from tapestry.lift.file.external_data import check_file, check_inline, check_overlaps, parse_place, tensor_bytes
 from tapestry.lift.file.protos import captured, model_nodes, nested, node_name, replace_nodes, subgraphs
 from tapestry.lift.file.sparse import densify
@@ -56,6 +58,19 @@ def load(path: Path) -> ModelProto:
         raise ModelError("the model does not say its opset", where=str(path), why="opset_import is empty")
     densify(model)
     return model
+
+
+def load_text(path: Path) -> Graph:
+    """Parse a file of IR text.
+
+    Raises:
+        ModelError: not there, or not text; TextError: it is no graph.
+    """
+    try:
+        return parse(file_bytes(path).decode(), str(path))
+    except (OSError, ValueError) as e:  # no text; or a NUL in the path
+        why = str(e.strerror) if isinstance(e, OSError) else str(e)
+        raise ModelError("cannot read the model", where=str(path), why=why, hint="check the path") from None
 
 
 def file_bytes(path: Path) -> bytes:

@@ -10,7 +10,7 @@ import os
 import stat
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import onnx
@@ -22,7 +22,7 @@ from tapestry.ir.types import PACKED, Tensor, Weight, numpy_dtype
 from tapestry.lift.file.external_data import check_inline, open_inside
 from tapestry.lift.file.protos import is_standard
 from tapestry.lift.file.stored_ranges import stored_ranges
-from tapestry.lift.file.structure import load
+from tapestry.lift.file.structure import TEXT, load
 
 Box = tuple[tuple[int, int], ...]  # half-open interval per axis
 
@@ -91,7 +91,7 @@ def _let_go(array: np.ndarray) -> None:
 
 def _whole(model: Path, weight: Weight, tensor: Tensor) -> np.ndarray:
     """A weight in the model's files, mapped where its elements are stored as they are."""
-    whole = _inline(model, weight.name, tensor) if weight.name else _mapped(model.parent, weight, tensor)
+    whole = _inline(model, weight, tensor) if weight.name else _mapped(model.parent, weight, tensor)
     if whole.shape != tensor.shape or whole.dtype != numpy_dtype(tensor.dtype):
         raise ModelError(
             "the weight is not what the plan says",
@@ -119,27 +119,38 @@ def _mapped(folder: Path, weight: Weight, tensor: Tensor) -> np.ndarray:
     return data.view(dtype).reshape(tensor.shape)
 
 
-def _inline(model: Path, name: str, tensor: Tensor) -> np.ndarray:
-    """A tensor inside the protobuf: mapped where it is stored as raw bytes, else parsed, it alone."""
-    try:
-        status = model.stat()
+def _inline(model: Path, weight: Weight, tensor: Tensor) -> np.ndarray:
+    """A tensor inside a protobuf: mapped where it is stored as raw bytes, else parsed, it alone.
+
+    The protobuf is the model itself, which may have been moved, or what a line of IR text names beside the text.
+    """
+    path = model.parent / weight.file if model.suffix == TEXT else model
+    unreadable = refusing(ModelError, "the model cannot be read", str(path), "compile the model again")
+    with _opened(model, weight, tensor) as f, unreadable:
+        status = os.fstat(f.fileno())
         plain = stat.S_ISREG(status.st_mode)
-        with refusing(ModelError, "the model cannot be read", str(model), "compile the model again"):
-            found = stored_ranges(str(model), status.st_mtime_ns, status.st_size).get(name) if plain else None
+        found = stored_ranges(str(path), status.st_mtime_ns, status.st_size).get(weight.name) if plain else None
+        if found is None:
+            return _once_sparse(path, weight.name)
+        if found.raw is not None and tensor.dtype not in PACKED and found.raw[1] - found.raw[0] == tensor.nbytes > 0:
+            data = np.memmap(f, np.uint8, "r", found.raw[0], (tensor.nbytes,))
+            return data.view(numpy_dtype(tensor.dtype)).reshape(tensor.shape)
+        lo, hi = found.message
+        f.seek(lo)
+        stored = TensorProto.FromString(f.read(hi - lo))
+        check_inline(stored)
+        return numpy_helper.to_array(stored)
+
+
+def _opened(model: Path, weight: Weight, tensor: Tensor) -> BinaryIO:
+    """The file that has a tensor inside; what IR text names is not trusted, and never outside the text's folder."""
+    if model.suffix == TEXT:
+        return os.fdopen(open_inside(model.parent, weight.file, tensor.name), "rb")
+    try:
+        return os.fdopen(os.open(model, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
     except OSError as e:
         hint = "put the model back where it was compiled, or say where it is now: tapestry run BUILD --model FILE"
         raise ModelError("cannot read the model", where=str(model), why=e.strerror or "", hint=hint) from None
-    if found is None:
-        return _once_sparse(model, name)
-    if found.raw is not None and tensor.dtype not in PACKED and found.raw[1] - found.raw[0] == tensor.nbytes > 0:
-        data = np.memmap(model, np.uint8, "r", found.raw[0], (tensor.nbytes,))
-        return data.view(numpy_dtype(tensor.dtype)).reshape(tensor.shape)
-    lo, hi = found.message
-    with model.open("rb") as f, refusing(ModelError, "the model cannot be read", str(model), "compile the model again"):
-        f.seek(lo)
-        stored = TensorProto.FromString(f.read(hi - lo))
-    check_inline(stored)
-    return numpy_helper.to_array(stored)
 
 
 def _once_sparse(model: Path, name: str) -> np.ndarray:
