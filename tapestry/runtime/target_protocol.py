@@ -98,6 +98,10 @@ class Pack(Protocol):
         """From the weight as the Program holds it to the packed one."""
         ...
 
+    def suits(self, weight: Array) -> bool:
+        """Whether a kernel that reads this weight packed computes what it does on the weight as it is."""
+        ...
+
 
 @runtime_checkable
 class PackableKernel(Protocol):

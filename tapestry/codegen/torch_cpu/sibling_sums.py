@@ -16,7 +16,7 @@ from tapestry.codegen.torch_cpu.c.maps_c import How, Mapped
 from tapestry.codegen.torch_cpu.c.print_c import Writer, written
 from tapestry.codegen.torch_cpu.torch_ops import dense
 from tapestry.codegen.torch_cpu.torch_ops.viewed import viewed
-from tapestry.codegen.torch_cpu.views.image_view import seen
+from tapestry.codegen.torch_cpu.views.image_view import Seen, seen
 from tapestry.ir.expr import Acc, Arg, Expr, Index, arg_positions, call, walk
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.kernel import Kernel
@@ -42,7 +42,7 @@ def packable(
         view = seen(alone, graph, replace(kernel, outs=kernel.outs[:1]))
         own_of, place, block = (view.op, view.graph, view.kernel) if view else (alone, graph, kernel)
         run = dense.packable(own_of, place, block, whole(own_of, place, block))
-        run, as_is = (viewed(run, view), False) if view else (run, as_is)
+        run, as_is = (viewed(run, _of_its_own(view)), False) if view else (run, as_is)
         if not isinstance(run, dense.Packable):
             return plain
         runs.append(run)
@@ -57,6 +57,12 @@ def packable(
 
     joined = as_is and _of_one(op, [k for r in runs for k in r.packs]) and all(len(op.reads[k].index) == 1 for k in added)
     return dense.Packable(plain, packs, _recorded(runs, then, packed, joined))
+
+
+def _of_its_own(view: Seen) -> Seen:
+    """The views of what a sum reads: weights of the others may be packed."""
+    own = arg_positions((*view.op.body, *view.op.then))
+    return replace(view, views=tuple(v if k in own else None for k, v in enumerate(view.views)))
 
 
 def _of_one(op: Block, weights: Sequence[int]) -> bool:

@@ -139,7 +139,7 @@ def _inside(op: Block, scan: Scan, each: int, before: Block) -> Block:
     accs = tuple(Acc(i, e.dtype) for i, e in enumerate(op.body))
     monoid = MONOIDS[op.monoid]
     merged = monoid.combine(*((starts, accs) if scan.sign > 0 else (accs, starts)))
-    if isinstance(monoid.structure, Driven) and scan.sign > 0:  # an infinite factor times the nothing before the first block
+    if isinstance(monoid.structure, Driven) and scan.sign > 0:  # there, an infinite factor times nothing is NaN
         first = call("eq", Index(block), number(0, "i64"))
         merged = tuple(call("where", first, acc, both) for acc, both in zip(accs, merged, strict=True))
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Mapping, MutableMapping, Sequenc
 from dataclasses import dataclass, field
 from functools import partial
 
-from tapestry.ir.program import Launch, Program, reads
+from tapestry.ir.program import Launch, Program, Step, reads
 from tapestry.runtime.target_protocol import Array, Pack
 
 Made = Callable[[str, Hashable, Callable[[], Array]], Array]
@@ -83,12 +83,18 @@ def _readers(
     uses: dict[str, dict[Hashable, list[tuple[int, int]]]] = {}
     others = set(program.outputs.values())
     for i, step in enumerate(program.steps):
-        packs = wanted.get(i, {})
+        packs = _suiting(step, wanted.get(i, {}), resident)
         others.update(b for k, b in enumerate(reads(step)) if k not in packs)
         for k, how in packs.items():
             if isinstance(step, Launch) and step.ins[k] in resident:
                 uses.setdefault(step.ins[k], {}).setdefault(how.key, []).append((i, k))
     return uses, others
+
+
+def _suiting(step: Step, packs: Packs, resident: Mapping[str, Array]) -> Packs:
+    """All of a launch's packs, or none, where one does not suit the values of its weight."""
+    given = {k: resident[step.ins[k]] for k in packs if step.ins[k] in resident} if isinstance(step, Launch) else {}
+    return packs if all(packs[k].suits(array) for k, array in given.items()) else {}
 
 
 def renamed(ins: Sequence[str], names: Mapping[int, str]) -> tuple[str, ...]:

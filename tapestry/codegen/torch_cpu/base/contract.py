@@ -101,10 +101,13 @@ def conv(
     def run(x: Tensor, w: Tensor) -> Tensor:
         w = w[w_take]
         parts: list[Tensor] = []
+        skips = is_finite(w) if any(any(one.padding) for one, _ in calls) else True
         for one, features in calls:
-            piece = torch.nn.functional.pad(x[one.take], one.extra) if one.extra else x[one.take]
+            extra = one.extra if skips else _around(one)
+            piece = torch.nn.functional.pad(x[one.take], extra) if extra else x[one.take]
             image, weight = channels_first(piece), channels_first(w[features])
-            parts.append(function(image, weight, None, one.stride, one.padding, one.dilation, one.groups))
+            padding = one.padding if skips else [0] * len(one.padding)
+            parts.append(function(image, weight, None, one.stride, padding, one.dilation, one.groups))
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
     return run
@@ -114,6 +117,16 @@ def _of_padding(take: tuple[slice, ...], sizes: list[int], _: Tensor, w: Tensor)
     """A convolution of nothing but padding, of which a buffer may be any part: 0 times each weight (NaN of infinite ones)."""
     each = (w[take] * 0).flatten(1).sum(1)
     return each.view(1, len(each), *[1] * (len(sizes) - 2)).expand(sizes).contiguous()
+
+
+def is_finite(weight: Tensor) -> bool:
+    """Whether torch may leave padding out: 0 times an infinite weight or NaN is NaN. Huge ones may count as infinite."""
+    return bool(weight.sum().isfinite())
+
+
+def _around(one: Call) -> tuple[int, ...]:
+    """All zeros around a call's image, in torch's order."""
+    return one.extra or tuple(p for n in reversed(one.padding) for p in (n, n))
 
 
 def channels_first(x: Tensor) -> Tensor:
@@ -232,9 +245,10 @@ def _extent(v: Window, at: dict[str, tuple[int, int]]) -> tuple[int, int]:
 
 
 def _inside(v: Window, at: dict[str, tuple[int, int]], extent: int) -> bool:
-    """Whether some position of the span is inside the input."""
-    low, high = _extent(v, at)
-    return max(low, 0) < min(high, extent)
+    """Whether some place reads inside the input; strides and dilations may step over it, on which oneDNN crashes."""
+    places, taps = np.arange(*at[v.out]), np.arange(*(at[v.window] if v.window else (0, 1)))
+    read = v.stride * places[:, None] + v.dilation * taps + v.offset
+    return bool(((read >= 0) & (read < extent)).any())
 
 
 def _groups(op: Block, c: Conv, at: dict[str, tuple[int, int]]) -> list[tuple[int, int, int, int]]:

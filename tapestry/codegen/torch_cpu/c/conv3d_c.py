@@ -110,7 +110,7 @@ def _summed(parts: contract.Call, weight: Sequence[int], shape: Sequence[int], t
     images, features, frames, height, width = shape
     stride, pad, dilation, taps = parts.stride[0], parts.padding[0], parts.dilation[0], weight[2]
     found = _frames(parts, taps, frames)
-    if lib is None or any(f.tap == f.stop for f in found) or weight[1] * weight[3] * weight[4] > conv_c.DEEPEST:
+    if lib is None or any(f.tap == f.stop for f in found) or conv_c.too_deep([weight[1], *weight[3:]]):
         return None
     flat, pixel = (*weight[:2], *weight[3:]), height * width * features
 

@@ -93,6 +93,11 @@ class Kernel:
     link: Link | None = None
 
 
+def too_deep(window: Sequence[int]) -> bool:
+    """Whether channels and taps (channels of a group, height, width) are more than a kernel lists on its stack."""
+    return prod(window) > DEEPEST or prod(window[1:]) > DEEPEST >> 8
+
+
 def convolve(parts: contract.Call, weight: Sequence[int], shape: Sequence[int], then: Epilogue) -> Kernel | None:
     """A convolution; ``None`` where there is no kernel for it.
 
@@ -101,7 +106,7 @@ def convolve(parts: contract.Call, weight: Sequence[int], shape: Sequence[int], 
         shape: the output's shape (images, features, height, width).
     """
     lib = available(prod(shape) * prod(weight[1:]))
-    if lib is None or weight[1] * weight[2] * weight[3] > DEEPEST or weight[2] * weight[3] > DEEPEST >> 8:
+    if lib is None or too_deep(weight[1:]):
         return None
     call: Any
     if parts.groups > 1 and (weight[1] > 1 or parts.groups != weight[0]):

@@ -39,10 +39,19 @@ PACKED_FOR = 128  # rows for which oneDNN lays a linear layer's weight out: one 
 
 @dataclass(frozen=True, slots=True)
 class Pack:
-    """How one weight is packed; equal keys make equal copies."""
+    """How one weight is packed; equal keys make equal copies.
+
+    Attributes:
+        finite: only where it is finite: the kernels leave padding out, where 0 times infinity or NaN would be NaN.
+    """
 
     key: tuple[object, ...]
     run: Callable[[Tensor], Tensor]
+    finite: bool = False
+
+    def suits(self, weight: Tensor) -> bool:
+        """Whether a weight, as it lies in its buffer, may be packed."""
+        return not self.finite or contract.is_finite(weight)
 
 
 @dataclass(frozen=True, slots=True)
@@ -342,7 +351,7 @@ def _convolution(op: Block, graph: Graph, kernel: Kernel) -> _Dense | None:
     whole = all(isinstance(t, slice) for t in w.take) and box is not None
     if parts is None or not whole or any(s != slice(0, hi - lo) for s, (lo, hi) in zip(w.take, box or (), strict=True)):
         return None
-    read, cut = x.take, parts
+    read, cut, padded = x.take, parts, any(parts.padding)
 
     def image(buffer: Tensor) -> Tensor:
         piece = buffer[read][cut.take]
@@ -363,7 +372,9 @@ def _convolution(op: Block, graph: Graph, kernel: Kernel) -> _Dense | None:
         def run(ins: Ins, bias: Tensor | None, _: Tensor | None) -> Tensor:
             return convolve(fetch(held(ins[at])), held(ins[found.w]), bias).reshape(shape)
 
-        return _Dense(found.w, Pack(key, pack), epilogue(op, kernel, found.feature, whole=False), run, order=by_pixels(rank))
+        return _Dense(
+            found.w, Pack(key, pack, padded), epilogue(op, kernel, found.feature, whole=False), run, order=by_pixels(rank)
+        )
     strides = (prod(shape[1:]), 1, *(shape[1] * prod(shape[k + 1 :]) for k in range(2, rank)))
 
     def record(ins: Ins, bias: Tensor | None, residual: Tensor | None, memory: Tensor) -> Call | Calls:
@@ -374,7 +385,9 @@ def _convolution(op: Block, graph: Graph, kernel: Kernel) -> _Dense | None:
         return memory.as_strided(shape, strides)
 
     link = ours.link and replace(ours.link, image=at)
-    return _Dense(found.w, Pack((ours.key,), ours.pack), then, record=record, array=array, link=link, order=by_pixels(rank))
+    return _Dense(
+        found.w, Pack((ours.key,), ours.pack, padded), then, record=record, array=array, link=link, order=by_pixels(rank)
+    )
 
 
 def _one_dnn(parts: contract.Call) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor, Tensor | None], Tensor]]:
