@@ -162,11 +162,11 @@ def _awkward(p: Prepared, recipe: Recipe, planned: tuple[Plan, Program], target:
     except TapestryError:  # a shape or a position that comes of data
         return None
     outs, _ = execute(*planned, given, p.data, target)
-    unseen = awkward.masks(planned[0].graph)
-    wrong = awkward.differs(outs, expected, unseen=unseen)
+    policy = {"unseen": awkward.masks(planned[0].graph), "reordered": bool(recipe.moves)}
+    wrong = awkward.differs(outs, expected, **policy)
     if wrong:
         steady = awkward.steadier(p.lifted.graph, {**given, **p.data}, expected)
-        wrong = awkward.differs(outs, steady, unseen=unseen)
+        wrong = awkward.differs(outs, steady, **policy)
     return Failure("wrong", "awkward values", wrong) if wrong else None
 
 

@@ -16,6 +16,7 @@ import pytest
 from onnx import helper
 
 from bench.correctness.seeded_kernel_bugs import BUGS, seeded
+from tapestry.fuzz import awkward
 from tapestry.fuzz.campaign import PLANS, fuzz
 from tapestry.fuzz.families.control_flow import SequenceNodes
 from tapestry.fuzz.generate.draw import Draw
@@ -228,6 +229,22 @@ def test_empty_tensors_of_other_shapes_are_not_joined():
     assert s.fits(-3, 0) and not s.fits(1, 0) and not s.fits(1, 1)
     s.shapes = {(6, 1), (1, 1)}
     assert s.fits(1, 1)
+
+
+def test_infinities_in_another_order():
+    """A NaN may be infinite where a rewrite reordered a sum, and never finite."""
+    inf, nan, steady = np.inf, np.nan, np.array([True])
+    for got, want, wrong in (
+        (inf, nan, False),
+        (nan, inf, False),
+        (inf, -inf, True),
+        (1.0, nan, True),
+        (nan, 1.0, True),
+        (inf, 1.0, True),
+    ):
+        given = {"y": np.array([got], np.float32)}, {"y": (np.array([want], np.float32), steady)}
+        assert awkward.differs(*given, unseen=False)
+        assert bool(awkward.differs(*given, unseen=False, reordered=True)) == wrong
 
 
 def test_only_what_noise_leads_to_is_a_rounding(tmp_path):

@@ -137,7 +137,7 @@ def _drawn(a: Any, rng: np.random.Generator) -> Any:
         return a
     if a.dtype.kind == "f":
         return rng.standard_normal(a.shape).astype(a.dtype)
-    return rng.permutation(a.reshape(-1)).reshape(a.shape)
+    return a.reshape(-1)[rng.permutation(a.size)].reshape(a.shape)  # (numpy shuffles some in place that may not be written)
 
 
 def alike(a: Any, b: Any) -> bool:
