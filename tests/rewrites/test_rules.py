@@ -325,6 +325,8 @@ def test_slices_are_dense() -> None:
         (conv(9, 3, 2, 2), "slice_strided@y{dim=h}", "the window reads one phase of 'x' alone\n  because: step 2, 'r' by 2"),
         (conv(9, 3), "slice_strided@y{dim=o}", "no window slides along 'o'"),
         (conv(2, 3, 3, 1, 2), "slice_strided@y{dim=h}", "'x' has fewer than 3 cells along axis 1"),
+        (conv(300, 66, 65), "slice_strided@y{dim=h}", "65 phases are more than 64"),
+        (conv(300, 3, 1, 65), "slice_dilated@y{dim=h}", "65 phases are more than 64"),
         (conv(9, 3, 2).replace("1*r", "r + c"), "slice_strided@y{dim=h}", "more than one reduced dimension walks 'x'"),
     ],
 )

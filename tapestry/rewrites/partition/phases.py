@@ -17,7 +17,14 @@ from tapestry.ir.graph import Block, Dim, Graph, Read, replace_op
 from tapestry.ir.index import Aff, dim, dims_of
 from tapestry.ir.types import Tensor
 from tapestry.rewrites.core.edit import block_at, fresh, plain_index, reindex, resized, results, splits_in
-from tapestry.rewrites.core.rule import Move, Refusal, Rule
+from tapestry.rewrites.core.rule import Move, Refusal, Rule, refuse
+
+MOST = 64  # phases, each an operation or more
+
+
+def too_many(step: int) -> Refusal | None:
+    """Why an axis is not cut into so many phases; ``None`` where it may be."""
+    return refuse(f"{step} phases are more than {MOST}", "each is an operation of its own") if step > MOST else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from tapestry.ir.index import dim, floordiv, modulo
 from tapestry.ir.monoid import number
 from tapestry.rewrites.core.edit import fresh, plain_index, splits_in
 from tapestry.rewrites.core.rule import Refusal, refuse, register
-from tapestry.rewrites.partition.phases import Sliced, Slicing, points_in, sliced, windows
+from tapestry.rewrites.partition.phases import Sliced, Slicing, points_in, sliced, too_many, windows
 
 
 @register
@@ -55,7 +55,7 @@ class SliceDilated(Slicing):
 
     legal when:
         some read walks an axis by ``h + Σ coef*other + const`` where the greatest common divisor d of the coefficients
-        is above 1; every phase of x and of y has a cell; h is not split already.
+        is above 1 and at most 64; every phase of x and of y has a cell; h is not split already.
     """
 
     name = "slice_dilated"
@@ -80,6 +80,8 @@ class SliceDilated(Slicing):
         if step == 1:
             other, coef = min(dense.others, key=lambda t: abs(t[1]))
             return refuse(f"the window is dense along '{name}'", f"'{other}' 0 and 1 read '{dense.tensor}' {abs(coef)} apart")
+        if many := too_many(step):
+            return many
         if size < step:
             return refuse(f"{size} points of '{name}' leave one of {step} phases empty", f"no point is {size} modulo {step}")
         if any(s.dim == name for s in op.splits):

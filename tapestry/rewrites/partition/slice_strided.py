@@ -9,7 +9,7 @@ from tapestry.ir.graph import Block, Graph, Read
 from tapestry.ir.monoid import MONOIDS
 from tapestry.rewrites.core.edit import finish, fresh, plain_index, prune, splits_in
 from tapestry.rewrites.core.rule import Refusal, refuse, register
-from tapestry.rewrites.partition.phases import Sliced, Slicing, Window, sliced, windows
+from tapestry.rewrites.partition.phases import Sliced, Slicing, Window, sliced, too_many, windows
 
 
 @register
@@ -63,7 +63,8 @@ class SliceStrided(Slicing):
 
     legal when:
         some read walks an axis by ``s*h + Σ coef*other + const`` with s above 1 and all coefficients but that of one
-        reduced dimension r multiples of s; the monoid commutes; every phase of x has a cell; r is not split already.
+        reduced dimension r multiples of s; the monoid commutes; every phase of x has a cell, and there are
+        at most 64; r is not split already.
     """
 
     name = "slice_strided"
@@ -82,6 +83,8 @@ class SliceStrided(Slicing):
             return refuse(
                 f"the window does not stride along '{name}'", f"'{name}' 0 and 1 read '{found[0].tensor}' 1 cell apart"
             )
+        if many := too_many(strided.step):
+            return many
         inner = _inner(op, strided)
         if isinstance(inner, tuple):
             return refuse(*inner)

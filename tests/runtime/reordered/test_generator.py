@@ -95,7 +95,7 @@ def test_gigabytes_pass_the_quick_tests():
 BAD = {
     "counter": lambda n: np.arange(n),
     "low bits of a congruence": lambda n: np.cumprod(np.full(n, 1664525, np.uint32), dtype=np.uint32),
-    "biased": lambda n: np.random.default_rng(0).integers(0, 1 << 32, n, np.uint32) | (np.arange(n) % 97 == 0),
+    "biased": lambda n: np.random.default_rng(0).integers(0, 1 << 32, n, np.uint32) | (np.arange(n) % 23 == 0),
     "periodic": lambda n: np.tile(np.random.default_rng(0).integers(0, 1 << 32, 1 << 10, np.uint32), n >> 10),
     "one sequence": lambda n: np.tile(np.random.default_rng(0).integers(0, 1 << 32, 1 << 15, np.uint32), n >> 15),
     "low rank": lambda n: np.repeat(np.random.default_rng(0).integers(0, 1 << 32, n // 16, np.uint32), 16),
