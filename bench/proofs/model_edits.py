@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import tapestry
+from bench.correctness.models import materialize
 from bench.proofs.mutations import MODELS
 from bench.support import record
 from tapestry.errors import TapestryError
@@ -39,13 +40,16 @@ PLACES = 6
 FOUR = ("llama_tiny", "bert_base", "resnet50", "t5_small")
 
 
-def compiled(name: str, folder: Path, place: Path) -> Path:
-    """A saved build of a model on two devices."""
+def compiled(name: str, folder: Path | None, place: Path) -> Path:
+    """A saved build of a model on two devices; without a folder of models it is written there first."""
     if name == "mixed":
         path = place / "mixed.onnx"
         path.write_bytes(mixed().SerializeToString())
         plan = tapestry.compile(path, devices=2, layouts=["y:0=2@d0"], topology="cpu", sharding=False)
     else:
+        if folder is None and materialize(name, place) is None:
+            raise SystemExit("the folder of exported models is not beside the checkout")
+        folder = folder or place
         plan = tapestry.compile(folder / f"{name}.onnx", devices=2, shapes=MODELS[name], time_limit=5.0, topology="cpu")
     plan.save(place / name)
     return place / name
@@ -90,7 +94,7 @@ def attempt(good: Path, edit: graph_edits.Edit, seed: str) -> tuple[str, str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=[*FOUR, "mixed"])
-    parser.add_argument("--folder", type=Path, default=record.SHARED, help="where MODEL.onnx are")
+    parser.add_argument("--folder", type=Path, help="where MODEL.onnx are; else they are written with random weights")
     parser.add_argument("--only", default=".", help="edits whose names match")
     parser.add_argument("--missing", action="store_true", help="only what no earlier run has asked")
     parser.add_argument("--times", action="store_true", help="only the seconds, beside the edits of an earlier run")

@@ -2,7 +2,7 @@
 
     .venv/bin/python -m bench mutations [--models bert_base …] [--each 3] [--valid 1000]
 
-Plans of five exported models (../shared/models, or --folder), each plan for four devices: any strategies on one and two mesh
+Plans of five exported models (of ../shared/models, or --folder), each plan for four devices: any strategies on one and two mesh
 axes, streamed weights, pipeline stages, an exact plan. Every kind of fault is tried in `--each` places of each plan that has
 some. A fault is refused if the verifier names a law and a witness (a step, a buffer, a device, a cell); faults of files are
 refused by hashes, by the laws, by the kernels that the plan generates, or by a weight's hash. Then `--valid` plans without a
@@ -15,12 +15,14 @@ import argparse
 import json
 import random
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from bench.correctness.models import materialize
 from bench.support import record
 from bench.support.random_plan import random_plan, random_staged_plan
 from tapestry.errors import LawError
@@ -198,12 +200,22 @@ def together(models: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=list(FIVE), choices=list(MODELS))
-    parser.add_argument("--folder", type=Path, default=record.SHARED, help="where MODEL.onnx are")
+    parser.add_argument("--folder", type=Path, help="where MODEL.onnx are; else they are written with random weights")
     parser.add_argument("--each", type=int, default=3, help="places for each kind of fault in each plan")
     parser.add_argument("--valid", type=int, default=1000, help="plans without a fault")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--state", type=Path, metavar="FILE", help="kept after each model and 50 plans; with it a run goes on")
     args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as place:
+        if args.folder is None:
+            args.folder = Path(place)
+            if None in [materialize(name, args.folder) for name in args.models]:
+                parser.error("the folder of exported models is not beside the checkout")
+        return run(args)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Faults in every model, then plans without any."""
     state: dict[str, Any] = {"models": {}, "valid": {"plans": 0, "passed": 0, "checks": 0, "alarms": []}}
     if args.state and args.state.exists():
         state = json.loads(args.state.read_text())

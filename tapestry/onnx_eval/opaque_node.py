@@ -52,7 +52,7 @@ class HostValue:
 
 def run(
     op: Opaque, arrays: Sequence[Array | HostValue | None], expected: Sequence[Expected], *, independent: bool = False,
-    names: Sequence[str] = (),
+    names: Sequence[str] = (), by: list[str] | None = None,
 ) -> list[Any]:  # fmt: skip
     """Outputs of the node for whole inputs, or for blocks along the dimensions it commutes with.
 
@@ -61,6 +61,7 @@ def run(
         expected: dtype and shape of each output as the graph has it; results are held to it.
         independent: ask the reference evaluator first, where it is known to be right, to check on what a target asks.
         names: of the arrays, where a node's own are not those that a lifted one has.
+        by: gets the name of the library that ran it.
 
     Raises:
         TapestryError: no evaluator runs the node, or its result is not of the shape that the model declares.
@@ -79,6 +80,8 @@ def run(
         except Exception as e:  # both libraries raise many kinds
             failures.append(str(e).splitlines()[0][:200] if str(e) else type(e).__name__)
             continue
+        if by is not None:
+            by.append(NAMES[make.__name__])
         return [_held_to(op, _plain(x), e) for x, e in zip(results, expected, strict=True)]
     raise TapestryError(f"no evaluator runs {op.kind}", where=f"node '{', '.join(op.source)}'", why="; ".join(failures))
 

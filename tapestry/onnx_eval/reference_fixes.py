@@ -48,7 +48,9 @@ def corrected() -> list[type]:
 
 
 def _of_tensors() -> list[type]:
+    from onnx.reference.op_run import OpRun
     from onnx.reference.ops.op_average_pool import AveragePool_19
+    from onnx.reference.ops.op_batch_normalization import BatchNormalization_14
     from onnx.reference.ops.op_lp_pool import LpPool as TheirLpPool
     from onnx.reference.ops.op_one_hot import OneHot as TheirOneHot
 
@@ -70,7 +72,24 @@ def _of_tensors() -> list[type]:
         def _run(self: Any, indices: Any, *rest: Any, **more: Any) -> tuple[Any, ...]:
             return super()._run(indices.astype(np.int64), *rest, **more)
 
-    return [AveragePool, LpPool, OneHot]
+    class LRN(OpRun):
+        """Theirs sums for as many channels as the batch has, and takes images alone."""
+
+        def _run(self, x: Any, alpha: Any = None, beta: Any = None, bias: Any = None, size: Any = None) -> tuple[Any, ...]:
+            before, channels = (size - 1) // 2, x.shape[1]
+            windows = [slice(max(0, c - before), c - before + size) for c in range(channels)]
+            sums = [np.sum(x[:, w] ** 2, axis=1, keepdims=True) for w in windows]
+            squares = np.concatenate(sums, axis=1) if sums else x
+            return ((x / (bias + alpha / size * squares) ** beta).astype(x.dtype),)
+
+    class BatchNormalization(BatchNormalization_14):
+        """Theirs of opsets 7 to 13 takes the batch's own mean and variance."""
+
+        def _run(self: Any, *ins: Any, training_mode: Any = 0, is_test: Any = 1, **more: Any) -> tuple[Any, ...]:
+            more = {k: more.get(k) for k in ("epsilon", "momentum")}
+            return super()._run(*ins, training_mode=int(training_mode or not is_test), **more)
+
+    return [AveragePool, LpPool, OneHot, LRN, BatchNormalization]
 
 
 def _pads(

@@ -185,3 +185,22 @@ def test_refusals() -> None:
         y: f32[5, 6] = op [i: 5, j: 6] reads x[i, j], r[floor((i)/2)] body x - r output y"""
     assert why(groups).startswith("rows are not dimensions of the map or groups of one")
     assert why(groups.replace("floor((i)/2)", "((i) mod 3)")).startswith("rows are not dimensions of the map")
+
+
+@pytest.mark.parametrize("out", ["f32", "bf16"])
+def test_weights_that_are_rounded_more_than_their_sum_stay_rounded(out: str) -> None:
+    graph = parse(f"""graph g
+input s: f32[4, 5]
+input v: f32[5, 2]
+top: f32[4], total: f32[4] = op [i: 4 | n: 5 logsumexp]
+  reads s[i, n]
+  body s, 1.0
+p: f32[4, 5] = op [i: 4, n: 5]
+  reads s[i, n], top[i], total[i]
+  body cast(cast(exp((s - top)) / total, bf16), f32)
+y: {out}[4, 2] = op [i: 4, e: 2 | n: 5 sum]
+  reads p[i, n], v[n, e]
+  body p * v{"" if out == "f32" else " then cast(acc0, bf16)"}
+output y
+""")
+    assert (len(simplify(graph).ops) == 1) == (out == "bf16")

@@ -8,6 +8,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 from onnx import TensorProto as T
+from onnx import helper
 
 from tapestry.errors import LawError
 from tapestry.ir.expr import Arg, Expr, call
@@ -164,3 +165,57 @@ def test_operands_and_weights_are_scaled_as_a_whole(what, tmp_path):
     assert compared_with(path, graph).counts["cells on scaled operands"]
     with pytest.raises(LawError, match=f"(?s)'{name}' is not the model's.*(times|brought to) 2"):
         compared_with(path, result_changed(graph, name, change))
+
+
+def _looped():
+    """A Loop that reads what an Expand changes nothing of, so that the plan reads the Expand's operand."""
+    kinds = [("k", T.INT64, []), ("c", T.BOOL, []), ("s", T.FLOAT, [2, 3])]
+    info = [helper.make_tensor_value_info(*k) for k in kinds]
+    outs = [helper.make_tensor_value_info(n, t, s) for n, t, s in (("d", T.BOOL, []), ("u", T.FLOAT, [2, 3]))]
+    body = helper.make_graph([N("Identity", ["c"], ["d"]), N("Add", ["s", "t"], ["u"])], "body", info, outs)
+    data = {"shape": np.array([2, 3]), "go": np.array(True)}
+    nodes = [N("Neg", ["x"], ["t"]), N("Expand", ["t", "shape"], ["e"]), N("Loop", ["n", "go", "e"], ["y"], body=body)]
+    return nodes, {"x": (T.FLOAT, [2, 3]), "n": (T.INT64, [])}, data
+
+
+def _recurrent():
+    rng = np.random.default_rng(3)
+    data = {k: rng.standard_normal((1, 12, 3)).astype(np.float32) for k in "wr"} | {"b": np.ones((1, 24), np.float32)}
+    acts = ["Relu", "Sigmoid", "Sigmoid"]
+    node = N("LSTM", ["x", "w", "r", "b", "", "h"], ["y"], hidden_size=3, activations=acts)
+    return [node], {"x": (T.FLOAT, [1, 2, 3]), "h": (T.FLOAT, [1, 2, 3])}, data
+
+
+RIGHT = {
+    "a loop's alias": _looped(),
+    "a recurrence that saturates": _recurrent(),
+    "a scalar": ([N("DynamicQuantizeLinear", ["x"], ["q", "y", "z"])], {"x": (T.FLOAT, [])}, {}),
+}
+
+
+@pytest.mark.parametrize("kind", RIGHT)
+def test_right_models_are_accepted(kind, tmp_path):
+    nodes, inputs, data = RIGHT[kind]
+    path = tmp_path / "m.onnx"
+    path.write_bytes(net(nodes, inputs, {"y": T.FLOAT}, data).SerializeToString())
+    compared_with(path, simplify(lift(path).graph))
+
+
+def test_a_threshold_is_asked_beside_what_it_does_not_look_at(tmp_path):
+    """A sum that leaves out a row decides as the whole sum does for most numbers."""
+    nodes = [N("ReduceSum", ["x"], ["s"], keepdims=0), N("Less", ["s", "zero"], ["b"]), N("Where", ["b", "zero", "one"], ["y"])]
+    data = {"zero": np.float32(0), "one": np.float32(1)}
+
+    def short(graph):
+        (op,) = (op for op in graph.ops if "x" in op.inputs)
+        reads = tuple(replace(r, index=(r.index[0] + 1, r.index[1]), other=0.0) if r.tensor == "x" else r for r in op.reads)
+        return replace(graph, ops=tuple(replace(op, reads=reads) if o is op else o for o in graph.ops))
+
+    compared(tmp_path, nodes, {"x": (T.FLOAT, [4, 6])}, data)
+    with pytest.raises(LawError, match="is not looked at"):
+        compared(tmp_path, nodes, {"x": (T.FLOAT, [4, 6])}, data, short)
+
+
+def test_a_deviation_is_nan_where_a_mean_is_infinite(tmp_path):
+    nodes = [N("LayerNormalization", ["x", "one"], ["n", "m", "y"], axis=-1)]
+    compared(tmp_path, nodes, {"x": (T.FLOAT, [4, 6])}, {"one": np.ones(6, np.float32)})

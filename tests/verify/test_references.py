@@ -7,6 +7,7 @@ import re
 import shutil
 
 import numpy as np
+import onnx
 import pytest
 from onnx import NodeProto, helper, numpy_helper
 from onnx import TensorProto as T
@@ -18,7 +19,7 @@ from tapestry.onnx_eval import opaque_node
 from tapestry.saved_build import verify_build
 from tests.support.command_line import run
 from tests.support.faults.file_faults import edited
-from tests.support.small_models import N
+from tests.support.small_models import N, net
 
 
 @pytest.fixture(scope="module", params=["inline", "external"])
@@ -160,3 +161,35 @@ def test_a_region_of_more_samples_than_memory_holds_is_refused(region):
     assert opaque_node.asked_of("onnx.reference", op, [x, np.array([region], np.float32), b], expected) is None
     out = opaque_node.run(op, [x, np.array([[0, 0, 3, 3]], np.float32), b], expected)[0]
     np.testing.assert_array_equal(out, np.ones((1, 1, 2, 2), np.float32))
+
+
+@pytest.mark.parametrize("batch", [1, 5])
+def test_lrn_has_as_many_channels_as_its_input(batch, tmp_path):
+    """onnx's own has those of the batch: neither the reference nor a folded constant may be what it says."""
+    x = np.random.default_rng(0).standard_normal((batch, 3, 2, 2)).astype(np.float32) * 4
+    node = N("LRN", ["w"], ["t"], alpha=0.5, beta=0.75, bias=1.5, size=3)
+    path = tmp_path / "m.onnx"
+    onnx.save(net([node, N("Add", ["t", "x"], ["y"])], {"x": (T.FLOAT, x.shape)}, {"y": T.FLOAT}, {"w": x}), path)
+    edges = np.pad(x**2, ((0, 0), (1, 1), (0, 0), (0, 0)))
+    expected = x / (1.5 + 0.5 / 3 * (edges[:, :-2] + edges[:, 1:-1] + edges[:, 2:])) ** 0.75
+    op = Opaque(outs=("t",), ins=("w",), kind="LRN", node=node.SerializeToString(), opsets=(("", 18),))
+    for name in ("onnxruntime", "onnx.reference"):
+        (found,) = opaque_node.asked_of(name, op, [x], [("f32", x.shape)])
+        np.testing.assert_allclose(found, expected, rtol=1e-5)
+    (found,) = tapestry.compile(path).run({"x": np.zeros_like(x)}).values()
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("opset", [9, 13, 15])
+def test_a_normalised_batch_has_the_statistics_that_it_is_given(opset):
+    """Of opsets before 14 onnx's own reference takes those of the batch."""
+    rng = np.random.default_rng(0)
+    x, scale, bias, mean = rng.standard_normal((4, 2, 3)).astype(np.float32), *rng.standard_normal((3, 3)).astype(np.float32)
+    x, variance = np.moveaxis(x, 1, 2), np.float32([0.5, 1, 2])
+    node = N("BatchNormalization", ["x", "s", "b", "m", "v"], ["y"])
+    op = Opaque(outs=("y",), ins=tuple(node.input), kind=node.op_type, node=node.SerializeToString(), opsets=(("", opset),))
+    at = (slice(None), None)
+    expected = scale[at] * (x - mean[at]) / np.sqrt(variance[at] + 1e-5) + bias[at]
+    for name in ("onnxruntime", "onnx.reference"):
+        (found,) = opaque_node.asked_of(name, op, [x, scale, bias, mean, variance], [("f32", x.shape)])
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)

@@ -60,6 +60,30 @@ def test_evidence_says_what_it_is() -> None:
     assert shown(tiny, tiny.replace("x * w", "w / (1.0 / x)")) == {"isl and exact arithmetic on instances": 1}
 
 
+SHARED = """graph g
+input x: f32[3]
+a: f32[3] = op [i: 3]
+  body 0.5
+{b}y: f32[3] = op [i: 3]
+  reads x[i], a[i], {other}[i]
+  body (x - a) * {name}
+output y
+"""
+
+
+def test_what_is_read_twice_is_followed_back_to_its_twin() -> None:
+    """Both read x and a, so that nothing else says that b, which went, was the same as a."""
+    after = SHARED.format(b="", other="a1 = a", name="a1")
+    for body, fine in (("0.5", True), ("0.75", False)):
+        before = SHARED.format(b=f"b: f32[3] = op [i: 3]\n  body {body}\n", other="b", name="b")
+        if fine:
+            (kind,) = shown(before, after)
+            assert kind != proofs.UNPROVED
+        else:
+            with pytest.raises(LawError, match="same_values"):
+                shown(before, after)
+
+
 @pytest.mark.parametrize("length", [5, 40])
 def test_what_is_the_same_far_back_is_not_refused(length: int) -> None:
     """A result reads the end of another chain of the same operations: alike where all are looked at, else nobody knows."""

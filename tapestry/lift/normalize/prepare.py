@@ -60,11 +60,12 @@ SMALL_FLOATS, SMALL_INTS = 1 << 8, 1 << 16  # bytes of an initializer that still
 IOTA = 8  # a longer Range stays an operation: as an index expression it is worth more than as a table
 KEPT = "tapestry.kept"
 MISTREATED = frozenset({"SplitToSequence", "ConcatFromSequence", "SequenceAt", "CastLike"})
-# the reference evaluator, which folds, takes no absolute values (p = 1), is wrong where a linear Resize shrinks, and rounds
-# sizes of pools in its own way; what has windows or places between points is left to us
+# the reference evaluator, which folds, takes no absolute values (p = 1), is wrong where a linear Resize shrinks, rounds sizes
+# of pools in its own way, normalises as many channels as there are batches (LRN), and compares fractions with places (OneHot);
+# what has windows or places between points is left to us
 MISJUDGED = frozenset({
-    "LpNormalization", "Resize", "Upsample", "MaxPool", "AveragePool", "LpPool", "MaxUnpool", "MaxRoiPool", "RoiAlign",
-    "GridSample", "AffineGrid", "Conv", "ConvTranspose", "DeformConv", "Col2Im",
+    "LpNormalization", "LRN", "OneHot", "Resize", "Upsample", "MaxPool", "AveragePool", "LpPool", "MaxUnpool", "MaxRoiPool",
+    "RoiAlign", "GridSample", "AffineGrid", "Conv", "ConvTranspose", "DeformConv", "Col2Im",
 })  # fmt: skip
 # of the first input: onnx has no inference for these, or a faulty one
 SAME_SHAPE = frozenset({"GroupNormalization", "MeanVarianceNormalization"})

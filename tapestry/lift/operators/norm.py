@@ -55,6 +55,10 @@ def lift_layer_norm(n: Node) -> None:
     n.block(n.out(), dims, reads, body)
     for k, src in ((1, mean), (2, rstd)):
         if n.wants(k):
+            if src == rstd:  # NaN beside an infinite mean, whose distance from an infinite number is none
+                nothing = call("sub", Arg(1, wide), Arg(1, wide))
+                both = [n.read(rstd, here(kept)), n.read(mean, here(kept))]
+                src = n.block(n.temp("spread"), kept, both, call("add", Arg(0, wide), nothing))
             if n.out(k).dtype != wide:
                 src = n.block(n.temp(f"cast{k}"), kept, [n.read(src, here(kept))], cast(Arg(0, wide), n.out(k).dtype))
             keep_dims(n, n.out(k), src, reduced, x.shape)

@@ -236,6 +236,8 @@ class _Assembly:
         points, last = self.pieces.points, len(self.stages) - 1
         mine = [self.seq.copies[0][points[p.lo] : points[p.hi]] for p in self.chain.pieces]
         joint = self.solve((*self.seq.before, *mine[0]), 0) if self.seq.before else None
+        if self.seq.before and joint is None:
+            return None
         seconds: list[float] = []
         for k, ops in enumerate(mine):
             done = self.solve(ops, k)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from itertools import count
 
-from tapestry.ir.expr import Acc, Arg, Expr, arg_positions, call, rewrite
+from tapestry.ir.expr import Acc, Arg, Call, Expr, arg_positions, call, distinct, rewrite
 from tapestry.ir.graph import Block, Read
 from tapestry.ir.index import Aff, dim, dims_of
 from tapestry.ir.monoid import number, primitive_of
@@ -19,6 +19,8 @@ from tapestry.rewrites.core.inline import inline
 from tapestry.rewrites.core.matching import Draft, Match, OpRule
 from tapestry.rewrites.core.rule import Refusal, refuse, register
 from tapestry.rewrites.reductions.softmax_pattern import WEIGHTS, Weight, as_weight, centres, guarded, product_of, weighted_sums
+
+HALVES = frozenset({"f16", "bf16"})
 
 
 @register
@@ -61,9 +63,9 @@ class StreamSoftmax(OpRule):
         output y
     legal when: maximum, sum of weights and weights are read by this sum alone; all three range over the same scores (by
     projection); rows without a finite maximum keep the value that they had. Where a guard makes their weights 0, that is 0
-    times the values, which are summed beside: NaN if one is not finite. Weights that the graph rounds to 16 bits are not
-    rounded: a sum moves by at most u * sum(|weight * value|), u = 2^-11 for f16 and 2^-8 for bf16 (and, of f16, by 2^-25 of
-    each value whose weight is below 2^-14).
+    times the values, which are summed beside: NaN if one is not finite. Weights that the graph rounds to 16 bits, as it rounds
+    their sum, are not rounded: the sum moves by at most u * sum(|weight * value|), u = 2^-11 for f16 and 2^-8 for bf16 (and,
+    of f16, by 2^-25 of each value whose weight is below 2^-14).
     """
 
     name = "stream_softmax"
@@ -92,6 +94,8 @@ class StreamSoftmax(OpRule):
         weight = as_weight(_stated(wide.body[0], wide, results))
         if weight is None:
             return refuse("the weights are not exponentials of scores less their maximum, over their sum")
+        if draft.tensors[op.outs[0]].dtype not in HALVES and _rounded(wide.body[0], weight):
+            return refuse("the weights are rounded to 16 bits, and their sum is not")
         zeros = _zeros(draft, wide, weight) if guarded(weight) and weight.values else None
         one = _other_scores(wide, weight, rows, row) or _streamed(wide, weight, rows, zeros)
         if isinstance(one, Refusal):
@@ -100,6 +104,12 @@ class StreamSoftmax(OpRule):
         made, gone = (zeros,) if zeros else (), {maps, soft, *scores} - {at}
         new = [Tensor(name=z.outs[0], dtype=z.body[0].dtype, shape=tuple(d.size for d in z.dims), kind="value") for z in made]
         return Match({at: (*made, one)} | dict.fromkeys(gone, ()), tuple(new))
+
+
+def _rounded(e: Expr, w: Weight) -> bool:
+    """Whether something is rounded to 16 bits in a weighted value, and in no part of it that stays."""
+    stays = set(distinct((w.score, *w.values, *w.divisors)))
+    return any(isinstance(x, Call) and x.fn == "cast" and x.dtype in HALVES and x not in stays for x in distinct((e,)))
 
 
 def _stated(e: Expr, wide: Block, results: Mapping[str, Expr]) -> Expr:

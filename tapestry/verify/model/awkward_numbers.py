@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
+from tapestry.errors import TapestryError
+from tapestry.ir.expr import Call, Expr, Index, arg_positions, distinct
 from tapestry.ir.graph import Block, Graph
-from tapestry.ir.index import Aff, Mod
+from tapestry.ir.index import Aff, Mod, dim, dims_of
 from tapestry.ir.types import FLOATS
 from tapestry.verify.model.cell_values import CellValues
-from tapestry.verify.model.counterparts import Counterpart, Counterparts
+from tapestry.verify.model.counterparts import Counterpart, Counterparts, NoCounterpart
 
 Array = np.ndarray[Any, Any]
 Place = tuple[str, tuple[int, ...]]  # a tensor and a cell of it
@@ -25,7 +27,9 @@ Numbers = dict[Place, float]
 Box = tuple[list[Array], list[Array]]  # lowest and highest places along each axis, of every output cell
 DENORMAL = {"f64": 1e-310, "f32": 1e-40, "f16": 1e-6, "bf16": 1e-40}
 FOLLOWED = 768  # cells of an operation that is followed back
+SELECTED = 0.75  # of the cells look where a body compares a merged dimension with a number
 BOTH = 0.2  # of the cells have a number in every operand
+ENDS = (np.minimum, np.maximum)
 KINDS = ("nan", "inf", "-inf", "large", "-large", "largest", "-largest", "denormal", "-0")
 NOT_FINITE = KINDS[:3]
 
@@ -150,15 +154,21 @@ class Footprint:
                 targets, index = np.concatenate([s.targets for s in asked]), np.concatenate([s.index for s in asked])
                 some = rng.permutation(len(targets))[:FOLLOWED]
                 self.seen += self._of(b, index[some], targets[some], rng)
-            box = next((self.boxes[t] for t in b.outs if t in self.boxes), None)
-            if box is not None:
-                self._around(b, {d.name: (box[0][k], box[1][k]) for k, d in enumerate(b.dims)}, len(points))
+            boxes = [self.boxes[t] for t in b.outs if t in self.boxes]
+            if boxes:
+                low, high = (
+                    tuple(map(f.reduce, zip(*side, strict=True)))
+                    for f, side in zip(ENDS, zip(*boxes, strict=True), strict=True)
+                )
+                self._around(b, {d.name: (low[k], high[k]) for k, d in enumerate(b.dims)}, len(points))
         self.seen = [s for s in self.seen if len(s.targets)]
         return self
 
     def _of(self, op: Block, points: Array, targets: Array, rng: np.random.Generator) -> Iterator[Seen]:
         env = {d.name: points[:, k] for k, d in enumerate(op.dims)}
         env |= {d.name: rng.integers(0, d.size, len(points)) for d in (*op.reduce, *op.inner_dims)}
+        for name, place in self._selected(op, points):
+            env[name] = np.where((place >= 0) & (rng.random(len(points)) < SELECTED), place, env[name])
         for r in op.reads:
             operand = r.tensor in self.part.operands
             if not operand and self.parts.given(r.tensor):
@@ -172,6 +182,31 @@ class Footprint:
             elif self.graph.tensors[r.tensor].dtype in FLOATS:
                 yield seen
 
+    def _selected(self, op: Block, points: Array) -> Iterator[tuple[str, Array]]:
+        """Merged dimensions that a body compares with something, and what that is at each cell (-1: none of its places): a sum
+        that picks one of its terms reads all the others in vain."""
+        merged = {d.name: d.size for d in (*op.reduce, *op.inner_dims)}
+        for e in distinct(op.point):
+            for a, b in (e.args, e.args[::-1]) if isinstance(e, Call) and e.fn == "eq" else ():
+                name = next(iter(dims_of(b.aff)), "") if isinstance(b, Index) else ""
+                if name not in merged or b != Index(dim(name)) or _dims(op, a) & merged.keys():
+                    continue
+                probe = replace(op, outs=op.outs[:1], reduce=(), monoid=None, inner=(), body=(a,), then=())
+                try:
+                    found = CellValues(self.graph, self.parts.known).block(probe, points)[0][0]
+                except (TapestryError, NoCounterpart, ArithmeticError, ValueError):
+                    continue
+                yield name, np.where((found >= 0) & (found < merged[name]), found, -1).astype(int)
+
+    def looked_at(self, tensor: str) -> Array:
+        """Which cells of a tensor are inside some box."""
+        shape = self.graph.tensors[tensor].shape
+        out = np.zeros(shape, bool)
+        low, high = self.boxes.get(tensor, ([], []))
+        for a, b in zip(*(np.stack(side, axis=1) for side in (low, high)), strict=True) if low else ():
+            out[tuple(slice(max(0, i), max(0, j + 1)) for i, j in zip(a.tolist(), b.tolist(), strict=True))] = True
+        return out if shape else np.ones((), bool)
+
     def _around(self, op: Block, places: Mapping[str, tuple[Array, Array]], count: int) -> None:
         """Boxes around what an operation looks at for boxes of its own cells."""
         merged = {d.name: (np.zeros(count, int), np.full(count, d.size - 1)) for d in (*op.reduce, *op.inner_dims)}
@@ -182,6 +217,12 @@ class Footprint:
                 [a if low is None else np.minimum(a, low[k]) for k, (a, _) in enumerate(ends)],
                 [b if high is None else np.maximum(b, high[k]) for k, (_, b) in enumerate(ends)],
             )
+
+
+def _dims(op: Block, e: Expr) -> set[str]:
+    """Dimensions that an expression depends on."""
+    own = (dims_of(x.aff) for x in distinct((e,)) if isinstance(x, Index))
+    return set[str]().union(*own, *(op.read_dims(k) for k in arg_positions((e,))))
 
 
 def _interval(e: Aff, places: Mapping[str, tuple[Array, Array]], count: int) -> tuple[Array, Array]:

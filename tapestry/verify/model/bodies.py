@@ -7,7 +7,7 @@ The compiler folds and shortens bodies, so that their text differs; every branch
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -26,11 +26,17 @@ TRIALS = 6
 OTHER_SEED = 4711.0
 
 
-def check(op: Opaque, graph: Graph, node: NodeProto, model: ModelFile, values: Mapping[str, Any], seed: int) -> int:
+def check(
+    op: Opaque, graph: Graph, node: NodeProto, model: ModelFile, values: Mapping[str, Any], seed: int,
+    known: Callable[[str], Any],
+) -> int:  # fmt: skip
     """Check an operation against the model's node; returns on how many variants both ran.
+
+    What the node reads and the operation does not may be made of what the operation reads: then it is made anew of that.
 
     Args:
         values: of the model, by name; those that the node reads among them.
+        known: any value of the model.
 
     Raises:
         LawError: they differ on one.
@@ -39,7 +45,9 @@ def check(op: Opaque, graph: Graph, node: NodeProto, model: ModelFile, values: M
     theirs = {n: values[n] if n in values else model.constant(n) for n in ins}
     count = 0
     folded = {n for n in node.input if n in outer_names(node) and model.constant(n) is not None}
-    for variant in _variants(node, theirs, {*op.inputs} - folded, np.random.default_rng(seed)):
+    between = _between(model, [n for n in ins if n not in op.inputs], {*op.inputs})
+    for drawn in _variants(node, theirs, {*op.inputs} - folded, np.random.default_rng(seed)):
+        variant = drawn | _made(between, model, {t: drawn.get(t, values.get(t)) for t in op.inputs}, known, ins)
         expected = _expected(node, model, variant)
         if expected is None:
             continue
@@ -61,6 +69,39 @@ def check(op: Opaque, graph: Graph, node: NodeProto, model: ModelFile, values: M
             raise LawError("model", "a body is not the model's", where=where, why=f"'{wrong}' differs, with other {changed}")
         count += 1
     return count
+
+
+def _between(model: ModelFile, names: list[str], ends: set[str]) -> list[NodeProto]:
+    """The nodes that some names are made by of others, in the model's order."""
+    behind: dict[str, bool] = dict.fromkeys(ends, True)
+
+    def inputs(name: str) -> list[str]:
+        node = model.makers[name]
+        return [i for i in (*node.input, *outer_names(node)) if i]
+
+    stack = list(names)
+    while stack:
+        name = stack[-1]
+        later = [i for i in inputs(name) if i not in behind] if name in model.makers and name not in behind else []
+        stack += later
+        if not later:
+            stack.pop()
+            behind.setdefault(name, name in model.makers and any(behind[i] for i in inputs(name)))
+    places = {model.places[n] for n, made in behind.items() if made and n not in ends}
+    return [model.nodes[k] for k in sorted(places)]
+
+
+def _made(
+    nodes: list[NodeProto], model: ModelFile, given: Mapping[str, Any], known: Callable[[str], Any], wanted: list[str]
+) -> dict[str, Any]:
+    """What nodes make of given values, and of known ones of the model, as far as it is wanted."""
+    values = dict(given)
+    for node in nodes:
+        names = (*node.input, *outer_names(node))
+        arrays = [None if not i else values[i] if i in values else known(i) for i in names]
+        outs = run_node(node, model.opsets, arrays, True)
+        values |= {o: a for o, a in zip([o for o in node.output if o], outs, strict=True) if o not in given}
+    return {o: values[o] for n in nodes for o in n.output if o in wanted and o in values}
 
 
 def _expected(node: NodeProto, model: ModelFile, variant: Mapping[str, Any]) -> list[Any] | None:
@@ -117,14 +158,14 @@ def _variants(
     flags = [n for n, a in own.items() if n in open_ and isinstance(a, np.ndarray) and a.dtype == bool and a.size == 1]
     yield dict(own)
     for n in flags:
-        yield {**own, n: ~own[n]}
+        yield {**own, n: np.asarray(~own[n])}
     if node.op_type == "Loop" and node.input[0] in open_:
         count = own[node.input[0]]
         for steps in (1, 3, 2):
             yield {**own, node.input[0]: np.full_like(count, steps), **{n: np.ones_like(own[n]) for n in flags}}
     for k in range(TRIALS):
         drawn = {n: _drawn(a, rng) if n in open_ else a for n, a in own.items()}
-        yield {**drawn, **{n: own[n] if k % 2 else ~own[n] for n in flags}} | _count(node, own)
+        yield {**drawn, **{n: own[n] if k % 2 else np.asarray(~own[n]) for n in flags}} | _count(node, own)
 
 
 def _count(node: NodeProto, own: Mapping[str, Any]) -> dict[str, Any]:
@@ -137,7 +178,7 @@ def _drawn(a: Any, rng: np.random.Generator) -> Any:
         return a
     if a.dtype.kind == "f":
         return rng.standard_normal(a.shape).astype(a.dtype)
-    return a.reshape(-1)[rng.permutation(a.size)].reshape(a.shape)  # (numpy shuffles some in place that may not be written)
+    return rng.permutation(a.reshape(-1)).reshape(a.shape) if a.size else a  # numpy shuffles an empty one in place
 
 
 def alike(a: Any, b: Any) -> bool:

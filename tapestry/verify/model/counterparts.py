@@ -84,10 +84,14 @@ class Counterparts:
                 self.fixed.update(o for o in node.output if o)
 
     def known(self, name: str) -> Any:
-        """A tensor's value on clean operands; None of one that is to be followed back."""
-        if name in self.graph.weights:
+        """A tensor's value on clean operands; None of one that is to be followed back.
+
+        Of a constant that something was made into, and that stands for a value of the model (it was held to it): that value.
+        """
+        ref = self.graph.weights.get(name)
+        if ref is not None and (ref.file or name not in self.model.makers or name not in self.reference.values):
             return self.read(name)
-        if name in self.makers or name in self.reference.values:
+        if ref is not None or name in self.makers or name in self.reference.values:
             return self.reference.values.get(name)
         value = self._fixed(name)  # a weight that rewriting left behind
         t = self.graph.tensors[name]
@@ -135,6 +139,8 @@ class Counterparts:
         used = {i for n in nodes for i in n.input} & leaves
         if not used:
             raise NoCounterpart("of constants alone")
+        if not leaves <= used | self.fixed:  # the same as something that the nodes read, or else refused already
+            raise NoCounterpart("of values that its nodes do not read")
         if any(n.op_type in RANDOM or any(True for _ in subgraphs(n)) for n in nodes):
             raise NoCounterpart("of a body or random numbers")
         key = (tuple(signature(b, self.graph) for b in chain), tuple(self._text(nodes, used)))
@@ -210,10 +216,11 @@ class Counterparts:
         return self._held[name]
 
     def run(
-        self, part: Counterpart, operands: Mapping[str, Any], *, independent: bool = False, wide: bool = False
-    ) -> dict[str, Any]:
+        self, part: Counterpart, operands: Mapping[str, Any], *, independent: bool = False, wide: bool = False,
+        by: list[str] | None = None,
+    ) -> dict[str, Any]:  # fmt: skip
         """What the nodes give for operands, by onnxruntime or, ``independent``, by the ONNX reference evaluator; ``wide``: in
-        double precision.
+        double precision; ``by`` gets the library of each.
 
         Raises:
             TapestryError: no evaluator runs one of them.
@@ -225,9 +232,20 @@ class Counterparts:
         values = {t: made(a) for t, a in operands.items()}
         for node in part.nodes:
             arrays = [None if not i else values[i] if i in values else made(self._fixed(i)) for i in node.input]
-            outs = run_node(_nameless(node), self.model.opsets, arrays, independent)
+            outs = run_node(_nameless(node), self.model.opsets, arrays, independent, by)
             values.update(zip([o for o in node.output if o], outs, strict=True))
         return {t: values[t] for t in part.outs}
+
+    def of_one_library(self, part: Counterpart, operands: Mapping[str, Any]) -> bool:
+        """Whether only one library runs the nodes, or is right, so that all opinions on them are its own."""
+        asked = list[list[str]]()
+        for independent in (False, True):
+            asked.append([])
+            try:
+                self.run(part, operands, independent=independent, by=asked[-1])
+            except (TapestryError, ArithmeticError, ValueError, TypeError):
+                return True
+        return asked[0] == asked[1]
 
     def opinions(self, part: Counterpart, operands: Mapping[str, Any], slow: bool, wide: bool) -> Iterator[dict[str, Any]]:
         """What every evaluator gives that runs the nodes, each asked when it is wanted; ``slow``: the reference too, ``wide``:

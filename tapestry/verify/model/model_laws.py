@@ -382,7 +382,8 @@ def _opaque(c: _Check, op: Opaque, number: int, first: bool) -> None:
     if node is not None and first and any(True for _ in model_facts.subgraphs(node)):
         plain = {t: v.value if isinstance(v, HostValue) else v for t, v in values.items()}
         outer = {n: v for n in (*node.input, *bodies.outer_names(node)) if (v := _any_value(c, n)) is not None}
-        c.compared.counts["variants of bodies"] += bodies.check(op, c.graph, node, c.model, {**plain, **outer}, number)
+        found = bodies.check(op, c.graph, node, c.model, {**plain, **outer}, number, partial(_any_value, c))
+        c.compared.counts["variants of bodies"] += found
     named = [t for t in op.outs if t in c.run.values]
     if not named:
         return

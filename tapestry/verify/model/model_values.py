@@ -171,17 +171,22 @@ class ReferenceValues:
         return {n: values[n] for n in names}
 
 
-def run_node(node: NodeProto, opsets: tuple[tuple[str, int], ...], arrays: list[Any], independent: bool) -> list[Any]:
+def run_node(
+    node: NodeProto, opsets: tuple[tuple[str, int], ...], arrays: list[Any], independent: bool, by: list[str] | None = None
+) -> list[Any]:  # fmt: skip
     """The outputs that a node has for arrays, one for each of its inputs and of the outer names that its bodies read.
+
+    ``by`` gets the library's name.
 
     Raises:
         TapestryError: no evaluator runs it.
     """
     names = (*node.input, *outer_names(node))
+    arrays = [np.asarray(a) if isinstance(a, np.generic) else a for a in arrays]
     given = [a if a is None or (isinstance(a, np.ndarray) and a.dtype != object) else opaque_node.HostValue(a) for a in arrays]
     outs = tuple(o for o in node.output if o)
     op = Opaque(outs=outs, ins=names, kind=node.op_type, node=node.SerializeToString(), opsets=opsets, source=(node.name,))
-    return opaque_node.run(op, given, [(HOST, ())] * len(outs), independent=independent, names=names)
+    return opaque_node.run(op, given, [(HOST, ())] * len(outs), independent=independent, names=names, by=by)
 
 
 def _behind(model: ModelFile, names: Collection[str], known: Mapping[str, Any]) -> list[NodeProto]:

@@ -140,10 +140,20 @@ def _result(change: Change, t: str, cuts: Collection[str]) -> Evidence:
     return Evidence((UNPROVED,) if UNPROVED in kinds else tuple(kinds))
 
 
-def _of_cones(cones: tuple[Graph, Graph] | None, exact: bool) -> Evidence:
-    if cones is None:
-        return Evidence((UNPROVED,), ("what they read is the same too many operations back, if it is",))
-    return prove(*cones, exact)
+def _of_cones(cones: Iterable[tuple[Graph, Graph]], exact: bool) -> Evidence:
+    """What the first pair shows that says the same; where none is shown to, what the first was found to differ in."""
+    broken: LawError | None = None
+    for before, after in cones:
+        try:
+            found = prove(before, after, exact)
+        except LawError as e:
+            broken = broken or e
+        else:
+            if broken is None or UNPROVED not in found.kinds:
+                return found
+    if broken is not None:
+        raise broken
+    return Evidence((UNPROVED,), ("what they read is the same too many operations back, if it is",))
 
 
 def _where(change: Change, t: str) -> str:

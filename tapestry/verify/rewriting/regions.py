@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import ChainMap
-from collections.abc import Collection, Mapping
+from collections import ChainMap, Counter
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from tapestry.ir.graph import Block, Graph, Op, Rewrite
+from tapestry.ir.graph import Block, Graph, Op, Read, Rewrite
 from tapestry.ir.syntax.printer import to_text
 from tapestry.ir.types import Tensor
 
@@ -51,28 +51,35 @@ class Change:
         read = {*step.before.outputs, *step.after.outputs} | {t for op in kept.values() for t in op.inputs}
         return cls(step, gone, come, kept, frozenset(t for t in gone if t in read))
 
-    def cones(self, old: str, new: str, cuts: Collection[str]) -> tuple[Graph, Graph] | None:
+    def cones(self, old: str, new: str, cuts: Collection[str]) -> Iterator[tuple[Graph, Graph]]:
         """What two tensors are made by, before and after, back to tensors that are cut or of operations that were kept.
 
-        Where the two read different tensors, those are followed further back until they are the same, if they ever are.
-        ``None``: they might be, further back than `MOST_KEPT` operations.
+        Where the two read different tensors, those are followed further back until they are the same, if they ever are; so are
+        those that one reads elsewhere than the other. Each pair says the same if a wider one does not; nothing comes where they
+        might be the same further back than `MOST_KEPT` operations.
         """
         kept = dict[str, Op]()
         first = found = self._pair(old, new, kept, cuts)
-        place = self.places[0]
+        place, same = self.places[0], False
         for _ in range(MOST_KEPT):
             one, other = ({*g.inputs} for g in found)
             if one == other:
+                same = True
                 self.used.update(kept)
-                return found
-            apart = [t for t in one ^ other if t in place] or [t for t in one | other if t in place]
+                yield found
+                apart = [t for t in _read_otherwise(*found) if t in place]
+            else:
+                apart = [t for t in one ^ other if t in place] or [t for t in one | other if t in place]
             if not apart:
-                return first
+                break
             t = max(apart, key=lambda t: place[t])
             cuts = {*cuts} - {t}
             kept |= dict.fromkeys(self.kept[t].outs, self.kept[t]) if t in self.kept else {}
             found = self._pair(old, new, kept, cuts)
-        return None
+        else:
+            return
+        if not same:
+            yield first
 
     def _pair(self, old: str, new: str, kept: dict[str, Op], cuts: Collection[str]) -> tuple[Graph, Graph]:
         return (
@@ -95,6 +102,19 @@ def _cone(graph: Graph, makers: Mapping[str, Op], place: Mapping[str, int], targ
     inputs = tuple(dict.fromkeys(t for op in chosen for t in op.inputs if t not in made)) if chosen else (target,)
     tensors = {t: graph.tensors[t] for t in (*inputs, *made)}
     return Graph(name="region", tensors=tensors, ops=chosen, inputs=inputs, outputs=(target,))
+
+
+def _read_otherwise(before: Graph, after: Graph) -> set[str]:
+    """Inputs of which not the same places are read in both graphs, or not as often."""
+    one, other = (
+        Counter((r.tensor, r.index) if isinstance(r, Read) else (r, ()) for op in g.ops for r in _looks(op))
+        for g in (before, after)
+    )
+    return {t for t, _ in (one - other) + (other - one)} & {*before.inputs}
+
+
+def _looks(op: Op) -> tuple[Read | str, ...]:
+    return op.reads if isinstance(op, Block) else op.ins
 
 
 def canonical(before: Graph, after: Graph) -> tuple[Graph, Graph]:
