@@ -351,13 +351,7 @@ def _convolution(op: Block, graph: Graph, kernel: Kernel) -> _Dense | None:
     whole = all(isinstance(t, slice) for t in w.take) and box is not None
     if parts is None or not whole or any(s != slice(0, hi - lo) for s, (lo, hi) in zip(w.take, box or (), strict=True)):
         return None
-    read, cut, padded = x.take, parts, any(parts.padding)
-
-    def image(buffer: Tensor) -> Tensor:
-        piece = buffer[read][cut.take]
-        return torch.nn.functional.pad(piece, cut.extra) if cut.extra else piece
-
-    fetch, at = Remembered(image), found.x
+    padded, fetch, at = any(parts.padding), Remembered(_image(x.take, parts)), found.x
     shape = [hi - lo for lo, hi in kernel.block[: len(op.dims)]]
     weight = [hi - lo for lo, hi in box or ()]
     then = epilogue(op, kernel, found.feature, whole=True)
@@ -388,6 +382,16 @@ def _convolution(op: Block, graph: Graph, kernel: Kernel) -> _Dense | None:
     return _Dense(
         found.w, Pack((ours.key,), ours.pack, padded), then, record=record, array=array, link=link, order=by_pixels(rank)
     )
+
+
+def _image(read: tuple[slice | int, ...], cut: contract.Call) -> Callable[[Tensor], Tensor]:
+    """What is convolved, of a buffer."""
+
+    def image(buffer: Tensor) -> Tensor:
+        piece = buffer[read][cut.take]
+        return torch.nn.functional.pad(piece, cut.extra) if cut.extra else piece
+
+    return image
 
 
 def _one_dnn(parts: contract.Call) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor, Tensor | None], Tensor]]:
