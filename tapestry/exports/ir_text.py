@@ -4,6 +4,7 @@ the files with the model's own weights must be within reach of it."""
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from tapestry.ir.graph import Graph
 from tapestry.ir.syntax import ir_document
 from tapestry.ir.syntax.printer import to_text
 from tapestry.ir.types import PACKED, Weight, numpy_dtype
+from tapestry.lift.file.external_data import open_inside, safe_location
 from tapestry.lift.file.structure import TEXT
 
 
@@ -48,10 +50,10 @@ def export(build: Build, constants: bytes, target: Path, *, copy: bool) -> dict[
         data += stored
     if beside in files.values():
         raise TapestryError("the place of the constants is taken", where=str(target.parent / beside), hint="another -o")
+    absent = _bring(build, files, target.parent, copy=copy)
     if data:
         with new_file(target.parent / beside) as path:
             path.write_bytes(data)
-    absent = _bring(build, files, target.parent, copy=copy)
     with new_file(target) as path:
         path.write_text(to_text(replace(graph, weights=refs)))
     needed = sorted(set(files.values())) + ([beside] if data else [])
@@ -65,25 +67,26 @@ def _of(build: Build, w: Weight) -> str:
 
 def _files(build: Build, target: Path) -> dict[str, str]:
     """The model's files with weights, relative to its folder, and what the text calls them: relative to the text's own folder
-    where they are inside of it, else as if they lay there."""
+    where they are inside of it, else as if they lay there. A build is not trusted: no name leads out of a folder."""
     here, there = Path(build.model).resolve().parent, target.resolve().parent
     inner = here.relative_to(there) if here.is_relative_to(there) else Path()
-    found = {_of(build, w) for w in build.plan.graph.weights.values() if w.file}
-    return {file: (inner / file).as_posix() for file in sorted(found)}
+    found = {_of(build, w): t for t, w in build.plan.graph.weights.items() if w.file}
+    return {safe_location(t, file): (inner / file).as_posix() for file, t in sorted(found.items())}
 
 
 def _bring(build: Build, files: dict[str, str], folder: Path, *, copy: bool) -> list[str]:
     """The files that are not where the text looks for them; none once they have been copied."""
     here = Path(build.model).parent
-    absent = [name for file, name in files.items() if not _same(folder / name, here / file)]
+    absent = {file: name for file, name in files.items() if not _same(folder / name, here / file)}
     if not copy:
-        return absent
-    for file, name in files.items():
-        if name in absent:
-            if (folder / name).exists():
-                raise TapestryError("a weight file's place is taken", where=str(folder / name), hint="an empty folder for -o")
+        return [*absent.values()]
+    if taken := next((name for name in absent.values() if (folder / name).exists()), None):
+        raise TapestryError("a weight file's place is taken", where=str(folder / taken), hint="an empty folder for -o")
+    for file, name in absent.items():
+        with os.fdopen(open_inside(here, file, name), "rb") as source:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(here / file, folder / name)
+            with new_file(folder / name) as path, path.open("wb") as copied:
+                shutil.copyfileobj(source, copied)
     return []
 
 

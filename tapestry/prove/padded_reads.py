@@ -33,7 +33,7 @@ def padded(
         return None
     open_ = [g.aff for g in guards if _low(g.aff, ranges) < 0]
     if table.building:
-        box = _box(tensor, shape)
+        box = _box(tensor, shape) if inside.node == tensor.node else None
         if box is not None and open_ and _same_region(open_, inside.index, box, ranges):
             return Ref(_node(table, inside.node, other, box), inside.index)
         return None
@@ -147,7 +147,7 @@ def _agree(a: Aff, b: Aff, hold: Sequence[Aff], ranges: Ranges) -> bool:
 
 def _within(table: Table, v: Value, hold: Sequence[Aff], ranges: Ranges) -> Value:
     """A value where some expressions are at least 0: choices by place that are known there are made."""
-    while isinstance(v, Ref) and table.nodes[v.node].label[0] == "where" and not table.nodes[v.node].model:
+    while isinstance(v, Ref) and (node := table.nodes[v.node]).kind == "call" and node.label[0] == "where" and not node.model:
         test, yes, no = table.arguments(v)
         place = table.tested(test)
         if place is None:

@@ -264,7 +264,7 @@ def _output(
         starts = starts_in_order(rank, len(program.ranks), shape, whole)
         if name in program.placement:
             starts = [said(program.placement[name], name, rank, program.mesh, whole)]
-        if not starts or any(s % n or s + n > w for s, n, w in zip(starts[0], shape, whole, strict=True)):
+        if not starts or any((s % n if n else w) or s + n > w for s, n, w in zip(starts[0], shape, whole, strict=True)):
             return f"rank {rank} has {list(shape)} of {list(whole)}", rank, placed
         if len(starts) > 1:
             out.leaves.open.add(name)

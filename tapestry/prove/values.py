@@ -26,6 +26,7 @@ from tapestry.verify.interp import value as evaluate_expression
 
 Ranges = Mapping[str, int]
 NEVER = 1 << 20
+PLACE = ""  # the leaf whose cells are their own places: no tensor is called so
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,14 +120,14 @@ class Table:
         """The value of an index expression."""
         if not place.terms:
             return Const(place.const, dtype)
-        return Ref(self.leaf("index", 1, dtype), (place,))
+        return Ref(self.leaf(PLACE, 1, dtype), (place,))
 
     def is_place(self, v: Value) -> Aff | None:
         """The index expression that a value is, if it is one."""
         if isinstance(v, Const):
             return const(v.value) if isinstance(v.value, int) and not isinstance(v.value, bool) else None
         node = self.nodes[v.node]
-        return v.index[0] if node.kind == "leaf" and node.label == ("index",) else None
+        return v.index[0] if node.kind == "leaf" and node.label == (PLACE,) else None
 
     def call(self, fn: str, args: Sequence[Value], dtype: str, ranges: Ranges) -> Value:
         """A primitive of values over a space."""
@@ -381,7 +382,11 @@ class Table:
             node = self.nodes[at]
             made = node.kind in ("call", "reduce") and not node.model
             refs = [a.node for a in node.args if isinstance(a, Ref)] if made else []
-            tests = (self.nodes[a].label[0] in ("test ge", "test eq") for a in refs[:1]) if node.label[0] == "where" else ()
+            tests = (
+                (self.nodes[a].label[0] in ("test ge", "test eq") for a in refs[:1])
+                if (node.kind, node.label[0]) == ("call", "where")
+                else ()
+            )
             self.chosen[at] = 0 if any(tests) else 1 + min((self.choice_below(a) for a in refs), default=NEVER)
         return self.chosen[at]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 import tapestry
 from tapestry.errors import TapestryError
+from tapestry.exports import ir_text
 from tests.support.command_line import document, run
 from tests.support.small_models import f32
 
@@ -77,3 +79,18 @@ def test_text_reads_nothing_outside_its_folder_and_no_other_values(tmp_path: Pat
     onnx.save(net, tmp_path / "m" / "net.onnx")
     with pytest.raises(TapestryError, match=r"weight 'listed' is not what its hash says"):
         tapestry.compile(tmp_path / "m" / "g.tap")
+
+
+def test_a_build_whose_weights_lead_elsewhere_copies_nothing(tmp_path: Path) -> None:
+    build = exported(tmp_path / "m", apart=True)
+    (tmp_path / "secret").write_bytes((tmp_path / "m" / "net.bin").read_bytes())
+    given = tapestry.load(build).build
+    (tmp_path / "far" / "in").mkdir(parents=True)
+    for location in ("../secret", str(tmp_path / "secret"), "link"):
+        (tmp_path / "m" / "link").unlink(missing_ok=True)
+        (tmp_path / "m" / "link").symlink_to(tmp_path / "secret")
+        moved = {t: replace(w, file=location) if w.file else w for t, w in given.plan.graph.weights.items()}
+        forged = replace(given, plan=replace(given.plan, graph=replace(given.plan.graph, weights=moved)))
+        with pytest.raises(TapestryError, match="external data refused"):
+            ir_text.export(forged, b"\0" * 4096, tmp_path / "far" / "in" / "g.tap", copy=True)
+        assert not [p for p in (tmp_path / "far").rglob("*") if p.is_file()], location

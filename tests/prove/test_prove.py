@@ -416,3 +416,47 @@ def test_a_value_of_the_host_is_not_followed(tmp_path: Path) -> None:
             helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10), tmp_path / f"{name}.onnx"
         )
     assert prove(tmp_path / "model.onnx", [tmp_path / "rank.onnx"]).status == UNDECIDED
+
+
+def single(folder: Path, nodes: list, ins: dict, outs: dict, weights: dict) -> Path:
+    """A model in a file."""
+    folder.mkdir(parents=True, exist_ok=True)
+    graph = helper.make_graph(
+        nodes, "g", [helper.make_tensor_value_info(n, *t) for n, t in ins.items()],
+        [helper.make_tensor_value_info(n, *t) for n, t in outs.items()],
+        [numpy_helper.from_array(np.asarray(a), n) for n, a in weights.items()],
+    )  # fmt: skip
+    model = helper.make_model(graph, ir_version=10, opset_imports=[helper.make_opsetid("", 19)])
+    onnx.save(model, folder / "rank0.onnx")
+    return folder / "rank0.onnx"
+
+
+def test_an_input_called_index_is_not_its_own_place(tmp_path: Path) -> None:
+    ints, outs = {"index": (onnx.TensorProto.INT64, [4])}, {"y": (onnx.TensorProto.INT64, [4])}
+    added = {"c": np.array([7, 9, 3, 4]), "r": np.arange(4)}
+    model = single(tmp_path / "m", [helper.make_node("Add", ["index", "c"], ["y"])], ints, outs, added)
+    wrong = single(tmp_path / "p", [helper.make_node("Add", ["r", "c"], ["y"])], ints, outs, added)
+    assert prove(model, [wrong.parent]).status == REFUTED
+
+
+def test_padding_of_padding_of_one_row(tmp_path: Path) -> None:
+    """The value that is padded is another node inside than outside."""
+    nodes = [
+        helper.make_node(*n) for n in (("Expand", ["x", "s"], ["e"]), ("Pad", ["e", "p1"], ["a"]), ("Pad", ["a", "p2"], ["y"]))
+    ]
+    ends = {"x": (onnx.TensorProto.FLOAT, [6])}, {"y": (onnx.TensorProto.FLOAT, [6, 6])}
+    sizes = {"s": np.array([4, 6]), "p1": np.array([4, 0, 0, 0]), "p2": np.array([-4, 0, 2, 0])}
+    model = single(tmp_path / "m", nodes, *ends, sizes)
+    assert prove(model, [model.parent]).status == PROVED
+
+
+def test_ranks_without_a_cell_of_an_output_have_not_all_of_it(tmp_path: Path) -> None:
+    def relu(folder: str, cells: int, cut: list) -> Path:
+        ends = {"x": (onnx.TensorProto.FLOAT, [cells])}, {"y": (onnx.TensorProto.FLOAT, [0 if cut else cells])}
+        nodes = [*cut, helper.make_node("Relu", ["q" if cut else "x"], ["y"])]
+        return single(tmp_path / folder, nodes, *ends, {"s": np.array([0]), "e": np.array([0])})
+
+    model, program = relu("m", 4, []), relu("p", 2, [helper.make_node("Slice", ["x", "s", "e"], ["q"])])
+    program.with_name("rank1.onnx").write_bytes(program.read_bytes())
+    (program.parent / "program.json").write_text(json.dumps({"mesh": {"r": 2}, "placement": {"x": ["r"], "y": ["r"]}}))
+    assert prove(model, [program.parent]).status == UNDECIDED

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from tapestry.lift.file.structure import load
 from tapestry.rewrites.core.driver import simplify
 from tapestry.runtime.feeds import random_feeds
 from tapestry.verify.model import model_laws
+from tapestry.verify.model.awkward_numbers import Placing
 from tapestry.verify.model.model_values import ModelFile
 from tests.support.small_models import MODELS, N, net
 
@@ -219,3 +221,19 @@ def test_a_threshold_is_asked_beside_what_it_does_not_look_at(tmp_path):
 def test_a_deviation_is_nan_where_a_mean_is_infinite(tmp_path):
     nodes = [N("LayerNormalization", ["x", "one"], ["n", "m", "y"], axis=-1)]
     compared(tmp_path, nodes, {"x": (T.FLOAT, [4, 6])}, {"one": np.ones(6, np.float32)})
+
+
+def test_what_all_cells_see_does_not_keep_out_what_one_cell_sees() -> None:
+    """Beside a cell that looks at its own, no number may be put that all see; the next numbers that are left may."""
+    count = 6
+    own, wide = np.eye(count, dtype=bool), np.ones((count, count), bool)
+    left = [
+        (1, "nan"),
+        *[(0, k) for k in ("nan", "inf", "-inf")],
+        *[(1, k) for k in ("inf", "-inf", "largest", "denormal", "huge")],
+    ]
+    seen = [SimpleNamespace(tensor="all"), SimpleNamespace(tensor="own")]
+    at = [{t: (t,) for t in range(count)}] * 2
+    placing = SimpleNamespace(seen=seen, dtypes=["f32", "f32"], at=at, meets=[wide, own], left=left, count=count)
+    cells, numbers = Placing.draw(placing, np.random.default_rng(0), count, both=0.0)
+    assert len(cells) == count and {t for n in numbers for t, _ in n} == {"own"}

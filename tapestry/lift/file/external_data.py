@@ -76,7 +76,7 @@ def parse_place(t: TensorProto) -> Place:
         if entry.key not in KEYS or entry.key in fields:
             raise _refuse(t.name, f"key {entry.key!r} is {'repeated' if entry.key in fields else 'unknown'}")
         fields[entry.key] = entry.value
-    location = _safe_location(t.name, fields.get("location", ""))
+    location = safe_location(t.name, fields.get("location", ""))
     if t.raw_data or any(len(getattr(t, f)) for f in TYPED_FIELDS):
         raise _refuse(t.name, "the tensor has data of its own as well")
     if t.data_type == TensorProto.STRING:
@@ -95,7 +95,7 @@ def _natural(tensor: str, key: str, text: str) -> int:
     return int(text)
 
 
-def _safe_location(tensor: str, location: str) -> str:
+def safe_location(tensor: str, location: str) -> str:
     if not location:
         raise _refuse(tensor, "the location is empty")
     if "\0" in location or "\\" in location:
@@ -114,7 +114,7 @@ def open_inside(folder: Path, location: str, tensor: str) -> int:
     Raises:
         ModelError: missing, a link, not a regular file.
     """
-    parts = _safe_location(tensor, location).split("/")
+    parts = safe_location(tensor, location).split("/")
     hint = "the data file beside the model; compile goes without it by --no-weights, run takes a moved model by --model FILE"
     try:
         here = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

@@ -83,15 +83,16 @@ class Placing:
         chosen, numbers = list[int](), list[Numbers]()
         taken, touched = np.zeros(self.count, bool), np.zeros(self.count, bool)
         for target in map(int, rng.permutation(self.count)):
-            first = next((i for i in self.left if target in self.at[i[0]]), None)
-            if len(chosen) == most or first is None:
+            if len(chosen) == most or touched[target]:
+                continue
+            free = [k for k in range(len(self.seen)) if target in self.at[k] and not (self.meets[k][target] & taken).any()]
+            first = next((i for i in self.left if i[0] in free), None)
+            if first is None:
                 continue
             put = [first]
             if rng.random() < both:
-                put += [(k, str(rng.choice(KINDS))) for k in range(len(self.seen)) if target in self.at[k] and k != first[0]]
+                put += [(k, str(rng.choice(KINDS))) for k in free if k != first[0]]
             mine = np.logical_or.reduce([self.meets[k][target] for k, _ in put])
-            if touched[target] or (mine & taken).any():
-                continue
             self.left.remove(first)
             touched |= mine
             taken[target] = True
