@@ -45,7 +45,7 @@ def test_in_better_order_and_otherwise_the_same(name):
     """Where transfers are issued in another order, it takes less time, no more memory, and gives the same bits."""
     c, faster = case(name), 0
     for mesh in ("2", "3", "2x2"):
-        topo = replace(topology(mesh_of(mesh), "cpu"), links=(Link(1e-6, 1e-9),) * len(mesh_of(mesh)))
+        topo = replace(topology(mesh_of(mesh), "cpu"), links=(Link(1e-6, 1e-9),) * len(mesh_of(mesh)), overlap=True)
         for seed in range(25):
             plan = random_plan(c.graph, topo.mesh, random.Random(f"{name} {mesh} {seed}"))
             before = lower(plan)
