@@ -182,7 +182,14 @@ def tower(layers=6, width=256, batch=8):
     return net(nodes, {"x": (T.FLOAT, [batch, width])}, {"y": T.FLOAT}, {f"w{k}": f32(width, width) / 8 for k in range(layers)})
 
 
-DEVICE = {"memory": "1GiB", "bandwidth": 1e10, "host": 1e8, "launch": 1e-6, "vector": 1e10, "flops": {"f32": 1e10, "other": 1e10}}
+DEVICE = {
+    "memory": "1GiB",
+    "bandwidth": 1e10,
+    "host": 1e8,
+    "launch": 1e-6,
+    "vector": 1e10,
+    "flops": {"f32": 1e10, "other": 1e10},
+}
 NODES = {"device": DEVICE, "levels": [{"devices": 2, "alpha": 1e-7, "beta": 1e-11}, {"alpha": 1e-4, "beta": 1e-7}]}
 
 
