@@ -6,6 +6,7 @@ Modules on the meta device are exported as well: their weights have a place, and
 from __future__ import annotations
 
 import gc
+import re
 import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -51,7 +52,7 @@ def exported(module: torch.nn.Module, example_inputs: Any, dynamic_shapes: Any =
     first = next(iter(module.parameters()), None)
     if first is not None and first.is_meta:
         values, named = pytree.tree_map_only(torch.Tensor, lambda t: t.to("meta"), (values, named))
-    with _inference(module), _explained(module):
+    with _inference(module), _settled(module, (values, named)), _explained(module):
         return torch.export.export(module, values, named, dynamic_shapes=dynamic_shapes, strict=False)
 
 
@@ -66,6 +67,23 @@ def _inference(module: torch.nn.Module) -> Generator[None]:
     finally:
         for m, training in modes:
             m.training = training
+
+
+@contextmanager
+def _settled(module: torch.nn.Module, inputs: Any) -> Generator[None]:
+    """transformers' settings that a graph needs, for the time of the export: no cache among the results, unless one is given;
+    and experts as products of the weights that the route selects, not as loops over what the data select."""
+    cached = any("Cache" in type(x).__name__ for x in pytree.tree_leaves(inputs, is_leaf=lambda x: "Cache" in type(x).__name__))
+    wanted = {"_experts_implementation": "batched_mm"} | ({} if cached else {"use_cache": False})
+    configs = {id(c): c for c in (getattr(m, "config", None) for m in module.modules()) if c is not None}
+    before = [(c, k, getattr(c, k)) for c in configs.values() for k in wanted if getattr(c, k, None) is not None]
+    for config, key, _ in before:
+        setattr(config, key, wanted[key])
+    try:
+        yield
+    finally:
+        for config, key, value in before:
+            setattr(config, key, value)
 
 
 @contextmanager
@@ -84,14 +102,30 @@ def _explained(what: object) -> Generator[None]:
         except TapestryError:
             raise
         except Exception as e:  # (torch raises classes of its own, of no common base)
-            lines = [s for s in str(e).splitlines() if s.strip()] or [type(e).__name__]
-            hint = (
-                "inputs are those of the module's forward; branches on data cannot be exported (torch.export.export says more)"
-            )
-            raise ModelError("torch cannot export the module", where=type(what).__name__, why=lines[0], hint=hint) from e
+            where = type(what).__name__
+            raise ModelError("torch cannot export the module", where=where, why=_reason(e), hint=_hint(e)) from None
         finally:
             if collects:
                 gc.enable()
+
+
+def _reason(e: BaseException) -> str:
+    """The line that says what is wrong: torch puts it behind advice and a list of causes, the first of them last."""
+    lines = [re.sub(r"\x1b\[[0-9;]*m", "", s).strip() for s in str(e).splitlines()]
+    at = next((k + 1 for k, s in enumerate(lines) if "Exception summary" in s), 0)
+    said = next((s for s in lines[at:] if s), type(e).__name__)
+    return re.sub(r"^<class '[\w.]*'>: ", "", said)
+
+
+def _hint(e: BaseException) -> str:
+    text = str(e)
+    if "Cache'> in output" in text:
+        return "call it with use_cache=False (model.config.use_cache = False)"
+    if "No ONNX function found" in text:
+        return "write this operator as ordinary tensor operations, or give an ONNX file in which it is expanded"
+    if "You must specify exactly one of" in text or "decoder_input" in text:
+        return 'example_inputs={"input_ids": ids, "decoder_input_ids": ids} for a model of an encoder and a decoder'
+    return "inputs are those of the module's forward; branches on data cannot be exported (torch.export.export says more)"
 
 
 def write(
@@ -148,12 +182,33 @@ def _translated(program: ExportedProgram, translations: Mapping[Any, Callable[..
 
     def whole(p: ExportedProgram) -> ir.Model:
         options = {"optimize": False, "verbose": False, "custom_translation_table": dict(translations)}
-        return cast(Any, torch.onnx).export(p, dynamo=True, **options).model
+        try:
+            return cast(Any, torch.onnx).export(p, dynamo=True, **options).model
+        except torch.onnx.OnnxExporterError as e:
+            if "Cannot view a tensor" not in str(e) or not _copied_before_views(p):
+                raise
+            return cast(Any, torch.onnx).export(p, dynamo=True, **options).model
 
     fewer = None if translations else folded(program)
     if fewer is not None and unfold(model := whole(fewer.program), fewer):
         return model
     return whole(program)
+
+
+def _copied_before_views(program: ExportedProgram) -> bool:
+    """Lay tensors out in order before they are viewed; whether any is.
+
+    Attention's decomposition leaves other strides than attention itself, and a view that is right behind the one is refused
+    behind the other. A copy is nothing in ONNX.
+    """
+    aten, graph = torch.ops.aten, program.graph
+    views = [n for n in graph.nodes if n.target in (aten.view.default, aten.reshape.default)]
+    for view in views:
+        with graph.inserting_before(view):
+            copy = graph.call_function(aten.clone.default, (view.args[0],), {"memory_format": torch.contiguous_format})
+        copy.meta = {k: v for k, v in view.args[0].meta.items() if k != "nn_module_stack"}
+        view.args = (copy, *view.args[1:])
+    return bool(views)
 
 
 def placed(tensor: ir.TensorProtocol, name: str, file: str, offset: int) -> ir.ExternalTensor:

@@ -3,20 +3,26 @@
 Sizes that it finds negative (a window larger than what it slides over, pads that take away more than there is) reach assertions
 of its C++ code, which end the process that runs them: a Slice of such a value does. So another process runs it; if it dies, the
 next model gets a new one.
+
+A model in bf16 is inferred as one in another type where ONNX's operators of its opset do not name bf16: exporters write them so
+(Conv, Sin, MaxPool, SplitToSequence, … of opset 20), and sizes do not depend on it.
 """
 
 from __future__ import annotations
 
 import atexit
 import os
+import re
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import onnx
-from onnx import ModelProto, onnx_cpp2py_export
+from google.protobuf.message import Message
+from onnx import ModelProto, TensorProto, onnx_cpp2py_export
 
 from tapestry.errors import ModelError, TapestryError
 from tapestry.lift.file.protos import node_name
@@ -24,6 +30,8 @@ from tapestry.lift.normalize import inference_process
 from tapestry.lift.normalize.inference_process import HEAD, LENGTH
 
 HIDDEN = "tapestry.hidden"
+STAND_INS: tuple[int, ...] = (TensorProto.FLOAT16, TensorProto.DOUBLE)  # operators that are written in bf16 take one of them
+TYPE_ATTRIBUTES = frozenset({"to", "dtype", "output_dtype", "otype", "stash_type", "softmax_precision"})
 
 
 class InferenceError(Exception):
@@ -39,7 +47,11 @@ def infer_shapes(model: ModelProto, **options: bool) -> ModelProto:
     """
     status, answer = _apart(model, options)
     if answer[:1] == b"e":
-        raise InferenceError(answer[1:].decode())
+        message = answer[1:].decode()
+        free = set(STAND_INS) - set(_types_used(model)) if re.search(r"unsupported type: \S*bfloat16", message) else set[int]()
+        if not free:
+            raise InferenceError(message)
+        return _as_another_type(model, min(free), options)
     if answer[:1] == b"m":
         return _with_sizes(answer, model)
     trial = ModelProto()
@@ -53,6 +65,45 @@ def infer_shapes(model: ModelProto, **options: bool) -> ModelProto:
         _with_sizes(without, model)
     why = f"it ended with signal {-status}" if status < 0 else f"its process ended with status {status}"
     raise ModelError("onnx's shape inference does not survive this model", where="shape inference", why=why)
+
+
+def _as_another_type(model: ModelProto, other: int, options: Mapping[str, bool]) -> ModelProto:
+    """Infer with ``other``, a type that the model does not have, wherever the model has bf16."""
+    bf16 = TensorProto.BFLOAT16
+    trial = ModelProto()
+    trial.CopyFrom(model)
+    for owner, field in _places_of_types(trial):
+        if getattr(owner, field) == bf16:
+            setattr(owner, field, other)
+    try:
+        done = infer_shapes(trial, **options)
+    except InferenceError as e:
+        name = f"tensor({TensorProto.DataType.Name(other).lower()})"
+        raise InferenceError(str(e).replace(name, "tensor(bfloat16)")) from None
+    for owner, field in _places_of_types(done):
+        if getattr(owner, field) == other:
+            setattr(owner, field, bf16)
+    return done
+
+
+def _types_used(model: ModelProto) -> Iterator[int]:
+    return (getattr(owner, field) for owner, field in _places_of_types(model))
+
+
+def _places_of_types(proto: Message) -> Iterator[tuple[Any, str]]:
+    """Every field that holds an element type, as (its message, its name): types, tensors, and attributes such as ``to``."""
+    if isinstance(proto, onnx.TypeProto.Tensor | onnx.TypeProto.SparseTensor):
+        yield proto, "elem_type"
+    elif isinstance(proto, TensorProto):
+        yield proto, "data_type"
+    elif isinstance(proto, onnx.AttributeProto) and proto.name in TYPE_ATTRIBUTES:
+        yield proto, "i"
+    else:
+        for field, value in proto.ListFields():
+            if field.message_type is not None:
+                inner: Iterable[Message] = (value,) if isinstance(value, Message) else value
+                for message in inner:
+                    yield from _places_of_types(message)
 
 
 def _with_sizes(answer: bytes, model: ModelProto) -> ModelProto:

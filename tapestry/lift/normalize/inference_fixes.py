@@ -7,7 +7,7 @@ the specification's default is 1. Resize by a scale that is a little less than w
 ConvTranspose with ``auto_pad`` or ``output_shape``: inference adds ``output_padding`` to the size that is asked for, and
 finds nothing where an axis becomes shorter; the node gets explicit padding. Attention that shows its scores over a cache:
 inference counts the cache's keys only where the node has the output for all keys.
-And where constants would not fold (a Split of sizes), the node is written so that they do.
+And where constants would not fold (a Split of sizes, a CastLike), the node is written so that they do.
 """
 
 from __future__ import annotations
@@ -185,6 +185,20 @@ def _greater(size: np.ndarray, scales: np.ndarray, wanted: np.ndarray) -> np.nda
     """Scales of which the exact product too reaches the size that is wanted."""
     low = size * scales.astype(np.float64) < wanted
     return np.where(low, np.nextafter(scales, np.float32(np.inf)), scales).astype(np.float32)
+
+
+def plain_casts(model: ModelProto, types: Mapping[str, TypeProto]) -> bool:
+    """Write every CastLike as the Cast that it is, once the type of its second input is known; tell whether there was any.
+
+    onnxscript would drop ``saturate``, and what only gives its type would be read.
+    """
+    changed = False
+    for node in model.graph.node:
+        if is_standard(node, "CastLike") and (to := types.get(node.input[1], TypeProto()).tensor_type.elem_type):
+            set_attributes(node, to=to)
+            node.op_type, changed = "Cast", True
+            node.input.pop()
+    return changed
 
 
 def slice_sizes(model: ModelProto, types: Mapping[str, TypeProto], version: int) -> bool:

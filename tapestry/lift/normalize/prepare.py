@@ -45,6 +45,7 @@ from tapestry.lift.normalize.inference_fixes import (
     RESIZES,
     forget_sizes,
     name_cache,
+    plain_casts,
     rewrite_misinferred,
     rewrite_scales,
     slice_sizes,
@@ -59,7 +60,7 @@ FOLD_TOTAL = 1 << 28  # nor are all of them together
 SMALL_FLOATS, SMALL_INTS = 1 << 8, 1 << 16  # bytes of an initializer that still takes part in folding
 IOTA = 8  # a longer Range stays an operation: as an index expression it is worth more than as a table
 KEPT = "tapestry.kept"
-MISTREATED = frozenset({"SplitToSequence", "ConcatFromSequence", "SequenceAt", "CastLike"})
+MISTREATED = frozenset({"SplitToSequence", "ConcatFromSequence", "SequenceAt"})
 # the reference evaluator, which folds, takes no absolute values (p = 1), is wrong where a linear Resize shrinks, rounds sizes
 # of pools in its own way, normalises as many channels as there are batches (LRN), and compares fractions with places (OneHot);
 # what has windows or places between points is left to us
@@ -341,7 +342,7 @@ def _tell_random_apart(graph: ir.Graph) -> None:
 
 
 def _keep(graph: ir.Graph) -> None:
-    """Hide nodes from onnxscript's folding where its own rewrites fail, write another opset's nodes or drop ``saturate``."""
+    """Hide nodes from onnxscript's folding where its own rewrites fail or write another opset's nodes."""
     for node in graph:
         if node.op_type in MISTREATED and node.domain in STANDARD:
             node.domain = KEPT
@@ -445,6 +446,7 @@ def prepare(
     for o in model.graph.output:
         o.type.CopyFrom(types.get(o.name, o.type))
     for level in range(ROUNDS):
+        plain_casts(model, types)
         model.graph.value_info.extend(onnx.helper.make_value_info(n, t) for n, t in types.items() if _static(t))
         model = run_passes(model, kept)
         del model.graph.value_info[:]
@@ -453,7 +455,7 @@ def prepare(
         add_defaults(model, version)
         types, _ = _infer(model, version)
         written = unroll(model, types, step_types, loops=steps and level < LEVELS)
-        written = written or slice_sizes(model, types, version) or split_sequences(model, types)
+        written = plain_casts(model, types) or written or slice_sizes(model, types, version) or split_sequences(model, types)
         sized = [n.input[0] for n in model.graph.node if n.op_type in ("Shape", "Size")]
         open_shapes = any(_static(types.get(name, TypeProto())) for name in sized)
         if not expand_functions(model, types, version, steps=steps) and not written and not open_shapes:
