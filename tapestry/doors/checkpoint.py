@@ -1,7 +1,8 @@
 """A transformers checkpoint folder as a model: the configuration says the architecture, weights stay in the safetensors files.
 
 The ONNX file is written into the folder, beside the data that it refers to, under a name made of its content; a rank then maps
-the slices that it needs out of the checkpoint's own files. Nothing of the checkpoint is executed: the architecture is
+the slices that it needs out of the checkpoint's own files. Parameters that transformers makes of several tensors (the weights
+of all experts in one) are written to a file of their own beside it. Nothing of the checkpoint is executed: the architecture is
 transformers' own, never code from the folder.
 """
 
@@ -11,6 +12,7 @@ import hashlib
 import json
 import math
 import tempfile
+import warnings
 from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
@@ -54,21 +56,23 @@ def opened(folder: Path, example_inputs: Any = None, batch: int = 1, sequence: i
     real = {n: b.clone() for n, b in module.named_buffers() if not b.is_meta}
     tied = dict(module.named_parameters(remove_duplicate=False))
     known = {id(tied[n]): n for n in places if n in tied}
-    _check_complete(folder, tied, known)
+    merged = _merged(folder, module, [n for n, p in tied.items() if id(p) not in known])
     inputs = _guessed(module, batch, sequence) if example_inputs is None else example_inputs
     program = torch_export.exported(module.to("meta"), inputs)
 
     def stored(name: str, tensor: ir.TensorProtocol) -> ir.ExternalTensor | torch.Tensor | None:
         there = name if name in places else known.get(id(tied.get(name)), "")
-        return _external(name, tensor, *places[there]) if there else real.get(name)
+        return _external(name, tensor, *places[there]) if there else merged.get(name, real.get(name))
 
     with tempfile.TemporaryDirectory(dir=folder, prefix=".tapestry-") as temporary:
         path = Path(temporary) / "model.onnx"
-        if not torch_export.write(program, path, stored, inline=MAX_HEADER):
+        if not torch_export.write(program, path, stored, inline=torch_export.INLINE if merged else MAX_HEADER):
             why = "a constant of its own is computed where the checkpoint says nothing"
             raise ModelError("the checkpoint does not hold all of the model", where=str(folder), why=why)
         digest = hashlib.sha256(path.read_bytes()).hexdigest()[:12]
         final = folder / f"tapestry-{digest}.onnx"
+        for data in path.parent.glob("*.bin"):
+            data.replace(folder / data.name)
         path.replace(final)
     return Opened(final)
 
@@ -98,12 +102,26 @@ def architecture(folder: Path) -> torch.nn.Module:
     return module.eval()
 
 
-def _check_complete(folder: Path, parameters: Mapping[str, torch.nn.Parameter], known: Mapping[int, str]) -> None:
-    missing = [n for n, p in parameters.items() if id(p) not in known]
-    if missing:
-        why = f"{len(missing)} parameters are not in the safetensors files, '{missing[0]}' first"
-        hint = "load it with transformers, and give tapestry.compile the module"
+def _merged(folder: Path, module: torch.nn.Module, missing: list[str]) -> dict[str, torch.Tensor]:
+    """Parameters that are under no name in the files, as transformers makes them of others: it loads the model once for that.
+
+    Raises:
+        ModelError: transformers has not got them either.
+    """
+    if not missing:
+        return {}
+    options = {"local_files_only": True, "dtype": next(module.parameters()).dtype, "output_loading_info": True}
+    hint = "load it with transformers, and give tapestry.compile the module"
+    kind: Any = type(module)
+    with refusing(ModelError, "transformers cannot load the checkpoint", str(folder), hint), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        loaded, said = kind.from_pretrained(folder, **options)
+    absent: set[str] = {*said["missing_keys"], *(k[0] for k in said["mismatched_keys"])}.intersection(missing)
+    if absent:
+        why = f"{len(absent)} parameters are not in the safetensors files, '{min(absent)}' first"
         raise ModelError("the checkpoint has other names than the module", where=str(folder), why=why, hint=hint)
+    own: dict[str, torch.Tensor] = dict(loaded.named_parameters(remove_duplicate=False))
+    return {n: own[n].detach() for n in missing}
 
 
 def _renamed(module: torch.nn.Module, places: Places) -> Places:

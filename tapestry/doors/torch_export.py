@@ -6,6 +6,7 @@ Modules on the meta device are exported as well: their weights have a place, and
 from __future__ import annotations
 
 import gc
+import hashlib
 import re
 import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -24,7 +25,7 @@ from tapestry.doors.repeated_layers import folded, unfold
 from tapestry.errors import ModelError, TapestryError
 
 INLINE = 1024  # bytes up to which a tensor stays in the ONNX file
-DATA, ABSENT = "weights.bin", "absent.bin"
+ABSENT = "absent.bin"
 LONG = (
     "pkg.torch.onnx.stack_trace",
     "pkg.torch.onnx.fx_node",
@@ -134,6 +135,8 @@ def write(
 ) -> bool:  # fmt: skip
     """Write an exported program as ONNX; weights of more than ``inline`` bytes go to one file beside it, each once.
 
+    That file's name is made of what is where in it: another export beside it that has the same layout may share it.
+
     Args:
         translations: what becomes of operators that torch's exporter does not know.
 
@@ -170,7 +173,9 @@ def write(
         if raw.nbytes > inline:
             own.append(value)
     tensors = [v.const_value for v in own if v.const_value is not None]
-    written: list[ir.ExternalTensor] = cast(Any, external_data).convert_tensors_to_external(tensors, path.parent, DATA)
+    layout = repr([(v.name, t.shape, t.dtype) for v, t in zip(own, tensors, strict=True)])
+    data = f"tapestry-{hashlib.sha256(layout.encode()).hexdigest()[:12]}.bin"
+    written: list[ir.ExternalTensor] = cast(Any, external_data).convert_tensors_to_external(tensors, path.parent, data)
     for value, kept in zip(own, written, strict=True):
         value.const_value = kept
     cast(Any, ir).save(model, path)

@@ -91,7 +91,7 @@ def test_parameters_keep_their_names_and_are_written_once() -> None:
     assert {n for n, _ in module.named_parameters()} - tied <= set(stored)
     assert len(tied & set(stored)) == 1, "tied weights are one"
     given = opened(nn.Linear(64, 64), (torch.randn(1, 64),))
-    assert (given.path.parent / "weights.bin").stat().st_size == 64 * 64 * 4
+    assert [p.stat().st_size for p in given.path.parent.glob("*.bin")] == [64 * 64 * 4]
 
 
 def test_every_form_of_a_model_gives_the_same_plan() -> None:
@@ -140,7 +140,7 @@ def test_a_saved_plan_of_a_module_needs_no_other_place(tmp_path: Path) -> None:
 def test_a_bundle_with_a_changed_weight_is_refused(tmp_path: Path) -> None:
     module, x = nn.Linear(64, 48), torch.randn(2, 64)
     tapestry.compile(module, example_inputs=(x,), topology="cpu").save(tmp_path / "b")
-    data = tmp_path / "b" / "model" / "weights.bin"
+    (data,) = (tmp_path / "b" / "model").glob("*.bin")
     data.write_bytes(bytes(data.stat().st_size))
     with pytest.raises(BuildError, match="has changed"):
         tapestry.load(tmp_path / "b").run({"input": x})
@@ -260,12 +260,75 @@ def test_a_checkpoint_is_read_where_it_lies(name: str, tmp_path: Path) -> None:
     np.testing.assert_allclose(out, model(**{main: x})[0].detach().numpy(), rtol=1e-4, atol=1e-5)
     assert sum(p.stat().st_size for p in tmp_path.iterdir()) < before + 400_000, "no weight is copied"
     files = {w.file for w in build.build.plan.graph.weights.values()}
-    assert {p.name for p in tmp_path.glob("*.safetensors")} <= files and "weights.bin" not in files
+    assert {p.name for p in tmp_path.glob("*.safetensors")} <= files and not any(f.endswith(".bin") for f in files)
     config = json.loads((tmp_path / "config.json").read_text())
     width = next(k for k in ("hidden_size", "n_embd") if k in config)
     (tmp_path / "config.json").write_text(json.dumps({**config, width: 32, "head_dim": 16}))
     with pytest.raises(ModelError, match="not what the module says"):
         tapestry.from_pretrained(tmp_path, sequence=5)
+
+
+EXPERTS = {**SMALL, "num_key_value_heads": 2, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+ROUTED = {
+    "MixtralForCausalLM": {**EXPERTS, "num_local_experts": 4},
+    "OlmoeForCausalLM": {**EXPERTS, "pad_token_id": 0},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
+@pytest.mark.parametrize("name", ROUTED)
+def test_experts_come_through_both_doors_as_transformers_has_them(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """The checkpoint has a tensor for each expert, the module one for all; the module loops over what the data select."""
+    transformers = pytest.importorskip("transformers")
+    kind = getattr(transformers, name)
+    torch.manual_seed(0)
+    model = kind(kind.config_class(**ROUTED[name])).eval()
+    ids = torch.randint(0, 50, (2, 5))
+    want = model(input_ids=ids)[0].detach().numpy()
+    model = model.to(dtype)
+    settings = model.config.to_dict()
+    by_module = tapestry.compile(model, {"input_ids": ids}, devices=2, topology="cpu")
+    assert model.config.to_dict() == settings, "its settings are as they were"
+    model.save_pretrained(tmp_path)
+    by_folder = tapestry.from_pretrained(tmp_path, batch=2, sequence=5, devices=2, topology="cpu")
+    for plan in (by_module, by_folder):
+        got = np.asarray(next(iter(plan.run({"input_ids": ids}).values())), np.float32)
+        assert np.linalg.norm(got - want) <= (1e-4 if dtype == torch.float32 else 3e-2) * np.linalg.norm(want)
+    for shard in tmp_path.glob("*.safetensors"):
+        shard.unlink()
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL, num_key_value_heads=2)).save_pretrained(tmp_path / "other")
+    (tmp_path / "other" / "model.safetensors").rename(tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match="not in the safetensors files"):
+        tapestry.from_pretrained(tmp_path, sequence=5)
+
+
+def test_what_torch_cannot_export_is_said_in_a_line() -> None:
+    @torch.library.custom_op("tapestry_tests::odd", mutates_args=())
+    def odd(x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    odd.register_fake(lambda x: torch.empty_like(x))
+
+    class Odd(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return odd(x)
+
+    with pytest.raises(ModelError, match=r"No ONNX function found for .*tapestry_tests.odd") as caught:
+        tapestry.compile(Odd(), (torch.zeros(2),))
+    assert "\x1b" not in str(caught.value)
+
+
+def test_a_view_behind_attention_exports() -> None:
+    """torch's own exporter refuses it: attention's decomposition leaves other strides."""
+
+    class Attention(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            q = x.view(2, 6, 2, 4).transpose(1, 2)
+            return nn.functional.scaled_dot_product_attention(q, q, q).transpose(1, 2).reshape(2, 6, 8)
+
+    x = torch.randn(2, 6, 8)
+    out = tapestry.compile(Attention(), (x,)).run({"x": x})
+    np.testing.assert_allclose(next(iter(out.values())), Attention()(x).numpy(), rtol=1e-4, atol=1e-5)
 
 
 def test_inputs_without_names_are_refused() -> None:
