@@ -7,7 +7,7 @@ module and its inputs, (nn.Module, {name: tensor}). A row is right where
 
 - what comes out is the module's own output: within 1e-4 of its norm, in bf16 within 3e-2 of what the module gives in f32;
 - no operation is opaque that torch's optimised export does not have as a node of that kind;
-- every parameter is a weight of the plan, under the module's name for it;
+- every matrix is a weight of the plan, under a name that the module has for it (vectors may be folded, as 1 + w is);
 - every format is written, or refused with a reason (which is in the JSON);
 - the folder that transformers saves is planned by `tapestry.from_pretrained` to the same outputs.
 """
@@ -37,7 +37,6 @@ from tapestry.exports.formats import NEAREST
 from tapestry.ir.graph import Opaque
 
 CLOSE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
-SMALL = 16  # cells up to which a tensor is a number of the exporter's rather than a parameter
 Inputs = dict[str, torch.Tensor]
 
 
@@ -73,7 +72,10 @@ def _row(module: torch.nn.Module, inputs: Inputs, dtype: torch.dtype) -> dict[st
     seconds = time.process_time() - start
     graph = plan.build.plan.graph
     opaque = Counter(op.kind for op in graph.ops if isinstance(op, Opaque))
-    unnamed = [n for n, p in module.named_parameters() if p.numel() > SMALL and n not in graph.weights]
+    names: dict[int, list[str]] = {}
+    for n, p in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(p), []).extend([n] * (p.dim() > 1))
+    unnamed = [ns[0] for ns in names.values() if ns and not graph.weights.keys() & ns]
     error = _error(plan.run(_arrays(inputs)), want)
     checkpoint = _checkpoint(module, inputs, want) if hasattr(module, "save_pretrained") else 0.0
     beyond = _beyond(opaque, module, inputs)

@@ -19,6 +19,7 @@ from tapestry.rewrites.maps import compose_views as compose_views
 from tapestry.rewrites.maps import drop_results as drop_results
 from tapestry.rewrites.maps import inline_map as inline_map
 from tapestry.rewrites.contractions import fuse_contraction as fuse_contraction
+from tapestry.rewrites.contractions import route_products as route_products
 from tapestry.rewrites.reductions import fuse_epilogue as fuse_epilogue
 
 register_file(MAPS / "fuse_maps.tap")

@@ -18,7 +18,7 @@ from tapestry.codegen.torch_cpu.base import contract, grouped_rows, state_merges
 from tapestry.codegen.torch_cpu.base.local_view import localise
 from tapestry.codegen.torch_cpu.base.piecewise import pieces
 from tapestry.codegen.torch_cpu.base.point_values import Expressions, Run, held
-from tapestry.codegen.torch_cpu.base.selection import gather
+from tapestry.codegen.torch_cpu.base.selection import gather, product_by_groups
 from tapestry.codegen.torch_cpu.base.strided_reads import Frame, Tensor
 from tapestry.codegen.torch_cpu.base.torch_api import tensor_of
 from tapestry.codegen.torch_cpu.c import conv_c, pooling, row_norms
@@ -194,6 +194,8 @@ def _states(op: Block, graph: Graph, kernel: Kernel) -> Callable[[Sequence[Tenso
         alone = [_states(part(op, k), graph, kernel) for k in range(len(op.body))]
         return lambda ins: [states(ins)[0] for states in alone]
     frame = Frame(op.space, kernel.block)
+    if found := product_by_groups(op, graph, kernel, frame):
+        return found
     if layered(op):
         if not op.inner and (whole := _scan(op, graph, kernel)):
             return whole

@@ -17,7 +17,7 @@ from tapestry.ir.graph import Block, Graph, Op, Opaque
 from tapestry.ir.monoid import MONOIDS
 from tapestry.ir.recognise.contraction import dims_read, dims_varied, inner_product, kept, products
 from tapestry.ir.recognise.running_state import as_scan
-from tapestry.ir.recognise.selection_sum import selection
+from tapestry.ir.recognise.selection_sum import routed, selection
 from tapestry.ir.state import counted, layered, row_groups, varies
 from tapestry.ir.types import itemsize
 from tapestry.plan.cost import plugin_costs
@@ -62,6 +62,8 @@ def flops(op: Op, block: np.ndarray, final: np.ndarray) -> tuple[np.ndarray, np.
 
 def arithmetic(op: Op, block: Boxes, final: Boxes) -> tuple[np.ndarray, np.ndarray]:
     """`flops` of boxes rather than of point counts, exact for operations whose state fields run over different dimensions."""
+    if isinstance(op, Block) and (route := routed(op)) is not None:  # each row is multiplied by one of the matrices
+        return 2 * sizes(block) // route.over.size, sizes(final) * (1 + count_calls(op.then))
     if isinstance(op, Block) and layered(op):
         return layered_flops(op, block, final)
     heavy, light = flops(op, work(op, block), sizes(final))

@@ -1,6 +1,6 @@
 """Classes of kernels, each with rates of its own where they were measured (`plan.topology`).
 
-- ``contraction``: sums of products.
+- ``contraction``: sums of products, those of rows with the matrix that each picks too.
 - ``convolution``: a sum of products whose windows slide over an image.
 - ``unfolded``: a sum of products of windows that is no convolution, such as one over an image's overlapping strips: the
   windows are written out before they are multiplied.
@@ -27,7 +27,7 @@ from tapestry.ir.index import Aff, bounds, dims_of
 from tapestry.ir.recognise.contraction import dims_varied, inner_product, products
 from tapestry.ir.recognise.convolution import convolution
 from tapestry.ir.recognise.exponential import exponential
-from tapestry.ir.recognise.selection_sum import selection
+from tapestry.ir.recognise.selection_sum import routed, selection
 
 CONTRACTION, CONVOLUTION, UNFOLDED = "contraction", "convolution", "unfolded"
 ATTENTION, SCORED, COMPUTED = "attention", "scored", "computed"
@@ -42,6 +42,8 @@ def kernel_class(op: Op) -> str:
         return OPAQUE
     if products(op):
         return CONVOLUTION if convolution(op) else UNFOLDED if _windows(op) else CONTRACTION
+    if routed(op):
+        return CONTRACTION
     if (inner := inner_product(op)) is not None:
         return COMPUTED if any(len(arg_positions((f,))) > 1 for f in inner.args) else SCORED if _scored(op) else ATTENTION
     if _weighs(op):

@@ -31,6 +31,7 @@ class Draw:
         numbers, scale: constants of the region, and the greatest value over 2, for ``range``.
         most: the greatest extent in the region: integers may be places.
         poke: tensor to (some of its cells, the value that each gets).
+        places: of tensors of places the first one and the end.
     """
 
     kind: str
@@ -38,6 +39,7 @@ class Draw:
     most: int = 8
     scale: int = 64
     poke: Mapping[str, tuple[Array, Array]] = field(default_factory=dict[str, tuple[Array, Array]])
+    places: Mapping[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])
 
     def values(self, t: Tensor, ordinal: int, flat: Array) -> Array:
         """Values of some cells (row-major positions), in the tensor's dtype."""
@@ -48,6 +50,9 @@ class Draw:
             return self._poked(t, flat, drawn)
         if np.issubdtype(dtype, np.integer) or t.dtype[0] in "iu":
             out = self._integers(t, bits).astype(dtype)
+            if t.name in self.places:
+                first, end = self.places[t.name]
+                out = (first + np.mod(out.astype(np.int64) - first, end - first)).astype(dtype)
         else:
             out = self._floats(bits).astype(dtype)
         return self._poked(t, flat, out)

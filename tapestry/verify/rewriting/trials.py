@@ -14,8 +14,8 @@ What must agree, and how nearly:
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,7 @@ from tapestry.errors import LawError
 from tapestry.ir.expr import Call, distinct
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.monoid import primitive_of
+from tapestry.ir.recognise.selection_sum import place_read, routed
 from tapestry.ir.types import FLOATS
 from tapestry.verify.rewriting.cells import Cells, Place, TooMuch
 from tapestry.verify.rewriting.draws import Draw
@@ -62,6 +63,7 @@ class Trial:
     notes: list[str] = field(default_factory=list[str])
     placed: Array = field(default_factory=lambda: np.zeros(0, np.int64))
     places: tuple[list[Place], list[Place]] = field(default_factory=lambda: ([], []))
+    routes: dict[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])
 
     def __post_init__(self) -> None:
         inputs = dict.fromkeys((*self.before.inputs, *self.after.inputs))
@@ -71,6 +73,7 @@ class Trial:
         ops = (*self.before.ops, *self.after.ops)
         self.most = max([8, *(d.size for op in ops for d in op.space)])
         self.real = not self.exact and self.out.dtype in FLOATS
+        self.routes = {t: p for op in self.after.ops if isinstance(op, Block) for t, p in _routes(op)}
         self.half = any(t.dtype == "f16" for g in (self.before, self.after) for t in g.tensors.values())
 
     @property
@@ -130,6 +133,7 @@ class Trial:
 
     def _values(self, draw: Draw, wide: bool = True, points: Array | None = None) -> tuple[Array, Array, Asked]:
         at = self.points if points is None else points
+        draw = replace(draw, places=self.routes)
         found, asked = list[Array](), dict[str, list[Array]]()
         if not np.array_equal(at, self.placed):
             self.placed, self.places = at, ([], [])
@@ -230,3 +234,12 @@ def _computed(graph: Graph) -> tuple[set[str], set[str]]:
     calls = {x.dtype for op in graph.ops for x in distinct(expressions(op)) if isinstance(x, Call) and x.fn not in MOVED}
     blocks = [op for op in graph.ops if isinstance(op, Block) and op.monoid not in (None, *PICKED)]
     return calls & FLOATS, {e.dtype for op in blocks for e in op.body} & FLOATS
+
+
+def _routes(op: Block) -> Iterator[tuple[str, tuple[int, int]]]:
+    """Tensors whose values name a routed product's matrices, and the values that do: nothing is said of a product by no matrix,
+    as a place outside is an error in ONNX."""
+    found = routed(op)
+    place = place_read(found.wanted, found.over.size) if found else None
+    if found and place:
+        yield op.reads[place[0]].tensor, (-found.over.size if place[1] else 0, found.over.size)

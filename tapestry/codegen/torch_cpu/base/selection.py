@@ -1,8 +1,10 @@
-"""One element picked out of a reduced dimension: rows of a table, gathered without the sum that says so."""
+"""One element picked out of a reduced dimension: rows of a table, gathered without the sum that says so; and rows times the
+matrix that each picks, computed group by group."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import prod
 
 import torch
 
@@ -11,10 +13,48 @@ from tapestry.codegen.torch_cpu.base.strided_reads import SAME_BITS, Frame, Tens
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.kernel import Kernel
 from tapestry.ir.recognise.contraction import dims_read
-from tapestry.ir.recognise.selection_sum import selection
+from tapestry.ir.recognise.selection_sum import routed, selection
+
+States = Callable[[Sequence[Tensor | None]], list[Tensor]]
 
 
-def gather(op: Block, graph: Graph, kernel: Kernel, frame: Frame) -> Callable[[Sequence[Tensor | None]], list[Tensor]] | None:
+def product_by_groups(op: Block, graph: Graph, kernel: Kernel, frame: Frame) -> States | None:
+    """``sum_v where(i == v, sum_m x * w[v], 0)``: for each v one product, of the rows that want it; exact on any block of v."""
+    found = routed(op)
+    if found is None or found.shift or 0 in frame.extents:
+        return None
+    names, extent = [d.name for d in op.space], dict(zip((d.name for d in op.space), frame.extents, strict=True))
+    rows, columns = [d.name for d in found.of_rows], [d.name for d in found.of_columns]
+    inner, over = [d.name for d in op.inner_dims], found.over.name
+    n, (lo, hi) = len(op.dims), kernel.block[len(op.dims)]
+    index = Expressions(op, graph, kernel, (found.wanted,), Frame(op.dims, kernel.block[:n]))
+    factors = Expressions(op, graph, kernel, (found.rows, found.matrices), frame)
+    back = [[*rows, *columns].index(d.name) for d in op.dims]
+
+    def matrix(x: Tensor, *groups: list[str]) -> Tensor:
+        """A value with an axis for each group of dimensions, in that order."""
+        order = [d for group in groups for d in group]
+        x = x.reshape([1] * (len(names) - x.dim()) + list(x.shape))
+        x = x.expand([extent[d] if d in order else 1 for d in names])
+        x = x.permute([names.index(d) for d in order] + [i for i, d in enumerate(names) if d not in order])
+        return x.reshape([prod(extent[d] for d in group) for group in groups])
+
+    def states(ins: Sequence[Tensor | None]) -> list[Tensor]:
+        wanted = index.values(ins, [])[0] - lo
+        place = matrix(wanted.reshape(*wanted.shape, *[1] * (len(names) - n)) if wanted.dim() == n else wanted, rows)
+        x, w = factors.values(ins, [])
+        x, w = matrix(x, rows, inner), matrix(w, [over], columns, inner)
+        out = torch.zeros(len(place), w.shape[1], dtype=w.dtype)
+        for v in place.unique().tolist():
+            if 0 <= v < hi - lo:
+                mine = (place == v).nonzero().squeeze(1)
+                out[mine] = x[mine] @ w[v].T
+        return [out.reshape([extent[d] for d in (*rows, *columns)]).permute(back)]
+
+    return states
+
+
+def gather(op: Block, graph: Graph, kernel: Kernel, frame: Frame) -> States | None:
     """``sum_v where(i == v, x[v], 0)`` without the sum: a masked gather, exact on any block of v."""
     selected = selection(op)
     if selected is None or selected.shift or 0 in frame.extents:
