@@ -55,8 +55,12 @@ def opened(folder: Path, example_inputs: Any = None, batch: int = 1, sequence: i
     places = _renamed(module, _places(folder))
     real = {n: b.clone() for n, b in module.named_buffers() if not b.is_meta}
     tied = dict(module.named_parameters(remove_duplicate=False))
+    own = {**tied, **dict(module.named_buffers())}
+    converted = [n for n, p in places.items() if n in own and _type(p[1]) != own[n].dtype]
+    places = {n: p for n, p in places.items() if n not in converted}
     known = {id(tied[n]): n for n in places if n in tied}
-    merged = _merged(folder, module, [n for n, p in tied.items() if id(p) not in known])
+    absent = [n for n, p in tied.items() if id(p) not in known]
+    merged = _merged(folder, module, list(dict.fromkeys([*absent, *converted])))
     inputs = _guessed(module, batch, sequence) if example_inputs is None else example_inputs
     program = torch_export.exported(module.to("meta"), inputs)
 
@@ -103,7 +107,8 @@ def architecture(folder: Path) -> torch.nn.Module:
 
 
 def _merged(folder: Path, module: torch.nn.Module, missing: list[str]) -> dict[str, torch.Tensor]:
-    """Parameters that are under no name in the files, as transformers makes them of others: it loads the model once for that.
+    """Tensors that the files do not have under that name, or have in another type, as transformers makes them of what is there:
+    it loads the model once for that.
 
     Raises:
         ModelError: transformers has not got them either.
@@ -120,7 +125,7 @@ def _merged(folder: Path, module: torch.nn.Module, missing: list[str]) -> dict[s
     if absent:
         why = f"{len(absent)} parameters are not in the safetensors files, '{min(absent)}' first"
         raise ModelError("the checkpoint has other names than the module", where=str(folder), why=why, hint=hint)
-    own: dict[str, torch.Tensor] = dict(loaded.named_parameters(remove_duplicate=False))
+    own: dict[str, torch.Tensor] = {**dict(loaded.named_parameters(remove_duplicate=False)), **dict(loaded.named_buffers())}
     return {n: own[n].detach() for n in missing}
 
 
@@ -157,6 +162,11 @@ def _places(folder: Path) -> Places:
     if not out:
         raise ModelError("no safetensors files", where=str(folder), hint="save_pretrained writes them")
     return out
+
+
+def _type(entry: Mapping[str, Any]) -> torch.dtype | None:
+    """A tensor's type in torch, as a header of a safetensors file says it."""
+    return getattr(torch, DTYPES.get(entry["dtype"], "none").lower(), None)
 
 
 def _external(name: str, tensor: ir.TensorProtocol, path: Path, entry: Mapping[str, Any], base: int) -> ir.ExternalTensor:

@@ -45,9 +45,9 @@ def product_by_groups(op: Block, graph: Graph, kernel: Kernel, frame: Frame) -> 
         x, w = factors.values(ins, [])
         x, w = matrix(x, rows, inner), matrix(w, [over], columns, inner)
         out = torch.zeros(len(place), w.shape[1], dtype=w.dtype)
-        for v in place.unique().tolist():
+        for v in sorted(set(place.flatten().numpy().tolist())):
             if 0 <= v < hi - lo:
-                mine = (place == v).nonzero().squeeze(1)
+                mine = place == v
                 out[mine] = x[mine] @ w[v].T
         return [out.reshape([extent[d] for d in (*rows, *columns)]).permute(back)]
 
