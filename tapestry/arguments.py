@@ -337,6 +337,8 @@ def compile(p: argparse.ArgumentParser) -> None:
     _machines(p)
     shape(p)
     p.add_argument("--memory", metavar="16GiB", help="per device; the plan keeps to it")
+    text = "of a device's memory, left free by the plan (8%% of a GPU preset's own; 0 where --memory or a file says how much)"
+    p.add_argument("--memory-reserve", metavar="8%%|2GiB", help=text)
     p.add_argument("--target", default="torch-cpu", help="torch-cpu, triton:sm90, …")
     p.add_argument(
         "--precision", default="ieee", metavar="ieee|tf32x3|tf32", help="of products of float32 in generated kernels"
@@ -371,7 +373,7 @@ def _machines(p: argparse.ArgumentParser) -> None:
         "--topology",
         default="auto",
         metavar="FILE_OR_PRESET",
-        help="devices and links: auto (this machine, measured once), cpu, h100, a100-pcie, tpu, or a file",
+        help="devices and links: auto (this machine, measured once), cpu, h100, h200, a100-pcie, tpu, or a file",
     )
 
 

@@ -239,7 +239,7 @@ def emit_kernels(folder: Path, output: Path, target: str, report: Callable[[int,
             source, refused = found.made, found.rows()
         files[name] = source.source.encode()
         compiled = compile_ahead(source, target)
-        of_kernel = rows_of(graph, kernel, source, stem, compiled, counts[kernel], refused)
+        of_kernel = rows_of(graph, kernel, source, stem, compiled, counts[kernel], refused, build.topology["name"])
         for each, row in zip(compiled, of_kernel, strict=True):
             for kind, text in each.asm.items():
                 files[f"{row['kernel']}.{kind}"] = text if isinstance(text, bytes) else str(text).encode()

@@ -280,8 +280,11 @@ def _head(build: Build, simulated: Document) -> Iterator[str]:
     r, plan = build.report, build.plan
     mesh = ", ".join(f"{a.name}={a.size}{shares_text(a)}" for a in plan.mesh) or "one device"
     yield f"{r['nodes']} nodes, {r['ops']} operations, {r['signatures']} distinct"
-    yield f"mesh {mesh} ({build.topology['name']}), {human(build.memory)} per device"
     topo = from_data(build.topology)
+    kept = f", {human(topo.device.reserve)} kept back" if topo.device.reserve else ""
+    yield f"mesh {mesh} ({build.topology['name']}), memory {human(build.memory + topo.device.reserve)} a device{kept}"
+    if "tf32" in topo.device.flops:
+        yield f"products of float32 in {build.precision}: {topo.device.rate('f32') / 1e12:.3g} TFLOP/s a device"
     yield from (*_kinds_text(topo), *_joined_text(topo))
     costs = [duration(r[k]) for k in ("objective_s", "lower_bound_s")]
     yield f"objective {costs[0]}, lower bound {costs[1]}, gap {r['gap']:.2%}{proof(r)}"

@@ -1,7 +1,8 @@
-"""Seconds and bytes of an operation's own block: an additive roofline.
+"""Seconds and bytes of an operation's own block: a roofline (Williams et al. 2009).
 
-``time = launch + FLOPs / rate + bytes / bandwidth``. Adding instead of taking the maximum (Williams et al. 2009) is at
-most twice the roofline, and keeps the search from calling a plan free that reads every weight on every device.
+``time = launch + FLOPs / rate + bytes / bandwidth``. Adding instead of taking the maximum is at most twice the roofline, and
+keeps the search from calling a plan free that reads every weight on every device. Where kernels load while they compute
+(`Device.power`) it is the p-norm of the terms in place of their sum: near the maximum, and still more for each byte.
 """
 
 from __future__ import annotations
@@ -219,7 +220,16 @@ def _priced(op: Op, graph: Graph, work: tuple[np.ndarray, np.ndarray, np.ndarray
         return plugin_costs.seconds_each(topo.costs, kind, dtype, (heavy, light, moved), devices)
     rates = [rates_of(op, graph, d) for d in topo.kinds or (topo.device,)]
     launch, rate, vector, bandwidth = np.array(rates).T
-    return heavy / rate + light / vector + moved / bandwidth + launch
+    power = topo.each(lambda d: d.power)
+    if np.all(power == 1):
+        return heavy / rate + light / vector + moved / bandwidth + launch
+    return norm([heavy / rate, light / vector, moved / bandwidth], power) + launch
+
+
+def norm(terms: Sequence[np.ndarray], power: np.ndarray) -> np.ndarray:
+    """The p-norm of seconds that run side by side: at least the largest, at most their sum, growing with each."""
+    most = np.maximum(np.max(terms, axis=0), 1e-300)
+    return most * np.sum([(t / most) ** power for t in terms], axis=0) ** (1 / power)
 
 
 def rates_of(op: Op, graph: Graph, device: Device) -> tuple[float, float, float, float]:

@@ -10,7 +10,7 @@ from typing import Any
 from tapestry.errors import TapestryError
 from tapestry.ir.plan import MeshAxis, device_count
 from tapestry.plan.topology.fabric import HOST, HOST_LATENCY, Device, Fabric, Link, Topology, Wire, divides
-from tapestry.plan.topology.measured_costs import calls_data, classes_data, read_calls, read_classes, read_margin, read_overlap
+from tapestry.plan.topology.measured_costs import calls_data, classes_data, read_calls, read_classes, read_margin, read_overlap, read_power
 from tapestry.plan.topology.routing import routes
 
 
@@ -105,7 +105,8 @@ def device_data(d: Device) -> dict[str, Any]:
     }
     if d.classes:
         out["classes"] = classes_data(d.classes)
-    out |= {k: v for k, v in (("watts", d.watts), ("price", d.price)) if v}
+    out |= {k: v for k, v in (("watts", d.watts), ("price", d.price), ("reserve", d.reserve)) if v}
+    out |= {"power": d.power} if d.power != 1 else {}
     return {**out, "name": d.name} if d.name else out
 
 
@@ -115,6 +116,7 @@ def _device(d: Mapping[str, Any]) -> Device:
         flops={str(k): float(v) for k, v in d["flops"].items()}, name=str(d.get("name", "")),
         host=float(d.get("host", HOST)), host_latency=float(d.get("host_latency", HOST_LATENCY)),
         classes=read_classes(d.get("classes", {})), watts=float(d.get("watts", 0.0)), price=float(d.get("price", 0.0)),
+        reserve=int(d.get("reserve", 0)), power=read_power(d),
     )  # fmt: skip
 
 
