@@ -282,7 +282,7 @@ def verify(plan: PricedPlan, topology: Topology, exact: bool) -> dict[str, int]:
     limits = replace(topology, mesh=plan.plan.mesh).memories()
     return certificate.check(
         plan.plan.annotated(), plan.program, limit=limits, stated_peak=peak_bytes(plan.program)[0], places=plan.plan.places,
-        streamed=plan.plan.streamed, exact=exact,
+        streamed=plan.plan.streamed, exact=exact, native_sums=plan.plan.native_sums,
     )  # fmt: skip
 
 

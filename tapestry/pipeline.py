@@ -98,6 +98,7 @@ class Options:
     target: str = "torch-cpu"
     precision: str = "ieee"
     accumulate: str | None = None
+    reduce_in: str = "f32"
     pins: Sequence[str] = ()
     layouts: Sequence[str] = ()
     rules: Sequence[Path] = ()
@@ -278,6 +279,9 @@ def _topology(options: Options, mesh: Mesh, carried: ModelTopology | None) -> To
         source = automatic(device_count(mesh)) if options.target == "torch-cpu" else "cpu"
     memory = parse_bytes(options.memory) if options.memory else None
     found = topology(mesh, source, memory, precision=options.precision, reserve=options.memory_reserve)
+    if options.reduce_in not in ("f32", "native"):
+        raise TapestryError(f"partial sums in '{options.reduce_in}'", where="--reduce-in", hint="f32 or native")
+    found = replace(found, native_sums=options.reduce_in == "native")
     if options.topology != AUTO:
         return found
     found = replace(found, name=AUTO) if Path(source).is_file() else found

@@ -53,7 +53,7 @@ def _verified(folder: Path, model: Path | None) -> tuple[store.Build, dict[str, 
     plan = build.plan
     laws = certificate.check(
         plan.annotated(), build.program, limit=memory_limits(build), stated_peak=list(build.peak_bytes), places=plan.places,
-        streamed=plan.streamed, exact=build.exact,
+        streamed=plan.streamed, exact=build.exact, native_sums=plan.native_sums,
     )  # fmt: skip
     laws["agreement"] += layout_laws.check(plan)
     of_model, evidence = model_evidence.compare(

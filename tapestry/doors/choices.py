@@ -33,6 +33,7 @@ class Choices(TypedDict, total=False):
         weights, sharding: False plans without external data, which may be absent; without the model's multi-device annotations.
         configuration: which of the model's device configurations, by name; by default the first for as many devices.
         accumulate: how sums of products of f16 are held, "f32" (as if it were left out) or "f16".
+        reduce_in: how partial sums of 16-bit floats travel: "f32", or "native": each rounded to the tensor's type before.
         exact: the same bits on any number of devices (docs/exact.md).
         pareto: also the front of latency against memory.
         time_limit: seconds for the search, 0 or more (by default only work is limited); the plan is verified in any case.
@@ -67,6 +68,7 @@ class Choices(TypedDict, total=False):
     sharding: bool
     configuration: str | None
     accumulate: str | None
+    reduce_in: str
     exact: bool
     pareto: bool
     time_limit: float | None
@@ -101,6 +103,7 @@ KINDS: Mapping[str, tuple[tuple[type, ...], str]] = {
     "time_limit": ((int, float), "seconds"),
     "seed": ((int,), "a whole number"),
     "accumulate": ((str,), "f32 or f16"),
+    "reduce_in": ((str,), "f32 or native"),
     "configuration": ((str,), "the name of a device configuration"),
     "max_devices": ((int,), "a whole number"),
     "objective": ((str,), '"seconds + 2e-3*devices"'),

@@ -343,7 +343,8 @@ class _Costs:
     def ways(self, step: Reduce) -> list[Way]:
         """How a step merges states."""
         axes = [(a, scatter) for a, scatter in self.cut(step) if scatter == (step.kind == "reduce_scatter")]
-        nbytes = max(sum(self.program.buffers[b].nbytes(d) for b in step.sent) for g in step.groups for d in g)
+        held = sum(step.nbytes(self.program.buffers[b]) for b in step.sent)
+        nbytes = max(int(held[d]) for g in step.groups for d in g) if step.sent else 0
         op, s, topo = self.plan.graph.ops[step.op], self.plan.strategies[step.op], self.topologies[self.plan.stage(step.op)]
         return merge(nbytes, axes, topo, reductions(op, s, topo.mesh))
 

@@ -170,11 +170,12 @@ def _transfers(build: Build, timed: Schedule) -> list[Document]:
         groups = len(step.groups[0]) if isinstance(step, Reduce) else None
         name = program.buffers[step.srcs[0] if isinstance(step, Reduce) else step.src].tensor
         start = float(min(x for x in t.start.tolist() if x == x))
+        sent = {step.sent_as or program.buffers[b].dtype for b in step.sent} if isinstance(step, Reduce) else set[str]()
         out.append({
             "step": t.step, "op": t.op, "kind": step.kind, "tensor": name, "name": named[name],
             "bytes": transfer_bytes(step, program),
             "payload_bytes": payload_bytes(step, program), "group": groups, "start_s": start, "seconds": t.seconds,
-            "algorithm": t.by or None,
+            "algorithm": t.by or None, "sent_as": ", ".join(sorted(sent - {build.plan.graph.tensors[name].dtype})) or None,
         })  # fmt: skip
     return out
 
@@ -449,7 +450,8 @@ def _transfer_text(t: Mapping[str, Any]) -> str:
     head, tail = f"{t['kind']} of '{t['tensor']}'", f"{human(t['bytes'])} in all, {duration(t['seconds'])}"
     if t["group"] is None:
         return f"{head}: {tail}"
-    return f"{head} in groups of {t['group']}: {human(t['payload_bytes'])} per device, {tail} by {t['algorithm']}"
+    sent_as = f", sent as {t['sent_as']}," if t["sent_as"] else ""
+    return f"{head}{sent_as} in groups of {t['group']}: {human(t['payload_bytes'])} per device, {tail} by {t['algorithm']}"
 
 
 def _fit_text(fit: Mapping[str, Any] | None) -> Iterator[str]:

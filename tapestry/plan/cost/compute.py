@@ -19,7 +19,7 @@ from tapestry.ir.monoid import MONOIDS
 from tapestry.ir.recognise.contraction import dims_read, dims_varied, inner_product, kept, products
 from tapestry.ir.recognise.running_state import as_scan
 from tapestry.ir.recognise.selection_sum import selection
-from tapestry.ir.state import counted, layered, row_groups, varies
+from tapestry.ir.state import counted, layered, native, row_groups, varies
 from tapestry.ir.types import itemsize
 from tapestry.plan.cost import plugin_costs
 from tapestry.plan.cost.kernel_class import GATHER, kernel_class
@@ -256,12 +256,12 @@ def _factors(op: Block) -> tuple[str, ...]:
     return tuple(op.reads[k].tensor for k in sorted(arg_positions(tuple(e for pair in pairs for e in pair))))
 
 
-def state_bytes(op: Op, block: Boxes) -> int:
-    """Bytes of one device's partial monoid states, as far as they are sent."""
+def state_bytes(op: Op, block: Boxes, topo: Topology | None = None) -> int:
+    """Bytes of one device's partial monoid states, as far as they are sent: as they travel on a topology, or as they are held."""
     if not isinstance(op, Block) or op.monoid is None:
         return 0
-    total, fixed = 0, counted(op)
+    total, fixed, sent_as = 0, counted(op), native(op) if topo and topo.native_sums else ""
     for k, (e, along) in enumerate(zip(op.body, varies(op), strict=True)):
         cells = int(np.max(sizes(block[:, : len(op.dims)][:, list(along)])))
-        total += 0 if k in fixed else cells * itemsize(e.dtype)
+        total += 0 if k in fixed else cells * itemsize(sent_as or e.dtype)
     return total

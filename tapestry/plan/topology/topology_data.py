@@ -21,6 +21,8 @@ def to_data(topo: Topology) -> dict[str, Any]:
         "links": [{"alpha": k.alpha, "beta": k.beta} for k in topo.links],
         "device": device_data(topo.device),
     }  # fmt: skip
+    if topo.native_sums:
+        out["native_sums"] = True
     if topo.kinds:
         distinct = [d for n, d in enumerate(topo.kinds) if d not in topo.kinds[:n]]
         out["kinds"] = [device_data(d) for d in distinct]
@@ -72,7 +74,7 @@ def from_data(data: Mapping[str, Any]) -> Topology:
             name=str(data["name"]), mesh=mesh, links=links, device=device, joined=tuple(map(_fabric, data.get("joined", ()))),
             notes=tuple(map(str, data.get("notes", ()))), kinds=kinds, calls=read_calls(data.get("collectives", ())),
             overlap=read_overlap(data), alone=_device(data["alone"]) if "alone" in data else None,
-            margin=read_margin(data), costs=str(data.get("costs", "")),
+            margin=read_margin(data), costs=str(data.get("costs", "")), native_sums=data.get("native_sums", False) is True,
         )  # fmt: skip
     except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError) as e:
         raise TapestryError(f"not a topology: {type(e).__name__} {e}", hint="compile the model again") from None
