@@ -144,6 +144,9 @@ def _quantities(
     for tensor, boxes, counts in reads:
         cells = np.minimum(sizes(boxes), sizes(final)) if picks else sizes(boxes)
         found[tensor] = found.get(tensor, 0) + (cells if counts is None else cells * counts)
+    for tensor, several in ((t, [b for u, b, _ in reads if u == t]) for t in found):
+        if len(several) > 1:  # what overlaps is read from memory once
+            found[tensor] = np.minimum(found[tensor], _hull(several))
     if isinstance(op, Block):
         for tensor, most in ((t, most) for t, most in _places(op) if t in found):
             boxes = (block[:, list(dims)] if body else final[:, list(dims)] for body, dims in most)
@@ -154,6 +157,14 @@ def _quantities(
         written = sum(n * itemsize(graph.tensors[t].dtype) for t, n in zip(op.outs, cells, strict=True))
         return np.zeros_like(read), 10 * np.sum(cells, axis=0), read + written
     return *arithmetic(op, block, final), read + sizes(final) * sum(itemsize(graph.tensors[t].dtype) for t in op.outs)
+
+
+def _hull(several: Sequence[Boxes]) -> np.ndarray:
+    """Cells of the box around some boxes, for every device."""
+    stack = np.stack(several)
+    there = (sizes(stack) > 0)[..., None]
+    lo, hi = np.where(there, stack[..., 0], np.iinfo(np.int64).max).min(axis=0), np.where(there, stack[..., 1], 0).max(axis=0)
+    return sizes(np.stack([np.minimum(lo, hi), hi], axis=-1))
 
 
 @lru_cache(maxsize=1 << 12)
