@@ -345,8 +345,8 @@ def compile(p: argparse.ArgumentParser) -> None:
     )
     p.add_argument("--accumulate", choices=("f32", "f16"), help="how sums of products of f16 are held (f32)")
     text = (
-        "how partial sums of 16-bit floats travel (f32); native: each rounded once to the tensor's type, as NCCL has them: of bf16 "
-        "an error of about parts * 2^-9 of the partial sums, and f16 overflows at 65504"
+        "how partial sums of 16-bit floats travel (f32); native: each rounded once to the tensor's type, as NCCL has them: "
+        "of bf16 an error of about parts * 2^-9 relative to the partial sums, and f16 overflows at 65504"
     )
     p.add_argument("--reduce-in", choices=("f32", "native"), default="f32", help=text)
     several(p, "--pin", "OP:dim=parts@axis", "how operations are cut: conv1:h=8@d0, layers.*.up_proj:out=tp")

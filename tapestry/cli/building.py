@@ -30,8 +30,9 @@ def compile_model(args: argparse.Namespace) -> Outcome:
 
         build = api.compile(
             args.model, mesh=mesh_of(args.devices, args.mesh), topology=args.topology, shapes=shapes(args.shape),
-            memory=args.memory, memory_reserve=args.memory_reserve, target=args.target, precision=args.precision, pins=args.pin, layouts=args.layout,
-            accumulate=args.accumulate, reduce_in=args.reduce_in, rules=args.rules, weights=not args.no_weights, time_limit=args.time_limit,
+            memory=args.memory, memory_reserve=args.memory_reserve, reduce_in=args.reduce_in, target=args.target,
+            precision=args.precision, pins=args.pin, layouts=args.layout,
+            accumulate=args.accumulate, rules=args.rules, weights=not args.no_weights, time_limit=args.time_limit,
             seed=args.seed, pareto=args.pareto,
             exact=args.exact, without=args.without_rule, sharding=not args.ignore_sharding, resume=args.resume,
             interrupt=interrupts.asked, configuration=args.configuration, stages=args.stages, stage_at=args.stage_at,

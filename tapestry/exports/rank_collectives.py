@@ -214,7 +214,8 @@ def reduced(x: Exchange, step: Reduce, group: Group, monoid: str, states: Sequen
             assert v is not None
             fields.append(x.nodes.cast(v, step.sent_as) if step.sent_as else v)
     merged = _Merge(x, step, group).merged(MONOIDS[monoid], fields, 0)
-    return [x.nodes.cast(v, x.program.buffers[n].dtype) for v, n in zip(merged, step.dsts, strict=True)] if step.sent_as else merged
+    dtypes = [x.program.buffers[n].dtype for n in step.dsts]
+    return [x.nodes.cast(v, d) for v, d in zip(merged, dtypes, strict=True)] if step.sent_as else merged
 
 
 class _Merge:

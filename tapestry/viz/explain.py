@@ -167,14 +167,13 @@ def _transfers(build: Build, timed: Schedule) -> list[Document]:
         step = program.steps[t.step]
         if isinstance(step, Launch | Load | Free):
             continue
-        groups = len(step.groups[0]) if isinstance(step, Reduce) else None
+        merge = step if isinstance(step, Reduce) else None
         name = program.buffers[step.srcs[0] if isinstance(step, Reduce) else step.src].tensor
-        start = float(min(x for x in t.start.tolist() if x == x))
-        sent = {step.sent_as or program.buffers[b].dtype for b in step.sent} if isinstance(step, Reduce) else set[str]()
+        sent = {merge.sent_as or program.buffers[b].dtype for b in merge.sent} if merge else set[str]()
         out.append({
-            "step": t.step, "op": t.op, "kind": step.kind, "tensor": name, "name": named[name],
-            "bytes": transfer_bytes(step, program),
-            "payload_bytes": payload_bytes(step, program), "group": groups, "start_s": start, "seconds": t.seconds,
+            "step": t.step, "op": t.op, "kind": step.kind, "tensor": name, "name": named[name], "seconds": t.seconds,
+            "bytes": transfer_bytes(step, program), "payload_bytes": payload_bytes(step, program),
+            "group": len(merge.groups[0]) if merge else None, "start_s": float(min(x for x in t.start.tolist() if x == x)),
             "algorithm": t.by or None, "sent_as": ", ".join(sorted(sent - {build.plan.graph.tensors[name].dtype})) or None,
         })  # fmt: skip
     return out
@@ -281,20 +280,18 @@ def _head(build: Build, simulated: Document) -> Iterator[str]:
     r, plan = build.report, build.plan
     mesh = ", ".join(f"{a.name}={a.size}{shares_text(a)}" for a in plan.mesh) or "one device"
     yield f"{r['nodes']} nodes, {r['ops']} operations, {r['signatures']} distinct"
-    topo = from_data(build.topology)
-    kept = f", {human(topo.device.reserve)} kept back" if topo.device.reserve else ""
-    yield f"mesh {mesh} ({build.topology['name']}), memory {human(build.memory + topo.device.reserve)} a device{kept}"
-    if "tf32" in topo.device.flops:
-        yield f"products of float32 in {build.precision}: {topo.device.rate('f32') / 1e12:.3g} TFLOP/s a device"
+    d = (topo := from_data(build.topology)).device
+    kept = f", {human(d.reserve)} kept back" if d.reserve else ""
+    yield f"mesh {mesh} ({build.topology['name']}), memory {human(build.memory + d.reserve)} a device{kept}"
+    if "tf32" in d.flops:
+        yield f"products of float32 in {build.precision}: {d.rate('f32') / 1e12:.3g} TFLOP/s a device"
     yield from (*_kinds_text(topo), *_joined_text(topo))
     costs = [duration(r[k]) for k in ("objective_s", "lower_bound_s")]
     yield f"objective {costs[0]}, lower bound {costs[1]}, gap {r['gap']:.2%}{proof(r)}"
     yield from (*accumulate_lines(r), *machine_lines(r))
     busy = [duration(max(simulated[k])) for k in ("compute_s", "transfer_s", "exposed_s")]
-    yield (
-        f"simulated {duration(simulated['seconds'])}: at most {busy[0]} of kernels and {busy[1]} of transfers on one device, "
-        f"{busy[2]} without a kernel"
-    )
+    most = f"at most {busy[0]} of kernels and {busy[1]} of transfers on one device, {busy[2]} without a kernel"
+    yield f"simulated {duration(simulated['seconds'])}: {most}"
     yield from speed(build, simulated)
     yield from plan_lines(plan)
     yield from _fit_text(r.get("fit"))

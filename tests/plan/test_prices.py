@@ -229,7 +229,9 @@ def test_opaque_nodes_pay_for_all_that_they_write():
 
 # near the roofline
 
-FACTOR = 1.35  # a norm of three terms, of which the roofline takes the largest, at the same rates: 3 ** (1 / 4) where all are equal
+FACTOR = (
+    1.35  # a norm of three terms, of which the roofline takes the largest, at the same rates: 3 ** (1 / 4) where all are equal
+)
 
 
 @cache

@@ -268,7 +268,7 @@ def _factors(op: Block) -> tuple[str, ...]:
 
 
 def state_bytes(op: Op, block: Boxes, topo: Topology | None = None) -> int:
-    """Bytes of one device's partial monoid states, as far as they are sent: as they travel on a topology, or as they are held."""
+    """Bytes of one device's partial monoid states, as far as they are sent: as they travel on a topology, or are held."""
     if not isinstance(op, Block) or op.monoid is None:
         return 0
     total, fixed, sent_as = 0, counted(op), native(op) if topo and topo.native_sums else ""

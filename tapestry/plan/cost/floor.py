@@ -1,7 +1,8 @@
 """A lower bound of what every plan of every rewritten graph costs: what its operations must do at least, evenly shared.
 
 Splits in time and recomputation compute each point of the graph at least once, write each cell and read each cell that is
-needed at least once; a cost is additive in all three, or a norm of them (the parts' norms are no less than that of their sum). Some device does at least its share of each operation, no device is
+needed at least once; a cost is additive in all three, or a norm of them (the parts' norms are no less than that of their sum).
+Some device does at least its share of each operation, no device is
 faster than the best of them in anything, and each operation is launched. Loads, transfers and what is done twice only add.
 (The bound of the plans in space is not one of these: parts may be spread more evenly than the whole, and their footprints
 leave out gaps that the whole's includes.)

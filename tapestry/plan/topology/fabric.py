@@ -23,8 +23,9 @@ HOST, HOST_LATENCY = 1.0e10, 1e-5  # B/s and s of a load from the host, where a 
 class Device:
     """One kind of device: memory in bytes, bandwidth of its memory in B/s, time to start a kernel in s.
 
-    ``flops`` gives FLOP/s of contractions by dtype ("other" for the rest), and of f32 rounded to TF32 as "tf32" where the device
-    has units for it; element-wise work runs at ``vector`` FLOP/s. ``reserve`` are bytes that plans leave free beside ``memory``.
+    ``flops`` gives FLOP/s of contractions by dtype ("other" for the rest), and of f32 rounded to TF32 as "tf32" where the
+    device has units for it; element-wise work runs at ``vector`` FLOP/s. ``reserve``: bytes that plans leave free beside
+    ``memory``.
     ``power`` says how seconds of arithmetic and of memory add up in a kernel: by their p-norm. 1: one after the other; 4: side
     by side, but that the shorter one still counts.
     Weights that are streamed come from the host at ``host`` B/s, after ``host_latency`` s for each load.

@@ -62,7 +62,8 @@ def _gpu(
     memory: float, bandwidth: float, half: float, tf32: float, vector: float, i8: float, f8: float, host: float = 5.0e10
 ) -> Device:  # fmt: skip
     """A GPU from its data sheet, in GiB that a process can use and TFLOP/s; ``vector``: of float32 without matrix units."""
-    flops = {"bf16": half, "f16": half, **({"tf32": tf32} if tf32 else {}), **dict.fromkeys(("i8", "u8"), i8), **dict.fromkeys(EIGHTS, f8)}
+    flops = {"bf16": half, "f16": half, **dict.fromkeys(("i8", "u8"), i8), **dict.fromkeys(EIGHTS, f8)}
+    flops |= {"tf32": tf32} if tf32 else {}
     plain = vector * VECTOR * 1e12
     return Device(
         memory=int(memory * GiB), bandwidth=bandwidth * MEMORY, launch=3e-6, vector=plain, host=host, power=POWER,
@@ -70,9 +71,9 @@ def _gpu(
     )  # fmt: skip
 
 
-# Memory is what a process can use: what nvidia-smi shows (H100: 81559 MiB, H200: 143771 MiB, A100 PCIe: 40960 MiB) less what the
-# driver keeps (torch says 79.2, 139.8 and 39.5 GiB) and a context takes (0.5 to 1 GiB). Cards that are no preset are here for
-# their rates. What has no units for f8 widens it to f16.
+# Memory is what a process can use: what nvidia-smi shows (H100: 81559 MiB, H200: 143771 MiB, A100 PCIe: 40960 MiB) less what
+# the driver keeps (torch says 79.2, 139.8 and 39.5 GiB) and a context takes (0.5 to 1 GiB). Cards that are no preset are here
+# for their rates. What has no units for f8 widens it to f16.
 GPUS = {
     "h100": _gpu(78, 3.35e12, 989, 495, 67, 1979, 1979),  # SXM, NVIDIA H100 data sheet
     "h200": _gpu(139, 4.8e12, 989, 495, 67, 1979, 1979),  # SXM, NVIDIA H200 data sheet
@@ -82,7 +83,9 @@ GPUS = {
     "b200": _gpu(175, 8.0e12, 2250, 1100, 75, 4500, 4500),
     "mi300x": _gpu(184, 5.3e12, 1300, 0, 163, 2600, 2600),  # Triton has no TF32 there
 }
-CHIP_OF = {"h100": "sm90", "h200": "sm90", "a100-pcie": "sm80", "a40": "sm86", "l40s": "sm89", "b200": "sm100", "mi300x": "gfx942"}
+CHIP_OF = {
+    "h100": "sm90", "h200": "sm90", "a100-pcie": "sm80", "a40": "sm86", "l40s": "sm89", "b200": "sm100", "mi300x": "gfx942",
+}  # fmt: skip
 NVLINK = (Level(8, Link(2e-6, 1 / 4.5e11)), Level(REST, Link(5e-6, 1 / 5.0e10)))
 RESERVE = 0.08  # of a GPU: contexts and buffers of communication libraries, and what fragments; an estimate
 

@@ -10,7 +10,15 @@ from typing import Any
 from tapestry.errors import TapestryError
 from tapestry.ir.plan import MeshAxis, device_count
 from tapestry.plan.topology.fabric import HOST, HOST_LATENCY, Device, Fabric, Link, Topology, Wire, divides
-from tapestry.plan.topology.measured_costs import calls_data, classes_data, read_calls, read_classes, read_margin, read_overlap, read_power
+from tapestry.plan.topology.measured_costs import (
+    calls_data,
+    classes_data,
+    read_calls,
+    read_classes,
+    read_margin,
+    read_overlap,
+    read_power,
+)
 from tapestry.plan.topology.routing import routes
 
 

@@ -115,7 +115,8 @@ class MergeByCall(_Merge):
                 self.count(k, d, self.group)
                 continue
             phases = 2 if self.call.name == ALL_REDUCE else 1  # rings: (n-1)/n of what goes in, in each
-            first, end = cut(phases * (n - 1) * int(self.step.nbytes(self.rank.program.buffers[self.step.srcs[k]])[d]), n, place)
+            held = int(self.step.nbytes(self.rank.program.buffers[self.step.srcs[k]])[d])
+            first, end = cut(phases * (n - 1) * held, n, place)
             self.sent += end - first
             if end > first:
                 self.make(k, self.team, buffers)
@@ -371,6 +372,7 @@ def merge(rank: RankExecutor, at: int, step: Reduce, use: int, call: Call) -> Mo
     if rank.one_device_each and call.name in (ALL_REDUCE, REDUCE_SCATTER) and len(call.groups[0]) > 1:
         names = step.sent
         boxes = [[rank.program.buffers[b].boxes for b in side] for side in (step.srcs, step.dsts)]
-        alone = call.name == ALL_REDUCE and not step.sent_as and boxes[0] == boxes[1] and all(rank.dies_at(at, b) for b in names)
+        whole = call.name == ALL_REDUCE and not step.sent_as and boxes[0] == boxes[1]
+        alone = whole and all(rank.dies_at(at, b) for b in names)
         return (MergeInPlace if alone else MergeByCall)(rank, at, use, step=step, call=call)
     return MergeByMessages(rank, at, use, step=step, call=call)

@@ -79,7 +79,7 @@ CHIPS: dict[str, Chip] = {
     "sm90": Chip(
         backend="cuda", arch=90, warp=32, units=132, shared=232448, shared_unit=233472, registers=65536, grain=256, warps=64,
         programs=32, float8=_OPEN,
-        descriptors=True, card=GPUS["h100"],
+        descriptors=True, card=GPUS["h200"],
     ),
     "sm100": Chip(
         backend="cuda", arch=100, warp=32, units=148, shared=232448, shared_unit=233472, registers=65536, grain=256, warps=64,

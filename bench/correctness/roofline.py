@@ -2,9 +2,9 @@
 
     .venv/bin/python -m bench roofline [--only MODEL …] [--all]
 
-A row is a group of equal kernels of a plan (one for all launches with one name in `tapestry kernels`), in float32 with each
-precision of products and in bf16. `planned` is what the planner's clock gives them, without the time to launch, which a roofline
-does not have; what has no kernel of ours is counted and left out. Rows of less than a thousandth of their plan are in the
+A row is a group of equal kernels of a plan (one for all launches with one name in `tapestry kernels`), in float32 with
+each precision of products and in bf16. `planned` is what the planner's clock gives them, without the time to launch, which
+a roofline does not have; what has no kernel of ours is left out. Rows of less than a thousandth of their plan are in the
 results and not in the table. Exported models are in a folder beside the checkout; rows of models that are not there say so.
 Writes bench/results/roofline.json; exits 1 if a row is further than 1.3 from its roofline.
 """
