@@ -74,10 +74,11 @@ def test_half_the_bytes_and_nearly_the_values(tmp_path: Path, dtype: str, device
 
 
 @pytest.mark.parametrize("processes", [2, 4])
-@pytest.mark.parametrize("rows, columns", [(64, 128), (3, 7)])
-def test_ranks_round_as_one_process_does(tmp_path: Path, processes: int, rows: int, columns: int) -> None:
+@pytest.mark.parametrize("rows, columns, kind", [(64, 128, "reduce_scatter"), (3, 7, "reduce_scatter"), (1, 1, "all_reduce")])
+def test_ranks_round_as_one_process_does(tmp_path: Path, processes: int, rows: int, columns: int, kind: str) -> None:
     """By the backend's calls (a device each) and by messages (several in a process), with equal parts and without."""
     c = planned(model(tmp_path, "bf16", rows, columns), "native", 4)
+    assert {s.kind for s in merges(c)} == {kind}
     c.save(tmp_path / "b")
     found = dict[int, np.ndarray]()
     for n, more in ((1, ()), (processes, ("--processes", processes))):

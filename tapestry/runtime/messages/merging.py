@@ -277,11 +277,13 @@ class MergeByMessages(_Merge):
         elif back and not self.step.sent_as:
             where = partial(self._rows, group, k, receiver, sender)
         src, dst = (self.rank.box(d, n) for d, n in ((sender, self.step.srcs[k]), (receiver, self.step.dsts[k])))
+        packed = not back and (owner[receiver] == mine or (self.whole(group) and not in_one_piece(dst, src)))
+        packed = packed or bool(self.step.sent_as)  # in a dtype of its own
         piece = Piece(
             name=f"{self.step.srcs[k]}@{sender}>{receiver}{' back' if back else ''}",
             peer=owner[sender] if owner[receiver] == mine else owner[receiver],
             tag=self.rank.tag(self.at, int(back), sender, receiver), extents=extents, dtype=self.dtype(k), where=where,
-            take=take, packed=not back and (owner[receiver] == mine or (self.whole(group) and not in_one_piece(dst, src))),
+            take=take, packed=packed,
         )  # fmt: skip
         (out.sends if owner[sender] == mine else out.receives).append(piece)
 
