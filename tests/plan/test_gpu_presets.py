@@ -45,7 +45,19 @@ def written(tmp_path: Path, **more: object) -> str:
 
 def kernels(build: Path, target: str) -> dict:
     """What `tapestry kernels` says, from a process that may compile: others run Triton's interpreter."""
-    command = [sys.executable, "-m", "tapestry", "kernels", build, "-o", build.with_suffix(".kernels"), "--target", target, "--json", "-q"]
+    command = [
+        sys.executable,
+        "-m",
+        "tapestry",
+        "kernels",
+        build,
+        "-o",
+        build.with_suffix(".kernels"),
+        "--target",
+        target,
+        "--json",
+        "-q",
+    ]
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": str(ROOT)}
     return json.loads(subprocess.run(command, capture_output=True, text=True, check=True, env=env).stdout)
 
