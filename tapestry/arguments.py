@@ -337,11 +337,18 @@ def compile(p: argparse.ArgumentParser) -> None:
     _machines(p)
     shape(p)
     p.add_argument("--memory", metavar="16GiB", help="per device; the plan keeps to it")
+    text = "of a device's memory, left free by the plan (8%% of a GPU preset's own; 0 where --memory or a file says how much)"
+    p.add_argument("--memory-reserve", metavar="8%%|2GiB", help=text)
     p.add_argument("--target", default="torch-cpu", help="torch-cpu, triton:sm90, …")
     p.add_argument(
         "--precision", default="ieee", metavar="ieee|tf32x3|tf32", help="of products of float32 in generated kernels"
     )
     p.add_argument("--accumulate", choices=("f32", "f16"), help="how sums of products of f16 are held (f32)")
+    text = (
+        "how partial sums of 16-bit floats travel (f32); native: each rounded once to the tensor's type, as NCCL has them: "
+        "of bf16 an error of about parts * 2^-9 relative to the partial sums, and f16 overflows at 65504"
+    )
+    p.add_argument("--reduce-in", choices=("f32", "native"), default="f32", help=text)
     several(p, "--pin", "OP:dim=parts@axis", "how operations are cut: conv1:h=8@d0, layers.*.up_proj:out=tp")
     several(p, "--layout", "TENSOR:axis=parts@axis", "where an input starts or an output ends: x:0=4@d0, or x:replicated")
     p.add_argument(
@@ -371,7 +378,7 @@ def _machines(p: argparse.ArgumentParser) -> None:
         "--topology",
         default="auto",
         metavar="FILE_OR_PRESET",
-        help="devices and links: auto (this machine, measured once), cpu, h100, a100-pcie, tpu, or a file",
+        help="devices and links: auto (this machine, measured once), cpu, h100, h200, a100-pcie, tpu, or a file",
     )
 
 

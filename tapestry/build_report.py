@@ -181,7 +181,8 @@ def facts_of(build: store.Build) -> dict[str, Any]:
     program = build.program
     return {
         "ops": len(build.plan.graph.ops), "devices": program.devices, "peak_bytes": list(peak_bytes(program)[0]),
-        "memory_bytes": build.memory, "host_load_bytes": _host_bytes(program), "transfers": _transfers(program),
+        "memory_bytes": build.memory, "memory_reserve_bytes": from_data(build.topology).device.reserve,
+        "host_load_bytes": _host_bytes(program), "transfers": _transfers(program),
         "moves": list(build.moves),
     }  # fmt: skip
 

@@ -214,7 +214,7 @@ def cut_pinned_scans(
 
 def state_task(
     lifted: Lifted, whole: Lifted | None, graph: Graph, constraints: Constraints, start: Start, earlier: store.Build | None,
-    topology: Topology, request: Request, target: str, precision: str, exact: bool, time_limit: float | None,
+    topology: Topology, request: Request, target: str, exact: bool, time_limit: float | None,
     interrupt: threading.Event, found: Found, without: frozenset[str],
 ) -> tuple[Task, Budget]:  # fmt: skip
     """Everything that the search is asked for but the graph, and how long it may take."""
@@ -231,7 +231,7 @@ def state_task(
         )  # fmt: skip
         asked, fixed, pins = replace(request, asked=keep), LayoutConstraints(), ()
         inputs, outputs = dict[str, Layout](), dict[str, Layout]()
-    machine = Machine(device=topology.device, eager=not target.startswith("triton"), precision=precision)
+    machine = Machine(device=topology.device, eager=not target.startswith("triton"))
     task = Task(
         topology=topology, topologies=[topology] if equal_parts else shared(topology), pins=pins,
         folded=_folded(lifted), inputs=inputs, outputs=outputs, fixed=fixed, start=start, rewritable=free,
@@ -282,7 +282,7 @@ def verify(plan: PricedPlan, topology: Topology, exact: bool) -> dict[str, int]:
     limits = replace(topology, mesh=plan.plan.mesh).memories()
     return certificate.check(
         plan.plan.annotated(), plan.program, limit=limits, stated_peak=peak_bytes(plan.program)[0], places=plan.plan.places,
-        streamed=plan.plan.streamed, exact=exact,
+        streamed=plan.plan.streamed, exact=exact, native_sums=plan.plan.native_sums,
     )  # fmt: skip
 
 

@@ -59,8 +59,8 @@ PASSES = (
                                                           "exact request",                          "graph constraints"),
     Pass("search",   passes.state_task,                   "lifted whole graph constraints start "
                                                           "earlier topology request target "
-                                                          "precision exact time_limit interrupt "
-                                                          "found without",                          "task budget"),
+                                                          "exact time_limit interrupt found without",
+                                                                                                    "task budget"),
     Pass("search",   search.fuse_by_price,                "graph task",                             "form"),
     Pass("search",   search.enumerate_strategies,         "form task",                              "problems"),
     Pass("search",   search.solve,                        "form problems task budget",              "candidate"),
@@ -94,9 +94,11 @@ class Options:
     mesh: Mesh | None = None
     topology: str = AUTO
     memory: str | None = None
+    memory_reserve: str | None = None
     target: str = "torch-cpu"
     precision: str = "ieee"
     accumulate: str | None = None
+    reduce_in: str = "f32"
     pins: Sequence[str] = ()
     layouts: Sequence[str] = ()
     rules: Sequence[Path] = ()
@@ -275,7 +277,11 @@ def _topology(options: Options, mesh: Mesh, carried: ModelTopology | None) -> To
     source = options.topology
     if source == AUTO:
         source = automatic(device_count(mesh)) if options.target == "torch-cpu" else "cpu"
-    found = topology(mesh, source, parse_bytes(options.memory) if options.memory else None)
+    memory = parse_bytes(options.memory) if options.memory else None
+    found = topology(mesh, source, memory, precision=options.precision, reserve=options.memory_reserve)
+    if options.reduce_in not in ("f32", "native"):
+        raise TapestryError(f"partial sums in '{options.reduce_in}'", where="--reduce-in", hint="f32 or native")
+    found = replace(found, native_sums=options.reduce_in == "native")
     if options.topology != AUTO:
         return found
     found = replace(found, name=AUTO) if Path(source).is_file() else found

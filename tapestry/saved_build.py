@@ -53,7 +53,7 @@ def _verified(folder: Path, model: Path | None) -> tuple[store.Build, dict[str, 
     plan = build.plan
     laws = certificate.check(
         plan.annotated(), build.program, limit=memory_limits(build), stated_peak=list(build.peak_bytes), places=plan.places,
-        streamed=plan.streamed, exact=build.exact,
+        streamed=plan.streamed, exact=build.exact, native_sums=plan.native_sums,
     )  # fmt: skip
     laws["agreement"] += layout_laws.check(plan)
     of_model, evidence = model_evidence.compare(
@@ -239,7 +239,7 @@ def emit_kernels(folder: Path, output: Path, target: str, report: Callable[[int,
             source, refused = found.made, found.rows()
         files[name] = source.source.encode()
         compiled = compile_ahead(source, target)
-        of_kernel = rows_of(graph, kernel, source, stem, compiled, counts[kernel], refused)
+        of_kernel = rows_of(graph, kernel, source, stem, compiled, counts[kernel], refused, build.topology["name"])
         for each, row in zip(compiled, of_kernel, strict=True):
             for kind, text in each.asm.items():
                 files[f"{row['kernel']}.{kind}"] = text if isinstance(text, bytes) else str(text).encode()

@@ -62,6 +62,7 @@ class PackedReduce(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag_
     dsts: tuple[str, ...]
     groups: int
     known: tuple[tuple[float, ...], ...] = ()
+    sent_as: str = ""
 
 
 class PackedFree(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag_field="step", tag="free"):

@@ -176,6 +176,7 @@ def encode(build: Build) -> bytes:
         "graph": to_text(p.graph), "mesh": [(a.name, a.size) for a in p.mesh],
         "strategies": [(s.dims, s.out) for s in p.strategies], "inputs": p.inputs, "outputs": p.outputs,
         "rings": {i: s.ring for i, s in enumerate(p.strategies) if s.ring}, "streamed": sorted(p.streamed),
+        "native_sums": p.native_sums,
         "stages": [(s.first, [(a.name, a.size) for a in s.mesh]) for s in p.stages], "stage_of": p.stage_of,
         "arrivals": [(a.tensor, a.stage, a.layout) for a in p.arrivals],
         "program": pack(build.program),
@@ -231,6 +232,7 @@ class PlanData(msgspec.Struct, forbid_unknown_fields=True):
     stage_of: tuple[int, ...] = ()
     arrivals: list[tuple[str, int, tuple[int | None, ...]]] = []
     exact: bool = False
+    native_sums: bool = False
     precision: str = "ieee"
     knobs: dict[str, dict[str, Any]] = {}
     rings: dict[int, tuple[str | None, ...]] = {}
@@ -262,7 +264,7 @@ def decode(data: bytes, where: str = "plan.json") -> Build:
     plan = Plan(
         graph=graph, mesh=mesh, inputs=d.inputs, outputs=d.outputs,
         strategies=tuple(Strategy(dims, out, d.rings.get(i, ())) for i, (dims, out) in enumerate(d.strategies)),
-        streamed=d.streamed,
+        streamed=d.streamed, native_sums=d.native_sums,
         stages=tuple(Stage(first, tuple(MeshAxis(n, s) for n, s in mesh)) for first, mesh in d.stages),
         stage_of=d.stage_of, arrivals=tuple(Arrival(*a) for a in d.arrivals),
     )  # fmt: skip

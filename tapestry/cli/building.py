@@ -30,7 +30,8 @@ def compile_model(args: argparse.Namespace) -> Outcome:
 
         build = api.compile(
             args.model, mesh=mesh_of(args.devices, args.mesh), topology=args.topology, shapes=shapes(args.shape),
-            memory=args.memory, target=args.target, precision=args.precision, pins=args.pin, layouts=args.layout,
+            memory=args.memory, memory_reserve=args.memory_reserve, reduce_in=args.reduce_in, target=args.target,
+            precision=args.precision, pins=args.pin, layouts=args.layout,
             accumulate=args.accumulate, rules=args.rules, weights=not args.no_weights, time_limit=args.time_limit,
             seed=args.seed, pareto=args.pareto,
             exact=args.exact, without=args.without_rule, sharding=not args.ignore_sharding, resume=args.resume,

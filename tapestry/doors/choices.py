@@ -26,12 +26,14 @@ class Choices(TypedDict, total=False):
         shapes: sizes of symbolic dimensions, by symbol or by input; of a symbol also a range (``"1..64"`` or ``range(1, 65)``)
             or a list (``"128,256"``), for one build that runs all of them.
         memory: per device, as ``"16GiB"`` or bytes.
+        memory_reserve: what the plan leaves free of it, as ``"8%"``, ``"2GiB"`` or bytes.
         target, precision: ``"torch-cpu"`` or ``"triton:sm90"``; of products of f32 in kernels: "ieee", "tf32x3" or "tf32".
         pins, layouts: as on the command line, one or several.
         rules, ops, without: files of your own rules and operators; rules that are left out.
         weights, sharding: False plans without external data, which may be absent; without the model's multi-device annotations.
         configuration: which of the model's device configurations, by name; by default the first for as many devices.
         accumulate: how sums of products of f16 are held, "f32" (as if it were left out) or "f16".
+        reduce_in: how partial sums of 16-bit floats travel: "f32", or "native": each rounded to the tensor's type before.
         exact: the same bits on any number of devices (docs/exact.md).
         pareto: also the front of latency against memory.
         time_limit: seconds for the search, 0 or more (by default only work is limited); the plan is verified in any case.
@@ -54,6 +56,7 @@ class Choices(TypedDict, total=False):
     topology: str | Path
     shapes: Mapping[str, Any] | None
     memory: int | str | None
+    memory_reserve: int | str | None
     target: str
     precision: str
     pins: str | Sequence[str]
@@ -65,6 +68,7 @@ class Choices(TypedDict, total=False):
     sharding: bool
     configuration: str | None
     accumulate: str | None
+    reduce_in: str
     exact: bool
     pareto: bool
     time_limit: float | None
@@ -88,6 +92,7 @@ KINDS: Mapping[str, tuple[tuple[type, ...], str]] = {
     "topology": ((str, Path), '"h100", or a file'),
     "shapes": ((Mapping,), '{"batch": 8}'),
     "memory": ((int, str), '"16GiB", or bytes'),
+    "memory_reserve": ((int, str), '"8%", "2GiB", or bytes'),
     "target": ((str,), '"torch-cpu" or "triton:sm90"'),
     "precision": ((str,), "ieee, tf32x3 or tf32"),
     "pins": ((str,), '"layers.*.up_proj:out=tp", or a list of pins'),
@@ -98,6 +103,7 @@ KINDS: Mapping[str, tuple[tuple[type, ...], str]] = {
     "time_limit": ((int, float), "seconds"),
     "seed": ((int,), "a whole number"),
     "accumulate": ((str,), "f32 or f16"),
+    "reduce_in": ((str,), "f32 or native"),
     "configuration": ((str,), "the name of a device configuration"),
     "max_devices": ((int,), "a whole number"),
     "objective": ((str,), '"seconds + 2e-3*devices"'),
@@ -144,7 +150,7 @@ def options(source: Opened, given: Choices) -> pipeline.Options:
     out: dict[str, Any] = {k: v for k, v in given.items() if v is not None and k not in ELSEWHERE}
     for name in ("pins", "layouts", "without", "stage_at", "print_after"):
         out[name] = several(given, name)
-    out |= {k: str(v) for k, v in out.items() if k in ("memory", "topology", "stages", "micro_batches")}
+    out |= {k: str(v) for k, v in out.items() if k in ("memory", "memory_reserve", "topology", "stages", "micro_batches")}
     out["rules"] = [Path(r) for r in several(given, "rules")]
     out["mesh"] = pipeline.mesh_of(given.get("devices"), given.get("mesh"))
     out["shapes"], out["resume"] = given.get("shapes") or {}, Path(r) if (r := given.get("resume")) else None

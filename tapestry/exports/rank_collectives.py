@@ -212,8 +212,10 @@ def reduced(x: Exchange, step: Reduce, group: Group, monoid: str, states: Sequen
             fields.append(x.nodes.filled(shape(box), known[x.rank], x.program.buffers[name].dtype))
         else:
             assert v is not None
-            fields.append(v)
-    return _Merge(x, step, group).merged(MONOIDS[monoid], fields, 0)
+            fields.append(x.nodes.cast(v, step.sent_as) if step.sent_as else v)
+    merged = _Merge(x, step, group).merged(MONOIDS[monoid], fields, 0)
+    dtypes = [x.program.buffers[n].dtype for n in step.dsts]
+    return [x.nodes.cast(v, d) for v, d in zip(merged, dtypes, strict=True)] if step.sent_as else merged
 
 
 class _Merge:

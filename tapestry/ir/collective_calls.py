@@ -127,8 +127,8 @@ def merge_calls(step: Reduce, program: Program, op: Op) -> tuple[Call, ...]:
     fn = reduce_op(op)
     if step.kind != "all_reduce" and not all(_even(step, program, g) for g in step.groups):
         fn = ""
-    sent = (program.buffers[b] for b in step.sent)
-    most = max((sum(b.nbytes(d) for b in sent) for g in step.groups for d in g[:1]), default=0)
+    sent = [program.buffers[b] for b in step.sent]
+    most = max((int(sum(step.nbytes(b)[d] for b in sent)) for g in step.groups for d in g[:1]), default=0)
     phases = merge_phases(step.kind, fn, len(step.groups[0]), most)
     return tuple(Call(name, step.groups, nbytes, fn) for name, nbytes in phases)
 

@@ -91,6 +91,7 @@ class Plan:
         inputs: layouts in which some graph inputs (or weights) start, as the user fixed them.
         outputs: layouts in which some graph outputs must end.
         streamed: weights that are loaded from the host for every use and freed after it, instead of staying loaded.
+        native_sums: whether partial sums are rounded to the results' dtype before they travel (`ir.state.native`).
     """
 
     graph: Graph
@@ -102,6 +103,7 @@ class Plan:
     stages: tuple[Stage, ...] = ()
     stage_of: tuple[int, ...] = ()
     arrivals: tuple[Arrival, ...] = ()
+    native_sums: bool = False
 
     def stage(self, op: int) -> Stage:
         """The stage of an operation."""

@@ -99,7 +99,8 @@ class Reduce:
 
     ``dsts`` (one per field) are allocated and hold the merged states on their own boxes: the same box as ``srcs`` for an
     all-reduce, disjoint parts of it for a reduce-scatter. ``srcs`` are left as they are. A field with an entry in ``known``
-    is not sent: the entry is its value in each device's part, the same at every cell (`ir.state`).
+    is not sent: the entry is its value in each device's part, the same at every cell (`ir.state`). States that travel in
+    another dtype than they are held in (``sent_as``) are rounded to it before they are merged, and so is what they merge to.
     """
 
     kind: str
@@ -108,6 +109,11 @@ class Reduce:
     dsts: tuple[str, ...]
     groups: tuple[tuple[int, ...], ...]
     known: tuple[tuple[float, ...], ...] = ()
+    sent_as: str = ""
+
+    def nbytes(self, buffer: Buffer) -> np.ndarray[Any, Any]:
+        """Bytes of a state on every device, as it travels."""
+        return _cells(buffer.boxes) * itemsize(self.sent_as or buffer.dtype)
 
     @property
     def sent(self) -> tuple[str, ...]:
@@ -149,7 +155,7 @@ def transfer_bytes(step: Transfer | Reduce, program: Program) -> int:
         if s not in step.sent:
             continue
         src, dst = program.buffers[s], program.buffers[d]
-        held = device_bytes(src)
+        held = step.nbytes(src)
         for g in step.groups:
             same = g and src.boxes[g[0]] == dst.boxes[g[0]]
             factor = 1 if not same else 2 if step.kind == "all_reduce" else len(g)
@@ -162,7 +168,7 @@ def payload_bytes(step: Transfer | Reduce, program: Program) -> int:
     if isinstance(step, Transfer):
         most = _received(step.messages, program.devices).max(initial=0)
         return int(most) * itemsize(program.buffers[step.dst].dtype)
-    return int(_state_bytes(step, program).max(initial=0))
+    return int(sent_bytes(step, program).max(initial=0))
 
 
 def allocated(step: Step) -> tuple[str, ...]:
@@ -223,9 +229,9 @@ def _cells(boxes: tuple[Box | None, ...]) -> np.ndarray[Any, Any]:
     return np.array([0 if b is None else size(b) for b in boxes], np.int64)
 
 
-def _state_bytes(step: Reduce, program: Program) -> np.ndarray[Any, Any]:
+def sent_bytes(step: Reduce, program: Program) -> np.ndarray[Any, Any]:
     """Bytes of partial states that travel, on every device."""
-    return sum((device_bytes(program.buffers[b]) for b in step.sent), np.zeros(program.devices, np.int64))
+    return sum((step.nbytes(program.buffers[b]) for b in step.sent), np.zeros(program.devices, np.int64))
 
 
 @lru_cache(maxsize=1 << 10)

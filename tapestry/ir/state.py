@@ -12,12 +12,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import lru_cache
 
-from tapestry.ir.expr import Acc, Arg, Const, Index, Let, arg_positions, call, walk
+from tapestry.ir.expr import Acc, Arg, Call, Const, Expr, Index, Let, arg_positions, call, walk
 from tapestry.ir.graph import Block
 from tapestry.ir.index import Floor, dims_of
 from tapestry.ir.kernel import Box
 from tapestry.ir.monoid import MONOIDS
-from tapestry.ir.recognise.contraction import dims_read
+from tapestry.ir.recognise.contraction import dims_read, only_sums
 
 
 @lru_cache(maxsize=1 << 12)
@@ -86,6 +86,31 @@ def layered(op: Block) -> bool:
     """Whether some of an operation is computed on a part of its index space alone: inner reductions, states of rows."""
     fields = {v for v in varies(op) if any(v)} if op.monoid else set[tuple[bool, ...]]()
     return bool(op.inner) or len(fields) > 1 or any(not all(v) for v in fields)
+
+
+@lru_cache(maxsize=1 << 12)
+def native(op: Block) -> str:
+    """The dtype that partial sums of an operation may be rounded to before they travel: a float of 16 bits, to which each sum,
+    scaled or shifted at most, is rounded anyhow; "" where there is none."""
+    wide = all(e.dtype == "f32" for e in op.body) and only_sums(op.monoid) and not counted(op)
+    found = frozenset[str]().union(*map(_rounded, op.then)) if wide else frozenset[str]()
+    return next(iter(found)) if len(found) == 1 and found <= {"bf16", "f16"} else ""
+
+
+def _rounded(e: Expr) -> frozenset[str]:
+    """What the sums in an expression are rounded to first: "" for those that are not yet, "?" for those that never are."""
+    if isinstance(e, Acc):
+        return frozenset({""})
+    if not isinstance(e, Call):
+        return frozenset()
+    each = [_rounded(a) for a in e.args]
+    found = frozenset[str]().union(*each)
+    if "" not in found:
+        return found
+    if e.fn == "cast" and e.dtype in ("bf16", "f16"):
+        return found - {""} | {e.dtype}
+    linear = e.fn in ("add", "sub", "neg", "cast") or (e.fn == "mul" and not all(each)) or (e.fn == "div" and not each[1])
+    return found if linear else found - {""} | {"?"}
 
 
 def counted(op: Block) -> Mapping[int, float]:

@@ -23,9 +23,18 @@ from tapestry.plan.cost.floor import least_seconds
 from tapestry.plan.cost.objective import TERMS, Limit, Objective, limits, needs_figures, objective, terms
 from tapestry.plan.search.pareto import Point
 from tapestry.plan.search.priced_plan import PricedPlan
-from tapestry.plan.topology import MAX_DEVICES, Topology, parse_bytes
+from tapestry.plan.topology import MAX_DEVICES, Topology, default_mesh, parse_bytes, topology
+from tapestry.runtime.calibration.automatic import AUTO
 
 FRONT = ("seconds", "devices", "bytes", "energy", "money")
+
+
+def _memory_there(options: pipeline.Options) -> float:
+    """Bytes that plans may use of a device of a preset or a file, before a reserve that is asked for."""
+    if options.topology == AUTO:
+        return math.inf
+    mesh = options.mesh or default_mesh(options.topology) or (MeshAxis("d0", 1),)
+    return min(topology(mesh, options.topology, reserve="0" if options.memory_reserve else None).memories())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +123,7 @@ class _Search:
         options = self.options if n is None else replace(self.options, mesh=(MeshAxis("d0", n),))
         limit = self.asked.least("bytes")
         if limit < math.inf:
-            given = parse_bytes(options.memory) if options.memory else math.inf
+            given = parse_bytes(options.memory) if options.memory else _memory_there(options)
             options = replace(options, memory=str(int(min(limit, given))))
         try:
             runner = pipeline.begun(options, self.report)

@@ -43,14 +43,6 @@ class Machine:
 
     device: Device
     eager: bool
-    precision: str = "ieee"  # of products of f32
-
-    def products(self, dtype: str) -> float:
-        """FLOP/s of contractions, as far as kernels reach them."""
-        rate = self.device.rate(dtype)
-        if dtype == "f32" and not self.eager:
-            rate = {"tf32": rate, "tf32x3": rate / 3}.get(self.precision, self.device.vector)
-        return REACHED * rate
 
 
 def fused(graph: Graph, machine: Machine, disabled: frozenset[str] = _NONE) -> tuple[Graph, list[Move]]:
@@ -113,7 +105,7 @@ def products_seconds(op: Block, machine: Machine) -> float:
     outer = op.reduce if op.inner else ()
     found = product_roles(op, product, kept(op.monoid, op.dims, op.reduce, op.body))
     lanes = found.lanes if found else prod(d.size for d in (*op.dims, *outer))
-    return 2 * lanes * prod(d.size for d in op.space if d.name in deep) / machine.products(product.args[0].dtype)
+    return 2 * lanes * prod(d.size for d in op.space if d.name in deep) / (REACHED * machine.device.rate(product.args[0].dtype))
 
 
 def reduced_seconds(graph: Graph, op: Block, machine: Machine) -> float:

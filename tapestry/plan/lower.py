@@ -18,7 +18,7 @@ from tapestry.ir.graph import Block, Op
 from tapestry.ir.kernel import Box
 from tapestry.ir.plan import Layout, Mesh, Plan, Strategy, coordinates, device_count
 from tapestry.ir.program import Buffer, Free, Launch, Load, Message, Program, Reduce, Shared, Step, Transfer, allocated, reads
-from tapestry.ir.state import counted, varies
+from tapestry.ir.state import counted, native, varies
 from tapestry.ir.syntax.printer import signature
 from tapestry.plan import ring_attention
 from tapestry.plan.kinds import kind_of
@@ -215,7 +215,7 @@ class _Lowering:
         used = tuple(b if k in body else "" for k, b in enumerate(ins))
         self.steps.append(Launch(op=i, mode="partial", blocks=blocks, ins=used, outs=states))
         final = tensor_boxes(tuple(d.size for d in op.dims), s.out, mesh)
-        known = _counts(op, block)
+        known, sent_as = _counts(op, block), native(op) if self.plan.native_sums else ""
         scattered, gathered = [a for a, scatter in cut if scatter], [a for a, scatter in cut if not scatter]
         todo = [(kind, axes) for kind, axes in (("reduce_scatter", scattered), ("all_reduce", gathered)) if axes]
         for n, (kind, axes) in enumerate(todo):
@@ -227,7 +227,7 @@ class _Lowering:
                     self.buffer(op.outs[0], _state_boxes(op, k, final), part=k, dtype=d) for k, d in enumerate(dtypes)
                 )
             groups = _groups(mesh, tuple(axes))
-            self.steps.append(Reduce(kind=kind, op=i, srcs=states, dsts=merged, groups=groups, known=known))
+            self.steps.append(Reduce(kind=kind, op=i, srcs=states, dsts=merged, groups=groups, known=known, sent_as=sent_as))
             states, known = merged, _merged_counts(known, groups)
         if op.lowers:
             used = tuple(b if k in then else "" for k, b in enumerate(ins))

@@ -19,7 +19,7 @@ import numpy as np
 from tapestry.ir.graph import Block, Op
 from tapestry.ir.kernel import Box, size
 from tapestry.ir.plan import Layout, Plan, Stage, Strategy
-from tapestry.ir.program import Launch, Load, Program, Reduce, Step, Transfer, allocated, reads
+from tapestry.ir.program import Launch, Load, Program, Reduce, Step, Transfer, allocated, reads, sent_bytes
 from tapestry.ir.syntax.printer import signature
 from tapestry.ir.types import itemsize
 from tapestry.plan import ring_attention
@@ -343,7 +343,7 @@ class _Costs:
     def ways(self, step: Reduce) -> list[Way]:
         """How a step merges states."""
         axes = [(a, scatter) for a, scatter in self.cut(step) if scatter == (step.kind == "reduce_scatter")]
-        nbytes = max(sum(self.program.buffers[b].nbytes(d) for b in step.sent) for g in step.groups for d in g)
+        nbytes = int(sent_bytes(step, self.program)[[d for g in step.groups for d in g]].max())
         op, s, topo = self.plan.graph.ops[step.op], self.plan.strategies[step.op], self.topologies[self.plan.stage(step.op)]
         return merge(nbytes, axes, topo, reductions(op, s, topo.mesh))
 

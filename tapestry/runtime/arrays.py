@@ -31,6 +31,11 @@ def assemble(box: Box, dtype: str, pieces: Sequence[tuple[Box, Array]], device: 
     return out
 
 
+def rounded(array: Array, dtype: str) -> Array:
+    """An array's numbers rounded to another dtype, in its own."""
+    return array.to(torch_dtype(dtype)).to(array.dtype)
+
+
 def nbytes(array: Array) -> int:
     """Bytes of the storage of a tensor, which is more than it needs where it is a view; a host value is on no device."""
     if isinstance(array, HostValue):

@@ -185,7 +185,8 @@ class Executor(ABC):
                 alike.setdefault(tuple(self.box(d, n) for n in step.dsts), []).append(d)
             for boxes, devices in alike.items():
                 states = [[self.field(step, k, e, box) for k, box in enumerate(boxes)] for e in group]
-                self.merge(self.monoid(step.op), states, [[self.allocate(d, n) for n in step.dsts] for d in devices])
+                there = [[self.allocate(d, n) for n in step.dsts] for d in devices]
+                self.merge(self.monoid(step.op), states, there, step.sent_as)
         self.measured.sent(step.kind, transfer_bytes(step, self.program))
 
     def field(self, step: Reduce, k: int, device: int, box: Box) -> Array:
@@ -199,15 +200,22 @@ class Executor(ABC):
         dtype = arrays.torch_dtype(self.program.buffers[step.srcs[k]].dtype)
         return torch.full(extents, step.known[k][device], dtype=dtype, device=self.target.device)
 
-    def merge(self, monoid: str, states: list[list[Array]], into: list[list[Array]]) -> None:
+    def merge(self, monoid: str, states: list[list[Array]], into: list[list[Array]], sent_as: str = "") -> None:
         """Merge the states of several devices in their order, into the buffers of one or more of them."""
-        self.do(partial(self._merge, monoid, states, into))
+        self.do(partial(self._merge, monoid, states, into, sent_as))
 
-    def _merge(self, monoid: str, states: list[list[Array]], into: list[list[Array]]) -> None:
-        merged = self.target.merge(monoid, states)
+    def _merge(self, monoid: str, states: list[list[Array]], into: list[list[Array]], sent_as: str) -> None:
+        merged = self.merged_as_sent(monoid, states, sent_as)
         for fields in into:
             for there, value in zip(fields, merged, strict=True):
                 there.copy_(value)
+
+    def merged_as_sent(self, monoid: str, states: list[list[Array]], sent_as: str) -> list[Array]:
+        """Merged states; where they travel in a dtype of their own they are rounded to it, before and after."""
+        if not sent_as:
+            return self.target.merge(monoid, states)
+        came = [[arrays.rounded(a, sent_as) for a in s] for s in states]
+        return [arrays.rounded(a, sent_as) for a in self.target.merge(monoid, came)]
 
     def monoid(self, op: int) -> str:
         """The monoid of a reduction."""

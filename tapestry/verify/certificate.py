@@ -24,6 +24,7 @@ from tapestry.ir.laws import where
 from tapestry.ir.monoid import MONOIDS
 from tapestry.ir.plan import Mesh, Stage
 from tapestry.ir.program import Buffer, Free, Launch, Load, Program, Reduce, Step, Transfer, allocated
+from tapestry.ir.state import native
 from tapestry.ir.syntax.printer import signature
 from tapestry.ir.types import DTYPES, HOST, itemsize
 from tapestry.verify import block_laws, deadlock, exact_law, exchange, monoid_laws, transfer_kinds
@@ -51,6 +52,7 @@ class _Replay:
     rings: bool = False
     resident: set[str] = field(default_factory=set[str])
     streamed: frozenset[str] = frozenset()
+    native_sums: bool = False
     signatures: list[str] = field(default_factory=list[str])
     launched: dict[int, dict[str, list[Boxes]]] = field(default_factory=dict[int, dict[str, list[Boxes]]])
 
@@ -106,7 +108,7 @@ class _Replay:
 def check(
     graph: Graph, program: Program, *, limit: int | Sequence[int] | None = None, stated_peak: list[int] | None = None,
     mesh: Mesh | None = None, streamed: frozenset[str] = frozenset(), places: tuple[Stage, ...] | None = None,
-    exact: bool = False,
+    exact: bool = False, native_sums: bool = False,
 ) -> dict[str, int]:  # fmt: skip
     """Check a graph and its program; returns how many times each law was checked.
 
@@ -117,12 +119,13 @@ def check(
         stated_peak: peak bytes per device that the plan claims.
         streamed: weights that the plan loads for every use; all others stay loaded from their load to the end.
         exact: whether the plan claims the same bits as on one device.
+        native_sums: whether the plan rounds partial sums to the results' dtype before they travel.
 
     Raises:
         LawError: naming the law, the step, the device and a witness point.
     """
     zeros = np.zeros(program.devices, np.int64)
-    r = _Replay(graph, program, Lists(), zeros, zeros.copy(), streamed=streamed)
+    r = _Replay(graph, program, Lists(), zeros, zeros.copy(), streamed=streamed, native_sums=native_sums)
     r.lists.laws.update(laws.check(graph))
     if exact:
         r.lists.laws["exact"] = exact_law.check(graph, program)
@@ -362,6 +365,8 @@ def _reduce(r: _Replay, step: Reduce, name: str) -> None:
     ok = isinstance(op, Block) and len(step.srcs) == len(step.dsts) == len(op.body)
     r.law("agreement", ok and step.kind in ("all_reduce", "reduce_scatter"), "not a reduction of states", name)
     assert isinstance(op, Block)
+    sent_as = native(op) if r.native_sums else ""
+    r.law("agreement", step.sent_as == sent_as, "partial sums travel in another dtype than the plan says", name, step.sent_as)
     r.law("agreement", len(step.known) in (0, len(op.body)), "known fields and fields differ in number", name)
     done: list[tuple[str, Array, Content]] = []
     for k, (s, t) in enumerate(zip(step.srcs, step.dsts, strict=True)):

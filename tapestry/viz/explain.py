@@ -167,14 +167,14 @@ def _transfers(build: Build, timed: Schedule) -> list[Document]:
         step = program.steps[t.step]
         if isinstance(step, Launch | Load | Free):
             continue
-        groups = len(step.groups[0]) if isinstance(step, Reduce) else None
+        merge = step if isinstance(step, Reduce) else None
         name = program.buffers[step.srcs[0] if isinstance(step, Reduce) else step.src].tensor
-        start = float(min(x for x in t.start.tolist() if x == x))
+        sent = {merge.sent_as or program.buffers[b].dtype for b in merge.sent} if merge else set[str]()
         out.append({
-            "step": t.step, "op": t.op, "kind": step.kind, "tensor": name, "name": named[name],
-            "bytes": transfer_bytes(step, program),
-            "payload_bytes": payload_bytes(step, program), "group": groups, "start_s": start, "seconds": t.seconds,
-            "algorithm": t.by or None,
+            "step": t.step, "op": t.op, "kind": step.kind, "tensor": name, "name": named[name], "seconds": t.seconds,
+            "bytes": transfer_bytes(step, program), "payload_bytes": payload_bytes(step, program),
+            "group": len(merge.groups[0]) if merge else None, "start_s": float(min(x for x in t.start.tolist() if x == x)),
+            "algorithm": t.by or None, "sent_as": ", ".join(sorted(sent - {build.plan.graph.tensors[name].dtype})) or None,
         })  # fmt: skip
     return out
 
@@ -280,17 +280,18 @@ def _head(build: Build, simulated: Document) -> Iterator[str]:
     r, plan = build.report, build.plan
     mesh = ", ".join(f"{a.name}={a.size}{shares_text(a)}" for a in plan.mesh) or "one device"
     yield f"{r['nodes']} nodes, {r['ops']} operations, {r['signatures']} distinct"
-    yield f"mesh {mesh} ({build.topology['name']}), {human(build.memory)} per device"
-    topo = from_data(build.topology)
+    d = (topo := from_data(build.topology)).device
+    kept = f", {human(d.reserve)} kept back" if d.reserve else ""
+    yield f"mesh {mesh} ({build.topology['name']}), memory {human(build.memory + d.reserve)} a device{kept}"
+    if "tf32" in d.flops:
+        yield f"products of float32 in {build.precision}: {d.rate('f32') / 1e12:.3g} TFLOP/s a device"
     yield from (*_kinds_text(topo), *_joined_text(topo))
     costs = [duration(r[k]) for k in ("objective_s", "lower_bound_s")]
     yield f"objective {costs[0]}, lower bound {costs[1]}, gap {r['gap']:.2%}{proof(r)}"
     yield from (*accumulate_lines(r), *machine_lines(r))
     busy = [duration(max(simulated[k])) for k in ("compute_s", "transfer_s", "exposed_s")]
-    yield (
-        f"simulated {duration(simulated['seconds'])}: at most {busy[0]} of kernels and {busy[1]} of transfers on one device, "
-        f"{busy[2]} without a kernel"
-    )
+    most = f"at most {busy[0]} of kernels and {busy[1]} of transfers on one device, {busy[2]} without a kernel"
+    yield f"simulated {duration(simulated['seconds'])}: {most}"
     yield from speed(build, simulated)
     yield from plan_lines(plan)
     yield from _fit_text(r.get("fit"))
@@ -446,7 +447,8 @@ def _transfer_text(t: Mapping[str, Any]) -> str:
     head, tail = f"{t['kind']} of '{t['tensor']}'", f"{human(t['bytes'])} in all, {duration(t['seconds'])}"
     if t["group"] is None:
         return f"{head}: {tail}"
-    return f"{head} in groups of {t['group']}: {human(t['payload_bytes'])} per device, {tail} by {t['algorithm']}"
+    sent_as = f", sent as {t['sent_as']}," if t["sent_as"] else ""
+    return f"{head}{sent_as} in groups of {t['group']}: {human(t['payload_bytes'])} per device, {tail} by {t['algorithm']}"
 
 
 def _fit_text(fit: Mapping[str, Any] | None) -> Iterator[str]:

@@ -47,7 +47,8 @@ def _key(row: Row) -> tuple[Any, ...]:
 
 def _moved_text(head: str, rows: Sequence[Row]) -> list[str]:
     one, sent = rows[0], sum(r["bytes"] for r in rows)
-    how = "" if one["group"] is None else f" in groups of {one['group']} by {one['algorithm']}"
+    sent_as = f", sent as {one['sent_as']}," if one["sent_as"] else ""
+    how = "" if one["group"] is None else f"{sent_as} in groups of {one['group']} by {one['algorithm']}"
     return wrapped(f"{head}{one['kind']} of {template(one['name'])}{how}, {human(sent)} in all", INDENT)
 
 

@@ -213,7 +213,8 @@ def test_data_parallel_for_many_sequences(tmp_path: Path) -> None:
 
 def test_sequences_that_start_cut_stay_cut_but_for_attention(tmp_path: Path) -> None:
     """Ulysses: heads for attention, the sequence for all else, and an all-to-all between."""
-    p = Planned(block(tmp_path / "b.onnx", 1, 8192, 1024, 16), layouts=["x:1=8@d0", "y:1=8@d0"])
+    layouts = ["x:1=8@d0", "y:1=8@d0"]
+    p = Planned(block(tmp_path / "b.onnx", 1, 8192, 1024, 16), layouts=layouts, precision="tf32")
     assert [p.cut[n] for n in ("q_proj", "out_proj", "up", "down", "ln1", "ln2")] == ["i", "i", "i", "i", "x1", "x1"]
     assert p.cut["scores"] == "b1" and set(p.transfers) == {"all_to_all"}
 

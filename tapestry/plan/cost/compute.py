@@ -1,7 +1,8 @@
-"""Seconds and bytes of an operation's own block: an additive roofline.
+"""Seconds and bytes of an operation's own block: a roofline (Williams et al. 2009).
 
-``time = launch + FLOPs / rate + bytes / bandwidth``. Adding instead of taking the maximum (Williams et al. 2009) is at
-most twice the roofline, and keeps the search from calling a plan free that reads every weight on every device.
+``time = launch + FLOPs / rate + bytes / bandwidth``. Adding instead of taking the maximum is at most twice the roofline, and
+keeps the search from calling a plan free that reads every weight on every device. Where kernels load while they compute
+(`Device.power`) it is the p-norm of the terms in place of their sum: near the maximum, and still more for each byte.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from tapestry.ir.monoid import MONOIDS
 from tapestry.ir.recognise.contraction import dims_read, dims_varied, inner_product, kept, products
 from tapestry.ir.recognise.running_state import as_scan
 from tapestry.ir.recognise.selection_sum import routed, selection
-from tapestry.ir.state import counted, layered, row_groups, varies
+from tapestry.ir.state import counted, layered, native, row_groups, varies
 from tapestry.ir.types import itemsize
 from tapestry.plan.cost import plugin_costs
 from tapestry.plan.cost.kernel_class import GATHER, kernel_class
@@ -145,6 +146,9 @@ def _quantities(
     for tensor, boxes, counts in reads:
         cells = np.minimum(sizes(boxes), sizes(final)) if picks else sizes(boxes)
         found[tensor] = found.get(tensor, 0) + (cells if counts is None else cells * counts)
+    for tensor, several in ((t, [b for u, b, _ in reads if u == t]) for t in found):
+        if len(several) > 1:  # what overlaps is read from memory once
+            found[tensor] = np.minimum(found[tensor], _hull(several))
     if isinstance(op, Block):
         for tensor, most in ((t, most) for t, most in _places(op) if t in found):
             boxes = (block[:, list(dims)] if body else final[:, list(dims)] for body, dims in most)
@@ -155,6 +159,14 @@ def _quantities(
         written = sum(n * itemsize(graph.tensors[t].dtype) for t, n in zip(op.outs, cells, strict=True))
         return np.zeros_like(read), 10 * np.sum(cells, axis=0), read + written
     return *arithmetic(op, block, final), read + sizes(final) * sum(itemsize(graph.tensors[t].dtype) for t in op.outs)
+
+
+def _hull(several: Sequence[Boxes]) -> np.ndarray:
+    """Cells of the box around some boxes, for every device."""
+    stack = np.stack(several)
+    there = (sizes(stack) > 0)[..., None]
+    lo, hi = np.where(there, stack[..., 0], np.iinfo(np.int64).max).min(axis=0), np.where(there, stack[..., 1], 0).max(axis=0)
+    return sizes(np.stack([np.minimum(lo, hi), hi], axis=-1))
 
 
 @lru_cache(maxsize=1 << 12)
@@ -221,7 +233,16 @@ def _priced(op: Op, graph: Graph, work: tuple[np.ndarray, np.ndarray, np.ndarray
         return plugin_costs.seconds_each(topo.costs, kind, dtype, (heavy, light, moved), devices)
     rates = [rates_of(op, graph, d) for d in topo.kinds or (topo.device,)]
     launch, rate, vector, bandwidth = np.array(rates).T
-    return heavy / rate + light / vector + moved / bandwidth + launch
+    power = topo.each(lambda d: d.power)
+    if np.all(power == 1):
+        return heavy / rate + light / vector + moved / bandwidth + launch
+    return norm([heavy / rate, light / vector, moved / bandwidth], power) + launch
+
+
+def norm(terms: Sequence[np.ndarray], power: np.ndarray) -> np.ndarray:
+    """The p-norm of seconds that run side by side: at least the largest, at most their sum, growing with each."""
+    most = np.maximum(np.max(terms, axis=0), 1e-300)
+    return most * np.sum([(t / most) ** power for t in terms], axis=0) ** (1 / power)
 
 
 def rates_of(op: Op, graph: Graph, device: Device) -> tuple[float, float, float, float]:
@@ -248,12 +269,12 @@ def _factors(op: Block) -> tuple[str, ...]:
     return tuple(op.reads[k].tensor for k in sorted(arg_positions(tuple(e for pair in pairs for e in pair))))
 
 
-def state_bytes(op: Op, block: Boxes) -> int:
-    """Bytes of one device's partial monoid states, as far as they are sent."""
+def state_bytes(op: Op, block: Boxes, topo: Topology | None = None) -> int:
+    """Bytes of one device's partial monoid states, as far as they are sent: as they travel on a topology, or are held."""
     if not isinstance(op, Block) or op.monoid is None:
         return 0
-    total, fixed = 0, counted(op)
+    total, fixed, sent_as = 0, counted(op), native(op) if topo and topo.native_sums else ""
     for k, (e, along) in enumerate(zip(op.body, varies(op), strict=True)):
         cells = int(np.max(sizes(block[:, : len(op.dims)][:, list(along)])))
-        total += 0 if k in fixed else cells * itemsize(e.dtype)
+        total += 0 if k in fixed else cells * itemsize(sent_as or e.dtype)
     return total

@@ -1,7 +1,8 @@
 """A lower bound of what every plan of every rewritten graph costs: what its operations must do at least, evenly shared.
 
 Splits in time and recomputation compute each point of the graph at least once, write each cell and read each cell that is
-needed at least once; a cost is additive in all three. Some device does at least its share of each operation, no device is
+needed at least once; a cost is additive in all three, or a norm of them (the parts' norms are no less than that of their sum).
+Some device does at least its share of each operation, no device is
 faster than the best of them in anything, and each operation is launched. Loads, transfers and what is done twice only add.
 (The bound of the plans in space is not one of these: parts may be spread more evenly than the whole, and their footprints
 leave out gaps that the whole's includes.)
@@ -31,7 +32,7 @@ def least_seconds(graph: Graph, topo: Topology, *, everywhere: bool = True) -> f
         everywhere: whether each device launches each operation; else some device does, as with pipeline stages.
     """
     n, kinds = device_count(topo.mesh), topo.kinds or (topo.device,)
-    total = 0.0
+    total, power = 0.0, np.max(topo.each(lambda d: d.power))
     for op in () if topo.costs else graph.ops:
         whole = np.array([[(0, d.size) for d in op.space]], np.int64).reshape(1, len(op.space), 2)
         heavy, light = compute.arithmetic(op, whole, whole[:, : len(op.dims)])
@@ -39,7 +40,8 @@ def least_seconds(graph: Graph, topo: Topology, *, everywhere: bool = True) -> f
         moved = final * sum(itemsize(graph.tensors[t].dtype) for t in op.outs) + _read_bytes(op, graph, final)
         launch, *best = zip(*(compute.rates_of(op, graph, d) for d in kinds), strict=True)
         work = (float(heavy[0]), float(light[0]), moved)
-        total += min(launch) / (1 if everywhere else n) + sum(w / max(k) for w, k in zip(work, best, strict=True)) / n
+        each = [np.array(w / max(k)) for w, k in zip(work, best, strict=True)]
+        total += min(launch) / (1 if everywhere else n) + float(compute.norm(each, power)) / n
     return total
 
 

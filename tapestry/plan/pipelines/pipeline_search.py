@@ -258,6 +258,7 @@ class _Assembly:
             stage_of=tuple(self.stage_of[i] for i in order),
             arrivals=tuple(Arrival(t, k, layout) for (t, k), layout in self.arrivals.items()),
             inputs=self.pieces.asked.inputs, outputs=self.pieces.asked.outputs, streamed=frozenset(self.streamed),
+            native_sums=self.topo.native_sums,
         )  # fmt: skip
         if stages_refused(plan):  # what runs once makes or reads a value of the host that another stage reads or makes
             return None

@@ -61,7 +61,7 @@ def stage_plan(plan: Plan, k: int) -> Plan:
     )
     return Plan(
         graph=sub, mesh=stage.mesh, strategies=tuple(plan.strategies[i] for i in ops), inputs={**inputs, **received},
-        outputs=outputs, streamed=plan.streamed & set(sub.weights),
+        outputs=outputs, streamed=plan.streamed & set(sub.weights), native_sums=plan.native_sums,
     )  # fmt: skip
 
 

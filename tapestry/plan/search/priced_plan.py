@@ -70,7 +70,7 @@ def schedule(problem: Problem, choice: Sequence[int]) -> tuple[Plan, Program, Sc
     plan = Plan(
         graph=problem.graph, mesh=problem.topo.mesh, inputs=problem.inputs, outputs=problem.outputs,
         strategies=tuple(m.strategies[c] for m, c in zip(problem.menus, choice, strict=True)),
-        streamed=problem.streamed,
+        streamed=problem.streamed, native_sums=problem.topo.native_sums,
     )  # fmt: skip
     return plan, *on_the_clock(problem, plan)
 

@@ -177,16 +177,16 @@ def _menu(op: Op, graph: Graph, topo: Topology, pins: tuple[Pin, ...], given: Ke
     again = (launches - 1) * np.broadcast_to(topo.each(lambda d: d.launch), each.shape[1])[kept]
     for s, block, final, took in zip(offered, blocks, finals, each, strict=True):
         cut = merges(op, s)
-        size = compute.state_bytes(op, block) if cut else 0
+        size = compute.state_bytes(op, block, topo) if cut else 0
         by = reductions(op, s, topo.mesh) if cut else ("", "")
         merges_take = [w.seconds for w in merge(size, cut, topo, by)] if cut else []
         seconds.append(float(np.max(took)) + sum(merges_take) + (launches * topo.device.launch if cut else 0.0))
         own.append(took[kept] + again * bool(cut))
-        left = compute.state_bytes(op, final) if len(merges_take) > 1 else 0  # of what was scattered
+        left = compute.state_bytes(op, final, topo) if len(merges_take) > 1 else 0  # of what was scattered
         second = merge(left, [(a, k) for a, k in cut if not k], topo, by) if left else []
         merging.append(sum(merges_take[:1]) + sum(w.seconds for w in second) + topo.device.launch if cut else 0.0)
         states.append(size)
-        mine.append(compute.state_bytes(op, block[at : at + 1]) if cut else 0)
+        mine.append(compute.state_bytes(op, block[at : at + 1], None) if cut else 0)
     widths = [itemsize(graph.tensors[t].dtype) for t in op.outs]
     held = [[out_layout(op, s.out, n) for n in range(len(op.outs))] for s in offered]
     outs = [

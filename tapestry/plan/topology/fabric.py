@@ -23,7 +23,11 @@ HOST, HOST_LATENCY = 1.0e10, 1e-5  # B/s and s of a load from the host, where a 
 class Device:
     """One kind of device: memory in bytes, bandwidth of its memory in B/s, time to start a kernel in s.
 
-    ``flops`` gives FLOP/s of contractions by dtype ("other" for the rest); element-wise work runs at ``vector`` FLOP/s.
+    ``flops`` gives FLOP/s of contractions by dtype ("other" for the rest), and of f32 rounded to TF32 as "tf32" where the
+    device has units for it; element-wise work runs at ``vector`` FLOP/s. ``reserve``: bytes that plans leave free beside
+    ``memory``.
+    ``power`` says how seconds of arithmetic and of memory add up in a kernel: by their p-norm. 1: one after the other; 4: side
+    by side, but that the shorter one still counts.
     Weights that are streamed come from the host at ``host`` B/s, after ``host_latency`` s for each load.
     ``watts`` are what it draws while a plan runs, ``price`` is what it costs per hour; 0: nothing is known.
     ``classes`` gives what was measured of single classes of kernels (`measured_costs.CLASSES`), with rates of f32.
@@ -39,11 +43,22 @@ class Device:
     name: str = ""
     watts: float = 0.0
     price: float = 0.0
+    reserve: int = 0
+    power: float = 1.0
     classes: Mapping[str, KernelRates] = field(default_factory=dict[str, KernelRates])
 
-    def rate(self, dtype: str) -> float:
-        """FLOP/s of contractions in a dtype."""
-        return self.flops.get(dtype, self.flops["other"])
+    def rate(self, dtype: str, precision: str = "ieee") -> float:
+        """FLOP/s of contractions in a dtype; ``precision``: of f32, where the device tells rates apart."""
+        if dtype == "f32" and precision != "ieee" and "tf32" in self.flops:
+            return self.flops["tf32"] / (3 if precision == "tf32x3" else 1)  # three products
+        return self.flops.get(dtype, self.flops["f32" if dtype == "tf32" and "f32" in self.flops else "other"])
+
+    def at_precision(self, precision: str) -> Device:
+        """The device with ``f32`` at the rate of a precision, in all classes of products, too."""
+        rate = self.rate("f32", precision)
+        scale = rate / self.rate("f32")
+        classes = {k: replace(v, rate=v.rate * scale) if k in PRODUCTS else v for k, v in self.classes.items()}
+        return self if scale == 1 else replace(self, flops={**self.flops, "f32": rate}, classes=classes)
 
     def kernel(self, kind: str, dtype: str) -> KernelRates:
         """What kernels of a class take; the common rates where neither the class nor one like it was measured. Those of
@@ -104,6 +119,7 @@ class Topology:
         overlap: whether a device's transfers run beside its kernels.
         alone: a device while no other one works, where that was measured.
         margin: the share by which several devices must be predicted to beat one device: how far measured times are off.
+        native_sums: whether partial sums travel in the dtype of the results (`ir.plan.Plan`).
         costs: the plug-in that prices kernels in the place of the roofline (`cost.plugin_costs`), if any.
     """
 
@@ -119,6 +135,7 @@ class Topology:
     alone: Device | None = None
     margin: float = 0.0
     costs: str = ""
+    native_sums: bool = False
 
     def call_seconds(self, call: str, group: int, nbytes: float, stride: int = 0) -> float | None:
         """Seconds of a backend call as measured (`measured_costs.CallTimes` says of which bytes); ``None`` where it was not.
@@ -214,7 +231,8 @@ def weakest(kinds: Sequence[Device]) -> Device:
     """What all of some devices have at least, and the longest time to start a kernel."""
     dtypes = dict.fromkeys(t for d in kinds for t in d.flops)
     return Device(
-        watts=max(d.watts for d in kinds), price=max(d.price for d in kinds),
+        watts=max(d.watts for d in kinds), price=max(d.price for d in kinds), power=min(d.power for d in kinds),
+        reserve=min(kinds, key=lambda d: d.memory).reserve,
         memory=min(d.memory for d in kinds), bandwidth=min(d.bandwidth for d in kinds), launch=max(d.launch for d in kinds),
         vector=min(d.vector for d in kinds), host=min(d.host for d in kinds),
         host_latency=max(d.host_latency for d in kinds), flops={t: min(d.rate(t) for d in kinds) for t in dtypes},

@@ -110,6 +110,14 @@ def read_margin(data: Mapping[str, Any]) -> float:
     return found
 
 
+def read_power(data: Mapping[str, Any]) -> float:
+    """``power`` of a device; 1 where it says nothing."""
+    found = float(data.get("power", 1.0))
+    if not 1 <= found <= 64:
+        raise ValueError("'power' is between 1 and 64")
+    return found
+
+
 def read_overlap(data: Mapping[str, Any]) -> bool:
     """``overlap`` of a file; true where it says nothing."""
     found = data.get("overlap", True)

@@ -1,4 +1,8 @@
-"""Topologies by name, for meshes of any size. Where the figures come from: docs/topology.md."""
+"""Topologies by name, for meshes of any size, and the rates of GPUs, which price plans and kernels alike.
+
+Of GPUs the figures are those of the vendor's data sheet (dense), times the shares of them that large products and copies
+reach: a product of 8192^3 in bf16 ran at 769 to 798 of 989 TFLOP/s on an H200, a copy at 4.3 of 4.8 TB/s.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +48,46 @@ class Source:
     alone: Device | None = None
     margin: float = 0.0
     costs: str = ""
+    reserve: float = 0.0  # the share of memory that plans leave free
 
+
+# Shares of a data sheet's figures that are reached. Of float32 without matrix units, which is also all element-wise work, it is
+# an estimate: power limits an H100's clock less there.
+MATRIX, VECTOR, MEMORY = 0.8, 0.9, 0.9
+POWER = 4.0  # a kernel loads while it computes: where loads and products take equally long, 1.19 times either
+EIGHTS = ("f8e4m3fn", "f8e5m2", "f8e4m3fnuz", "f8e5m2fnuz")
+
+
+def _gpu(
+    memory: float, bandwidth: float, half: float, tf32: float, vector: float, i8: float, f8: float, host: float = 5.0e10
+) -> Device:  # fmt: skip
+    """A GPU from its data sheet, in GiB that a process can use and TFLOP/s; ``vector``: of float32 without matrix units."""
+    flops = {"bf16": half, "f16": half, **dict.fromkeys(("i8", "u8"), i8), **dict.fromkeys(EIGHTS, f8)}
+    flops |= {"tf32": tf32} if tf32 else {}
+    plain = vector * VECTOR * 1e12
+    return Device(
+        memory=int(memory * GiB), bandwidth=bandwidth * MEMORY, launch=3e-6, vector=plain, host=host, power=POWER,
+        flops={**{t: x * MATRIX * 1e12 for t, x in flops.items()}, "f32": plain, "other": plain},
+    )  # fmt: skip
+
+
+# Memory is what a process can use: what nvidia-smi shows (H100: 81559 MiB, H200: 143771 MiB, A100 PCIe: 40960 MiB) less what
+# the driver keeps (torch says 79.2, 139.8 and 39.5 GiB) and a context takes (0.5 to 1 GiB). Cards that are no preset are here
+# for their rates. What has no units for f8 widens it to f16.
+GPUS = {
+    "h100": _gpu(78, 3.35e12, 989, 495, 67, 1979, 1979),  # SXM, NVIDIA H100 data sheet
+    "h200": _gpu(139, 4.8e12, 989, 495, 67, 1979, 1979),  # SXM, NVIDIA H200 data sheet
+    "a100-pcie": _gpu(38.8, 1.555e12, 312, 156, 19.5, 624, 312, host=2.0e10),  # 40 GB, NVIDIA A100 data sheet
+    "a40": _gpu(44, 6.96e11, 150, 74.8, 37.4, 299, 150),
+    "l40s": _gpu(44, 8.64e11, 362, 183, 91.6, 733, 733),
+    "b200": _gpu(175, 8.0e12, 2250, 1100, 75, 4500, 4500),
+    "mi300x": _gpu(184, 5.3e12, 1300, 0, 163, 2600, 2600),  # Triton has no TF32 there
+}
+CHIP_OF = {
+    "h100": "sm90", "h200": "sm90", "a100-pcie": "sm80", "a40": "sm86", "l40s": "sm89", "b200": "sm100", "mi300x": "gfx942",
+}  # fmt: skip
+NVLINK = (Level(8, Link(2e-6, 1 / 4.5e11)), Level(REST, Link(5e-6, 1 / 5.0e10)))
+RESERVE = 0.08  # of a GPU: contexts and buffers of communication libraries, and what fragments; an estimate
 
 SOURCES = {
     "cpu": Source(
@@ -53,18 +96,9 @@ SOURCES = {
         (Level(REST, Link(5e-6, 1 / 1e10)),),
         overlap=False,  # what carries messages takes a core's time: a quarter to a third was hidden where it was measured
     ),
-    "h100": Source(
-        Device(memory=80 * GiB, bandwidth=3.35e12, launch=3e-6, vector=6.0e13,
-               flops={"bf16": 7.9e14, "f16": 7.9e14, "f32": 4.0e14, "other": 6.0e13,
-                      **dict.fromkeys(("f8e4m3fn", "f8e5m2", "i8", "u8"), 1.58e15)}, host=5.0e10),
-        (Level(8, Link(2e-6, 1 / 4.5e11)), Level(REST, Link(5e-6, 1 / 5.0e10))),
-    ),
-    "a100-pcie": Source(
-        Device(memory=40 * GiB, bandwidth=1.55e12, launch=3e-6, vector=1.9e13,
-               flops={"bf16": 2.5e14, "f16": 2.5e14, "f32": 1.2e14, "other": 1.9e13,
-                      **dict.fromkeys(("f8e4m3fn", "f8e5m2"), 2.5e14), **dict.fromkeys(("i8", "u8"), 5.0e14)}, host=2.0e10),
-        (Level(REST, Link(4e-6, 1 / 2.5e10)),),
-    ),
+    "h100": Source(GPUS["h100"], NVLINK, reserve=RESERVE),
+    "h200": Source(GPUS["h200"], NVLINK, reserve=RESERVE),
+    "a100-pcie": Source(GPUS["a100-pcie"], (Level(REST, Link(4e-6, 1 / 2.5e10)),), reserve=RESERVE),
     "tpu": Source(
         Device(memory=32 * GiB, bandwidth=1.2e12, launch=2e-6, vector=4.3e12,
                flops={"bf16": 2.75e14, "f16": 4.6e13, "f32": 4.6e13, "other": 4.3e12}, host=1.6e10),

@@ -10,7 +10,15 @@ from typing import Any
 from tapestry.errors import TapestryError
 from tapestry.ir.plan import MeshAxis, device_count
 from tapestry.plan.topology.fabric import HOST, HOST_LATENCY, Device, Fabric, Link, Topology, Wire, divides
-from tapestry.plan.topology.measured_costs import calls_data, classes_data, read_calls, read_classes, read_margin, read_overlap
+from tapestry.plan.topology.measured_costs import (
+    calls_data,
+    classes_data,
+    read_calls,
+    read_classes,
+    read_margin,
+    read_overlap,
+    read_power,
+)
 from tapestry.plan.topology.routing import routes
 
 
@@ -21,6 +29,8 @@ def to_data(topo: Topology) -> dict[str, Any]:
         "links": [{"alpha": k.alpha, "beta": k.beta} for k in topo.links],
         "device": device_data(topo.device),
     }  # fmt: skip
+    if topo.native_sums:
+        out["native_sums"] = True
     if topo.kinds:
         distinct = [d for n, d in enumerate(topo.kinds) if d not in topo.kinds[:n]]
         out["kinds"] = [device_data(d) for d in distinct]
@@ -72,7 +82,7 @@ def from_data(data: Mapping[str, Any]) -> Topology:
             name=str(data["name"]), mesh=mesh, links=links, device=device, joined=tuple(map(_fabric, data.get("joined", ()))),
             notes=tuple(map(str, data.get("notes", ()))), kinds=kinds, calls=read_calls(data.get("collectives", ())),
             overlap=read_overlap(data), alone=_device(data["alone"]) if "alone" in data else None,
-            margin=read_margin(data), costs=str(data.get("costs", "")),
+            margin=read_margin(data), costs=str(data.get("costs", "")), native_sums=data.get("native_sums", False) is True,
         )  # fmt: skip
     except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError) as e:
         raise TapestryError(f"not a topology: {type(e).__name__} {e}", hint="compile the model again") from None
@@ -105,7 +115,8 @@ def device_data(d: Device) -> dict[str, Any]:
     }
     if d.classes:
         out["classes"] = classes_data(d.classes)
-    out |= {k: v for k, v in (("watts", d.watts), ("price", d.price)) if v}
+    out |= {k: v for k, v in (("watts", d.watts), ("price", d.price), ("reserve", d.reserve)) if v}
+    out |= {"power": d.power} if d.power != 1 else {}
     return {**out, "name": d.name} if d.name else out
 
 
@@ -115,6 +126,7 @@ def _device(d: Mapping[str, Any]) -> Device:
         flops={str(k): float(v) for k, v in d["flops"].items()}, name=str(d.get("name", "")),
         host=float(d.get("host", HOST)), host_latency=float(d.get("host_latency", HOST_LATENCY)),
         classes=read_classes(d.get("classes", {})), watts=float(d.get("watts", 0.0)), price=float(d.get("price", 0.0)),
+        reserve=int(d.get("reserve", 0)), power=read_power(d),
     )  # fmt: skip
 
 

@@ -15,18 +15,24 @@ from tapestry.interop import instance_map
 from tapestry.ir.plan import Mesh, MeshAxis, coordinates, device_count
 from tapestry.plan.topology.fabric import HOST, HOST_LATENCY, Device, Link, Topology, weakest
 from tapestry.plan.topology.join import joined
-from tapestry.plan.topology.measured_costs import read_calls, read_classes, read_margin, read_overlap
+from tapestry.plan.topology.measured_costs import read_calls, read_classes, read_margin, read_overlap, read_power
 from tapestry.plan.topology.meshes import parse_mesh
 from tapestry.plan.topology.presets import PRESETS, REST, SOURCES, GiB, Level, Other, Source
 from tapestry.plugins import entry_points as plugins
 
 __all__ = ["GiB", "default_mesh", "linked", "parse_bytes", "topology"]
 KIND = "topologies"  # of plug-ins
-__all__ = ["GiB", "default_mesh", "parse_bytes", "topology"]
 
 
-def topology(mesh: Mesh, source: str = "cpu", memory: int | None = None) -> Topology:
+def topology(
+    mesh: Mesh, source: str = "cpu", memory: int | None = None, *, precision: str = "ieee", reserve: str | None = None
+) -> Topology:  # fmt: skip
     """A topology from a preset's name or a JSON file, for a mesh; ``memory`` (bytes per device) overrides its own.
+
+    Args:
+        precision: of products of f32, whose rate is then that of f32 where the devices have several.
+        reserve: what plans leave free of each device's memory, in percent or bytes; by default the preset's share, and nothing
+            where ``memory`` is given.
 
     Raises:
         TapestryError: the file does not read, or does not fit the mesh; a device that cannot reach another is named.
@@ -39,8 +45,11 @@ def topology(mesh: Mesh, source: str = "cpu", memory: int | None = None) -> Topo
         raise TapestryError(e.what, where=e.where or source, why=e.why, hint=e.hint) from None
     alone = found.alone
     if memory is not None:
-        kinds = [replace(d, memory=memory) for d in kinds]
-        alone = alone and replace(alone, memory=memory)
+        kinds = [replace(d, memory=memory, reserve=0) for d in kinds]
+        alone = alone and replace(alone, memory=memory, reserve=0)
+    keep = reserve or f"{0 if memory else found.reserve:.0%}"
+    kinds = [_kept_back(d, keep).at_precision(precision) for d in kinds]
+    alone = alone and _kept_back(alone, keep).at_precision(precision)
     if alone and device_count(mesh) == 1:  # no other works
         kinds = [alone]
     out = Topology(
@@ -61,6 +70,17 @@ def linked(topo: Topology, links: str) -> Topology:
     spec: dict[str, Any] = {"map": links, "alpha": slowest.alpha, "beta": slowest.beta, "sizes": (), "links": {}}
     found, fabrics, notes = joined(Source(topo.device, (), {}, spec), topo.mesh)
     return replace(topo, name=f"{topo.name}, links of the model", links=found, joined=fabrics, notes=notes, calls=())
+
+
+def _kept_back(d: Device, reserve: str) -> Device:
+    """The device with the memory that plans may use."""
+    percent = re.fullmatch(r"\s*([0-9]{1,9}(?:\.[0-9]{1,9})?)\s*%\s*", reserve)
+    zero = re.fullmatch(r"\s*0+\s*([kKMGT]?i?[bB])?\s*", reserve)
+    kept = int(d.memory * float(percent.group(1)) / 100) if percent else 0 if zero else parse_bytes(reserve)
+    if kept >= d.memory:
+        what = f"'{reserve}' leaves nothing of {d.memory} bytes"
+        raise TapestryError(what, where="--memory-reserve", hint="less than the memory: 8%, or 2GiB")
+    return replace(d, memory=d.memory - kept, reserve=d.reserve + kept)
 
 
 def _kinds(source: Source, mesh: Mesh) -> list[Device]:
@@ -162,6 +182,7 @@ def _device(d: Mapping[str, Any]) -> Device:
         vector=float(d.get("vector", flops["other"])), flops=flops, host=float(d.get("host", HOST)),
         host_latency=float(d.get("host_latency", HOST_LATENCY)), name=str(d.get("name", "")),
         classes=read_classes(d.get("classes", {})), watts=float(d.get("watts", 0.0)), price=float(d.get("price", 0.0)),
+        reserve=int(d.get("reserve", 0)), power=read_power(d),
     )  # fmt: skip
 
 

@@ -52,8 +52,8 @@ class _Merge(Move):
         return bool(self.step.known and self.step.known[k])
 
     def dtype(self, k: int) -> torch.dtype:
-        """The dtype of one field."""
-        return arrays.torch_dtype(self.rank.program.buffers[self.step.srcs[k]].dtype)
+        """The dtype in which one field travels."""
+        return arrays.torch_dtype(self.step.sent_as or self.rank.program.buffers[self.step.srcs[k]].dtype)
 
     def count(self, k: int, device: int, group: tuple[int, ...]) -> None:
         """Note how a field that counts is filled: with one number."""
@@ -77,6 +77,7 @@ class MergeByCall(_Merge):
     works: list[dist.Work] = field(default_factory=list[dist.Work])
     calls: list[Start] = field(default_factory=list[Start])
     packed: list[tuple[Tensor, str, Box]] = field(default_factory=list[tuple[Tensor, str, Box]])
+    narrow: list[tuple[Tensor, Tensor]] = field(default_factory=list[tuple[Tensor, Tensor]])
 
     @property
     def collective(self) -> bool:
@@ -92,10 +93,13 @@ class MergeByCall(_Merge):
         return [k for k in range(len(self.step.srcs)) if not self.counted(k)] if self.group else []
 
     def reserve(self, buffers: MessageBuffers) -> None:
-        """Parts for each of the group, of a reduce-scatter."""
-        for k in self._fields() if self.call.name == REDUCE_SCATTER else ():
-            part = self.rank.program.buffers[self.step.dsts[k]].nbytes(self.rank.wire.rank)
-            buffers.reserve(f"{self.at} parts {k}", self.at, self.use, len(self.group) * part)
+        """Parts for each of the group, of a reduce-scatter, and results that come in a dtype of their own."""
+        for k in self._fields():
+            part = int(self.step.nbytes(self.rank.program.buffers[self.step.dsts[k]])[self.rank.wire.rank])
+            if self.call.name == REDUCE_SCATTER:
+                buffers.reserve(f"{self.at} parts {k}", self.at, self.use, len(self.group) * part)
+            if self.step.sent_as:
+                buffers.reserve(f"{self.at} narrow {k}", self.at, self.use, part)
 
     def prepare(self, buffers: MessageBuffers) -> None:
         """The team, and what every call is given."""
@@ -111,7 +115,8 @@ class MergeByCall(_Merge):
                 self.count(k, d, self.group)
                 continue
             phases = 2 if self.call.name == ALL_REDUCE else 1  # rings: (n-1)/n of what goes in, in each
-            first, end = cut(phases * (n - 1) * self.rank.program.buffers[self.step.srcs[k]].nbytes(d), n, place)
+            held = int(self.step.nbytes(self.rank.program.buffers[self.step.srcs[k]])[d])
+            first, end = cut(phases * (n - 1) * held, n, place)
             self.sent += end - first
             if end > first:
                 self.make(k, self.team, buffers)
@@ -120,6 +125,9 @@ class MergeByCall(_Merge):
         """The call of one field, and the copies before it."""
         d, src, dst = self.rank.wire.rank, self.step.srcs[k], self.step.dsts[k]
         there = self.rank.placed[d, dst]
+        if self.step.sent_as:
+            wide, there = there, buffers.view(f"{self.at} narrow {k}", self.dtype(k), tuple(there.shape))
+            self.narrow.append((wide, there))
         if self.call.name == ALL_REDUCE:
             self.packed.append((there, src, self.rank.box(d, dst)))
             self.calls.append(partial(self.rank.wire.all_reduce(team, self.at, self.call.op), _numbers(there)))
@@ -144,6 +152,8 @@ class MergeByCall(_Merge):
         """Wait."""
         while self.works:
             self.rank.wire.wait(self.works.pop(0), self.others, self.at)
+        for wide, came in self.narrow:
+            wide.copy_(came)
         if self.counts:
             self.fill_counts()
         return bool(self.others)
@@ -248,8 +258,10 @@ class MergeByMessages(_Merge):
         """What one device has of another's part of one field."""
         src, box = self.step.srcs[k], self.rank.box
         if self.whole(group):
-            return self.rank.part(sender, src, box(receiver, self.step.dsts[k]))
-        return self.part(group, self.rank.array(sender, src), box(sender, src), receiver)
+            found = self.rank.part(sender, src, box(receiver, self.step.dsts[k]))
+        else:
+            found = self.part(group, self.rank.array(sender, src), box(sender, src), receiver)
+        return found.to(self.dtype(k)) if self.step.sent_as else found
 
     def _describe(self, out: PointToPoint, group: tuple[int, ...], k: int, sender: int, receiver: int, *, back: bool) -> None:
         """One message of states on their way to who merges them, or of merged ones on their way back."""
@@ -262,14 +274,16 @@ class MergeByMessages(_Merge):
         where = take = None
         if owner[sender] == mine:
             take = partial(self._merged, sender, k) if back else partial(self.taken, group, k, sender, receiver)
-        elif back:
+        elif back and not self.step.sent_as:
             where = partial(self._rows, group, k, receiver, sender)
         src, dst = (self.rank.box(d, n) for d, n in ((sender, self.step.srcs[k]), (receiver, self.step.dsts[k])))
+        packed = not back and (owner[receiver] == mine or (self.whole(group) and not in_one_piece(dst, src)))
+        packed = packed or bool(self.step.sent_as)  # in a dtype of its own
         piece = Piece(
             name=f"{self.step.srcs[k]}@{sender}>{receiver}{' back' if back else ''}",
             peer=owner[sender] if owner[receiver] == mine else owner[receiver],
             tag=self.rank.tag(self.at, int(back), sender, receiver), extents=extents, dtype=self.dtype(k), where=where,
-            take=take, packed=not back and (owner[receiver] == mine or (self.whole(group) and not in_one_piece(dst, src))),
+            take=take, packed=packed,
         )  # fmt: skip
         (out.sends if owner[sender] == mine else out.receives).append(piece)
 
@@ -312,16 +326,30 @@ class MergeByMessages(_Merge):
         for g in self.groups():
             for d in self.mine(g):
                 states = [[self._state(k, e, d, came) for k in range(len(self.step.srcs))] for e in g]
-                self.merged[d] = self.rank.target.merge(self.rank.monoid(self.step.op), states)
+                self.merged[d] = self._merge(states)
         back.post()
         for g in self.groups():
             for d in self.mine(g):
                 self._put(g, d)
-        back.wait()
+        arrived = back.wait()
+        for g in self.groups() if self.step.sent_as else ():
+            for d in self.mine(g):
+                for k in self.fields():
+                    names = {e: f"{self.step.srcs[k]}@{e}>{d} back" for e in g}
+                    for e in (e for e in g if names[e] in arrived):
+                        self._rows(g, k, d, e).copy_(arrived[names[e]])
         self.fill_counts()
         self.own.clear()
         self.merged.clear()
         return bool(there.receives)
+
+    def _merge(self, states: list[list[Array]]) -> list[Array]:
+        """Merged states, in the dtypes in which they travel; sums are of wide numbers."""
+        wide = [arrays.torch_dtype(self.rank.program.buffers[n].dtype) for n in self.step.srcs]
+        if self.step.sent_as:
+            states = [[a.to(w) for a, w in zip(s, wide, strict=True)] for s in states]
+        merged = self.rank.target.merge(self.rank.monoid(self.step.op), states)
+        return [a.to(self.dtype(k)) for k, a in enumerate(merged)] if self.step.sent_as else merged
 
     def _state(self, k: int, sender: int, receiver: int, came: dict[str, Tensor]) -> Array:
         """One field of what one device gives to the part that another one merges."""
@@ -346,6 +374,7 @@ def merge(rank: RankExecutor, at: int, step: Reduce, use: int, call: Call) -> Mo
     if rank.one_device_each and call.name in (ALL_REDUCE, REDUCE_SCATTER) and len(call.groups[0]) > 1:
         names = step.sent
         boxes = [[rank.program.buffers[b].boxes for b in side] for side in (step.srcs, step.dsts)]
-        alone = call.name == ALL_REDUCE and boxes[0] == boxes[1] and all(rank.dies_at(at, b) for b in names)
+        whole = call.name == ALL_REDUCE and not step.sent_as and boxes[0] == boxes[1]
+        alone = whole and all(rank.dies_at(at, b) for b in names)
         return (MergeInPlace if alone else MergeByCall)(rank, at, use, step=step, call=call)
     return MergeByMessages(rank, at, use, step=step, call=call)

@@ -221,9 +221,9 @@ class GpuExecutor(Executor):
 
         return call
 
-    def merge(self, monoid: str, states: list[list[Array]], into: list[list[Array]]) -> None:
+    def merge(self, monoid: str, states: list[list[Array]], into: list[list[Array]], sent_as: str = "") -> None:
         """Record a merge."""
-        self.do(partial(self._merge, monoid, states, into), self.binding.merges_on_host(states[0]))
+        self.do(partial(self._merge, monoid, states, into, sent_as), self.binding.merges_on_host(states[0]))
 
     def _capture(self) -> None:
         """Each part that is the device's alone becomes a CUDA graph."""

@@ -358,7 +358,7 @@ class SurvivingExecutor(RankExecutor):
         states = [[self._state(at, step, k, e, box, device) for k, box in enumerate(boxes)] for e in group]
         if not self._mine(device):
             return
-        merged = self.target.merge(self.monoid(step.op), states)
+        merged = self.merged_as_sent(self.monoid(step.op), states, step.sent_as)
         for name, box, a in zip(step.dsts, boxes, merged, strict=True):
             dtype = self.program.buffers[name].dtype
             self._home(device).held.arrays[device][name] = arrays.assemble(box, dtype, [(box, a)], self.target.device)

@@ -137,7 +137,7 @@ class AnyOrderExecutor(LocalExecutor):
         group = next(g for g in step.groups if device in g)
         boxes = [self.box(device, n) for n in step.dsts]
         states = [[self._state(step, k, e, box, values) for k, box in enumerate(boxes)] for e in group]
-        merged = self.target.merge(self.monoid(step.op), states)
+        merged = self.merged_as_sent(self.monoid(step.op), states, step.sent_as)
         dtypes = [self.program.buffers[n].dtype for n in step.dsts]
         there = zip(boxes, dtypes, merged, strict=True)
         return [arrays.assemble(box, dtype, [(box, a)], self.target.device) for box, dtype, a in there]

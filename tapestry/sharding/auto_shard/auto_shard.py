@@ -123,7 +123,10 @@ def auto_shard(
     clock = _Clock(report)
     path = options.model.absolute()
     topo = topology(
-        (MeshAxis("d0", options.devices),), options.topology, parse_bytes(options.memory) if options.memory else None
+        (MeshAxis("d0", options.devices),),
+        options.topology,
+        parse_bytes(options.memory) if options.memory else None,
+        reserve="0",  # proportions leave some
     )
     model = load(path)
     target = stage_annotations.output_path(path, options.output)

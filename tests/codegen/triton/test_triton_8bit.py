@@ -210,8 +210,8 @@ def test_attention(kind: str) -> None:
 def test_passes_of_an_operation_with_a_long_name_have_names_of_their_own(length: int) -> None:
     """Both operands are copied into rows first; names are cut at forty letters, behind which the passes differ."""
     name = "y" * length
-    text = f"""graph g input x: i8[35, 39] input w: i8[37, 39]
-        {name}: i32[35, 37] = op [i: 35, n: 37 | m: 39 sum] reads x[i, m], w[n, m] body cast(x, i32) * cast(w, i32)
+    text = f"""graph g input x: i8[350, 390] input w: i8[370, 390]
+        {name}: i32[350, 370] = op [i: 350, n: 370 | m: 390 sum] reads x[i, m], w[n, m] body cast(x, i32) * cast(w, i32)
         output {name}"""
     graph = parse(text)
     functions = re.findall(r"^def (y\w*|pass\w*)\(", source_of(text), re.M)

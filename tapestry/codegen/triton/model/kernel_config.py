@@ -118,7 +118,7 @@ def _dot(form: KernelForm, chip: Chip) -> list[tuple[float, KernelConfig]]:
     least = 16 if size > 1 else 32  # points of k that a matrix instruction takes
     tall, wide = len({a for a, _ in c.pairs}), len({b for _, b in c.pairs})  # distinct factors on either side
     gathered = rough or (half and not ready and not (smooth if size == 1 else _runs(form, c)))  # elements one by one
-    slow = max(3.0, chip.flops[c.operand] / chip.units / _GATHERED) if gathered else 1.0
+    slow = max(3.0, chip.rate(c.operand, form.precision) / chip.units / _GATHERED) if gathered else 1.0
     # wgmma and tcgen05 take 64 rows at least
     tall_enough = 64 if (half or form.precision != "ieee") and chip.arch in (90, 100) and m >= 64 and n >= 64 else 16
     table = [row for row in _table(form, half) if row[0] >= tall_enough]
@@ -259,16 +259,14 @@ def _dot_seconds(
     """
     batch, m, n, depth = extents
     size = operand_size(operand)
-    peak = chip.flops["vector" if precision == "ieee" else "tf32"] if operand == "f32" else chip.flops[operand]
-    peak /= 3 if precision == "tf32x3" and size == 4 else 1
     reuse = min(1.0, (k.bm * k.bn / (k.bm + k.bn) / _FULL_TILE) ** 0.5)
-    rate = peak / chip.units * reuse * (1.0 if k.descriptors else _PLAIN_LOADS)
+    rate = chip.rate(operand, precision) / chip.units * reuse * (1.0 if k.descriptors else _PLAIN_LOADS)
     tiles = batch * -(-m // k.bm) * -(-n // k.bn) * k.split_k
     share = -(-depth // k.split_k)
     waves = -(-tiles // chip.units)
     fill = _FILL if k.persistent else _FILL * min(waves, 4)
     compute = waves * 2 * k.bm * k.bn * -(-share // k.bk) * k.bk / rate + fill
-    compute += waves * k.bm * k.bn * after / (chip.flops["vector"] / 2 / chip.units)
+    compute += waves * k.bm * k.bn * after / (chip.card.vector / 2 / chip.units)
     moved = batch * (m * depth + depth * n + m * n) * size
     from_cache = tiles * (k.bm + k.bn) * share * size / (_CACHE * chip.bandwidth)
     reached = min(1.0, _FEW_PROGRAMS + (1 - _FEW_PROGRAMS) * tiles / chip.units)

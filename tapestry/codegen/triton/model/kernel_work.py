@@ -57,7 +57,8 @@ def work_of(graph: Graph, kernel: Kernel, op: KernelForm) -> Work:
 
 
 def roofline(work: Work, op: KernelForm, chip: Chip, waves: float = 1.0) -> float:
-    """Seconds that the chip needs at least: memory, matrix units and the other units each at their peak, side by side.
+    """Seconds that the chip needs at least: memory, matrix units and the other units side by side, each at the rate that
+    the planner has of it.
 
     Args:
         waves: how much longer the units take because the last of them wait for nobody else's programs.
@@ -65,8 +66,8 @@ def roofline(work: Work, op: KernelForm, chip: Chip, waves: float = 1.0) -> floa
     shares = [(op.product.operand if op.product is not None else "f32", 1)]
     if (s := op.streamed) is not None:  # two products, by the FLOPs of each
         shares = [(s.operand, points(s.depth)), (s.weighted, points(s.columns))]
-    matrix = sum(n / _peak(operand, op.precision, chip) for operand, n in shares) / sum(n for _, n in shares)
-    units = max(work.matrix_flops * matrix, work.other_flops / chip.flops["vector"])
+    matrix = sum(n / chip.rate(operand, op.precision) for operand, n in shares) / sum(n for _, n in shares)
+    units = max(work.matrix_flops * matrix, work.other_flops / chip.card.vector)
     return max(work.bytes / chip.bandwidth, units * waves)
 
 
@@ -77,12 +78,6 @@ def predicted(work: Work, op: KernelForm, chip: Chip, programs: int, in_flight: 
     """
     waves = -(-programs // chip.units) * chip.units / max(1, programs)
     return max(roofline(work, op, chip, waves), work.bytes * LATENCY / in_flight if in_flight else 0.0)
-
-
-def _peak(operand: str, precision: str, chip: Chip) -> float:
-    """FLOP/s of products of an operand."""
-    kind = operand if operand in chip.flops else "vector" if precision == "ieee" else "tf32"
-    return chip.flops[kind] / (3 if precision == "tf32x3" and kind == "tf32" else 1)
 
 
 def _flops(op: KernelForm) -> tuple[int, int]:

@@ -12,7 +12,7 @@ from tapestry.codegen.triton.emit.source import Pass, TritonKernel
 from tapestry.codegen.triton.model.kernel_work import predicted, roofline, work_of
 from tapestry.codegen.triton.run.compile_ahead import Compiled
 from tapestry.codegen.triton.run.machine_code import MATRIX, Resources
-from tapestry.codegen.triton.task.chips import CHIPS, Chip
+from tapestry.codegen.triton.task.chips import Chip, chip_of
 from tapestry.codegen.triton.task.kernel_choice import kernel_form
 from tapestry.codegen.triton.task.kernel_form import on_chip
 from tapestry.codegen.triton.task.lowered import points
@@ -40,16 +40,17 @@ def matrix_instruction(found: Resources) -> str:
 
 def rows_of(
     graph: Graph, kernel: Kernel, made: TritonKernel, stem: str, compiled: Sequence[Compiled], launches: int,
-    refused: Sequence[Mapping[str, Any]] = (),
+    refused: Sequence[Mapping[str, Any]] = (), gpu: str = "",
 ) -> list[dict[str, Any]]:  # fmt: skip
     """A row for each pass of a kernel; work and times are those of the whole kernel and stand in its last row.
 
     Args:
         refused: candidates that were passed over before this one.
+        gpu: the card that the plan is for.
     """
     op = graph.ops[kernel.op]
     assert isinstance(op, Block)
-    chip = CHIPS[compiled[0].target]
+    chip = chip_of(compiled[0].target, gpu)
     found = on_chip(kernel_form(graph, kernel, made.precision), chip)
     work = work_of(graph, kernel, found)
     config = asdict(made.config)
