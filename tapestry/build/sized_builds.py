@@ -71,12 +71,12 @@ class SizedBuild:
     Attributes:
         symbols: what has more than one size.
         asked: all sizes.
-        inputs: for each axis of an input a symbol, or a size.
+        inputs: for each axis of an input a symbol, a size, or what follows from symbols.
     """
 
     symbols: tuple[str, ...]
     asked: Region
-    inputs: Mapping[str, tuple[str | int, ...]]
+    inputs: Mapping[str, tuple[str | int | Formula, ...]]
     regions: tuple[SizedRegion, ...]
 
     def sizes_of(self, shapes: Mapping[str, Sequence[int]]) -> Sizes:
@@ -161,7 +161,7 @@ class _Region(msgspec.Struct, forbid_unknown_fields=True):
 class _Document(msgspec.Struct, forbid_unknown_fields=True):
     version: int
     symbols: tuple[str, ...]
-    inputs: dict[str, tuple[str | int, ...]]
+    inputs: dict[str, tuple[str | int | Formula, ...]]
     asked: tuple[tuple[int, ...], tuple[int, ...], dict[int, tuple[int, ...]]]
     regions: list[_Region]
 

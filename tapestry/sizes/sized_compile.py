@@ -19,7 +19,7 @@ from tapestry.errors import ModelError, TapestryError
 from tapestry.ir.sizes.size_formula import Formula, Region, Sizes
 from tapestry.ir.sizes.symbolic_plan import SymbolicPlan
 from tapestry.lift import onnx_to_graph as lift
-from tapestry.lift.sizes.model_sizes import SameModel, bound_inputs, same_model
+from tapestry.lift.sizes.model_sizes import SameModel, same_model
 from tapestry.pass_runner import Report
 from tapestry.sizes.asked_sizes import Asked, middle
 from tapestry.sizes.settled_regions import fixed, settled, without
@@ -69,11 +69,11 @@ def compile_sizes(options: pipeline.Options, asked: Asked, report: Report) -> Co
             raise _too_many(work, work.left[-1], [e for r in work.regions for e in r.about["ends"]])
         _plan(work, work.left.pop())
     graph = work.regions[0].build.plan.graph
-    bound = bound_inputs(work.source, asked.symbols, asked.fixed, work.regions[0].made_at)
+    bound = lift.bound_inputs(work.source, asked.symbols, asked.fixed, work.regions[0].made_at)
     inputs = {t: bound.get(t, graph.tensors[t].shape) for t in graph.inputs}
     sized = SizedBuild(symbols=asked.symbols, asked=asked.region, inputs=inputs, regions=tuple(work.regions))
     first = work.compiled[0]
-    document = {**first.build.report, "sizes": describe(sized)}
+    document = {**first.build.report, "sizes": {**first.build.report["sizes"], **describe(sized)}}
     first = replace(first, build=replace(first.build, report=document))
     regions = (replace(sized.regions[0], build=first.build), *sized.regions[1:])
     return CompiledSizes(first=first, sized=replace(sized, regions=regions))
@@ -128,7 +128,7 @@ def _one_model(work: _Compilation, whole: Region) -> SameModel:
     parts = math.prod(a.size for a in work.options.mesh) if work.options.mesh else 1
     while True:
         made_at = middle(whole, parts)
-        found = same_model(work.source, bound_inputs(work.source, symbols, fixed_sizes, made_at), symbols, whole, made_at)
+        found = same_model(work.source.model, lift.bound_inputs(work.source, symbols, fixed_sizes, made_at), symbols, whole, made_at)
         if not found.shapes and math.prod(map(len, found.grid.along)) > MOST_REGIONS - len(work.regions):
             raise _too_many(work, whole, found.reasons)
         if middle(found.region, parts) == made_at:

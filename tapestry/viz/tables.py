@@ -30,7 +30,11 @@ def compiled(report: Mapping[str, Any]) -> RenderableType:
         facts.add_row("sums", line)
     for line in machine_lines(report):
         facts.add_row("cost", line)
-    for r in report.get("sizes", {}).get("regions", ()):
+    sizes: Mapping[str, Any] = report.get("sizes", {})
+    for symbol, of in sizes.get("follow", {}).items():
+        size = "" if "regions" in sizes else f" ({of['size']})"
+        facts.add_row("sizes", f"{symbol} = {of['is']}{size}, because of {of['because']}")
+    for r in sizes.get("regions", ()):
         facts.add_row("sizes", f"{r['sizes']}: {sum(r['laws'].values()):,} facts, each proved for all of them")
     for k, s in enumerate(report.get("stages", ())):
         each = " per micro-batch" if report["micro_batches"] > 1 else ""

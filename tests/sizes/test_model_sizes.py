@@ -16,7 +16,7 @@ import tapestry
 from tapestry.errors import LawError, TapestryError
 from tapestry.ir.sizes.size_formula import Region
 from tapestry.lift import onnx_to_graph as lift
-from tapestry.lift.sizes.model_sizes import SameModel, bound_inputs, same_model
+from tapestry.lift.sizes.model_sizes import SameModel, same_model
 from tapestry.lift.sizes.size_columns import Grid
 from tapestry.saved_build import verify_build
 from tests.support.small_models import i64, net
@@ -137,7 +137,7 @@ def same(model: onnx.ModelProto, tmp_path: Path, low: tuple[int, ...], high: tup
     onnx.save(model, tmp_path / "m.onnx")
     source = lift.read_model(tmp_path / "m.onnx", False)
     symbols = ["n", "m"][: len(low)]
-    return same_model(source, bound_inputs(source, symbols, {}, at), symbols, Region(low, high, {}), at)
+    return same_model(source.model, lift.bound_inputs(source, symbols, {}, at), symbols, Region(low, high, {}), at)
 
 
 @pytest.mark.parametrize("name", [n for n, (_, pieces) in CASES.items() if pieces])

@@ -57,7 +57,7 @@ def made_for(c: tapestry.Compiled, sizes: dict[str, int]) -> api.Session:
         model=Path(c.build.model), topology="cpu", stages="1",
         mesh=c.build.plan.mesh, pins=c.report["requests"]["pins"], micro_batches="1",
     )  # fmt: skip
-    same = same_model(lift.read_model(options.model, False), s.inputs, s.symbols, r.region, r.made_at)
+    same = same_model(lift.read_model(options.model, False).model, s.inputs, s.symbols, r.region, r.made_at)
     plans = PlanAtSizes(options, s.symbols, r.build, r.made_at, {}, same)
     graph = replace(plans.graph(n), weights=r.build.plan.graph.weights)
     build = replace(at, plan=replace(at.plan, graph=graph), program=plans.lowered(graph, n))
