@@ -116,6 +116,8 @@ class _Equations(Walk):
         elif node.op_type != "Shape":
             read = ins[1:] if node.op_type in LOOKS else ins
             self.whole.update(s for k in read if k.value is None for s in self.symbols_of(k) - behind)
+            if node.op_type not in (*MOVES, *LOOKS, "Concat", "Slice"):
+                self.whole.update(s for k in ins if k.value is not None for s in self.symbols_of(k))
 
     def symbols_of(self, known: Known) -> set[str]:
         """From which symbols a tensor's sizes and numbers follow."""
@@ -178,7 +180,10 @@ def equations(model: ModelProto, inputs: Mapping[str, Dims]) -> list[Equation]:
     points = _points(len(symbols))
     copy, grid = ModelProto(), _Samples(Region((1,), (len(points),), {}), (1,))
     copy.CopyFrom(model)
-    walk = _Equations(copy, grid, ("sample",), at=dict(zip(symbols, points.T, strict=True)))
+    try:
+        walk = _Equations(copy, grid, ("sample",), at=dict(zip(symbols, points.T, strict=True)))
+    except NotUnderstood:
+        return []
     try:
         walk.top(inputs)
     except (NotUnderstood, *MALFORMED):
