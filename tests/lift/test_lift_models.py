@@ -19,6 +19,7 @@ from tapestry.ir.syntax.parser import parse
 from tapestry.ir.syntax.printer import signature, to_text
 from tapestry.lift import lift
 from tests.support.lifting import EXPORTS, LIGHT, SHARED, agree, build, data, evaluate, lift_model, needs_shared, node
+from tests.support.programs.sized_models import LOOKED_UP, STEP
 
 # --- opaque operators
 
@@ -173,28 +174,6 @@ def test_a_name_says_nothing_of_a_size(tmp_path):
     model = two_inputs(["n", 5], ["s43", 5], node("Concat", "a attention_mask", axis=0), "attention_mask")
     with pytest.raises(ModelError, match=r"the size of s43 .*\n.*attention_mask\[0\].*\n.*--shape s43="):
         lift_model(model, tmp_path, {"n": 4})
-
-
-STEP = """<ir_version: 9, opset_import: ["" : 18]>
-g (int64[batch, sequence] ids, int64[rows, total] attention_mask, float[batch, past, 4] cache) => (float[batch, both] y) {
-  e = Cast<to = 1>(ids)
-  axes = Constant<value = int64[1] {2}>()
-  last = Constant<value = int64[1] {1}>()
-  c = ReduceSum<keepdims = 0>(cache, axes)
-  joined = Concat<axis = 1>(c, e)
-  f = Cast<to = 1>(attention_mask)
-  MASK
-}"""
-LOOKED_UP = """s = Shape<start = 1>(joined)
-  zero = Constant<value = int64 {0}>()
-  one = Constant<value = int64 {1}>()
-  n = Squeeze(s)
-  places = Range(zero, n, one)
-  column = Unsqueeze(places, last)
-  turned = Transpose<perm = [1, 0]>(f)
-  m = GatherND(turned, column)
-  back = Transpose<perm = [1, 0]>(m)
-  y = Mul(joined, back)"""
 
 
 @pytest.mark.parametrize("mask", ["y = Mul(joined, f)", LOOKED_UP])

@@ -119,6 +119,27 @@ def test_a_size_outside_is_refused_with_its_range():
         compiled("rows", 1, (), "rows=1..3")
 
 
+@pytest.mark.parametrize("name", ["added", "looked_up"])
+def test_sizes_that_follow_from_others_have_no_range_of_their_own(name, tmp_path):
+    shapes = ("batch=1..3", "rows=1..3", "sequence=4", "past=2..9", "total=6..13")
+    c, peer = compiled(name, 1, (), *shapes), ort_session(path_of(name))
+    assert sized(c).symbols == ("batch", "past") and len(sized(c).regions) == 1
+    assert {s: of["is"] for s, of in c.report["sizes"]["follow"].items()} == {"rows": "batch", "total": "sequence + past"}
+    for k, sizes in enumerate(some_sizes(sized(c), 3, 7)):
+        feeds = c.at(sizes).random_feeds(k)
+        assert feeds["attention_mask"].shape == (sizes["batch"], 4 + sizes["past"])
+        np.testing.assert_allclose(c.run(feeds)["y"], peer.run(None, feeds)[0], rtol=1e-5)
+    c.save(tmp_path / "b")
+    assert verify_build(tmp_path / "b")[1]["sizes"] > 0
+    with pytest.raises(TapestryError, match=r"(?s)total has to be sequence \+ past.*which is 6\.\.13"):
+        compiled(name, 1, (), *shapes[:-1], "total=5..20")
+
+
+def test_sizes_that_the_user_knows_to_be_equal():
+    c = compiled("joined", 1, (), "batch=2..4", "sequence=batch")
+    assert sized(c).symbols == ("batch",) and c.at({"batch": 3}).random_feeds(0)["x"].shape == (3, 3, 8)
+
+
 def test_the_largest_peak_is_met_and_the_formula_is_what_runs_use():
     c = compiled("waves", 2, PINS["waves"], "length=6..90")
     s, seen = sized(c), [0, 0]

@@ -90,7 +90,7 @@ def test_data_that_is_gone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     tapestry.compile(tmp_path / "m.onnx", devices=1).save(tmp_path / "b")
     (tmp_path / "w.bin").unlink()
     assert "run takes a moved model by --model" in said(capsys, "run", tmp_path / "b")
-    assert "compile goes without it by --no-weights" in said(capsys, "compile", tmp_path / "m.onnx", "-o", tmp_path / "c")
+    assert "compile and doctor go without it by --no-weights" in said(capsys, "compile", tmp_path / "m.onnx", "-o", tmp_path / "c")
 
 
 def test_memory_that_cannot_be_meant(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -83,7 +83,40 @@ def patches() -> onnx.ModelProto:
     return net(nodes, {"x": (T.FLOAT, [2, 4, "length"])}, {"y": T.FLOAT}, weights)
 
 
-MODELS = {f.__name__: f for f in (rows, waves, tokens, joined, shorter, patches)}
+# a decoder's step: a mask as long as past and new tokens, added to both or looked up place by place
+STEP = """<ir_version: 9, opset_import: ["" : 18]>
+g (int64[batch, sequence] ids, int64[rows, total] attention_mask, float[batch, past, 4] cache) => (float[batch, both] y) {
+  e = Cast<to = 1>(ids)
+  axes = Constant<value = int64[1] {2}>()
+  last = Constant<value = int64[1] {1}>()
+  c = ReduceSum<keepdims = 0>(cache, axes)
+  joined = Concat<axis = 1>(c, e)
+  f = Cast<to = 1>(attention_mask)
+  MASK
+}"""
+LOOKED_UP = """s = Shape<start = 1>(joined)
+  zero = Constant<value = int64 {0}>()
+  one = Constant<value = int64 {1}>()
+  n = Squeeze(s)
+  places = Range(zero, n, one)
+  column = Unsqueeze(places, last)
+  turned = Transpose<perm = [1, 0]>(f)
+  m = GatherND(turned, column)
+  back = Transpose<perm = [1, 0]>(m)
+  y = Mul(joined, back)"""
+
+
+def added() -> onnx.ModelProto:
+    """A step whose mask is multiplied with what it masks."""
+    return onnx.parser.parse_model(STEP.replace("MASK", "y = Mul(joined, f)"))
+
+
+def looked_up() -> onnx.ModelProto:
+    """A step whose mask is looked up place by place."""
+    return onnx.parser.parse_model(STEP.replace("MASK", LOOKED_UP))
+
+
+MODELS = {f.__name__: f for f in (rows, waves, tokens, joined, shorter, patches, added, looked_up)}
 PINS = {
     "patches": ("up:x1=2@d0",),
     "longer": ("up:i=2@d0",),
