@@ -81,8 +81,8 @@ def compile_sizes(options: pipeline.Options, asked: Asked, report: Report) -> Co
 
 def _too_many(work: _Compilation, left: Region, why: Sequence[str]) -> TapestryError:
     reasons = "; ".join(dict.fromkeys(why))[:600]
-    what = f"{MOST_REGIONS} plans do not cover the sizes"
-    return TapestryError(what, where="--shape", why=f"left: {left.shown(work.asked.symbols)}; {reasons}")
+    what = f"even {MOST_REGIONS} plans would not cover this range"
+    return TapestryError(what, where="--shape", why=f"left: {left.shown(work.asked.symbols)}; {reasons}", hint="a smaller range, or a list of sizes")
 
 
 def describe(sized: SizedBuild) -> dict[str, Any]:
@@ -99,12 +99,19 @@ def describe(sized: SizedBuild) -> dict[str, Any]:
 
 def _plan(work: _Compilation, whole: Region) -> None:
     """A plan in the middle of a region, for as much of it as it is good for; the rest is left."""
-    symbols, same = work.asked.symbols, _one_model(work, whole)
+    symbols = work.asked.symbols
+    work.report("sizes", f"{len(work.regions)} plan{'s' * (len(work.regions) != 1)} done; the next is for {whole.shown(symbols)}")
+    same = _one_model(work, whole)
     work.left += without(whole, same.region)
     whole, made_at = same.region, same.grid.made_at
     options = replace(work.options, shapes=work.asked.fixed, kept=same.varying())
     at = replace(options, shapes={**options.shapes, **dict(zip(symbols, made_at, strict=True))})
-    compiled = pipeline.compile_model(at, work.report)
+    try:
+        compiled = pipeline.compile_model(at, work.report)
+    except TapestryError as e:
+        e.why = f"{e.why}{', ' if e.why else ''}in a plan for {whole.shown(symbols)}"
+        raise
+    work.report("verify", "sizes")
     constants = model_evidence.arrays(compiled.build.plan.graph, compiled.constants)
     plans = PlanAtSizes(options, symbols, compiled.build, made_at, constants, same)
     region, places, plan, facts, why = _proved(plans, whole)

@@ -151,7 +151,7 @@ class PlanAtSizes:
         found, failed = fitted(values, [self.sizes, *sizes], divisors, known)
         if failed:
             why = f"it is {', '.join(str(n) for n in values[:, failed[0]].tolist())}"
-            raise OtherPlan("a number of the plan follows from its sizes by no quotient of a sum", sizes[0], why)
+            raise OtherPlan("a number of the plan is no linear function of the sizes", sizes[0], why)
         return found
 
 

@@ -183,7 +183,7 @@ def test_what_is_not_understood_names_its_node(tmp_path):
     )  # fmt: skip
     found = same(model, tmp_path, (1,), (40,), (9,))
     assert found.region == Region((9,), (9,), {}) and "'largest'" in found.reasons[0]
-    with pytest.raises(TapestryError, match=r"(?s)16 plans do not cover the sizes.*'largest'"):
+    with pytest.raises(TapestryError, match=r"(?s)even 16 plans would not cover this range.*'largest'"):
         tapestry.compile(tmp_path / "m.onnx", topology="cpu", shapes={"n": "9..40"})
 
 
@@ -304,3 +304,11 @@ def test_what_no_law_of_all_sizes_is_known_of_has_a_plan_for_each(tmp_path):
 def test_a_region_ends_where_a_node_has_no_value(model, region, tmp_path):
     found = same(model, tmp_path, (1,), (40,), (20,)).region
     assert (found.low[0], found.high[0]) == region
+
+
+def test_a_product_of_sizes_is_one_expression_for_each_size_of_the_one_with_few(tmp_path):
+    """Also for the largest of two: an expression that is not right there says nothing."""
+    model = net([helper.make_node("Reshape", ["x", "flat"], ["y"])], {"x": (T.FLOAT, ["n", "m", 4])}, {"y": T.FLOAT}, {"flat": i64(-1, 4)})
+    for at in ((7, 64), (8, 64)):
+        region = same(model, tmp_path, (7, 16), (8, 256), at).region
+        assert (at[0], 16) in region and (at[0], 256) in region

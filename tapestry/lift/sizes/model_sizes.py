@@ -85,7 +85,7 @@ def same_model(
         box = Region(made_at, made_at, {})
     else:
         box = box_without(grid, bad) if bad.any() else region
-    named = [f"{where} is another one at {_text(grid, mask, symbols)}" for where, mask in walk.other.items()]
+    named = [f"{where} lifts to another operation at {_text(grid, mask, symbols)}" for where, mask in walk.other.items()]
     shapes = {n: k.shape for n, k in walk.known.items() if k.shape is not None and n in own}
     return SameModel(region=box, grid=grid, reasons=tuple(named), shapes=shapes)
 
