@@ -59,17 +59,13 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> tuple[Any, list[str]]:  # type: ignore[override]
         """The arguments, each item of a list with its option."""
         lists = {o for a in self._actions if a.nargs == "+" and "=" in str(a.metavar) for o in a.option_strings}
-        out, option, rest = list[str](), "", iter(sys.argv[1:] if args is None else args)
-        for word in rest:
-            if option and ("=" in word or ":" in word) and not word.startswith("-"):
-                out.append(f"{option}={word}")
-                continue
-            option = word if word in lists else ""
-            first = next(rest, None) if option else None
-            out.append(word if first is None or first.startswith("-") else f"{word}={first}")
-            if first is not None and first.startswith("-"):
-                out.append(first)
+        out, option = list[str](), ""
+        for word in sys.argv[1:] if args is None else args:
+            if out and out[-1] in lists and not word.startswith("-"):
+                option = out.pop()
+            elif word.startswith("-") or not {"=", ":"} & {*word}:
                 option = ""
+            out.append(f"{option}={word}" if option else word)
         return super().parse_known_args(out, namespace)
 
     def error(self, message: str) -> NoReturn:

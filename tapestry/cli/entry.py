@@ -115,7 +115,7 @@ def parsed(argv: list[str] | None) -> argparse.Namespace:
 
 def command_parser(words: Sequence[str] = ()) -> argparse.ArgumentParser:
     """The parser of all commands, for some words."""
-    common = argparse.ArgumentParser(add_help=False)
+    common = arguments.Parser(add_help=False)
     common.add_argument(
         "--json", action="store_true", help="one JSON document on standard output, everything else on standard error"
     )

@@ -18,11 +18,11 @@ from tapestry.ir.types import HOST, Tensor, numpy_dtype
 from tapestry.lift.file.diagnosis import complete
 from tapestry.lift.file.protos import standard_opset
 from tapestry.lift.file.structure import check_operators, check_tensor, load, opsets_of, tensors
-from tapestry.lift.file.symbols import Given, bind
+from tapestry.lift.file.symbols import Given
 from tapestry.lift.file.weight_data import stored_tensors
 from tapestry.lift.microsoft import contrib
 from tapestry.lift.onnx_to_graph import SUSPECT, Lifted, input_dims, lift
-from tapestry.lift.sizes.equal_sizes import equations, follow
+from tapestry.lift.sizes.equal_sizes import follow, given_sizes
 from tapestry.onnx_eval import opaque_node
 
 TRIAL = 8  # the size that an unbound symbol has in the report
@@ -78,14 +78,14 @@ def _examine(path: Path, model: ModelProto, shapes: Given, weights: bool) -> Exa
     except ModelError as e:
         problems.append(e)
     else:
-        bound = bind(inputs, shapes)
+        bound, rules = given_sizes(model, inputs, shapes)
+        follow(rules, bound)
         symbols = dict.fromkeys(d for dims in inputs.values() for d in dims if isinstance(d, str))
-        sizes, found = dict(bound), equations(model, inputs)
-        bound |= follow(found, sizes) and {s: n for s, n in sizes.items() if s not in bound}
+        sizes = dict(bound)
         for s in symbols:
             sizes.setdefault(s, TRIAL)
-            follow(found, sizes)
-        assumed = {s: sizes[s] for s in symbols if s not in bound}
+            follow(rules, sizes)
+        assumed = {s: n for s, n in sizes.items() if s not in bound}
         lifted = None if problems else _lifted(path, inputs, sizes, problems)
     if lifted is not None:
         problems += _evaluators(lifted.graph)

@@ -28,15 +28,15 @@ from tapestry.lift.file.diagnosis import Contradiction, complete, name_symbols
 from tapestry.lift.file.external_data import dtype_name, parse_place
 from tapestry.lift.file.read_author_names import read_names
 from tapestry.lift.file.structure import check_attributes, check_structure, load, load_text
-from tapestry.lift.file.symbols import Given, bind, dims_of, rewrite, unbound
+from tapestry.lift.file.symbols import Given, dims_of, rewrite, unbound
 from tapestry.lift.file.weight_data import read_weight
 from tapestry.lift.microsoft import contrib
 from tapestry.lift.normalize import opset_upgrade
 from tapestry.lift.normalize.function_opsets import align_functions
 from tapestry.lift.normalize.prepare import prepare, take_out_weights
 from tapestry.lift.recurrences.loop_body import step_types
-from tapestry.lift.sizes.equal_sizes import Follows, equation_of, equations, follow
-from tapestry.lift.sizes.size_walk import Dims
+from tapestry.lift.sizes.equal_sizes import Sum, follow, given_sizes
+from tapestry.lift.sizes.model_sizes import Dims
 
 for room in (operators, movement, recurrences, microsoft):  # their modules register lifters and definitions of operators
     for module in pkgutil.iter_modules(room.__path__, f"{room.__name__}."):
@@ -60,7 +60,7 @@ class Lifted:
     constants: dict[str, np.ndarray]
     nodes: int
     shapes: dict[str, int] = field(default_factory=dict[str, int])
-    unified: dict[str, Follows] = field(default_factory=dict[str, Follows])
+    unified: dict[str, Sum] = field(default_factory=dict[str, Sum])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +91,7 @@ class Symbols:
     """The size of every symbol; ``unified`` has those that were not given, with what they follow from."""
 
     sizes: dict[str, int]
-    unified: dict[str, Follows]
+    unified: dict[str, Sum]
 
 
 def lift(
@@ -164,14 +164,15 @@ def read_text(model: Path, weights: bool) -> tuple[Lifted, None]:
 def bind_symbols(source: ModelSource, shapes: Given) -> Symbols:
     """The size of every symbolic dimension, written into the model's inputs."""
     with _reading(source.model, source.path):
-        inputs = input_dims(source.model, set(source.stored))
-        symbols = {d for dims in inputs.values() for d in dims if isinstance(d, str)}
-        said = {s: e for s, value in shapes.items() if (e := equation_of(s, value, symbols)) is not None}
-        env, unified = bind(inputs, {s: value for s, value in shapes.items() if s not in said}), dict[str, Follows]()
-        if symbols > env.keys():
-            unified = follow([*said.values(), *equations(source.model, inputs)], env)
-            unbound(inputs, env)
-        rewrite(source.model, env)
+        found = _sizes(source, input_dims(source.model, set(source.stored)), shapes)
+        rewrite(source.model, found.sizes)
+    return found
+
+
+def _sizes(source: ModelSource, inputs: Mapping[str, list[int | str]], shapes: Given) -> Symbols:
+    env, rules = given_sizes(source.model, inputs, shapes)
+    unified = follow(rules, env)
+    unbound(inputs, env)
     return Symbols(sizes=env, unified=unified)
 
 
@@ -179,26 +180,20 @@ def bound_inputs(source: ModelSource, symbols: Sequence[str], fixed: Given, made
     """For every axis of an input its size, or that of some symbols that it is or follows from.
 
     Args:
-        source: stays as it is.
         fixed: sizes of the others, as they are asked for.
     """
     dims = input_dims(source.model, set(source.stored))
-    copy = ModelProto()
-    copy.CopyFrom(source.model)
-    found = bind_symbols(replace(source, model=copy), {**fixed, **dict(zip(symbols, made_at, strict=True))})
-
-    def formula(d: str) -> Formula:
-        if d in symbols or d not in found.unified:
-            return Formula(tuple(int(d == s) for s in symbols), 0 if d in symbols else found.sizes[d])
-        of = found.unified[d]
-        terms = [formula(s).scaled(c, 0) for s, c in of.terms]
-        coefs = tuple(sum(f.coefs[k] for f in terms) for k in range(len(symbols)))
-        return Formula(coefs, of.const + sum(f.const for f in terms))
+    found = _sizes(source, dims, {**fixed, **dict(zip(symbols, made_at, strict=True))})
+    more = [{s: n + (s == of) for s, n in found.sizes.items()} for of in symbols]
+    for sizes in more:
+        sizes.update((s, what.at(sizes)) for s, what in found.unified.items())  # in the order in which they follow
 
     def axis(d: str | int) -> str | int | Formula:
-        f = formula(d) if isinstance(d, str) else Formula((0,) * len(symbols), d)
-        text = f.text(symbols)
-        return f.const if not any(f.coefs) else text if text in symbols else f
+        if isinstance(d, int) or d in symbols:
+            return d
+        coefs = tuple(sizes[d] - found.sizes[d] for sizes in more)
+        f = Formula(coefs, found.sizes[d] - sum(c * n for c, n in zip(coefs, made_at, strict=True)))
+        return f.const if not any(coefs) else f.text(symbols) if f.text(symbols) in symbols else f
 
     return {name: tuple(map(axis, some)) for name, some in dims.items()}
 

@@ -12,8 +12,7 @@ from tapestry.errors import TapestryError
 from tapestry.ir.sizes.size_formula import Region, Sizes
 from tapestry.lift import onnx_to_graph as lift
 from tapestry.lift.file.structure import TEXT
-from tapestry.lift.file.symbols import bind
-from tapestry.lift.sizes.equal_sizes import Equation, equation_of, equations, follow
+from tapestry.lift.sizes.equal_sizes import Sum, follow, given_sizes
 
 MOST_LISTED = 64
 
@@ -48,11 +47,10 @@ def asked(model: Path, shapes: Mapping[str, Any]) -> Asked | None:
         why = f"its symbols are {', '.join(sorted(symbols))}" if symbols else f"it has none; its inputs are {', '.join(inputs)}"
         raise TapestryError(what, where="--shape", why=why)
     some, fixed = {s: _sizes(s, value) for s, value in found.items()}, {s: v for s, v in shapes.items() if s not in found}
-    said = [e for s, v in fixed.items() if (e := equation_of(s, v, symbols)) is not None]
-    rules, known = [*said, *equations(proto, inputs)], bind(inputs, {s: v for s, v in fixed.items() if s not in {e.of for e in said}})
+    known, rules = given_sizes(proto, inputs, fixed)
     for s in reversed(found):
         others = {t: sizes for t, sizes in some.items() if t != s}
-        if others and _follows(s, some[s], others, known, rules):
+        if _follows(s, some[s], others, known, rules):
             some = others
     low, high = tuple(s[0] for s in some.values()), tuple(s[-1] for s in some.values())
     among = {k: tuple(s) for k, s in enumerate(some.values()) if not isinstance(s, range)}
@@ -60,21 +58,20 @@ def asked(model: Path, shapes: Mapping[str, Any]) -> Asked | None:
 
 
 def _follows(
-    symbol: str, sizes: Sequence[int], others: Mapping[str, Sequence[int]], known: Mapping[str, int], rules: Sequence[Equation]
+    symbol: str, sizes: Sequence[int], others: Mapping[str, Sequence[int]], known: Mapping[str, int], rules: Sequence[Sum]
 ) -> bool:
-    """Whether the sizes of a symbol are what follows from those of others, so that it has no range of its own.
+    """Whether a symbol has no sizes of its own, but those that follow from others.
 
     Raises:
-        TapestryError: others follow than those that are asked for.
+        TapestryError: those that are asked for are not the ones that follow.
     """
     ends = [{**known, **{s: some[k] for s, some in others.items()}} for k in (0, -1)]
-    found = [follow(rules, end).get(symbol) for end in ends][0]
-    if found is None:
+    what = [follow(rules, end).get(symbol) for end in ends][-1]
+    if what is None:
         return False
     low, high = sorted(end[symbol] for end in ends)
-    alike = next((some for s, some in others.items() if str(found) == s), range(low, high + 1))
-    if list(sizes) != list(alike):
-        why = f"{symbol} has to be {found} (because of {found.why}), which is {low}..{high}"
+    if list(sizes) != list(others.get(str(what), range(low, high + 1))):
+        why = f"{symbol} has to be {what} (because of {what.why}), which is {low}..{high}"
         raise TapestryError("--shape contradicts the model", where=symbol, why=why, hint=f"leave {symbol} out of --shape")
     return True
 

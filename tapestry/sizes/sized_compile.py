@@ -82,7 +82,12 @@ def compile_sizes(options: pipeline.Options, asked: Asked, report: Report) -> Co
 def _too_many(work: _Compilation, left: Region, why: Sequence[str]) -> TapestryError:
     reasons = "; ".join(dict.fromkeys(why))[:600]
     what = f"even {MOST_REGIONS} plans would not cover this range"
-    return TapestryError(what, where="--shape", why=f"left: {left.shown(work.asked.symbols)}; {reasons}", hint="a smaller range, or a list of sizes")
+    return TapestryError(
+        what,
+        where="--shape",
+        why=f"left: {left.shown(work.asked.symbols)}; {reasons}",
+        hint="a smaller range, or a list of sizes",
+    )
 
 
 def describe(sized: SizedBuild) -> dict[str, Any]:
@@ -100,7 +105,9 @@ def describe(sized: SizedBuild) -> dict[str, Any]:
 def _plan(work: _Compilation, whole: Region) -> None:
     """A plan in the middle of a region, for as much of it as it is good for; the rest is left."""
     symbols = work.asked.symbols
-    work.report("sizes", f"{len(work.regions)} plan{'s' * (len(work.regions) != 1)} done; the next is for {whole.shown(symbols)}")
+    work.report(
+        "sizes", f"{len(work.regions)} plan{'s' * (len(work.regions) != 1)} done; the next is for {whole.shown(symbols)}"
+    )
     same = _one_model(work, whole)
     work.left += without(whole, same.region)
     whole, made_at = same.region, same.grid.made_at
@@ -135,7 +142,9 @@ def _one_model(work: _Compilation, whole: Region) -> SameModel:
     parts = math.prod(a.size for a in work.options.mesh) if work.options.mesh else 1
     while True:
         made_at = middle(whole, parts)
-        found = same_model(work.source.model, lift.bound_inputs(work.source, symbols, fixed_sizes, made_at), symbols, whole, made_at)
+        found = same_model(
+            work.source.model, lift.bound_inputs(work.source, symbols, fixed_sizes, made_at), symbols, whole, made_at
+        )
         if not found.shapes and math.prod(map(len, found.grid.along)) > MOST_REGIONS - len(work.regions):
             raise _too_many(work, whole, found.reasons)
         if middle(found.region, parts) == made_at:

@@ -57,7 +57,7 @@ class Watch:
         self.advance(at, len(self.names), " · ".join(filter(None, (self.region, self.now, self.best()))))
 
     def best(self) -> str:
-        """The best plan so far, its bound and the gap; empty outside the search, before there is one, and where it is one of several."""
+        """The best plan so far, its bound and the gap; empty outside the search, before there is one, and of one of several."""
         if not self.searching or self.region or not math.isfinite(self.seconds):
             return ""
         text = f"plan {duration(self.seconds)}"

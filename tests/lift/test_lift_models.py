@@ -164,7 +164,9 @@ def test_symbols_by_name_and_by_input(tmp_path):
 def test_symbols_that_must_be_equal(tmp_path):
     model = two_inputs(["n", "k"], ["j", 5], node("MatMul", "a b"))
     lifted = lift_model(model, tmp_path, {"n": 4, "k": 7})
-    assert {s: (str(f), f.why) for s, f in lifted.unified.items()} == {"j": ("k", "node 'y' (MatMul)")} and lifted.graph.tensors["b"].shape == (7, 5)
+    assert {s: (str(f), f.why) for s, f in lifted.unified.items()} == {
+        "j": ("k", "node 'y' (MatMul)")
+    } and lifted.graph.tensors["b"].shape == (7, 5)
 
 
 def test_a_name_says_nothing_of_a_size(tmp_path):

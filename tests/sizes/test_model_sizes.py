@@ -308,7 +308,12 @@ def test_a_region_ends_where_a_node_has_no_value(model, region, tmp_path):
 
 def test_a_product_of_sizes_is_one_expression_for_each_size_of_the_one_with_few(tmp_path):
     """Also for the largest of two: an expression that is not right there says nothing."""
-    model = net([helper.make_node("Reshape", ["x", "flat"], ["y"])], {"x": (T.FLOAT, ["n", "m", 4])}, {"y": T.FLOAT}, {"flat": i64(-1, 4)})
+    model = net(
+        [helper.make_node("Reshape", ["x", "flat"], ["y"])],
+        {"x": (T.FLOAT, ["n", "m", 4])},
+        {"y": T.FLOAT},
+        {"flat": i64(-1, 4)},
+    )
     for at in ((7, 64), (8, 64)):
         region = same(model, tmp_path, (7, 16), (8, 256), at).region
         assert (at[0], 16) in region and (at[0], 256) in region

@@ -94,4 +94,3 @@ def test_missing_data_is_one_problem_and_none_without_weights(tmp_path, capsys):
     (problem,) = found(path)["unsupported"]
     assert problem["where"] == "initializer 'w0' and 8 more" and "--no-weights" in problem["hint"]
     assert run("doctor", path, "--no-weights")[0] == 0 and run("doctor", path)[0] == 1
-

@@ -89,8 +89,8 @@ def test_data_that_is_gone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     onnx.save(onnx.load(save("mlp")), tmp_path / "m.onnx", save_as_external_data=True, location="w.bin", size_threshold=0)
     tapestry.compile(tmp_path / "m.onnx", devices=1).save(tmp_path / "b")
     (tmp_path / "w.bin").unlink()
-    assert "run takes a moved model by --model" in said(capsys, "run", tmp_path / "b")
-    assert "compile and doctor go without it by --no-weights" in said(capsys, "compile", tmp_path / "m.onnx", "-o", tmp_path / "c")
+    assert "run: a moved model by --model" in said(capsys, "run", tmp_path / "b")
+    assert "--no-weights goes without it" in said(capsys, "compile", tmp_path / "m.onnx", "-o", tmp_path / "c")
 
 
 def test_memory_that_cannot_be_meant(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -195,7 +195,9 @@ def test_a_plan_says_what_it_is(tmp_path: Path) -> None:
         made.export(tmp_path / "m.mlir", "shardi")
 
 
-@pytest.mark.parametrize("option", ["--shape n=4", "--shape n=4 m=5", "--pin y:x0=1", "--layout x:replicated", "--limit bytes<=1GiB"])
+@pytest.mark.parametrize(
+    "option", ["--shape n=4", "--shape n=4 m=5", "--pin y:x0=1", "--layout x:replicated", "--limit bytes<=1GiB"]
+)
 def test_a_list_of_values_ends_before_the_model(option):
     args = parsed(["compile", "-o", "b", *option.split(), "model.onnx", "-q"])
     assert str(args.model) == "model.onnx" and args.quiet

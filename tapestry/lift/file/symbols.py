@@ -20,7 +20,7 @@ def dims_of(value: ValueInfoProto) -> list[int | str]:
     return out
 
 
-def bind(inputs: Mapping[str, list[int | str]], given: Given) -> dict[str, int]:
+def bind(inputs: Mapping[str, Sequence[int | str]], given: Given) -> dict[str, int]:
     """Symbol values from the user's ``shapes``.
 
     Raises:
@@ -42,10 +42,10 @@ def bind(inputs: Mapping[str, list[int | str]], given: Given) -> dict[str, int]:
                 elif d != size:
                     raise ModelError("--shape contradicts the model", where=f"input '{name}'", why=f"got {sizes}, has {dims}")
         else:
+            there = f"symbols: {', '.join(sorted(symbols)) or 'none, all sizes are fixed'}; inputs: {', '.join(sorted(inputs))}"
             close = get_close_matches(name, [*symbols, *inputs], 1)
             raise ModelError(
-                "unknown name in --shape", where=f"'{name}'",
-                why=f"the model's {'symbols are ' + ', '.join(sorted(symbols)) if symbols else 'sizes are fixed'}; inputs: {', '.join(sorted(inputs))}",
+                "unknown name in --shape", where=f"'{name}'", why=there,
                 hint=f"--shape {close[0]}={value}" if close else "--shape with one of these names",
             )  # fmt: skip
     return env

@@ -268,13 +268,14 @@ def _reshape(s: Site) -> list[Shape]:
 
 def _uncommon(s: Site, one: Shape, other: Shape) -> tuple[Array, Array]:
     """The products of two lists of sizes, without the factors that both have."""
-    one, other = list(one), list(other)
-    for n in list(one):
+    rest, other = s.const(1), list(other)
+    for n in one:
         k = next((k for k, m in enumerate(other) if n.all() and np.array_equal(n, m)), None)
-        if k is not None:
+        if k is None:
+            rest = rest * n
+        else:
             other.pop(k)
-            one.pop(next(k for k, m in enumerate(one) if m is n))
-    return math.prod(one, start=s.const(1)), math.prod(other, start=s.const(1))
+    return rest, math.prod(other, start=s.const(1))
 
 
 def _flatten(s: Site) -> list[Shape]:
