@@ -4,8 +4,10 @@ every ``--help`` imports it; and of what kinds the arguments of `tapestry.compil
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, NoReturn
 
 FORMATS = (
     "onnx",
@@ -51,6 +53,26 @@ def share(text: str) -> float:
     return value
 
 
+class Parser(argparse.ArgumentParser):
+    """A parser whose lists of ``NAME=VALUE`` end at the first word that is none, and whose errors are a line."""
+
+    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> tuple[Any, list[str]]:  # type: ignore[override]
+        """The arguments, each item of a list with its option."""
+        lists = {o for a in self._actions if a.nargs == "+" and "=" in str(a.metavar) for o in a.option_strings}
+        out, option = list[str](), ""
+        for word in sys.argv[1:] if args is None else args:
+            if out and out[-1] in lists and not word.startswith("-"):
+                option = out.pop()
+            elif word.startswith("-") or not {"=", ":"} & {*word}:
+                option = ""
+            out.append(f"{option}={word}" if option else word)
+        return super().parse_known_args(out, namespace)
+
+    def error(self, message: str) -> NoReturn:
+        """End with status 2."""
+        self.exit(2, f"{self.prog}: error: {message}\n" + f"  try: {self.prog} --help\n" * ("\n" not in message))
+
+
 def build(p: argparse.ArgumentParser) -> None:
     """A build directory."""
     p.add_argument("build", type=Path, help="a folder that tapestry compile wrote")
@@ -93,6 +115,11 @@ def own_operators(p: argparse.ArgumentParser) -> None:
     p.add_argument("--ops", action="append", type=Path, default=[], metavar="FILE", help=text)
 
 
+def without_weights(p: argparse.ArgumentParser) -> None:
+    """Without external data."""
+    p.add_argument("--no-weights", action="store_true", help="take a model whose external data is not there")
+
+
 def kernels(p: argparse.ArgumentParser) -> None:
     """For which GPU."""
     p.add_argument("--target", default="triton:sm90", help="triton: and sm80, sm86, sm89, sm90, sm100 or gfx942")
@@ -126,7 +153,7 @@ def export(p: argparse.ArgumentParser) -> None:
 def tiles(p: argparse.ArgumentParser) -> None:
     """A tensor's shape with a pattern, a model with tilings, or a map of links."""
     p.add_argument("model", type=Path, nargs="?", help="an ONNX file whose tensors carry tilings: both evaluations, with bytes")
-    several(p, "--shape", "7x4", "of the tensor; of a model's symbols SYMBOL=SIZE")
+    several(p, "--shape", "7x4|SYMBOL=SIZE", "of the tensor; of a model's symbols SYMBOL=SIZE")
     p.add_argument("--pattern", metavar="5,1", help="tiles per axis; leading ones may be left out; {2,1: 0,1} with instances")
     text = "the instance of each tile, -1 for none (--assign=-1,0); of the pattern 1 all that have the tensor"
     p.add_argument("--assign", metavar="3,2,4,1,0", help=text)
@@ -387,7 +414,7 @@ def _search(p: argparse.ArgumentParser) -> None:
     text = "leave a rewrite rule out, or a phase of them (algebra: the book of equations)"
     p.add_argument("--without-rule", action="append", default=[], metavar="RULE", help=text)
     p.add_argument("--exact", action="store_true", help="the same bits on 1, 2, 3, 4, 6, 8, 12 or 24 devices")
-    p.add_argument("--no-weights", action="store_true", help="plan a model whose external data is not there")
+    without_weights(p)
     p.add_argument("--pareto", action="store_true", help="also show the front of latency against memory")
     p.add_argument("--time-limit", type=float, metavar="S", help="seconds for the search (by default: an amount of work)")
     p.add_argument("--resume", type=Path, metavar="BUILD", help="go on from a build's plan and bound; BUILD may be the output")

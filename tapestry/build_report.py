@@ -65,7 +65,8 @@ def document(runner: Runner, build: store.Build) -> dict[str, Any]:
         requests["sharding"] = {**constraints.given.counts, "notes": list(constraints.given.notes)}
     out = _facts(runner, build)
     out["certificate"] = {"passed": True, "laws": dict(runner.values["laws"]), "evidence": [runner.values["evidence"]]}
-    out |= {"unified": lifted.unified, "unfused": unfused(lifted.graph), "requests": requests}
+    follow = {s: {"is": str(f), "size": lifted.shapes[s], "because": f.why} for s, f in lifted.unified.items()}
+    out |= {"sizes": {"follow": follow}, "unfused": unfused(lifted.graph), "requests": requests}
     if runner.values["pareto"]:
         out["pareto"] = [asdict(p) for p in runner.values["front"]]
     if planned.alternatives:

@@ -112,7 +112,7 @@ def _one_model(source: lift.ModelSource, sized: SizedBuild, r: SizedRegion, wher
     Raises:
         LawError: it does not, or they are not.
     """
-    same = model_sizes.same_model(source, sized.inputs, sized.symbols, r.region, r.made_at)
+    same = model_sizes.same_model(source.model, sized.inputs, sized.symbols, r.region, r.made_at)
     if not all(sizes in same.region for sizes in r.region.corners()):
         raise LawError("sizes", "the model is another one at some sizes", where=where, why="; ".join(same.reasons)[:400])
     other = same.differs(r.plan.graph, r.region)

@@ -41,7 +41,7 @@ from tapestry.rewrites.core.edit import is_view
 # model -> (symbols, attention layers)
 MODELS: dict[str, tuple[dict[str, int], int]] = {
     "bert_base": ({"s18": 1, "s41": 128}, 12),
-    "gpt2": ({"s72": 1, "s70": 64}, 12),
+    "gpt2": ({"s72": 1, "s70": 64, "s43": "s72", "s53": "s70"}, 12),
     "llama_tiny": ({"s72": 2, "s53": 32}, 4),
     "llama_tiny_opset23": ({"s72": 1, "s53": 32}, 4),
     "qwen3_tiny": ({"s72": 2, "s53": 32}, 4),

@@ -30,7 +30,7 @@ from tapestry.verify.sizes import sized_laws
 
 RANGES = {
     "bert_base": {"s18": "1..4", "s41": "1..128"},
-    "gpt2": {"s72": "1..2", "s70": "2..128"},
+    "gpt2": {"s72": "1..2", "s70": "2..128", "s43": "s72", "s53": "s70"},
     "llama_tiny": {"s72": "1..8", "s53": "1..256"},
     "llama_tiny_opset23": {"s72": "1", "s53": "1..256"},
     "qwen3_tiny": {"s72": "1..8", "s53": "3..256"},

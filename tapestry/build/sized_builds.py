@@ -71,12 +71,12 @@ class SizedBuild:
     Attributes:
         symbols: what has more than one size.
         asked: all sizes.
-        inputs: for each axis of an input a symbol, or a size.
+        inputs: for each axis of an input a symbol, a size, or what follows from symbols.
     """
 
     symbols: tuple[str, ...]
     asked: Region
-    inputs: Mapping[str, tuple[str | int, ...]]
+    inputs: Mapping[str, tuple[str | int | Formula, ...]]
     regions: tuple[SizedRegion, ...]
 
     def sizes_of(self, shapes: Mapping[str, Sequence[int]]) -> Sizes:
@@ -86,6 +86,9 @@ class SizedBuild:
             TapestryError: two inputs contradict each other, an input has another rank, or a size is none that was asked for.
         """
         found: dict[str, tuple[int, str]] = {}
+        unknown = next((n for n in shapes if n not in self.inputs), None)
+        if unknown is not None:
+            raise TapestryError(f"there is no input '{unknown}'", hint=f"the inputs are {', '.join(self.inputs)}")
         for name, dims in self.inputs.items():
             shape = shapes.get(name)
             if shape is None:
@@ -101,7 +104,7 @@ class SizedBuild:
         missing = next((s for s in self.symbols if s not in found), None)
         if missing is not None:
             where = [n for n, dims in self.inputs.items() if missing in dims]
-            raise TapestryError(f"the inputs do not say what {missing} is", hint=f"give {' or '.join(where)}")
+            raise TapestryError(f"no given input has the axis '{missing}'", hint=f"give {' or '.join(where)}")
         return self.held(tuple(found[s][0] for s in self.symbols))
 
     def held(self, sizes: Sizes) -> Sizes:
@@ -112,9 +115,11 @@ class SizedBuild:
         """
         for k, (symbol, n) in enumerate(zip(self.symbols, sizes, strict=True)):
             if n not in self.asked.along(k):
-                there = self.asked.only(k).shown([symbol])
-                what = f"{symbol} is {n}, and the build is for {there}"
-                raise TapestryError(what, hint=f"compile with a --shape {symbol} that has {n} in it")
+                some, listed = self.asked.along(k), k in self.asked.among
+                there = ", ".join(map(str, some)) if listed else f"{some[0]}..{some[-1]}"
+                more = ",".join(map(str, sorted([*some, n]))) if listed else f"{min(some[0], n)}..{max(some[-1], n)}"
+                what = f"{symbol} {n} is outside the build's {'sizes' if listed else 'range'} {there}"
+                raise TapestryError(what, hint=f"compile with --shape {symbol}={more}")
         return sizes
 
     def at(self, sizes: Sizes) -> tuple[int, Build]:
@@ -161,7 +166,7 @@ class _Region(msgspec.Struct, forbid_unknown_fields=True):
 class _Document(msgspec.Struct, forbid_unknown_fields=True):
     version: int
     symbols: tuple[str, ...]
-    inputs: dict[str, tuple[str | int, ...]]
+    inputs: dict[str, tuple[str | int | Formula, ...]]
     asked: tuple[tuple[int, ...], tuple[int, ...], dict[int, tuple[int, ...]]]
     regions: list[_Region]
 

@@ -167,7 +167,7 @@ def doctor(args: argparse.Namespace) -> Outcome:
     from tapestry.viz import doctor
 
     with plugins.taking_part() as parts:
-        document = doctor.document(args.model, examine(args.model, shapes(args.shape)))
+        document = doctor.document(args.model, examine(args.model, shapes(args.shape), weights=not args.no_weights))
     document["plugins"] = [p.data() for p in sorted(parts)]
     status = 1 if document["unsupported"] else 0
     return Outcome(document, lambda: print(doctor.text(document, all_nodes=args.verbose), end=""), status, insist=True)

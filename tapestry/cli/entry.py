@@ -53,7 +53,7 @@ COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], Outcome], Sequence[Argu
     "prove": (proving.prove, [arguments.prove], "whether a parallel program computes a model: a proof, or a cell that differs"),
     "calibrate": (running.calibrate, [arguments.calibrate], "measure this machine and write a topology file"),
     "doctor": (
-        building.doctor, [arguments.model, arguments.own_operators],
+        building.doctor, [arguments.model, arguments.own_operators, arguments.without_weights],
         "what splits, what is opaque, unbound or unsupported; -v lists every node",
     ),
     "opt": (rewriting.opt, [arguments.opt], "apply rules to IR text"),
@@ -115,13 +115,13 @@ def parsed(argv: list[str] | None) -> argparse.Namespace:
 
 def command_parser(words: Sequence[str] = ()) -> argparse.ArgumentParser:
     """The parser of all commands, for some words."""
-    common = argparse.ArgumentParser(add_help=False)
+    common = arguments.Parser(add_help=False)
     common.add_argument(
         "--json", action="store_true", help="one JSON document on standard output, everything else on standard error"
     )
     common.add_argument("-q", "--quiet", action="store_true")
     common.add_argument("-v", "--verbose", action="store_true")
-    parser = argparse.ArgumentParser(prog="tapestry", description="ONNX models to verified, sharded plans and Triton kernels")
+    parser = arguments.Parser(prog="tapestry", description="ONNX models to verified, sharded plans and Triton kernels")
     text = "show the version and exit; with -v, what plug-ins there are and whether they load"
     parser.add_argument("--version", action=_Version, nargs=0, const={"-v", "--verbose"} & {*words}, help=text)
     sub = parser.add_subparsers(dest="name", required=True, metavar="COMMAND")

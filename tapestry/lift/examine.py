@@ -18,10 +18,11 @@ from tapestry.ir.types import HOST, Tensor, numpy_dtype
 from tapestry.lift.file.diagnosis import complete
 from tapestry.lift.file.protos import standard_opset
 from tapestry.lift.file.structure import check_operators, check_tensor, load, opsets_of, tensors
-from tapestry.lift.file.symbols import Given, bind
+from tapestry.lift.file.symbols import Given
 from tapestry.lift.file.weight_data import stored_tensors
 from tapestry.lift.microsoft import contrib
 from tapestry.lift.onnx_to_graph import SUSPECT, Lifted, input_dims, lift
+from tapestry.lift.sizes.equal_sizes import follow, given_sizes
 from tapestry.onnx_eval import opaque_node
 
 TRIAL = 8  # the size that an unbound symbol has in the report
@@ -49,21 +50,24 @@ class Examined:
     lifted: Lifted | None
 
 
-def examine(path: Path, shapes: Given = {}) -> Examined:  # noqa: B006
+def examine(path: Path, shapes: Given = {}, *, weights: bool = True) -> Examined:  # noqa: B006
     """Look at a model file.
+
+    Args:
+        weights: whether external data must be there.
 
     Raises:
         ModelError: the file is no ONNX model at all, or ``shapes`` contradict it.
     """
     path = path.absolute()
     with refusing(ModelError, "the model cannot be read", str(path), SUSPECT):
-        return _examine(path, load(path), shapes)
+        return _examine(path, load(path), shapes, weights)
 
 
-def _examine(path: Path, model: ModelProto, shapes: Given) -> Examined:
+def _examine(path: Path, model: ModelProto, shapes: Given, weights: bool) -> Examined:
     nodes = len(model.graph.node)
     contrib.define(model)
-    problems = [*_operators(model), *_data(model, path.parent)]
+    problems = [*_operators(model), *_data(model, path.parent, weights)]
     stored = set(stored_tensors(model))
     inputs: Mapping[str, list[int | str]] = {}
     bound: dict[str, int] = {}
@@ -74,10 +78,15 @@ def _examine(path: Path, model: ModelProto, shapes: Given) -> Examined:
     except ModelError as e:
         problems.append(e)
     else:
-        bound = bind(inputs, shapes)
+        bound, rules = given_sizes(model, inputs, shapes)
+        follow(rules, bound)
         symbols = dict.fromkeys(d for dims in inputs.values() for d in dims if isinstance(d, str))
-        assumed = {s: TRIAL for s in symbols if s not in bound}
-        lifted = None if problems else _lifted(path, inputs, {**bound, **assumed}, problems)
+        sizes = dict(bound)
+        for s in symbols:
+            sizes.setdefault(s, TRIAL)
+            follow(rules, sizes)
+        assumed = {s: n for s, n in sizes.items() if s not in bound}
+        lifted = None if problems else _lifted(path, inputs, sizes, problems)
     if lifted is not None:
         problems += _evaluators(lifted.graph)
     return Examined(
@@ -111,13 +120,19 @@ def _operators(model: ModelProto) -> list[ModelError]:
     return [e for node in nodes for e in _refusal(partial(check_operators, [node], functions, opsets))]
 
 
-def _data(model: ModelProto, folder: Path) -> list[ModelError]:
-    """Every tensor whose data is missing, unsafe or of the wrong size."""
+def _data(model: ModelProto, folder: Path, weights: bool) -> list[ModelError]:
+    """Every tensor whose data is missing, unsafe or of the wrong size; those with one reason together."""
     try:
         stored = list(tensors(model))
     except ModelError as e:
         return [e]
-    return [e for t in stored for e in _refusal(partial(check_tensor, t, folder, weights=True))]
+    alike: dict[str, list[ModelError]] = {}
+    for t in stored:
+        for e in _refusal(partial(check_tensor, t, folder, weights=weights)):
+            alike.setdefault(e.why, []).append(e)
+    for first, *more in alike.values():
+        first.where += f" and {len(more)} more" if more else ""
+    return [some[0] for some in alike.values()]
 
 
 def _refusal(check: Callable[[], None]) -> list[ModelError]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from importlib import import_module
@@ -18,6 +18,7 @@ from tapestry.errors import LawError, ModelError, refusing
 from tapestry.ir import laws
 from tapestry.ir.expr import Arg
 from tapestry.ir.graph import Block, Dim, Graph, Names, Read
+from tapestry.ir.sizes.size_formula import Formula, Sizes
 from tapestry.ir.types import Tensor, Weight
 from tapestry.lift import microsoft, movement, operators, recurrences
 from tapestry.lift.building.builder import DTYPE_OF, Builder, here
@@ -27,13 +28,15 @@ from tapestry.lift.file.diagnosis import Contradiction, complete, name_symbols
 from tapestry.lift.file.external_data import dtype_name, parse_place
 from tapestry.lift.file.read_author_names import read_names
 from tapestry.lift.file.structure import check_attributes, check_structure, load, load_text
-from tapestry.lift.file.symbols import Given, bind, dims_of, rewrite, unbound, unify
+from tapestry.lift.file.symbols import Given, dims_of, rewrite, unbound
 from tapestry.lift.file.weight_data import read_weight
 from tapestry.lift.microsoft import contrib
 from tapestry.lift.normalize import opset_upgrade
 from tapestry.lift.normalize.function_opsets import align_functions
-from tapestry.lift.normalize.prepare import infer, prepare, take_out_weights
+from tapestry.lift.normalize.prepare import prepare, take_out_weights
 from tapestry.lift.recurrences.loop_body import step_types
+from tapestry.lift.sizes.equal_sizes import Sum, follow, given_sizes
+from tapestry.lift.sizes.model_sizes import Dims
 
 for room in (operators, movement, recurrences, microsoft):  # their modules register lifters and definitions of operators
     for module in pkgutil.iter_modules(room.__path__, f"{room.__name__}."):
@@ -49,7 +52,7 @@ class Lifted:
         model: absolute path of the .onnx file.
         constants: data of small derived constants, whose references have an empty ``file``.
         nodes: ONNX nodes in the file (top-level graph).
-        shapes: the size of every symbol; ``unified`` says which were equated with which other one.
+        shapes: the size of every symbol; ``unified`` has those that were not given, with what they follow from.
     """
 
     graph: Graph
@@ -57,7 +60,7 @@ class Lifted:
     constants: dict[str, np.ndarray]
     nodes: int
     shapes: dict[str, int] = field(default_factory=dict[str, int])
-    unified: dict[str, str] = field(default_factory=dict[str, str])
+    unified: dict[str, Sum] = field(default_factory=dict[str, Sum])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,10 +88,10 @@ class ModelSource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Symbols:
-    """The size of every symbol; ``unified`` says which were equated with which other one."""
+    """The size of every symbol; ``unified`` has those that were not given, with what they follow from."""
 
     sizes: dict[str, int]
-    unified: dict[str, str]
+    unified: dict[str, Sum]
 
 
 def lift(
@@ -161,13 +164,38 @@ def read_text(model: Path, weights: bool) -> tuple[Lifted, None]:
 def bind_symbols(source: ModelSource, shapes: Given) -> Symbols:
     """The size of every symbolic dimension, written into the model's inputs."""
     with _reading(source.model, source.path):
-        inputs = input_dims(source.model, set(source.stored))
-        env, unified = bind(inputs, shapes), dict[str, str]()
-        if any(isinstance(d, str) and d not in env for dims in inputs.values() for d in dims):
-            unified = unify(inputs, env, lambda trial: _consistent(source.model, trial))
-            unbound(inputs, env)
-        rewrite(source.model, env)
+        found = _sizes(source, input_dims(source.model, set(source.stored)), shapes)
+        rewrite(source.model, found.sizes)
+    return found
+
+
+def _sizes(source: ModelSource, inputs: Mapping[str, list[int | str]], shapes: Given) -> Symbols:
+    env, rules = given_sizes(source.model, inputs, shapes)
+    unified = follow(rules, env)
+    unbound(inputs, env)
     return Symbols(sizes=env, unified=unified)
+
+
+def bound_inputs(source: ModelSource, symbols: Sequence[str], fixed: Given, made_at: Sizes) -> dict[str, Dims]:
+    """For every axis of an input its size, or that of some symbols that it is or follows from.
+
+    Args:
+        fixed: sizes of the others, as they are asked for.
+    """
+    dims = input_dims(source.model, set(source.stored))
+    found = _sizes(source, dims, {**fixed, **dict(zip(symbols, made_at, strict=True))})
+    more = [{s: n + (s == of) for s, n in found.sizes.items()} for of in symbols]
+    for sizes in more:
+        sizes.update((s, what.at(sizes)) for s, what in found.unified.items())  # in the order in which they follow
+
+    def axis(d: str | int) -> str | int | Formula:
+        if isinstance(d, int) or d in symbols:
+            return d
+        coefs = tuple(sizes[d] - found.sizes[d] for sizes in more)
+        f = Formula(coefs, found.sizes[d] - sum(c * n for c, n in zip(coefs, made_at, strict=True)))
+        return f.const if not any(coefs) else f.text(symbols) if f.text(symbols) in symbols else f
+
+    return {name: tuple(map(axis, some)) for name, some in dims.items()}
 
 
 def normalize(source: ModelSource, symbols: Symbols, unroll_steps: bool) -> Prepared:
@@ -237,17 +265,6 @@ def input_dims(model: ModelProto, weights: set[str]) -> dict[str, list[int | str
             raise ModelError("an input has no shape", where=where, why="not even its rank is declared")
         out[i.name] = dims_of(i)
     return out
-
-
-def _consistent(model: ModelProto, env: Mapping[str, int]) -> bool:
-    trial = ModelProto()
-    trial.CopyFrom(model)
-    rewrite(trial, env)
-    try:
-        infer(trial)
-    except ModelError:
-        return False
-    return True
 
 
 def _assemble(

@@ -169,8 +169,8 @@ class Cached(Sequences):
     def fits(self, tokens: int) -> None:
         """The caches hold everything but the last token."""
         if tokens > self.capacity:
-            why = f"{tokens} > {self.capacity}"
-            raise TapestryError("the caches have no place for so many tokens", where="generate", why=why)
+            what = f"the prompt and new tokens need {tokens} cells; the caches have {self.capacity}"
+            raise TapestryError(what, where="generate", hint="fewer tokens, or a build with a larger past")
 
     def advance(self, rows: Rows) -> list[tuple[Request, Array]]:
         """The tokens that the caches lack, as many of each row as a step takes."""

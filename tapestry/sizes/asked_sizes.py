@@ -12,6 +12,7 @@ from tapestry.errors import TapestryError
 from tapestry.ir.sizes.size_formula import Region, Sizes
 from tapestry.lift import onnx_to_graph as lift
 from tapestry.lift.file.structure import TEXT
+from tapestry.lift.sizes.equal_sizes import Sum, follow, given_sizes
 
 MOST_LISTED = 64
 
@@ -34,7 +35,8 @@ def asked(model: Path, shapes: Mapping[str, Any]) -> Asked | None:
     found = {name: value for name, value in shapes.items() if _several(value)}
     if not found or model.suffix == TEXT:
         return None
-    inputs = lift.input_dims(lift.read_model(model, False).model, set())
+    proto = lift.read_model(model, False).model
+    inputs = lift.input_dims(proto, set())
     found = {name: value for name, value in found.items() if name not in inputs}
     if not found:
         return None
@@ -42,12 +44,36 @@ def asked(model: Path, shapes: Mapping[str, Any]) -> Asked | None:
     unknown = next((s for s in found if s not in symbols), None)
     if unknown is not None:
         what = f"'{unknown}' is no symbol of the model"
-        raise TapestryError(what, where="--shape", why=f"the symbols are {', '.join(sorted(symbols)) or 'none'}")
-    some = {s: _sizes(s, value) for s, value in found.items()}
+        why = f"its symbols are {', '.join(sorted(symbols))}" if symbols else f"it has none; its inputs are {', '.join(inputs)}"
+        raise TapestryError(what, where="--shape", why=why)
+    some, fixed = {s: _sizes(s, value) for s, value in found.items()}, {s: v for s, v in shapes.items() if s not in found}
+    known, rules = given_sizes(proto, inputs, fixed)
+    for s in reversed(found):
+        others = {t: sizes for t, sizes in some.items() if t != s}
+        if _follows(s, some[s], others, known, rules):
+            some = others
     low, high = tuple(s[0] for s in some.values()), tuple(s[-1] for s in some.values())
     among = {k: tuple(s) for k, s in enumerate(some.values()) if not isinstance(s, range)}
-    fixed = {name: value for name, value in shapes.items() if name not in found}
-    return Asked(symbols=tuple(found), region=Region(low, high, among), fixed=fixed)
+    return Asked(symbols=tuple(some), region=Region(low, high, among), fixed=fixed)
+
+
+def _follows(
+    symbol: str, sizes: Sequence[int], others: Mapping[str, Sequence[int]], known: Mapping[str, int], rules: Sequence[Sum]
+) -> bool:
+    """Whether a symbol has no sizes of its own, but those that follow from others.
+
+    Raises:
+        TapestryError: those that are asked for are not the ones that follow.
+    """
+    ends = [{**known, **{s: some[k] for s, some in others.items()}} for k in (0, -1)]
+    what = [follow(rules, end).get(symbol) for end in ends][-1]
+    if what is None:
+        return False
+    low, high = sorted(end[symbol] for end in ends)
+    if list(sizes) != list(others.get(str(what), range(low, high + 1))):
+        why = f"{symbol} has to be {what} (because of {what.why}), which is {low}..{high}"
+        raise TapestryError("--shape contradicts the model", where=symbol, why=why, hint=f"leave {symbol} out of --shape")
+    return True
 
 
 def _several(value: Any) -> bool:

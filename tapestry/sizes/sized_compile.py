@@ -19,7 +19,7 @@ from tapestry.errors import ModelError, TapestryError
 from tapestry.ir.sizes.size_formula import Formula, Region, Sizes
 from tapestry.ir.sizes.symbolic_plan import SymbolicPlan
 from tapestry.lift import onnx_to_graph as lift
-from tapestry.lift.sizes.model_sizes import SameModel, bound_inputs, same_model
+from tapestry.lift.sizes.model_sizes import SameModel, same_model
 from tapestry.pass_runner import Report
 from tapestry.sizes.asked_sizes import Asked, middle
 from tapestry.sizes.settled_regions import fixed, settled, without
@@ -69,11 +69,11 @@ def compile_sizes(options: pipeline.Options, asked: Asked, report: Report) -> Co
             raise _too_many(work, work.left[-1], [e for r in work.regions for e in r.about["ends"]])
         _plan(work, work.left.pop())
     graph = work.regions[0].build.plan.graph
-    bound = bound_inputs(work.source, asked.symbols, asked.fixed, work.regions[0].made_at)
+    bound = lift.bound_inputs(work.source, asked.symbols, asked.fixed, work.regions[0].made_at)
     inputs = {t: bound.get(t, graph.tensors[t].shape) for t in graph.inputs}
     sized = SizedBuild(symbols=asked.symbols, asked=asked.region, inputs=inputs, regions=tuple(work.regions))
     first = work.compiled[0]
-    document = {**first.build.report, "sizes": describe(sized)}
+    document = {**first.build.report, "sizes": {**first.build.report["sizes"], **describe(sized)}}
     first = replace(first, build=replace(first.build, report=document))
     regions = (replace(sized.regions[0], build=first.build), *sized.regions[1:])
     return CompiledSizes(first=first, sized=replace(sized, regions=regions))
@@ -81,8 +81,13 @@ def compile_sizes(options: pipeline.Options, asked: Asked, report: Report) -> Co
 
 def _too_many(work: _Compilation, left: Region, why: Sequence[str]) -> TapestryError:
     reasons = "; ".join(dict.fromkeys(why))[:600]
-    what = f"{MOST_REGIONS} plans do not cover the sizes"
-    return TapestryError(what, where="--shape", why=f"left: {left.shown(work.asked.symbols)}; {reasons}")
+    what = f"even {MOST_REGIONS} plans would not cover this range"
+    return TapestryError(
+        what,
+        where="--shape",
+        why=f"left: {left.shown(work.asked.symbols)}; {reasons}",
+        hint="a smaller range, or a list of sizes",
+    )
 
 
 def describe(sized: SizedBuild) -> dict[str, Any]:
@@ -99,12 +104,21 @@ def describe(sized: SizedBuild) -> dict[str, Any]:
 
 def _plan(work: _Compilation, whole: Region) -> None:
     """A plan in the middle of a region, for as much of it as it is good for; the rest is left."""
-    symbols, same = work.asked.symbols, _one_model(work, whole)
+    symbols = work.asked.symbols
+    work.report(
+        "sizes", f"{len(work.regions)} plan{'s' * (len(work.regions) != 1)} done; the next is for {whole.shown(symbols)}"
+    )
+    same = _one_model(work, whole)
     work.left += without(whole, same.region)
     whole, made_at = same.region, same.grid.made_at
     options = replace(work.options, shapes=work.asked.fixed, kept=same.varying())
     at = replace(options, shapes={**options.shapes, **dict(zip(symbols, made_at, strict=True))})
-    compiled = pipeline.compile_model(at, work.report)
+    try:
+        compiled = pipeline.compile_model(at, work.report)
+    except TapestryError as e:
+        e.why = f"{e.why}{', ' if e.why else ''}in a plan for {whole.shown(symbols)}"
+        raise
+    work.report("verify", "sizes")
     constants = model_evidence.arrays(compiled.build.plan.graph, compiled.constants)
     plans = PlanAtSizes(options, symbols, compiled.build, made_at, constants, same)
     region, places, plan, facts, why = _proved(plans, whole)
@@ -128,7 +142,9 @@ def _one_model(work: _Compilation, whole: Region) -> SameModel:
     parts = math.prod(a.size for a in work.options.mesh) if work.options.mesh else 1
     while True:
         made_at = middle(whole, parts)
-        found = same_model(work.source, bound_inputs(work.source, symbols, fixed_sizes, made_at), symbols, whole, made_at)
+        found = same_model(
+            work.source.model, lift.bound_inputs(work.source, symbols, fixed_sizes, made_at), symbols, whole, made_at
+        )
         if not found.shapes and math.prod(map(len, found.grid.along)) > MOST_REGIONS - len(work.regions):
             raise _too_many(work, whole, found.reasons)
         if middle(found.region, parts) == made_at:

@@ -19,7 +19,7 @@ from tapestry.build.sized_builds import symbolic
 from tapestry.build.store import Build
 from tapestry.errors import ModelError, TapestryError
 from tapestry.ir.graph import Graph
-from tapestry.ir.program import Free, Program, Step, allocated
+from tapestry.ir.program import Free, Program, Step, Transfer, allocated
 from tapestry.ir.sizes.size_formula import Formula, Sizes
 from tapestry.ir.sizes.symbolic_plan import Flat, SymbolicPlan, alike, flat, with_formulas
 from tapestry.lift.sizes.model_sizes import SameModel
@@ -119,7 +119,8 @@ class PlanAtSizes:
         return places, symbolic(self.build, places)
 
     def lowered(self, graph: Graph, sizes: Sizes) -> Program:
-        """The program of the plan's strategies for a graph, its steps in the plan's order.
+        """The program of the plan's strategies for a graph, its steps in the plan's order and called as there: a halo of half a
+        block is an exchange of parts where the block has one cell more.
 
         Raises:
             OtherPlan: it has other steps.
@@ -129,7 +130,9 @@ class PlanAtSizes:
         steps = {_key(s): s for s in program.steps}
         if len(steps) != len(self._order) or not all(k in steps for k in self._order):
             raise OtherPlan("other transfers are needed", sizes)
-        return replace(program, steps=tuple(steps[k] for k in self._order))
+        mine = zip(self.build.program.steps, (steps[k] for k in self._order), strict=True)
+        named = (replace(s, kind=b.kind) if isinstance(s, Transfer) and isinstance(b, Transfer) else s for b, s in mine)
+        return replace(program, steps=tuple(named))
 
     @property
     def _divisors(self) -> list[int]:
@@ -148,7 +151,7 @@ class PlanAtSizes:
         found, failed = fitted(values, [self.sizes, *sizes], divisors, known)
         if failed:
             why = f"it is {', '.join(str(n) for n in values[:, failed[0]].tolist())}"
-            raise OtherPlan("a number of the plan follows from its sizes by no quotient of a sum", sizes[0], why)
+            raise OtherPlan("a number of the plan is no linear function of the sizes", sizes[0], why)
         return found
 
 

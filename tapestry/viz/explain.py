@@ -252,7 +252,8 @@ def _critical(build: Build, timed: Schedule) -> list[Document]:
 def text(build: Build, facts: Document, *, critical: bool = False, every: bool = False) -> str:
     """A `document` as a person reads it; ``every`` step on its own, or alike ones once."""
     head, notes = _head(build, facts["simulated"]), _notes(build, facts["simulated"])
-    sizes = [*size_map.lines(build.report["sizes"]), "", "the plan of region a:"] if "sizes" in build.report else []
+    sized = build.report.get("sizes", {})
+    sizes = [*size_map.lines(sized), "", "the plan of region a:"] if "regions" in sized else []
     steps = _steps(build, facts) if every else folded(build, facts)  # (one line each, for grep)
     lines = [
         *sizes, build.model, *_folded_out(head), "", *steps, "", *_folded_out(_memory_text(facts["memory"])), "",

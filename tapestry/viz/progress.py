@@ -27,6 +27,7 @@ class Watch:
         advance: moves the bar.
         began: on the monotonic clock. Seconds are shown, and decide nothing.
         seconds, bound: of the best plan that was found; a bound is of the form of the graph that was last looked at.
+        region: of sizes, where there are several plans: how many are done, and what is planned now.
     """
 
     names: Sequence[str]
@@ -36,10 +37,13 @@ class Watch:
     searching: bool = False
     seconds: float = math.inf
     bound: float = -math.inf
+    region: str = ""
 
     def begin(self, phase: str, name: str) -> None:
         """A pass begins."""
-        self.now, self.searching = name, phase == "search"
+        if phase == "sizes":
+            self.region = name
+        self.now, self.searching = "" if phase == "sizes" else name, phase == "search"
         self._show()
 
     def found(self, seconds: float, bound: float) -> None:
@@ -50,11 +54,11 @@ class Watch:
 
     def _show(self) -> None:
         at = self.names.index(self.now) if self.now in self.names else len(self.names)
-        self.advance(at, len(self.names), f"{self.now} · {self.best()}" if self.best() else self.now)
+        self.advance(at, len(self.names), " · ".join(filter(None, (self.region, self.now, self.best()))))
 
     def best(self) -> str:
-        """The best plan so far, its bound and the gap; empty outside the search and before there is one."""
-        if not self.searching or not math.isfinite(self.seconds):
+        """The best plan so far, its bound and the gap; empty outside the search, before there is one, and of one of several."""
+        if not self.searching or self.region or not math.isfinite(self.seconds):
             return ""
         text = f"plan {duration(self.seconds)}"
         if not 0 < self.bound <= self.seconds:
@@ -63,6 +67,8 @@ class Watch:
 
     def line(self) -> str:
         """For a log; empty outside the search."""
+        if self.region:
+            return f"{time.monotonic() - self.began:.0f} s: {self.region}: {self.now}".removesuffix(": ")
         if not self.searching:
             return ""
         return f"{time.monotonic() - self.began:.0f} s: {self.now}: {self.best() or 'no plan yet'}"

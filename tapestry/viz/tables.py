@@ -30,8 +30,8 @@ def compiled(report: Mapping[str, Any]) -> RenderableType:
         facts.add_row("sums", line)
     for line in machine_lines(report):
         facts.add_row("cost", line)
-    for r in report.get("sizes", {}).get("regions", ()):
-        facts.add_row("sizes", f"{r['sizes']}: {sum(r['laws'].values()):,} facts, each proved for all of them")
+    for line in size_lines(report.get("sizes", {})):
+        facts.add_row("sizes", line)
     for k, s in enumerate(report.get("stages", ())):
         each = " per micro-batch" if report["micro_batches"] > 1 else ""
         devices = f"{len(s['devices'])} device(s) from {s['devices'][0]}"
@@ -64,6 +64,15 @@ def compiled(report: Mapping[str, Any]) -> RenderableType:
     if "pareto" in report:
         parts.append(pareto(report["pareto"]))
     return Group(*parts)
+
+
+def size_lines(sizes: Mapping[str, Any]) -> Iterator[str]:
+    """Sizes that follow from others, and the regions of a build for several."""
+    for symbol, of in sizes.get("follow", {}).items():
+        size = "" if "regions" in sizes else f" ({of['size']})"
+        yield f"{symbol} = {of['is']}{size}, because of {of['because']}"
+    for r in sizes.get("regions", ()):
+        yield f"{r['sizes']}: {sum(r['laws'].values()):,} facts, each proved for all of them"
 
 
 def proof(report: Mapping[str, Any]) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import logging
 import re
 import warnings
 
@@ -20,6 +19,7 @@ from tapestry.ir.syntax.parser import parse
 from tapestry.ir.syntax.printer import signature, to_text
 from tapestry.lift import lift
 from tests.support.lifting import EXPORTS, LIGHT, SHARED, agree, build, data, evaluate, lift_model, needs_shared, node
+from tests.support.programs.sized_models import LOOKED_UP, STEP
 
 # --- opaque operators
 
@@ -161,17 +161,57 @@ def test_symbols_by_name_and_by_input(tmp_path):
         assert lifted.graph.tensors["y"].shape == (4, 3) and lifted.shapes == {"n": 4}
 
 
-def test_symbols_that_must_be_equal(tmp_path, caplog):
+def test_symbols_that_must_be_equal(tmp_path):
     model = two_inputs(["n", "k"], ["j", 5], node("MatMul", "a b"))
-    with caplog.at_level(logging.INFO, logger="tapestry"):
-        lifted = lift_model(model, tmp_path, {"n": 4, "k": 7})
-    assert lifted.unified == {"j": "k"} and lifted.graph.tensors["b"].shape == (7, 5)
-    assert "j = k" in caplog.text
+    lifted = lift_model(model, tmp_path, {"n": 4, "k": 7})
+    assert {s: (str(f), f.why) for s, f in lifted.unified.items()} == {
+        "j": ("k", "node 'y' (MatMul)")
+    } and lifted.graph.tensors["b"].shape == (7, 5)
 
 
-def test_mask_goes_with_its_input(tmp_path):
+def test_a_name_says_nothing_of_a_size(tmp_path):
+    """What is added has its size by the graph; what is joined has any, whatever it is called."""
     model = two_inputs(["n", 5], ["s43", 5], node("Add", "a attention_mask"), "attention_mask")
-    assert lift_model(model, tmp_path, {"n": 4}).unified == {"s43": "n"}
+    assert lift_model(model, tmp_path, {"n": 4}).shapes == {"n": 4, "s43": 4}
+    model = two_inputs(["n", 5], ["s43", 5], node("Concat", "a attention_mask", axis=0), "attention_mask")
+    with pytest.raises(ModelError, match=r"the size of s43 .*\n.*attention_mask\[0\].*\n.*--shape s43="):
+        lift_model(model, tmp_path, {"n": 4})
+
+
+@pytest.mark.parametrize("mask", ["y = Mul(joined, f)", LOOKED_UP])
+def test_a_mask_is_as_long_as_past_and_new_tokens(tmp_path, mask):
+    model = onnx.parser.parse_model(STEP.replace("MASK", mask))
+    lifted = lift_model(model, tmp_path, {"batch": 2, "sequence": 4, "past": 10})
+    assert {s: str(f) for s, f in lifted.unified.items()} == {"total": "sequence + past", "rows": "batch"}
+    assert lifted.graph.tensors["attention_mask"].shape == (2, 14)
+    lifted = lift_model(model, tmp_path, {"batch": 2, "sequence": 4, "total": 14} | ({"past": 10} if mask == LOOKED_UP else {}))
+    assert lifted.shapes["past"] == 10
+
+
+@pytest.mark.parametrize(
+    "more", [
+        "w = Constant<value = int64[1] {1}>() sums = ReduceMean<keepdims = 1>(f, w) m2 = Mul(back, sums) y = Mul(joined, m2)",
+        "k = Shape<start = 1>(f) k0 = Squeeze(k) k1 = Cast<to = 1>(k0) m2 = Div(back, k1) y = Mul(joined, m2)",
+    ],
+)  # fmt: skip
+def test_an_axis_that_is_read_beyond_what_is_looked_up_is_asked_for(tmp_path, more):
+    """Its size makes a difference, and none follows."""
+    text = STEP.replace("MASK", LOOKED_UP.replace("y = Mul(joined, back)", more))
+    with pytest.raises(ModelError, match=r"attention_mask\[1\]"):
+        lift_model(onnx.parser.parse_model(text), tmp_path, {"batch": 2, "sequence": 4, "past": 10})
+
+
+def test_the_lesser_of_two_sizes_says_nothing_of_either(tmp_path):
+    """A slice that ends where the tensor does: at some sizes it looks as if they were equal."""
+    text = """<ir_version: 9, opset_import: ["" : 18]>
+g (float[n, 5] a, float[k, 5] mask) => (float[p, 5] y) {
+  zero = Constant<value = int64[1] {0}>()
+  s = Shape<end = 1>(a)
+  part = Slice(mask, zero, s)
+  y = Add(a, part)
+}"""
+    with pytest.raises(ModelError, match="the size of k"):
+        lift_model(onnx.parser.parse_model(text), tmp_path, {"n": 4})
 
 
 def test_independent_symbols_are_not_guessed(tmp_path):

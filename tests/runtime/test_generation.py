@@ -184,7 +184,12 @@ def test_drawn_tokens_are_the_same_for_the_same_seed_and_end_where_asked():
 
 @pytest.mark.parametrize(
     ("prompts", "count", "said"),
-    [([], 1, "0 prompts"), ([[1], []], 1, "of 0 tokens"), ([[1]], 0, "0 new"), ([[2], [1] * 20], 6, "no place for so many")],
+    [
+        ([], 1, "0 prompts"),
+        ([[1], []], 1, "of 0 tokens"),
+        ([[1]], 0, "0 new"),
+        ([[2], [1] * 20], 6, "need 25 cells; the caches have 24"),
+    ],
 )
 def test_tokens_that_do_not_fit_are_refused(prompts, count, said):
     with tapestry.Session(build(1)) as s:

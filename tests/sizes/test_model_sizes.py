@@ -16,7 +16,7 @@ import tapestry
 from tapestry.errors import LawError, TapestryError
 from tapestry.ir.sizes.size_formula import Region
 from tapestry.lift import onnx_to_graph as lift
-from tapestry.lift.sizes.model_sizes import SameModel, bound_inputs, same_model
+from tapestry.lift.sizes.model_sizes import SameModel, same_model
 from tapestry.lift.sizes.size_columns import Grid
 from tapestry.saved_build import verify_build
 from tests.support.small_models import i64, net
@@ -137,7 +137,7 @@ def same(model: onnx.ModelProto, tmp_path: Path, low: tuple[int, ...], high: tup
     onnx.save(model, tmp_path / "m.onnx")
     source = lift.read_model(tmp_path / "m.onnx", False)
     symbols = ["n", "m"][: len(low)]
-    return same_model(source, bound_inputs(source, symbols, {}, at), symbols, Region(low, high, {}), at)
+    return same_model(source.model, lift.bound_inputs(source, symbols, {}, at), symbols, Region(low, high, {}), at)
 
 
 @pytest.mark.parametrize("name", [n for n, (_, pieces) in CASES.items() if pieces])
@@ -183,7 +183,7 @@ def test_what_is_not_understood_names_its_node(tmp_path):
     )  # fmt: skip
     found = same(model, tmp_path, (1,), (40,), (9,))
     assert found.region == Region((9,), (9,), {}) and "'largest'" in found.reasons[0]
-    with pytest.raises(TapestryError, match=r"(?s)16 plans do not cover the sizes.*'largest'"):
+    with pytest.raises(TapestryError, match=r"(?s)even 16 plans would not cover this range.*'largest'"):
         tapestry.compile(tmp_path / "m.onnx", topology="cpu", shapes={"n": "9..40"})
 
 
@@ -304,3 +304,16 @@ def test_what_no_law_of_all_sizes_is_known_of_has_a_plan_for_each(tmp_path):
 def test_a_region_ends_where_a_node_has_no_value(model, region, tmp_path):
     found = same(model, tmp_path, (1,), (40,), (20,)).region
     assert (found.low[0], found.high[0]) == region
+
+
+def test_a_product_of_sizes_is_one_expression_for_each_size_of_the_one_with_few(tmp_path):
+    """Also for the largest of two: an expression that is not right there says nothing."""
+    model = net(
+        [helper.make_node("Reshape", ["x", "flat"], ["y"])],
+        {"x": (T.FLOAT, ["n", "m", 4])},
+        {"y": T.FLOAT},
+        {"flat": i64(-1, 4)},
+    )
+    for at in ((7, 64), (8, 64)):
+        region = same(model, tmp_path, (7, 16), (8, 256), at).region
+        assert (at[0], 16) in region and (at[0], 256) in region

@@ -23,6 +23,7 @@ from tapestry.sizes.sized_plans import PlanAtSizes
 from tapestry.verify import certificate
 from tapestry.verify.sizes import sized_laws
 from tapestry.verify.sizes.sized_memory import peaks_at
+from tapestry.viz import progress
 from tests.support.programs.sized_models import PINS, compiled, path_of
 
 CASES = [
@@ -57,7 +58,7 @@ def made_for(c: tapestry.Compiled, sizes: dict[str, int]) -> api.Session:
         model=Path(c.build.model), topology="cpu", stages="1",
         mesh=c.build.plan.mesh, pins=c.report["requests"]["pins"], micro_batches="1",
     )  # fmt: skip
-    same = same_model(lift.read_model(options.model, False), s.inputs, s.symbols, r.region, r.made_at)
+    same = same_model(lift.read_model(options.model, False).model, s.inputs, s.symbols, r.region, r.made_at)
     plans = PlanAtSizes(options, s.symbols, r.build, r.made_at, {}, same)
     graph = replace(plans.graph(n), weights=r.build.plan.graph.weights)
     build = replace(at, plan=replace(at.plan, graph=graph), program=plans.lowered(graph, n))
@@ -107,16 +108,71 @@ def test_a_new_size_costs_no_search_no_proof_and_no_compiling(tmp_path, monkeypa
 
 def test_a_size_outside_is_refused_with_its_range():
     c = compiled("tokens", 2, (), "batch=2..6", "sequence=7,20,64")
-    with pytest.raises(TapestryError, match=r"batch is 7, and the build is for batch 2\.\.6"):
+    with pytest.raises(TapestryError, match=r"(?s)batch 7 is outside the build's range 2\.\.6.*batch=2\.\.7"):
         c.run({"x": np.zeros((7, 20, 32), np.float32)})
-    with pytest.raises(TapestryError, match="sequence is 21, and the build is for sequence 7, 20, 64"):
+    with pytest.raises(TapestryError, match=r"(?s)sequence 21 is outside the build's sizes 7, 20, 64.*sequence=7,20,21,64"):
         c.at({"batch": 2, "sequence": 21})
+    with pytest.raises(TapestryError, match=r"(?s)no input 'xs'.*the inputs are x"):
+        c.run({"xs": np.zeros((7, 20, 32), np.float32)})
+    with pytest.raises(TapestryError, match="no given input has the axis 'batch'"):
+        c.run({})
     with pytest.raises(TapestryError, match="'x' has 2 axes"):
         c.run({"x": np.zeros((7, 20), np.float32)})
     with pytest.raises(TapestryError, match="is no range of sizes"):
         compiled("rows", 1, (), "batch=9..3")
     with pytest.raises(TapestryError, match="'rows' is no symbol"):
         compiled("rows", 1, (), "rows=1..3")
+
+
+@pytest.mark.parametrize("name", ["added", "looked_up"])
+def test_sizes_that_follow_from_others_have_no_range_of_their_own(name, tmp_path):
+    shapes = ("batch=1..3", "rows=1..3", "sequence=4", "past=2..9", "total=6..13")
+    c, peer = compiled(name, 1, (), *shapes), ort_session(path_of(name))
+    assert sized(c).symbols == ("batch", "past") and len(sized(c).regions) == 1
+    assert {s: of["is"] for s, of in c.report["sizes"]["follow"].items()} == {"rows": "batch", "total": "sequence + past"}
+    for k, sizes in enumerate(some_sizes(sized(c), 3, 7)):
+        feeds = c.at(sizes).random_feeds(k)
+        assert feeds["attention_mask"].shape == (sizes["batch"], 4 + sizes["past"])
+        np.testing.assert_allclose(c.run(feeds)["y"], peer.run(None, feeds)[0], rtol=1e-5)
+    c.save(tmp_path / "b")
+    assert verify_build(tmp_path / "b")[1]["sizes"] > 0
+    with pytest.raises(TapestryError, match=r"(?s)total has to be sequence \+ past.*which is 6\.\.13"):
+        compiled(name, 1, (), *shapes[:-1], "total=5..20")
+
+
+def test_sizes_that_the_user_knows_to_be_equal():
+    c = compiled("joined", 1, (), "batch=2..4", "sequence=batch")
+    assert sized(c).symbols == ("batch",) and c.at({"batch": 3}).random_feeds(0)["x"].shape == (3, 3, 8)
+
+
+@pytest.mark.parametrize("batch", ["1..8", "1..2"])
+def test_a_corner_in_which_a_cut_is_impossible_has_a_plan_without_it(batch):
+    """One prompt is not cut into two, whatever its length: a plan cuts something else there."""
+    c = compiled("encoder", 2, (), f"batch={batch}", "sequence=16..256")
+    regions = sized(c).regions
+    assert len(regions) == 2 and sorted(r.region.low for r in regions)[0] == (1, 16)
+    peer = ort_session(path_of("encoder"))
+    for k, sizes in enumerate(some_sizes(sized(c), 4, 9)):
+        feeds = c.at(sizes).random_feeds(k)
+        np.testing.assert_allclose(c.run(feeds)["y"], peer.run(None, feeds)[0], rtol=1e-4, atol=1e-4)
+
+
+def test_a_pin_that_a_corner_cannot_keep_to_names_the_corner():
+    with pytest.raises(TapestryError, match=r"(?s)pin is impossible.*in a plan for batch 1\b"):
+        compiled("rows", 2, PINS["rows"], "batch=1..40")
+
+
+def test_progress_says_how_many_plans_are_done():
+    said: list[tuple[str, str]] = []
+    shapes = {"batch": "1..8", "sequence": "16..64"}
+    tapestry.compile(path_of("encoder"), devices=2, topology="cpu", shapes=shapes, progress=lambda *s: said.append(s))
+    plans = [name for phase, name in said if phase == "sizes"]
+    assert plans[0].startswith("0 plans done; the next is for batch 1..8") and plans[1].startswith("1 plan done")
+    watch = progress.Watch(["lift", "solve"], lambda *_: None)
+    for phase, name in (("sizes", plans[1]), ("search", "solve")):
+        watch.begin(phase, name)
+    watch.found(1.0, 0.5)
+    assert plans[1] in watch.line() and "solve" in watch.line() and "gap" not in watch.line()
 
 
 def test_the_largest_peak_is_met_and_the_formula_is_what_runs_use():

@@ -31,7 +31,7 @@ def test_ranks_answer_at_every_size_with_the_bits_of_one_process():
             found = s.run(feeds)
             assert close(found, peer.run(list(found), feeds))
             assert all(found[t].tobytes() == a.tobytes() for t, a in c.run(feeds).items())
-        with pytest.raises(TapestryError, match="sequence is 8, and the build is for sequence 7, 20, 64"):
+        with pytest.raises(TapestryError, match="sequence 8 is outside the build's sizes 7, 20, 64"):
             s.run({n: a[:, :8] for n, a in feeds.items()})
         assert close(s.run(feeds), peer.run(list(found), feeds))  # what was refused has reached no rank
 

@@ -23,7 +23,7 @@ LIGHT = Path(onnx.__file__).parent / "backend" / "test" / "data" / "light"
 EXPORTS = {
     "bert_base": {"s18": 2, "s41": 16},
     "convnext_tiny": {"s99": 2},
-    "gpt2": {"s72": 2, "s70": 16},
+    "gpt2": {"s72": 2, "s70": 16, "s43": "s72", "s53": "s70"},
     "llama_tiny": {"s72": 2, "s53": 16},
     "llama_tiny_opset23": {"s72": 1, "s53": 16},
     "mobilenet_v2": {"s31": 2},

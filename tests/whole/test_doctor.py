@@ -83,3 +83,14 @@ def test_missing_data_and_contradictions_are_problems_too(tmp_path):
     (tmp_path / "w.bin").unlink()
     (problem,) = found(big)["unsupported"]
     assert "w.bin" in problem["why"]
+
+
+def test_missing_data_is_one_problem_and_none_without_weights(tmp_path, capsys):
+    weights = [(f"w{k}", np.ones(500, np.float32)) for k in range(9)]
+    nodes = [N("Add", ["x" if k == 0 else f"a{k}", f"w{k}"], [f"a{k + 1}"]) for k in range(9)]
+    path = save(tmp_path, nodes, [info("x", F, [500])], [info("a9", F, [500])], weights)
+    onnx.save(onnx.load(path), path, save_as_external_data=True, location="w.bin", size_threshold=0)
+    (tmp_path / "w.bin").unlink()
+    (problem,) = found(path)["unsupported"]
+    assert problem["where"] == "initializer 'w0' and 8 more" and "--no-weights" in problem["hint"]
+    assert run("doctor", path, "--no-weights")[0] == 0 and run("doctor", path)[0] == 1

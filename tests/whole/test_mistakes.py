@@ -14,7 +14,7 @@ import pytest
 from onnx import helper, numpy_helper
 
 import tapestry
-from tapestry.cli.entry import main
+from tapestry.cli.entry import main, parsed
 from tapestry.errors import TapestryError
 from tapestry.ir.plan import MeshAxis
 from tapestry.viz import measured
@@ -89,8 +89,8 @@ def test_data_that_is_gone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     onnx.save(onnx.load(save("mlp")), tmp_path / "m.onnx", save_as_external_data=True, location="w.bin", size_threshold=0)
     tapestry.compile(tmp_path / "m.onnx", devices=1).save(tmp_path / "b")
     (tmp_path / "w.bin").unlink()
-    assert "run takes a moved model by --model" in said(capsys, "run", tmp_path / "b")
-    assert "compile goes without it by --no-weights" in said(capsys, "compile", tmp_path / "m.onnx", "-o", tmp_path / "c")
+    assert "run: a moved model by --model" in said(capsys, "run", tmp_path / "b")
+    assert "--no-weights goes without it" in said(capsys, "compile", tmp_path / "m.onnx", "-o", tmp_path / "c")
 
 
 def test_memory_that_cannot_be_meant(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -193,3 +193,20 @@ def test_a_plan_says_what_it_is(tmp_path: Path) -> None:
     assert made.export(tmp_path / "m.json", "dtensor", nearest=True)["parameters"] == 3 and (tmp_path / "m.json").is_file()
     with pytest.raises(tapestry.TapestryError, match="'shardy' is similar"):
         made.export(tmp_path / "m.mlir", "shardi")
+
+
+@pytest.mark.parametrize(
+    "option", ["--shape n=4", "--shape n=4 m=5", "--pin y:x0=1", "--layout x:replicated", "--limit bytes<=1GiB"]
+)
+def test_a_list_of_values_ends_before_the_model(option):
+    args = parsed(["compile", "-o", "b", *option.split(), "model.onnx", "-q"])
+    assert str(args.model) == "model.onnx" and args.quiet
+    assert getattr(args, option.split()[0][2:]) == option.split()[1:]
+    prove = parsed(["prove", "--shape", "n=4", "model.onnx", "ranks"])
+    assert [str(p) for p in prove.program] == ["ranks"] and prove.shape == ["n=4"]
+
+
+def test_a_mistake_in_the_arguments_is_said_in_two_lines(capsys):
+    for words in (["compile", "m.onnx"], ["compile", "m.onnx", "-o", "b", "--devices", "two"], ["run", "b", "--shape"]):
+        err = said(capsys, *words)
+        assert "error: " in err and len(err.splitlines()) == 2, err

@@ -237,7 +237,7 @@ def test_every_pass_is_reported_as_it_begins():
 @pytest.mark.parametrize("word,tip", [("complie", "compile"), ("autoshard", "auto-shard"), ("zzz", "--help")])
 def test_an_unknown_command_gets_a_tip(word, tip):
     status, out, err = run(word)
-    assert status == 2 and out == "" and "usage" in err and "try: " in err and tip in err.splitlines()[-1]
+    assert status == 2 and out == "" and "error: " in err and "try: " in err and tip in err.splitlines()[-1]
     assert "check-sharding" not in err
 
 

@@ -115,7 +115,7 @@ def open_inside(folder: Path, location: str, tensor: str) -> int:
         ModelError: missing, a link, not a regular file.
     """
     parts = safe_location(tensor, location).split("/")
-    hint = "the data file beside the model; compile goes without it by --no-weights, run takes a moved model by --model FILE"
+    hint = "the data file beside the model; --no-weights goes without it (compile, doctor); run: a moved model by --model FILE"
     try:
         here = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except FileNotFoundError:

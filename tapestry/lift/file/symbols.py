@@ -1,19 +1,15 @@
-"""Binding of symbolic input dimensions: by symbol, by input, and by unification of symbols that must be equal."""
+"""Binding of symbolic input dimensions: by symbol, by input, and by what follows from others."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 
 from onnx import ModelProto, ValueInfoProto
 
 from tapestry.errors import ModelError
 
-log = logging.getLogger(__name__)
 Given = Mapping[str, int | str | Sequence[int]]
-COMPANIONS = ("mask", "token_type", "segment", "position_ids")  # inputs that go along with another one, axis by axis
-PROBES = 24  # shape inferences spent on guessing at most
 
 
 def dims_of(value: ValueInfoProto) -> list[int | str]:
@@ -24,7 +20,7 @@ def dims_of(value: ValueInfoProto) -> list[int | str]:
     return out
 
 
-def bind(inputs: Mapping[str, list[int | str]], given: Given) -> dict[str, int]:
+def bind(inputs: Mapping[str, Sequence[int | str]], given: Given) -> dict[str, int]:
     """Symbol values from the user's ``shapes``.
 
     Raises:
@@ -46,10 +42,10 @@ def bind(inputs: Mapping[str, list[int | str]], given: Given) -> dict[str, int]:
                 elif d != size:
                     raise ModelError("--shape contradicts the model", where=f"input '{name}'", why=f"got {sizes}, has {dims}")
         else:
+            there = f"symbols: {', '.join(sorted(symbols)) or 'none, all sizes are fixed'}; inputs: {', '.join(sorted(inputs))}"
             close = get_close_matches(name, [*symbols, *inputs], 1)
             raise ModelError(
-                "unknown name in --shape", where=f"'{name}'",
-                why=f"the symbols are {sorted(symbols) or 'none'}, the inputs {sorted(inputs)}",
+                "unknown name in --shape", where=f"'{name}'", why=there,
                 hint=f"--shape {close[0]}={value}" if close else "--shape with one of these names",
             )  # fmt: skip
     return env
@@ -76,51 +72,8 @@ def _set(env: dict[str, int], symbol: str, size: int, by: str) -> None:
         raise ModelError("--shape contradicts itself", where=f"'{by}'", why=f"{symbol} is both {env[symbol]} and {size}")
 
 
-def unify(
-    inputs: Mapping[str, list[int | str]], env: dict[str, int], consistent: Callable[[Mapping[str, int]], bool]
-) -> dict[str, str]:
-    """Equate unbound symbols with bound ones, updating ``env``; returns what was equated with what.
-
-    First the axes of masks and the like with those of the input they go along with, if shape inference agrees; then any
-    symbol for which inference accepts a bound symbol's value and rejects its successor: it must be equal.
-    """
-    pairs = {s: t for s, t in _companions(inputs, env).items() if t in env}
-    if pairs and consistent({**env, **{s: env[t] for s, t in pairs.items()}}):
-        env.update({s: env[t] for s, t in pairs.items()})
-    else:
-        pairs = {}
-    budget = PROBES
-    for s in dict.fromkeys(d for dims in inputs.values() for d in dims if isinstance(d, str) and d not in env):
-        for t in [t for t in env if t not in pairs]:
-            budget -= 2
-            if budget >= 0 and consistent({**env, s: env[t]}) and not consistent({**env, s: env[t] + 1}):
-                env[s] = env[t]
-                pairs[s] = t
-                break
-    for s, t in pairs.items():
-        log.info("symbol %s = %s (%d): they must be equal", s, t, env[s])
-    return pairs
-
-
-def _companions(inputs: Mapping[str, list[int | str]], env: Mapping[str, int]) -> dict[str, str]:
-    out: dict[str, str] = {}
-    for name, dims in inputs.items():
-        if not any(c in name.lower() for c in COMPANIONS):
-            continue
-        others = [n for n in inputs if n != name and len(inputs[n]) == len(dims)]
-        others = [n for n in others if not any(c in n.lower() for c in COMPANIONS)]
-        if not others:
-            continue
-        prefix = {n: sum(1 for a, b in zip(n.split("_"), name.split("_"), strict=False) if a == b) for n in others}
-        best = max(others, key=lambda n: (prefix[n], -list(inputs).index(n)))
-        for mine, theirs in zip(dims, inputs[best], strict=True):
-            if isinstance(mine, str) and mine not in env and isinstance(theirs, str) and mine != theirs:
-                out[mine] = theirs
-    return out
-
-
 def unbound(inputs: Mapping[str, list[int | str]], env: Mapping[str, int]) -> None:
-    """Raise a ModelError that lists every symbol without a value, where it occurs, and an example."""
+    """Raise a ModelError that lists every symbol whose size is not known, where it occurs, and an example."""
     where: dict[str, list[str]] = {}
     for name, dims in inputs.items():
         for axis, d in enumerate(dims):
@@ -130,9 +83,11 @@ def unbound(inputs: Mapping[str, list[int | str]], env: Mapping[str, int]) -> No
         return
     listing = "; ".join(s if places == [s] else f"{s} in {', '.join(places)}" for s, places in where.items())
     example = " ".join(f"--shape {s}={8 if k == 0 else 128}" for k, s in enumerate(where) if "[" not in s)
+    example += f"; or --shape {next(iter(where))}={next(iter(env))}, if they are always the same" if example and env else ""
     first = next(iter(where.values()))[0].rpartition("[")[0]
     by_input = f"--shape {first}={'x'.join('8' if isinstance(d, str) else str(d) for d in inputs[first])}"
-    raise ModelError("symbolic dimensions without a size", where="inputs", why=listing, hint=example or by_input)
+    what = f"the size of {' and of '.join(where)} is not given{', and does not follow from the others' if env else ''}"
+    raise ModelError(what, where="inputs", why=listing, hint=example or by_input)
 
 
 def rewrite(model: ModelProto, env: Mapping[str, int]) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections import ChainMap
 from collections.abc import Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import numpy as np
@@ -25,11 +25,9 @@ from tapestry.ir.graph import Graph
 from tapestry.ir.sizes.size_formula import Formula, Region, Sizes, formula_of
 from tapestry.lift.building.registry import find
 from tapestry.lift.file.protos import attributes, captured, is_standard, node_name, standard_opset, static_shape, subgraphs
-from tapestry.lift.file.symbols import Given
 from tapestry.lift.normalize.inference import InferenceError, infer_shapes
 from tapestry.lift.normalize.inference_fixes import rewrite_misinferred
 from tapestry.lift.normalize.prepare import infer
-from tapestry.lift.onnx_to_graph import ModelSource, bind_symbols, input_dims
 from tapestry.lift.sizes.shape_rules import RULES, Known, NoRule, Shape, Site
 from tapestry.lift.sizes.size_columns import Array, Grid, box_without
 from tapestry.lift.sizes.static_values import CELLS, Call, evaluated
@@ -39,6 +37,8 @@ CASES = 4096  # at which a node is run or inferred one by one
 MALFORMED = (ValueError, IndexError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError)
 """What goes wrong on a model that contradicts itself, which is said where it is lifted."""
 Scope = MutableMapping[str, Known]
+Dims = tuple[int | str | Formula, ...]
+"""For each axis of an input its size, a symbol, or what follows from symbols."""
 
 
 class NotUnderstood(Exception):
@@ -86,37 +86,21 @@ class SameModel:
         return None
 
 
-def bound_inputs(source: ModelSource, symbols: Sequence[str], fixed: Given, made_at: Sizes) -> dict[str, tuple[str | int, ...]]:
-    """For every axis of an input its size, or the one of some symbols that it is.
-
-    Args:
-        source: stays as it is.
-        fixed: sizes of the others, as they are asked for.
-    """
-    dims = input_dims(source.model, set(source.stored))
-    copy = replace(source, model=_copied(source.model))
-    found = bind_symbols(copy, {**fixed, **dict(zip(symbols, made_at, strict=True))})
-
-    def of(d: str | int) -> str | int:
-        named = found.unified.get(d, d) if isinstance(d, str) else d
-        return named if isinstance(named, int) or named in symbols else found.sizes[named]
-
-    return {name: tuple(map(of, some)) for name, some in dims.items()}
-
-
 def same_model(
-    source: ModelSource, inputs: Mapping[str, Sequence[int | str]], symbols: Sequence[str], region: Region, made_at: Sizes
+    model: ModelProto, inputs: Mapping[str, Dims], symbols: Sequence[str], region: Region, made_at: Sizes
 ) -> SameModel:
     """Where in a region a model is the one that it is at some sizes.
 
     Args:
-        source: as it was read; stays as it is.
-        inputs: for every input, a symbol or a size for each axis.
+        model: as it was read; stays as it is.
+        inputs: for every input, a symbol, a size or a formula of symbols for each axis.
     """
     grid = Grid(region, made_at)
-    own = {o for n in source.model.graph.node for o in n.output} | set(inputs)
+    own = {o for n in model.graph.node for o in n.output} | set(inputs)
+    copied = ModelProto()
+    copied.CopyFrom(model)
     try:
-        walk = _Walk(_copied(source.model), grid, symbols)
+        walk = Walk(copied, grid, symbols)
         walk.top(inputs)
     except (NotUnderstood, *MALFORMED) as e:
         return SameModel(region=Region(made_at, made_at, {}), grid=grid, reasons=(str(e),), shapes={})
@@ -125,15 +109,9 @@ def same_model(
         box = Region(made_at, made_at, {})
     else:
         box = box_without(grid, bad) if bad.any() else region
-    named = [f"{where} is another one at {_text(grid, mask, symbols)}" for where, mask in walk.other.items()]
+    named = [f"{where} lifts to another operation at {_text(grid, mask, symbols)}" for where, mask in walk.other.items()]
     shapes = {n: k.shape for n, k in walk.known.items() if k.shape is not None and n in own}
     return SameModel(region=box, grid=grid, reasons=tuple(named), shapes=shapes)
-
-
-def _copied(model: ModelProto) -> ModelProto:
-    out = ModelProto()
-    out.CopyFrom(model)
-    return out
 
 
 def _text(grid: Grid, mask: Array, symbols: Sequence[str]) -> str:
@@ -144,7 +122,7 @@ def _text(grid: Grid, mask: Array, symbols: Sequence[str]) -> str:
 
 
 @dataclass
-class _Walk:
+class Walk:
     """A model, node by node.
 
     Attributes:
@@ -181,7 +159,7 @@ class _Walk:
             for inner in subgraphs(node):
                 self._note_types(inner)
 
-    def top(self, inputs: Mapping[str, Sequence[int | str]]) -> None:
+    def top(self, inputs: Mapping[str, Dims]) -> None:
         """The whole model."""
         for i in self.model.graph.input:
             dims = inputs.get(i.name)
@@ -195,8 +173,10 @@ class _Walk:
             if o.name in self.known:
                 self.consume(f"output '{o.name}'", self.known[o.name])
 
-    def column(self, d: int | str) -> Array:
-        """A size, or a symbol's."""
+    def column(self, d: int | str | Formula) -> Array:
+        """A size, a symbol's, or one that follows from those of symbols."""
+        if isinstance(d, Formula):
+            return self.interned(self.grid.given_by(d))
         at = self.grid.constant(np.int64(d)) if isinstance(d, int) else self.grid.axis(self.symbols.index(d))
         return self.interned(at)
 
@@ -343,6 +323,8 @@ class _Walk:
             return self.cases(node, ins, where, of)
         for mask in site.needs:
             self.demand(where, mask)
+        for a, b in site.equal:
+            self.equate(where, a, b)
         return [self.result(where, shape, data, varies) for shape in shapes]
 
     def result(self, where: str, shape: Shape | None, data: bool, varies: bool) -> Known:
@@ -364,6 +346,10 @@ class _Walk:
         if not mask.all():
             self.other.setdefault(where, mask)
             self.good &= mask
+
+    def equate(self, where: str, a: Array, b: Array) -> None:
+        """Two sizes are the same one, or the node is none."""
+        self.demand(where, a == b)
 
     def held(self, where: str, column: Array) -> None:
         """Take away the sizes at which a column is not what gives it at ``made_at``."""

@@ -46,6 +46,7 @@ class Site:
     def __init__(self, kind: str, ins: Sequence[Known | None], given: Mapping[str, Any], outputs: int, grid: Grid) -> None:
         self.kind, self.ins, self.given, self.outputs, self.grid = kind, ins, given, outputs, grid
         self.needs: list[Array] = []
+        self.equal: list[tuple[Array, Array]] = []
 
     def need(self, mask: Array) -> None:
         """Note at which sizes the case is that of ``made_at``."""
@@ -117,7 +118,10 @@ def broadcast(s: Site, shapes: Sequence[Shape]) -> Shape:
         wide = next((e for e in ends if s.grid.here(e) != 1), ends[0])
         for e in ends:
             if e is not wide:
-                s.need(e == (wide if s.grid.here(e) != 1 or s.grid.here(wide) == 1 else 1))
+                if s.grid.here(e) != 1 or s.grid.here(wide) == 1:
+                    s.equal.append((e, wide))
+                else:
+                    s.need(e == 1)
         out.append(wide)
     return out
 
@@ -135,14 +139,14 @@ def _broadcast(s: Site) -> list[Shape]:
 def _matmul(s: Site) -> list[Shape]:
     a, b = s.dims(0), s.dims(1)
     left, right = ([s.const(1), *a] if len(a) == 1 else a), ([*b, s.const(1)] if len(b) == 1 else b)
-    s.need(left[-1] == right[-2])
+    s.equal.append((left[-1], right[-2]))
     rows, columns = ([] if len(a) == 1 else [left[-2]]), ([] if len(b) == 1 else [right[-1]])
     return [[*broadcast(s, [left[:-2], right[:-2]]), *rows, *columns]]
 
 
 def _gemm(s: Site) -> list[Shape]:
     a, b = (s.dims(k)[::-1] if s.given.get(name, 0) else s.dims(k) for k, name in ((0, "transA"), (1, "transB")))
-    s.need(a[1] == b[0])
+    s.equal.append((a[1], b[0]))
     out = [a[0], b[1]]
     if s.has(2):
         broadcast(s, [out, s.dims(2)])
@@ -199,7 +203,7 @@ def _concat(s: Site) -> list[Shape]:
     for part in parts[1:]:
         for a, (n, m) in enumerate(zip(part, parts[0], strict=True)):
             if a != axis and n is not m:
-                s.need(n == m)
+                s.equal.append((n, m))
     out[axis] = functools.reduce(lambda a, b: a + b, (p[axis] for p in parts))
     return [out]
 
@@ -258,8 +262,20 @@ def _reshape(s: Site) -> list[Shape]:
     if rest is not None:
         known = math.prod((n for k, n in enumerate(out) if k != rest), start=s.const(1))
         out[rest] = total // np.where(known == 0, 1, known)
-    s.need(math.prod(out, start=s.const(1)) == total)
+    s.equal.append(_uncommon(s, x, out))
     return [out]
+
+
+def _uncommon(s: Site, one: Shape, other: Shape) -> tuple[Array, Array]:
+    """The products of two lists of sizes, without the factors that both have."""
+    rest, other = s.const(1), list(other)
+    for n in one:
+        k = next((k for k, m in enumerate(other) if n.all() and np.array_equal(n, m)), None)
+        if k is None:
+            rest = rest * n
+        else:
+            other.pop(k)
+    return rest, math.prod(other, start=s.const(1))
 
 
 def _flatten(s: Site) -> list[Shape]:

@@ -124,6 +124,8 @@ class Grid:
         taken: Formula | None = None
         for formula in self._expressions(column):
             mask = (self._polynomial(column) if formula is None else self.given_by(formula)) == column
+            if not self.here(mask):
+                continue
             often = 2 * best.sum() if formula is not None else max(2 * best.sum(), CHANCE)
             if mask.all() or mask.sum() > often:
                 best, taken = mask, formula
@@ -174,6 +176,7 @@ class Grid:
                 continue
             start = max(0, min(at, len(some) - DEGREE - 1))
             count = max(1, min(DEGREE + 1, len(some) - 1 - start, _steps_of_one(some[start:])))
+            start = at if count == 1 else start
             index.append(list(range(start, start + count)))
             bases.append(np.stack([_binomial(some - some[start], j) for j in range(count)]))
         found = column[np.ix_(*index)]
@@ -223,6 +226,11 @@ def box_without(grid: Grid, bad: Array) -> Region:
                 a, b = (at + 1, high[k]) if at < grid.place[k] else (low[k], at - 1)
                 kept.append(((b - a + 1) / (high[k] - low[k] + 1), k, a, b))
         _, k, low[k], high[k] = max(kept)
+    for k in range(bad.ndim):  # what was taken away along one symbol may be right after all, now that others have fewer sizes
+        slabs = bad[tuple(slice(None) if j == k else slice(low[j], high[j] + 1) for j in range(bad.ndim))]
+        wrong = np.flatnonzero(np.moveaxis(slabs, k, 0).reshape(bad.shape[k], -1).any(axis=1))
+        low[k] = int(max(wrong[wrong < grid.place[k]], default=-1)) + 1
+        high[k] = int(min(wrong[wrong > grid.place[k]], default=bad.shape[k])) - 1
     ends = [(int(some[a]), int(some[b])) for some, a, b in zip(grid.along, low, high, strict=True)]
     return Region(tuple(a for a, _ in ends), tuple(b for _, b in ends), grid.region.among)
 

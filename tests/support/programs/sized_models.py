@@ -83,7 +83,61 @@ def patches() -> onnx.ModelProto:
     return net(nodes, {"x": (T.FLOAT, [2, 4, "length"])}, {"y": T.FLOAT}, weights)
 
 
-MODELS = {f.__name__: f for f in (rows, waves, tokens, joined, shorter, patches)}
+# a decoder's step: a mask as long as past and new tokens, added to both or looked up place by place
+STEP = """<ir_version: 9, opset_import: ["" : 18]>
+g (int64[batch, sequence] ids, int64[rows, total] attention_mask, float[batch, past, 4] cache) => (float[batch, both] y) {
+  e = Cast<to = 1>(ids)
+  axes = Constant<value = int64[1] {2}>()
+  last = Constant<value = int64[1] {1}>()
+  c = ReduceSum<keepdims = 0>(cache, axes)
+  joined = Concat<axis = 1>(c, e)
+  f = Cast<to = 1>(attention_mask)
+  MASK
+}"""
+LOOKED_UP = """s = Shape<start = 1>(joined)
+  zero = Constant<value = int64 {0}>()
+  one = Constant<value = int64 {1}>()
+  n = Squeeze(s)
+  places = Range(zero, n, one)
+  column = Unsqueeze(places, last)
+  turned = Transpose<perm = [1, 0]>(f)
+  m = GatherND(turned, column)
+  back = Transpose<perm = [1, 0]>(m)
+  y = Mul(joined, back)"""
+
+
+def added() -> onnx.ModelProto:
+    """A step whose mask is multiplied with what it masks."""
+    return onnx.parser.parse_model(STEP.replace("MASK", "y = Mul(joined, f)"))
+
+
+def looked_up() -> onnx.ModelProto:
+    """A step whose mask is looked up place by place."""
+    return onnx.parser.parse_model(STEP.replace("MASK", LOOKED_UP))
+
+
+def encoder() -> onnx.ModelProto:
+    """A layer of an encoder as exporters write it: four heads, split off and merged by reshapes."""
+    nodes, weights = list[onnx.NodeProto](), {"heads": i64(0, 0, 4, 32), "flat": i64(0, 0, 128), "scale": f32(128)}
+    for name in "qkv":
+        weights |= {f"w{name}": f32(128, 128) / 11, f"b{name}": f32(128)}
+        nodes += [
+            N("MatMul", ["x", f"w{name}"], [f"{name}0"]), N("Add", [f"{name}0", f"b{name}"], [f"{name}1"]),
+            N("Reshape", [f"{name}1", "heads"], [f"{name}2"]),
+            N("Transpose", [f"{name}2"], [name], perm=[0, 2, 3, 1] if name == "k" else [0, 2, 1, 3]),
+        ]  # fmt: skip
+    nodes += [
+        N("MatMul", ["q", "k"], ["s"]), N("Softmax", ["s"], ["p"]), N("MatMul", ["p", "v"], ["o"]),
+        N("Transpose", ["o"], ["o1"], perm=[0, 2, 1, 3]), N("Reshape", ["o1", "flat"], ["merged"]),
+        N("MatMul", ["merged", "wo"], ["h0"], name="out"), N("Add", ["h0", "x"], ["h1"]),
+        N("LayerNormalization", ["h1", "scale"], ["h"]), N("MatMul", ["h", "up"], ["u"], name="up"), N("Relu", ["u"], ["r"]),
+        N("MatMul", ["r", "down"], ["d"], name="down"), N("Add", ["d", "h"], ["d1"]), N("LayerNormalization", ["d1", "scale"], ["y"]),
+    ]  # fmt: skip
+    weights |= {"wo": f32(128, 128) / 11, "up": f32(128, 512) / 11, "down": f32(512, 128) / 22}
+    return net(nodes, {"x": (T.FLOAT, ["batch", "sequence", 128])}, {"y": T.FLOAT}, weights)
+
+
+MODELS = {f.__name__: f for f in (rows, waves, tokens, joined, shorter, patches, added, looked_up, encoder)}
 PINS = {
     "patches": ("up:x1=2@d0",),
     "longer": ("up:i=2@d0",),
