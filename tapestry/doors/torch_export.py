@@ -135,8 +135,6 @@ def write(
 ) -> bool:  # fmt: skip
     """Write an exported program as ONNX; weights of more than ``inline`` bytes go to one file beside it, each once.
 
-    That file's name is made of what is where in it: another export beside it that has the same layout may share it.
-
     Args:
         translations: what becomes of operators that torch's exporter does not know.
 
@@ -172,14 +170,19 @@ def write(
             continue
         if raw.nbytes > inline:
             own.append(value)
-    tensors = [v.const_value for v in own if v.const_value is not None]
-    layout = repr([(v.name, t.shape, t.dtype) for v, t in zip(own, tensors, strict=True)])
-    data = f"tapestry-{hashlib.sha256(layout.encode()).hexdigest()[:12]}.bin"
-    written: list[ir.ExternalTensor] = cast(Any, external_data).convert_tensors_to_external(tensors, path.parent, data)
-    for value, kept in zip(own, written, strict=True):
-        value.const_value = kept
+    _store_apart(own, path.parent)
     cast(Any, ir).save(model, path)
     return not absent
+
+
+def _store_apart(values: Sequence[ir.Value], folder: Path) -> None:
+    """Write weights to one file, whose name is made of what is where in it: exports of the same layout may share it."""
+    layout = repr([(v.name, v.shape, v.dtype) for v in values]).encode()
+    data = f"tapestry-{hashlib.sha256(layout).hexdigest()[:12]}.bin"
+    tensors = [v.const_value for v in values if v.const_value is not None]
+    written: list[ir.ExternalTensor] = cast(Any, external_data).convert_tensors_to_external(tensors, folder, data)
+    for value, kept in zip(values, written, strict=True):
+        value.const_value = kept
 
 
 def _translated(program: ExportedProgram, translations: Mapping[Any, Callable[..., Any]]) -> ir.Model:
