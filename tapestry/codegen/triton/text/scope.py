@@ -131,6 +131,8 @@ class Scope:
         text = self.view.text(e.aff, "index")
         if text.lstrip("-").isdigit():
             return typed(int(text), e.dtype)
+        if not any(self.view.suffix[id(a)] for a in self.view.axes_of(e.aff)):  # a loop's variable may be a plain number
+            return f"tl.cast({text}, {TRITON_TYPES[e.dtype]})"
         return f"({text}).to({TRITON_TYPES[e.dtype]})"
 
     def load(self, access: Access, name: str, *, raw: bool = False, empty: str = "") -> str:
