@@ -375,6 +375,8 @@ def compile(p: argparse.ArgumentParser) -> None:
         "how partial sums of 16-bit floats travel (f32); native: each rounded once to the tensor's type, as NCCL has them: "
         "of bf16 an error of about parts * 2^-9 relative to the partial sums, and f16 overflows at 65504"
     )
+    finite = "take tests for NaN and infinities (a guard around softmax, say) for false: no value is infinite or NaN"
+    p.add_argument("--assume-finite", action="store_true", help=finite)
     p.add_argument("--reduce-in", choices=("f32", "native"), default="f32", help=text)
     several(p, "--pin", "OP:dim=parts@axis", "how operations are cut: conv1:h=8@d0, layers.*.up_proj:out=tp")
     several(p, "--layout", "TENSOR:axis=parts@axis", "where an input starts or an output ends: x:0=4@d0, or x:replicated")

@@ -24,6 +24,7 @@ from tapestry.plan.solver.budget import Budget
 from tapestry.plan.task import Task
 from tapestry.plan.topology import Topology, from_data, to_data
 from tapestry.rewrites.core.rule import parse_move
+from tapestry.verify.rewriting.finite import tests_dropped
 
 
 def lifted_of(runner: Runner) -> Lifted:
@@ -73,6 +74,8 @@ def document(runner: Runner, build: store.Build) -> dict[str, Any]:
         out["alternatives"] = [a.data() for a in planned.alternatives]
     if runner.values["sums"]:
         out["accumulate"] = runner.values["sums"].data()
+    if runner.values["assume_finite"]:
+        out["assume_finite"] = {"operations": tests_dropped(build.plan.graph)}
     if planned.fitted:
         out["fit"] = dict(planned.fitted.report)
     stages = planned.choice.report

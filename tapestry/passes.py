@@ -47,6 +47,7 @@ from tapestry.sharding.annotation_constraints import Given, constraints, with_ap
 from tapestry.sharding.annotations import Annotations, staged
 from tapestry.verify import certificate
 from tapestry.verify.rewriting import rewrite_log
+from tapestry.verify.rewriting.finite import assume_finite as assumed_finite
 
 log = logging.getLogger("tapestry")
 RECURRENT = ("LSTM", "GRU", "RNN", "Scan", "Loop")
@@ -125,6 +126,14 @@ def accumulate(
     graph, report = accumulated(lifted.graph, accumulate)
     other = None if whole is None else replace(whole, graph=accumulated(whole.graph, accumulate)[0])
     return replace(lifted, graph=graph), other, report
+
+
+def assume_finite(lifted: Lifted, whole: Lifted | None, finite: bool) -> tuple[Lifted, Lifted | None]:
+    """The model without its tests for NaN and infinities, where the user says that there are none."""
+    if not finite:
+        return lifted, whole
+    other = None if whole is None else replace(whole, graph=assumed_finite(whole.graph))
+    return replace(lifted, graph=assumed_finite(lifted.graph)), other
 
 
 def simplify(lifted: Lifted, annotations: Annotations | None, exact: bool, without: frozenset[str]) -> Graph:
@@ -308,7 +317,8 @@ def prove_rewrites(plan: PricedPlan, lifted: Lifted, whole: Lifted | None) -> Re
     outside = next((k for k, end in enumerate(ends) if _by_name(end) != _by_name(begins[k + 1])), None)  # (in whatever order)
     if outside is not None:
         raise LawError("rewrites", "the graph was changed outside of the log", where=f"after {steps[outside].by}")
-    if not any(_by_name(begins[0]) == _by_name(x.graph) for x in (lifted, whole) if x is not None):
+    lift_graphs = [x.graph if not (log := changes(x.graph)) else log[0].before for x in (lifted, whole) if x is not None]
+    if not any(_by_name(begins[0]) == _by_name(g) for g in lift_graphs):
         raise LawError("rewrites", "the log does not begin with the lifted graph")
     log, shown = rewrite_log.proved(begins[0], steps)
     return Rewrites(log, len(steps), dict(shown))

@@ -50,6 +50,7 @@ PASSES = (
     Pass("lift",     lift.lift_nodes,                     "source symbols prepared unroll_steps "
                                                           "seed",                                   "lifted"),
     Pass("lift",     passes.accumulate,                   "lifted whole accumulate",                "lifted whole sums"),
+    Pass("lift",     passes.assume_finite,                "lifted whole assume_finite",             "lifted whole"),
     Pass("simplify", passes.simplify,                     "lifted annotations exact without",       "graph"),
     Pass("simplify", passes.constrain,                    "lifted graph annotations topology "
                                                           "layouts pins exact stage_at request "
@@ -99,6 +100,7 @@ class Options:
     precision: str = "ieee"
     accumulate: str | None = None
     reduce_in: str = "f32"
+    assume_finite: bool = False
     pins: Sequence[str] = ()
     layouts: Sequence[str] = ()
     rules: Sequence[Path] = ()
@@ -263,7 +265,7 @@ def _values(options: Options) -> dict[str, Any]:
         "shapes": options.shapes or (annotations.shapes(marks) if marks else {}), "unroll_steps": _unroll_steps(options, topo),
         "also_whole": _also_whole(options, topo) and not marks,
         "annotations": marks, "topology": topo, "layouts": options.layouts, "pins": options.pins, "exact": options.exact,
-        "accumulate": options.accumulate, "without": rule_names(options.without), "stage_at": options.stage_at,
+        "accumulate": options.accumulate, "assume_finite": options.assume_finite, "without": rule_names(options.without), "stage_at": options.stage_at,
         "earlier": earlier, "request": parse_request(stages, micro, topo), "target": options.target,
         "precision": options.precision, "time_limit": options.time_limit, "interrupt": options.interrupt,
         "found": options.found, "kept": options.kept,

@@ -31,6 +31,7 @@ def compile_model(args: argparse.Namespace) -> Outcome:
         build = api.compile(
             args.model, mesh=mesh_of(args.devices, args.mesh), topology=args.topology, shapes=shapes(args.shape),
             memory=args.memory, memory_reserve=args.memory_reserve, reduce_in=args.reduce_in, target=args.target,
+            assume_finite=args.assume_finite,
             precision=args.precision, pins=args.pin, layouts=args.layout,
             accumulate=args.accumulate, rules=args.rules, weights=not args.no_weights, time_limit=args.time_limit,
             seed=args.seed, pareto=args.pareto,

@@ -33,6 +33,7 @@ class Choices(TypedDict, total=False):
         weights, sharding: False plans without external data, which may be absent; without the model's multi-device annotations.
         configuration: which of the model's device configurations, by name; by default the first for as many devices.
         accumulate: how sums of products of f16 are held, "f32" (as if it were left out) or "f16".
+        assume_finite: take tests for NaN and infinities for false, such as the guard that exporters put around softmax.
         reduce_in: how partial sums of 16-bit floats travel: "f32", or "native": each rounded to the tensor's type before.
         exact: the same bits on any number of devices (docs/exact.md).
         pareto: also the front of latency against memory.
@@ -69,6 +70,7 @@ class Choices(TypedDict, total=False):
     configuration: str | None
     accumulate: str | None
     reduce_in: str
+    assume_finite: bool
     exact: bool
     pareto: bool
     time_limit: float | None
@@ -104,6 +106,7 @@ KINDS: Mapping[str, tuple[tuple[type, ...], str]] = {
     "seed": ((int,), "a whole number"),
     "accumulate": ((str,), "f32 or f16"),
     "reduce_in": ((str,), "f32 or native"),
+    "assume_finite": ((bool,), "True or False"),
     "configuration": ((str,), "the name of a device configuration"),
     "max_devices": ((int,), "a whole number"),
     "objective": ((str,), '"seconds + 2e-3*devices"'),

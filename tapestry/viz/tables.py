@@ -279,12 +279,17 @@ def _model(m: Mapping[str, Any], precision: str) -> list[str]:
 
 def accumulate_lines(report: Mapping[str, Any]) -> list[str]:
     """In what products of f16 are summed, and the measured error of that."""
+    finite = report.get("assume_finite")
+    lines = [f"values are assumed to be finite: {finite['operations']} operations without their tests for it"] if finite else []
     a = report.get("accumulate")
     if not a:
-        return []
+        return lines
     worst = max(a["rel_err"], key=lambda r: r["f16"])
     errors = f"{worst['f16']:.2g} in f16, {worst['f32']:.2g} in f32"
-    return [f"{a['products']} products of f16 summed in {a['dtype']}; measured error of {worst['products']} in a row: {errors}"]
+    return [
+        *lines,
+        f"{a['products']} products of f16 summed in {a['dtype']}; measured error of {worst['products']} in a row: {errors}",
+    ]
 
 
 def machine_lines(report: Mapping[str, Any]) -> list[str]:

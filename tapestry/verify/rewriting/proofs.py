@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from tapestry.errors import LawError
 from tapestry.ir import laws
 from tapestry.ir.graph import Graph, Opaque, Rewrite
-from tapestry.verify.rewriting import footprints, normal_form, regions
+from tapestry.verify.rewriting import finite, footprints, normal_form, regions
 from tapestry.verify.rewriting.cells import TooMuch
 from tapestry.verify.rewriting.regions import Change
 from tapestry.verify.rewriting.trials import Trial
@@ -21,6 +21,7 @@ from tapestry.verify.rewriting.trials import Trial
 FORM, REAL = "normal form", "normal form in real arithmetic"
 ISL, INSTANCES, SAMPLED = "isl", "exact arithmetic on instances", "sampled cells"
 UNREAD, UNPROVED = "nobody reads it", "not proved"
+FINITE = "the assumption that values are finite"
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +89,10 @@ def prove_step(step: Rewrite) -> Counter[str]:
 
 def prove_change(change: Change) -> Counter[str]:
     """`prove_step`, of a step that is taken apart already."""
+    if change.step.by == finite.ASSUMED:
+        if not finite.follows(change.step.before, change.step.after):
+            raise LawError("same_values", "more was changed than tests for NaN and infinities", where=change.step.by)
+        return Counter({FINITE: len(change.needed & change.come.keys())})
     lost = next((t for t in sorted(change.needed) if t not in change.come), None)
     if lost is not None:
         raise LawError("ssa", f"'{lost}' is read and no longer written", where=_where(change, lost))
