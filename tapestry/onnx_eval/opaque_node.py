@@ -20,9 +20,8 @@ import numpy as np
 from tapestry.errors import TapestryError
 from tapestry.ir.graph import Opaque
 from tapestry.ir.types import HOST, STORED, numpy_dtype
-from tapestry.onnx_eval import own_nodes
+from tapestry.onnx_eval.one_rounding import SHORT, once, reference_evaluator
 from tapestry.onnx_eval.ort_session import ends_process, ort_session
-from tapestry.onnx_eval.reference_fixes import corrected
 
 Array = np.ndarray[Any, Any]
 Evaluator = Callable[[Mapping[str, Any]], Sequence[Any]]
@@ -66,7 +65,8 @@ def run(
     Raises:
         TapestryError: no evaluator runs the node, or its result is not of the shape that the model declares.
     """
-    types, feeds = _named(op, arrays, names)
+    given = _named(op, arrays, names)
+    feeds = _values(given)
     if op.kind == "RoiAlign" and _samples(op.node, list(feeds.values())[1]) > MOST_SAMPLES:
         what = f"a region is so large that its mean is over more than {MOST_SAMPLES:,} samples"
         raise TapestryError(what, where=f"node '{', '.join(op.source)}' (RoiAlign)", hint="set sampling_ratio")
@@ -76,7 +76,7 @@ def run(
         try:
             with warnings.catch_warnings(), np.errstate(all="ignore"):
                 warnings.simplefilter("ignore")
-                results = list(made(op.node, op.opsets, types)(feeds))
+                results = _asked(made, op, given)
         except Exception as e:  # both libraries raise many kinds
             failures.append(str(e).splitlines()[0][:200] if str(e) else type(e).__name__)
             continue
@@ -93,7 +93,7 @@ def draws(op: Opaque) -> bool:
 
 def engine(op: Opaque, arrays: Sequence[Array | HostValue | None], expected: Sequence[Expected]) -> str:
     """The evaluator that a target's run of a node asks first."""
-    _, feeds = _named(op, arrays, ())
+    feeds = _values(_named(op, arrays, ()))
     return NAMES[_evaluators(op, feeds, expected, False)[0].__name__]
 
 
@@ -104,7 +104,7 @@ def asked_of(
     wrong = WRONG_IN_REFERENCE if name == NAMES["_reference"] else WRONG_IN_ORT | ACCURATE
     if _kinds(op.node) & (RANDOM | wrong):
         return None
-    types, feeds = _named(op, arrays, ())
+    feeds = _values(given := _named(op, arrays, ()))
     if name == NAMES["_onnxruntime"] and _ends_process(op, feeds):
         return None
     if op.kind == "RoiAlign" and _samples(op.node, list(feeds.values())[1]) > MOST_SAMPLES:
@@ -113,21 +113,32 @@ def asked_of(
     try:
         with warnings.catch_warnings(), np.errstate(all="ignore"):
             warnings.simplefilter("ignore")
-            return [_held_to(op, _plain(x), e) for x, e in zip(make(op.node, op.opsets, types)(feeds), expected, strict=True)]
+            return [_held_to(op, _plain(x), e) for x, e in zip(_asked(make, op, given), expected, strict=True)]
     except Exception:  # both libraries raise many kinds
         return None
 
 
-def _named(
-    op: Opaque, arrays: Sequence[Array | HostValue | None], names: Sequence[str]
-) -> tuple[Types, dict[str, Any]]:  # fmt: skip
-    """The types and the values of a node's inputs, by name."""
-    declared = _inputs(op.node)  # and after them what its subgraphs read of the graph around it
+def _named(op: Opaque, arrays: Sequence[Array | HostValue | None], names: Sequence[str]) -> dict[str, Array | HostValue]:
+    """A node's inputs by name, and after them what its subgraphs read of the graph around it."""
+    declared = _inputs(op.node)
     names = names or [declared[k] if k < len(declared) else f"in{k}" for k in range(len(arrays))]
-    given = {n: a for n, a in zip(names, arrays, strict=True) if a is not None}
-    types = tuple((n, *_type(a)) for n, a in given.items())
-    feeds = {n: a.value if isinstance(a, HostValue) else a for n, a in given.items()}
-    return types, feeds
+    return {n: a for n, a in zip(names, arrays, strict=True) if a is not None}
+
+
+def _values(given: Mapping[str, Array | HostValue]) -> dict[str, Any]:
+    return {n: a.value if isinstance(a, HostValue) else a for n, a in given.items()}
+
+
+def _asked(make: Callable[..., Evaluator], op: Opaque, given: Mapping[str, Array | HostValue]) -> list[Any]:
+    """What an evaluator gives for a node's inputs: in float32, rounded at the end, where they have 16 bits."""
+    feeds, names = _values(given), _inputs(op.node)
+
+    def compute(wide: Sequence[Any]) -> Sequence[Any]:
+        values = {**feeds, **{n: a for n, a in zip(names, wide, strict=True) if n in feeds}}
+        types = tuple((n, *_type(values[n], isinstance(a, HostValue))) for n, a in given.items())
+        return make(op.node, op.opsets, types)(values)
+
+    return once(op.kind if _standard(op.node) else "", dict(op.opsets).get("", 1), [feeds.get(n) for n in names], compute)
 
 
 def unsupported(op: Opaque, arrays: Sequence[tuple[Any, tuple[int, ...] | None] | None]) -> str:
@@ -135,13 +146,16 @@ def unsupported(op: Opaque, arrays: Sequence[tuple[Any, tuple[int, ...] | None] 
     declared = _inputs(op.node)
     names = [declared[k] if k < len(declared) else f"in{k}" for k in range(len(arrays))]
     types = tuple((n, *(a or (np.dtype(object), None))) for n, a in zip(names, arrays, strict=True) if n)
+    wide = tuple((n, np.dtype(np.float32) if t.name in SHORT else t, shape) for n, t, shape in types)
     failures: list[str] = []
-    for make in (_onnxruntime, _reference):
+    for make, given in ((_onnxruntime, types), (_reference, types), (_onnxruntime, wide)):
         try:
-            make(op.node, op.opsets, types)
+            make(op.node, op.opsets, given)
         except Exception as e:  # both libraries raise many kinds
             failures.append(str(e).splitlines()[0][:200] if str(e) else type(e).__name__)
-    return "; ".join(failures) if len(failures) == 2 else ""
+        else:
+            return ""
+    return "; ".join(failures[:2])
 
 
 def _evaluators(op: Opaque, feeds: Mapping[str, Any], expected: Sequence[Expected], independent: bool) -> list[Any]:
@@ -177,12 +191,11 @@ def _samples(node: bytes, regions: Array) -> float:
         return float(np.nan_to_num(np.prod(sides, axis=1), nan=0.0, posinf=np.inf).max())
 
 
-def _type(a: Array | HostValue) -> tuple[Any, tuple[int | None, ...] | None]:
+def _type(value: Any, on_host: bool) -> tuple[Any, tuple[int | None, ...] | None]:
     """Element type and shape for an evaluator; what depends on the data is left open, so that sessions are shared."""
-    if not isinstance(a, HostValue):
-        return a.dtype, a.shape
-    value = a.value
-    return (value.dtype, (None,) * value.ndim) if isinstance(value, np.ndarray) else (np.dtype(object), None)
+    if not isinstance(value, np.ndarray):
+        return np.dtype(object), None
+    return value.dtype, (None,) * value.ndim if on_host else value.shape
 
 
 def _plain(x: Any) -> Any:
@@ -217,6 +230,14 @@ def _inputs(node: bytes) -> tuple[str, ...]:
     from onnx import NodeProto
 
     return tuple(NodeProto.FromString(node).input)
+
+
+@lru_cache(maxsize=512)
+def _standard(node: bytes) -> bool:
+    """Whether an operator is ONNX's own."""
+    from onnx import NodeProto
+
+    return NodeProto.FromString(node).domain in ("", "ai.onnx")
 
 
 def _unchanged(node: Any, version: int) -> bool:
@@ -284,14 +305,12 @@ def _time_first(node: Any) -> list[Any]:
 
 @lru_cache(maxsize=512)
 def _reference(node: bytes, opsets: tuple[tuple[str, int], ...], types: Types) -> Evaluator:
-    from onnx.reference import ReferenceEvaluator
-
     proto = _model(node, opsets, types)
     for n in proto.graph.node:
         extra = [a.name for a in n.attribute if a.name not in SIMPLE]
         if n.op_type in RECURRENT and (extra or (len(n.input) > 4 and n.input[4])):
             raise NotImplementedError(f"the reference evaluator ignores {', '.join(extra) or 'sequence_lens'} of {n.op_type}")
-    evaluator = ReferenceEvaluator(proto, new_ops=[*corrected(), *own_nodes.classes()])
+    evaluator = reference_evaluator(proto)
     return lambda given: list(evaluator.run(None, dict(given)))
 
 

@@ -118,7 +118,7 @@ class ReferenceValues:
     """Values of a model for one set of inputs.
 
     Attributes:
-        by: the evaluator, as reports name it.
+        by: the evaluator, or both where they were asked node by node, as reports name it.
         values: by the model's names.
     """
 
@@ -135,8 +135,9 @@ class ReferenceValues:
                 raise TapestryError("onnxruntime would end the process")
             self.by, self.values = "onnxruntime", _onnxruntime(model, feeds, names)
         except Exception:  # it raises many kinds; what it cannot run is run node by node
-            self.by = "onnxruntime and the ONNX reference, node by node"
-            self.values = self._nodes(names, {}, independent=False)
+            asked = list[str]()
+            self.values = self._nodes(names, {}, independent=False, by=asked)
+            self.by = " and ".join(sorted(set(asked)))
         self.values |= self.feeds
         self._again: dict[str, Any] = {}
 
@@ -159,14 +160,16 @@ class ReferenceValues:
                 self._again[name] = None
         return self._again[name]
 
-    def _nodes(self, names: Collection[str], known: Mapping[str, Any], *, independent: bool) -> dict[str, Any]:
-        """Values computed node by node from others."""
+    def _nodes(
+        self, names: Collection[str], known: Mapping[str, Any], *, independent: bool, by: list[str] | None = None
+    ) -> dict[str, Any]:
+        """Values computed node by node from others; ``by`` gets the library of each."""
         values = {**self.feeds, **known}
         for node in _behind(self.model, names, values):
             ins = [*node.input, *outer_names(node)]
             arrays = [None if not i else values[i] if i in values else self.model.constant(i) for i in ins]
             values.update(
-                zip([o for o in node.output if o], run_node(node, self.model.opsets, arrays, independent), strict=True)
+                zip([o for o in node.output if o], run_node(node, self.model.opsets, arrays, independent, by), strict=True)
             )
         return {n: values[n] for n in names}
 
