@@ -18,6 +18,9 @@ from tapestry.onnx_eval import own_nodes
 from tapestry.onnx_eval.reference_fixes import corrected
 
 SHORT = frozenset({"float16", "bfloat16"})
+HALVES = frozenset(name.upper() for name in SHORT)  # as ONNX writes them
+SUMMING = ("Reduce", "Sum", "Mean", "MatMul", "Gemm", "Einsum", "Softmax", "Norm", "Det", "Cum", "Attention", "Loss")
+"""Parts of the names of operators that add or multiply many numbers, each time rounding, where nobody widens them."""
 AS_TOLD = frozenset({"CastLike"})  # of any type to any other: by way of float32 it would be rounded twice
 
 

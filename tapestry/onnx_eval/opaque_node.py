@@ -146,7 +146,7 @@ def unsupported(op: Opaque, arrays: Sequence[tuple[Any, tuple[int, ...] | None] 
     declared = _inputs(op.node)
     names = [declared[k] if k < len(declared) else f"in{k}" for k in range(len(arrays))]
     types = tuple((n, *(a or (np.dtype(object), None))) for n, a in zip(names, arrays, strict=True) if n)
-    wide = tuple((n, np.dtype(np.float32) if t.name in SHORT else t, shape) for n, t, shape in types)
+    wide = tuple((n, np.dtype(np.float32) if str(t) in SHORT else t, shape) for n, t, shape in types)
     failures: list[str] = []
     for make, given in ((_onnxruntime, types), (_reference, types), (_onnxruntime, wide)):
         try:

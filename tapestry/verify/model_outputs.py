@@ -17,6 +17,7 @@ from tapestry.errors import ModelError
 from tapestry.ir.expr import Call, walk
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.types import FLOATS, numpy_dtype
+from tapestry.onnx_eval.local_functions import inlined
 from tapestry.onnx_eval.one_rounding import reference_evaluator
 from tapestry.verify.model.model_values import ModelFile, ReferenceValues
 
@@ -81,7 +82,7 @@ def _evaluator(model: Path | bytes, feeds: Mapping[str, Array]) -> dict[str, Arr
     loaded = onnx.load(model) if isinstance(model, Path) else onnx.load_from_string(model)
     with warnings.catch_warnings(), np.errstate(all="ignore"):
         warnings.simplefilter("ignore")
-        results: list[Any] = list(reference_evaluator(loaded).run(None, dict(feeds)))
+        results: list[Any] = list(reference_evaluator(inlined(loaded)).run(None, dict(feeds)))
     return dict(zip([o.name for o in loaded.graph.output], results, strict=True))
 
 

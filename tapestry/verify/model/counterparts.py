@@ -232,7 +232,7 @@ class Counterparts:
         values = {t: made(a) for t, a in operands.items()}
         for node in part.nodes:
             arrays = [None if not i else values[i] if i in values else made(self._fixed(i)) for i in node.input]
-            outs = run_node(_nameless(node), self.model.opsets, arrays, independent, by)
+            outs = run_node(node, self.model.opsets, arrays, independent, by)
             values.update(zip([o for o in node.output if o], outs, strict=True))
         return {t: values[t] for t in part.outs}
 
@@ -261,15 +261,3 @@ class Counterparts:
                 continue
             if all(is_array(made[t]) and made[t].shape == self.graph.tensors[t].shape for t in part.outs):
                 yield made
-
-
-def _nameless(node: NodeProto) -> NodeProto:
-    """A node by places, so that evaluators are made once for all that are alike."""
-    out = NodeProto()
-    out.CopyFrom(node)
-    out.ClearField("name")
-    out.ClearField("doc_string")
-    out.ClearField("metadata_props")
-    out.input[:] = [f"i{k}" if n else "" for k, n in enumerate(node.input)]
-    out.output[:] = [f"o{k}" if n else "" for k, n in enumerate(node.output)]
-    return out

@@ -19,10 +19,12 @@ from tapestry.errors import TapestryError
 from tapestry.ir.graph import Opaque
 from tapestry.ir.types import HOST
 from tapestry.onnx_eval import opaque_node
+from tapestry.onnx_eval.local_functions import inlined
 from tapestry.onnx_eval.ort_session import ends_process, ort_session
 
 Array = np.ndarray[Any, Any]
 TYPED = frozenset({"to", "dtype", "output_dtype", "softmax_precision", "stash_type", "output_datatype"})  # attributes
+SHORT = frozenset({"f16", "bf16"})
 FLOAT_NAMES: dict[int, str] = {
     TensorProto.DOUBLE: "f64",
     TensorProto.FLOAT: "f32",
@@ -49,10 +51,7 @@ class ModelFile:
     initializers: dict[str, TensorProto] = field(init=False)
 
     def __post_init__(self) -> None:
-        if self.proto.functions:
-            import onnx.inliner
-
-            self.proto = onnx.inliner.inline_local_functions(self.proto)
+        self.proto = inlined(self.proto)
         self.initializers = {t.name: t for t in self.proto.graph.initializer}
         self.nodes = list(self.proto.graph.node)
         self.places = {o: k for k, n in enumerate(self.nodes) for o in n.output if o}
@@ -131,6 +130,8 @@ class ReferenceValues:
         self.model, self.feeds = model, dict(feeds)
         names = [n for n in model.makers if n in wanted]
         try:
+            if not model.floats().isdisjoint(SHORT):
+                raise TapestryError("onnxruntime keeps float32 from node to node")
             if ends_process(_operators(model.nodes), (0,) if empty else _sizes(model, feeds)):
                 raise TapestryError("onnxruntime would end the process")
             self.by, self.values = "onnxruntime", _onnxruntime(model, feeds, names)
@@ -187,9 +188,23 @@ def run_node(
     names = (*node.input, *outer_names(node))
     arrays = [np.asarray(a) if isinstance(a, np.generic) else a for a in arrays]
     given = [a if a is None or (isinstance(a, np.ndarray) and a.dtype != object) else opaque_node.HostValue(a) for a in arrays]
-    outs = tuple(o for o in node.output if o)
-    op = Opaque(outs=outs, ins=names, kind=node.op_type, node=node.SerializeToString(), opsets=opsets, source=(node.name,))
+    outs, source, bodies = tuple(o for o in node.output if o), (node.name or node.op_type,), any(True for _ in subgraphs(node))
+    if not bodies:  # evaluators are made once for all that are alike
+        node = nameless(node)
+        names = tuple(node.input)
+    op = Opaque(outs=outs, ins=names, kind=node.op_type, node=node.SerializeToString(), opsets=opsets, source=source)
     return opaque_node.run(op, given, [(HOST, ())] * len(outs), independent=independent, names=names, by=by)
+
+
+def nameless(node: NodeProto) -> NodeProto:
+    """A node by places; inputs of one name stay so."""
+    out, places = NodeProto(), {n: f"i{k}" for k, n in enumerate(node.input)}
+    out.CopyFrom(node)
+    for said in ("name", "doc_string", "metadata_props"):
+        out.ClearField(said)
+    out.input[:] = [places[n] if n else "" for n in node.input]
+    out.output[:] = [f"o{k}" if n else "" for k, n in enumerate(node.output)]
+    return out
 
 
 def _behind(model: ModelFile, names: Collection[str], known: Mapping[str, Any]) -> list[NodeProto]:
