@@ -132,6 +132,8 @@ class ReferenceValues:
         try:
             if not model.floats().isdisjoint(SHORT):
                 raise TapestryError("onnxruntime keeps float32 from node to node")
+            if any(o in opaque_node.ASKED_APART for o in _operators(model.nodes)):
+                raise TapestryError("onnxruntime is wrong of a node")
             if ends_process(_operators(model.nodes), (0,) if empty else _sizes(model, feeds)):
                 raise TapestryError("onnxruntime would end the process")
             self.by, self.values = "onnxruntime", _onnxruntime(model, feeds, names)
