@@ -25,7 +25,7 @@ from tapestry.plugins.entry_points import Plugin
 from tapestry.runtime.feeds import random_feeds
 from tapestry.verify import interp
 from tapestry.verify.model import model_laws, second_opinion
-from tapestry.verify.model.model_values import ModelFile, subgraphs
+from tapestry.verify.model.model_values import ModelFile, WrongSizes, subgraphs
 
 Array = np.ndarray[Any, Any]
 Evidence = dict[str, Any]
@@ -115,7 +115,7 @@ def _by_value(
     classes): then evaluators differ from each other. Where they do, and there alone, the graph is asked again on numbers of
     0 and 1, and refused if it differs on those as well.
     """
-    why, differs = "", None
+    why, differs, sizes = "", None, None
     for inputs, feeds in _feeds(graph).items():
         if differs and inputs == ZEROS:  # too little to prove anything by
             break
@@ -126,12 +126,16 @@ def _by_value(
         except LawError:
             raise
         except TapestryError as e:
-            why = why or e.what
+            why = why or " ".join(f"{e.where}: {e.what}; {e.why}".split())
+            sizes = e if isinstance(e, WrongSizes) else None
         else:
             disputed = {"disputed": " ".join(f"{differs.what}; {differs.why}".split())} if differs else {}
             return compared.counts, compared.evidence() | {"inputs": inputs} | disputed
     if differs:
         raise differs
+    if sizes:
+        hint = "check the sizes given with --shape; a symbol that was not given may have been taken for another one"
+        raise ModelError("onnxruntime refuses the model at these sizes", where=sizes.where, why=sizes.why, hint=hint)
     done = model_laws.facts(graph, file, read)
     return done, _nothing(f"{why or 'no values for its inputs'}: operations not compared by value") | {"counts": dict(done)}
 

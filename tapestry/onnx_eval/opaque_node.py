@@ -9,9 +9,10 @@ says where that is, and why.
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -21,7 +22,7 @@ from tapestry.errors import TapestryError
 from tapestry.ir.graph import Opaque
 from tapestry.ir.types import HOST, STORED, numpy_dtype
 from tapestry.onnx_eval.one_rounding import SHORT, once, reference_evaluator
-from tapestry.onnx_eval.ort_session import ends_process, ort_session
+from tapestry.onnx_eval.ort_session import Guarded, OrtError, apart
 
 Array = np.ndarray[Any, Any]
 Evaluator = Callable[[Mapping[str, Any]], Sequence[Any]]
@@ -50,9 +51,21 @@ class HostValue:
     value: Any
 
 
+@dataclass(slots=True)
+class Asked:
+    """Which libraries ran nodes, and what onnxruntime said of those that it has and refused, where another one ran them."""
+
+    libraries: list[str] = field(default_factory=list[str])
+    refused: list[str] = field(default_factory=list[str])
+
+
+class Refused(TapestryError):
+    """onnxruntime implements a node, and neither it nor another evaluator runs it on some inputs."""
+
+
 def run(
     op: Opaque, arrays: Sequence[Array | HostValue | None], expected: Sequence[Expected], *, independent: bool = False,
-    names: Sequence[str] = (), by: list[str] | None = None,
+    names: Sequence[str] = (), by: Asked | None = None,
 ) -> list[Any]:  # fmt: skip
     """Outputs of the node for whole inputs, or for blocks along the dimensions it commutes with.
 
@@ -61,9 +74,10 @@ def run(
         expected: dtype and shape of each output as the graph has it; results are held to it.
         independent: ask the reference evaluator first, where it is known to be right, to check on what a target asks.
         names: of the arrays, where a node's own are not those that a lifted one has.
-        by: gets the name of the library that ran it.
+        by: notes who ran it; nothing is then run but what cannot end this process.
 
     Raises:
+        Refused: onnxruntime has the operator, and nobody runs it on these inputs.
         TapestryError: no evaluator runs the node, or its result is not of the shape that the model declares.
     """
     given = _named(op, arrays, names)
@@ -71,20 +85,22 @@ def run(
     if op.kind == "RoiAlign" and _samples(op.node, list(feeds.values())[1]) > MOST_SAMPLES:
         what = f"a region is so large that its mean is over more than {MOST_SAMPLES:,} samples"
         raise TapestryError(what, where=f"node '{', '.join(op.source)}' (RoiAlign)", hint="set sampling_ratio")
-    failures: list[str] = []
+    failures, where, refused = list[str](), f"node '{', '.join(op.source)}'", False
     for make in _evaluators(op, feeds, expected, independent):
         made = make.__wrapped__ if _kinds(op.node) & RANDOM else make  # a generator's state must not go on from run to run
         try:
             with warnings.catch_warnings(), np.errstate(all="ignore"):
                 warnings.simplefilter("ignore")
-                results = _asked(made, op, given)
+                results = _asked(made, op, given, by is not None)
         except Exception as e:  # both libraries raise many kinds
-            failures.append(str(e).splitlines()[0][:200] if str(e) else type(e).__name__)
+            failures.append(_said(e))
+            refused |= isinstance(e, OrtError) and e.refused
             continue
         if by is not None:
-            by.append(NAMES[make.__name__])
+            by.libraries.append(NAMES[make.__name__])
+            by.refused += [f"{where}: {text}" for text in failures if refused]
         return [_held_to(op, _plain(x), e) for x, e in zip(results, expected, strict=True)]
-    raise TapestryError(f"no evaluator runs {op.kind}", where=f"node '{', '.join(op.source)}'", why="; ".join(failures))
+    raise (Refused if refused else TapestryError)(f"no evaluator runs {op.kind}", where=where, why="; ".join(failures))
 
 
 def draws(op: Opaque) -> bool:
@@ -114,7 +130,7 @@ def asked_of(
     try:
         with warnings.catch_warnings(), np.errstate(all="ignore"):
             warnings.simplefilter("ignore")
-            return [_held_to(op, _plain(x), e) for x, e in zip(_asked(make, op, given), expected, strict=True)]
+            return [_held_to(op, _plain(x), e) for x, e in zip(_asked(make, op, given, True), expected, strict=True)]
     except Exception:  # both libraries raise many kinds
         return None
 
@@ -130,14 +146,24 @@ def _values(given: Mapping[str, Array | HostValue]) -> dict[str, Any]:
     return {n: a.value if isinstance(a, HostValue) else a for n, a in given.items()}
 
 
-def _asked(make: Callable[..., Evaluator], op: Opaque, given: Mapping[str, Array | HostValue]) -> list[Any]:
+def _said(e: Exception) -> str:
+    """What went wrong, without the places in onnxruntime's own sources."""
+    said = " ".join(str(e).split())
+    return (
+        re.sub(r"^\[ONNXRuntimeError\] : \d+ : \w+ : |Non-zero status.*Message: |/onnx\S+:\d+ .* was false\. ", "", said)[:200]
+        or type(e).__name__
+    )
+
+
+def _asked(make: Callable[..., Evaluator], op: Opaque, given: Mapping[str, Array | HostValue], alone: bool) -> list[Any]:
     """What an evaluator gives for a node's inputs: in float32, rounded at the end, where they have 16 bits."""
     feeds, names = _values(given), _inputs(op.node)
 
     def compute(wide: Sequence[Any]) -> Sequence[Any]:
         values = {**feeds, **{n: a for n, a in zip(names, wide, strict=True) if n in feeds}}
         types = tuple((n, *_type(values[n], isinstance(a, HostValue))) for n, a in given.items())
-        return make(op.node, op.opsets, types)(values)
+        evaluate = make(op.node, op.opsets, types)
+        return evaluate.apart(values) if alone and isinstance(evaluate, Guarded) else evaluate(values)
 
     return once(op.kind if _standard(op.node) else "", dict(op.opsets).get("", 1), [feeds.get(n) for n in names], compute)
 
@@ -151,9 +177,11 @@ def unsupported(op: Opaque, arrays: Sequence[tuple[Any, tuple[int, ...] | None] 
     failures: list[str] = []
     for make, given in ((_onnxruntime, types), (_reference, types), (_onnxruntime, wide)):
         try:
-            make(op.node, op.opsets, given)
+            made = make(op.node, op.opsets, given)
+            if isinstance(made, Guarded):
+                apart(made.model, None)
         except Exception as e:  # both libraries raise many kinds
-            failures.append(str(e).splitlines()[0][:200] if str(e) else type(e).__name__)
+            failures.append(_said(e))
         else:
             return ""
     return "; ".join(failures[:2])
@@ -165,7 +193,7 @@ def _evaluators(op: Opaque, feeds: Mapping[str, Any], expected: Sequence[Expecte
     stored = dtypes & (STORED | {numpy_dtype(d).name for d in STORED})
     if stored or any(not isinstance(a, np.ndarray) for a in feeds.values()):
         return [_reference]  # onnxruntime's Python interface takes none of these, or gives other types back
-    if _ends_process(op, feeds) or (op.kind == "NonZero" and any(a.ndim == 0 for a in feeds.values())):
+    if op.kind == "NonZero" and any(a.ndim == 0 for a in feeds.values()):
         return [_reference]  # onnxruntime's places in a scalar have one coordinate, ONNX's none
     kinds, corners = _kinds(op.node), op.kind == "Resize" and b"align_corners" in op.node
     if kinds & (ACCURATE | WRONG_IN_ORT) or corners:  # corners: onnxruntime rounds the length first when shrinking
@@ -173,10 +201,6 @@ def _evaluators(op: Opaque, feeds: Mapping[str, Any], expected: Sequence[Expecte
     if not independent or kinds & (WRONG_IN_REFERENCE | RANDOM):  # two evaluators draw different numbers
         return [_onnxruntime, _reference]
     return [_reference, _onnxruntime]
-
-
-def _ends_process(op: Opaque, feeds: Mapping[str, Any]) -> bool:
-    return ends_process(_kinds(op.node), (a.size for a in feeds.values() if isinstance(a, np.ndarray)))
 
 
 def _samples(node: bytes, regions: Array) -> float:
@@ -317,6 +341,4 @@ def _reference(node: bytes, opsets: tuple[tuple[str, int], ...], types: Types) -
 
 @lru_cache(maxsize=512)
 def _onnxruntime(node: bytes, opsets: tuple[tuple[str, int], ...], types: Types) -> Evaluator:
-    session = ort_session(_model(node, opsets, types).SerializeToString())
-    names = {i.name for i in session.get_inputs()}
-    return lambda given: session.run(None, {n: a for n, a in given.items() if n in names})
+    return Guarded(_model(node, opsets, types).SerializeToString())

@@ -46,7 +46,7 @@ def reference(model: Path | bytes, feeds: Mapping[str, Array]) -> tuple[str, dic
     proto = onnx.load(model, load_external_data=False) if isinstance(model, Path) else onnx.load_from_string(model)
     file, names = ModelFile(proto, model.parent if isinstance(model, Path) else Path()), [o.name for o in proto.graph.output]
     try:
-        run = ReferenceValues(file, feeds, names, empty=_empty(proto, feeds))
+        run = ReferenceValues(file, feeds, names)
     except Exception as e:  # the libraries raise many kinds; the message is passed on
         where = str(model) if isinstance(model, Path) else ""
         raise ModelError(f"no reference evaluator runs the model: {e}", where=where) from None
@@ -64,18 +64,6 @@ def spread(model: Path | bytes, feeds: Mapping[str, Array], expected: Mapping[st
     except Exception:  # any failure of the second opinion leaves the first one alone
         return {}
     return {name: compare(other[name], a).rel_err for name, a in expected.items() if name in other}
-
-
-def _empty(model: onnx.ModelProto, feeds: Mapping[str, Array]) -> bool:
-    """Whether a tensor on the way has no cells, which ends onnxruntime's process in some operators."""
-    proto = onnx.ModelProto()
-    proto.CopyFrom(model)
-    for i in proto.graph.input:
-        if isinstance(a := feeds.get(i.name), np.ndarray):
-            i.CopyFrom(onnx.helper.make_tensor_value_info(i.name, i.type.tensor_type.elem_type, a.shape))
-    graph = onnx.shape_inference.infer_shapes(proto, data_prop=True).graph
-    dims = (d for v in (*graph.input, *graph.value_info, *graph.output) for d in v.type.tensor_type.shape.dim)
-    return any(d.HasField("dim_value") and d.dim_value == 0 for d in dims)
 
 
 def _evaluator(model: Path | bytes, feeds: Mapping[str, Array]) -> dict[str, Array]:
