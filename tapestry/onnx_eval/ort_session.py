@@ -1,7 +1,7 @@
 """Sessions of onnxruntime on the CPU, of which we want values and not speed.
 
 It ends its process on some models that onnx's checker accepts. What has not run before is therefore run by a process of its
-own, which is started when it is first needed and ends with ours. Arrays go to it and come back in memory that both map.
+own, which is started when it is first needed, and ends with ours. Arrays go there and back in memory that both map.
 """
 
 from __future__ import annotations
@@ -24,11 +24,9 @@ from types import MappingProxyType
 from typing import Any
 
 NO_ENTRIES: Mapping[str, str] = MappingProxyType({})
-SHARED = hasattr(os, "memfd_create")
-KEPT, SMALL = 256, 1 << 16  # sessions that the other process keeps, of models of so many bytes
-ALIGNED = 64
-NOWHERE = subprocess.DEVNULL
-_LOCK = threading.RLock()
+NOWHERE, LINE = subprocess.DEVNULL, 64  # an array begins with a line of the cache
+_lock = threading.RLock()
+_helper: tuple[int, subprocess.Popen[bytes], Connection] | None = None  # whose it is, and the line to it
 
 
 class OrtError(Exception):
@@ -38,9 +36,9 @@ class OrtError(Exception):
         refused: it implements the model, but does not run inputs of these sizes, or these inputs.
     """
 
-    def __init__(self, text: str, refused: bool = False) -> None:
+    def __init__(self, text: str, made: bool = False) -> None:
         super().__init__(text)
-        self.refused = refused
+        self.refused = "NOT_IMPLEMENTED" not in text and (made or "ShapeInference" in text)
 
 
 def ort_session(
@@ -67,21 +65,24 @@ def ort_session(
     return ort.InferenceSession(given, options, providers=["CPUExecutionProvider"])
 
 
-def apart(
-    model: bytes, feeds: Mapping[str, Any] | None, names: Sequence[str] | None = None, **options: Any
-) -> Any:  # fmt: skip
-    """Outputs of a model that onnxruntime runs in its own process; none without ``feeds``, where a session is only made.
+def _run(session: Any, feeds: Mapping[str, Any], names: Sequence[str] | None = None) -> list[Any]:
+    known = {i.name for i in session.get_inputs()}
+    return session.run(names, {n: a for n, a in feeds.items() if n in known})
+
+
+def apart(model: bytes, feeds: Mapping[str, Any] | None, names: Sequence[str] | None = None, **options: Any) -> Any:
+    """Outputs of a model that onnxruntime runs in its own process; None without ``feeds``, where a session is only made.
 
     Raises:
         OrtError: it cannot, or its process ended.
     """
     global _helper
-    with _LOCK:
-        if _helper is None or _helper.owner != os.getpid() or _helper.process.poll() is not None:
+    with _lock:
+        if _helper is None or _helper[0] != os.getpid() or _helper[1].poll() is not None:
             _helper = _start()
         try:
-            _send(_helper.line, (model, None if feeds is None else dict(feeds), names, options))
-            done, found = _receive(_helper.line)
+            _send(_helper[2], (model, None if feeds is None else dict(feeds), names, options))
+            done, found = _receive(_helper[2])
         except (EOFError, OSError):
             raise OrtError(f"onnxruntime ended its process ({_end()})") from None
         except BaseException:  # half an answer is on the line
@@ -90,10 +91,6 @@ def apart(
     if not done:
         raise OrtError(*found)
     return found
-
-
-def _refuses(text: str, made: bool) -> bool:
-    return "NOT_IMPLEMENTED" not in text and (made or "ShapeInference" in text)
 
 
 @dataclass(slots=True)
@@ -108,13 +105,11 @@ class Guarded:
     def __call__(self, feeds: Mapping[str, Any]) -> list[Any]:
         if not self.tried:
             return self.apart(feeds)
-        if self.session is None:
-            self.session = ort_session(self.model)
-        known = {i.name for i in self.session.get_inputs()}
+        self.session = self.session or ort_session(self.model)
         try:
-            return self.session.run(None, {n: a for n, a in feeds.items() if n in known})
+            return _run(self.session, feeds)
         except Exception as e:  # it raises many kinds
-            raise OrtError(str(e), _refuses(str(e), True)) from None
+            raise OrtError(str(e), made=True) from None
 
     def apart(self, feeds: Mapping[str, Any]) -> list[Any]:
         """What it gives, without a risk."""
@@ -123,20 +118,7 @@ class Guarded:
         return found
 
 
-# the other process
-
-
-@dataclass(frozen=True, slots=True)
-class _Helper:
-    owner: int
-    process: subprocess.Popen[bytes]
-    line: Connection
-
-
-_helper: _Helper | None = None
-
-
-def _start() -> _Helper:
+def _start() -> tuple[int, subprocess.Popen[bytes], Connection]:
     ours, theirs = Pipe()
     code = f"import sys; sys.path[:] = {sys.path!r}; from tapestry.onnx_eval.ort_session import serve; serve({theirs.fileno()})"
     with theirs:  # (in a group of its own: an interrupt is for us to answer)
@@ -144,28 +126,28 @@ def _start() -> _Helper:
             [sys.executable, "-c", code], stdin=NOWHERE, stdout=NOWHERE, stderr=NOWHERE, start_new_session=True,
             pass_fds=[theirs.fileno()],
         )  # fmt: skip
-    return _Helper(os.getpid(), process, ours)
+    return os.getpid(), process, ours
 
 
 @atexit.register
 def _end() -> str:
-    """End the other process; how it ended, if it had."""
+    """End the other process; says how it ended."""
     global _helper
-    if _helper is None or _helper.owner != os.getpid():
+    if _helper is None or _helper[0] != os.getpid():
         return ""
-    helper, _helper = _helper, None
-    helper.line.close()
+    (_, process, line), _helper = _helper, None
+    line.close()
     try:
-        status = helper.process.wait(0.2)
+        status = process.wait(0.2)
     except subprocess.TimeoutExpired:
-        helper.process.kill()
-        status = helper.process.wait()
+        process.kill()
+        status = process.wait()
     return signal.Signals(-status).name if status < 0 else f"status {status}"
 
 
 def serve(number: int) -> None:
-    """Answer requests on a socket until the other side closes it."""
-    line, sessions = Connection(number), dict[bytes, Any]()
+    """The other process: answer requests until the other side closes the line."""
+    line = Connection(number)
     while True:
         try:
             model, feeds, names, options = _receive(line)
@@ -173,44 +155,35 @@ def serve(number: int) -> None:
             return
         session: Any = None
         try:
-            session = sessions[model] if model in sessions and not options else ort_session(model, **options)
-            if not options and len(model) <= SMALL:
-                sessions[model] = session
-                for old in list(sessions)[:-KEPT]:
-                    del sessions[old]
-            known = {i.name for i in session.get_inputs()}
-            answer: Any = True, None if feeds is None else session.run(names, {n: a for n, a in feeds.items() if n in known})
+            session = ort_session(model, **options)
+            answer: Any = True, None if feeds is None else _run(session, feeds, names)
         except Exception as e:  # it raises many kinds
-            answer = False, (str(e), _refuses(str(e), session is not None))
+            answer = False, (str(e), session is not None)
         _send(line, answer)
 
 
 def _send(line: Connection, message: Any) -> None:
-    """A message; the numbers of its arrays in memory that the receiver maps."""
-    views: list[pickle.PickleBuffer] = []
-    body = pickle.dumps(message, 5, buffer_callback=views.append if SHARED else None)
-    parts = [v.raw() for v in views]
-    line.send([p.nbytes for p in parts])
-    if any(p.nbytes for p in parts):
+    arrays: list[pickle.PickleBuffer] = []
+    body = pickle.dumps(message, 5, buffer_callback=arrays.append if hasattr(os, "memfd_create") else None)
+    line.send([a.raw().nbytes for a in arrays])
+    if any(a.raw().nbytes for a in arrays):
         with open(os.memfd_create("arrays"), "wb") as f:
-            for p in parts:
-                f.write(p)
-                f.write(bytes(-p.nbytes % ALIGNED))
+            for a in arrays:
+                f.write(a)
+                f.write(bytes(-a.raw().nbytes % LINE))
             f.flush()
-            send_handle(line, f.fileno(), os.getpid())
+            send_handle(line, f.fileno(), 0)
     line.send_bytes(body)
 
 
 def _receive(line: Connection) -> Any:
-    """A message. Raises EOFError where the other side is gone."""
     sizes: list[int] = line.recv()
-    memory, at = memoryview(bytearray()), 0
+    memory, at, arrays = memoryview(bytearray()), 0, list[memoryview]()
     if any(sizes):
         number = recv_handle(line)
         memory = memoryview(mmap.mmap(number, 0))
         os.close(number)
-    views = list[memoryview]()
     for n in sizes:
-        views.append(memory[at : at + n])
-        at += n + -n % ALIGNED
-    return pickle.loads(line.recv_bytes(), buffers=views)  # noqa: S301 (of our own process)
+        arrays.append(memory[at : at + n])
+        at += n + -n % LINE
+    return pickle.loads(line.recv_bytes(), buffers=arrays)  # noqa: S301 (of our own process)

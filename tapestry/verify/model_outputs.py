@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,8 +16,6 @@ from tapestry.errors import ModelError
 from tapestry.ir.expr import Call, walk
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.types import FLOATS, numpy_dtype
-from tapestry.onnx_eval.local_functions import inlined
-from tapestry.onnx_eval.one_rounding import reference_evaluator
 from tapestry.verify.model.model_values import ModelFile, ReferenceValues
 
 Array = np.ndarray[Any, Any]
@@ -37,41 +34,32 @@ class Difference:
     passed: bool
 
 
-def reference(model: Path | bytes, feeds: Mapping[str, Array]) -> tuple[str, dict[str, Array]]:
-    """(which evaluator, outputs by name) of a file, or of the bytes of one.
+def reference(model: Path | ModelFile, feeds: Mapping[str, Array]) -> tuple[str, dict[str, Array]]:
+    """(which evaluator, outputs by name) of a model.
 
     Raises:
         ModelError: no evaluator runs the model.
     """
-    proto = onnx.load(model, load_external_data=False) if isinstance(model, Path) else onnx.load_from_string(model)
-    file, names = ModelFile(proto, model.parent if isinstance(model, Path) else Path()), [o.name for o in proto.graph.output]
+    file = ModelFile(onnx.load(model, load_external_data=False), model.parent) if isinstance(model, Path) else model
+    names = [o.name for o in file.proto.graph.output]
     try:
         run = ReferenceValues(file, feeds, names)
     except Exception as e:  # the libraries raise many kinds; the message is passed on
-        where = str(model) if isinstance(model, Path) else ""
-        raise ModelError(f"no reference evaluator runs the model: {e}", where=where) from None
+        raise ModelError(f"no reference evaluator runs the model: {e}", where=str(file.folder)) from None
     return run.by, {n: run.get(n) for n in names}
 
 
-def spread(model: Path | bytes, feeds: Mapping[str, Array], expected: Mapping[str, Array]) -> dict[str, float]:
+def spread(model: ModelFile, feeds: Mapping[str, Array], expected: Mapping[str, Array]) -> dict[str, float]:
     """How far the ONNX reference evaluator is from onnxruntime, per output (``rel_err``): what single precision leaves open.
 
     Some models amplify rounding (an encoder-decoder with unscaled scores and random weights by 10^4 and more); there no
     two correct evaluators agree to 1e-4. Empty when the reference evaluator does not run the model.
     """
     try:
-        other = _evaluator(model, feeds)
+        other = ReferenceValues(model, feeds, list(expected), independent=True)
     except Exception:  # any failure of the second opinion leaves the first one alone
         return {}
-    return {name: compare(other[name], a).rel_err for name, a in expected.items() if name in other}
-
-
-def _evaluator(model: Path | bytes, feeds: Mapping[str, Array]) -> dict[str, Array]:
-    loaded = onnx.load(model) if isinstance(model, Path) else onnx.load_from_string(model)
-    with warnings.catch_warnings(), np.errstate(all="ignore"):
-        warnings.simplefilter("ignore")
-        results: list[Any] = list(reference_evaluator(inlined(loaded)).run(None, dict(feeds)))
-    return dict(zip([o.name for o in loaded.graph.output], results, strict=True))
+    return {name: compare(other.get(name), a).rel_err for name, a in expected.items()}
 
 
 def tolerances(graph: Graph) -> dict[str, float]:

@@ -51,7 +51,7 @@ from tapestry.lift.normalize.inference_fixes import (
 from tapestry.lift.normalize.ml_shapes import ml_types
 from tapestry.lift.normalize.split_sequences import split_sequences
 from tapestry.lift.normalize.unroll import LEVELS, STEPS, StepTypes, unroll
-from tapestry.onnx_eval.local_functions import inlined
+from tapestry.onnx_eval.inlined_functions import inlined
 from tapestry.onnx_eval.one_rounding import HALVES, SUMMING
 from tapestry.onnx_eval.opaque_node import RANDOM
 

@@ -32,7 +32,7 @@ from tapestry.lift.onnx_to_graph import ModelSource, bind_symbols, input_dims
 from tapestry.lift.sizes.shape_rules import RULES, Known, NoRule, Shape, Site
 from tapestry.lift.sizes.size_columns import Array, Grid, box_without
 from tapestry.lift.sizes.static_values import CELLS, Call, evaluated
-from tapestry.onnx_eval.local_functions import inlined
+from tapestry.onnx_eval.inlined_functions import inlined
 from tapestry.onnx_eval.one_rounding import reference_evaluator
 
 UNALIGNED = frozenset({"ConvTranspose", "GRU", "LSTM", "RNN"})  # of several inputs, none of which is broadcast

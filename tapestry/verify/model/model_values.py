@@ -19,7 +19,7 @@ from tapestry.errors import TapestryError
 from tapestry.ir.graph import Opaque
 from tapestry.ir.types import HOST
 from tapestry.onnx_eval import opaque_node
-from tapestry.onnx_eval.local_functions import inlined
+from tapestry.onnx_eval.inlined_functions import inlined
 from tapestry.onnx_eval.opaque_node import RANDOM, Asked
 from tapestry.onnx_eval.ort_session import OrtError, apart
 
@@ -161,8 +161,10 @@ class ReferenceValues:
         refused: what onnxruntime said of nodes that another evaluator runs.
     """
 
-    def __init__(self, model: ModelFile, feeds: Mapping[str, Any], wanted: Collection[str]) -> None:
-        """Run the model, keeping what is ``wanted`` of its values.
+    def __init__(
+        self, model: ModelFile, feeds: Mapping[str, Any], wanted: Collection[str], *, independent: bool = False
+    ) -> None:
+        """Run the model, keeping what is ``wanted`` of its values; ``independent``: by the ONNX reference where it can.
 
         Raises:
             TapestryError: no evaluator runs it.
@@ -172,11 +174,11 @@ class ReferenceValues:
         names = [n for n in model.makers if n in wanted]
         apart = not model.floats().isdisjoint(SHORT)  # onnxruntime keeps float32 from node to node
         try:
-            if apart or any(o in opaque_node.ASKED_APART for o in _operators(model.nodes)):
+            if apart or independent or any(o in opaque_node.ASKED_APART for o in _operators(model.nodes)):
                 raise OrtError("to be run node by node")
             self.by, self.values = "onnxruntime", _onnxruntime(model, feeds, names)
         except Exception:  # what it cannot run, or what is too large for it, is run node by node
-            self.values = self._nodes(names, {}, independent=False, by=asked)
+            self.values = self._nodes(names, {}, independent=independent, by=asked)
             self.by = " and ".join(sorted(set(asked.libraries)))
         self.refused = asked.refused
         self.values |= self.feeds

@@ -9,7 +9,7 @@ from onnx import AttributeProto, helper
 from onnx import TensorProto as T
 
 import tapestry
-from tapestry.onnx_eval.local_functions import inlined
+from tapestry.onnx_eval.inlined_functions import inlined
 from tests.support.small_models import N
 
 OPSETS = [helper.make_opsetid("", 18), helper.make_opsetid("my", 1)]
