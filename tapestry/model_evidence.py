@@ -122,7 +122,7 @@ def _by_value(
         except LawError:
             raise
         except TapestryError as e:
-            why = why or " ".join(f"{e.where}: {e.what}; {e.why}".split())
+            why = why or " ".join(f"{e.where}: {e.what}; {e.why}".split()).strip(":; ")
             sizes = e if isinstance(e, WrongSizes) else None
         else:
             disputed = {"disputed": " ".join(f"{differs.what}; {differs.why}".split())} if differs else {}

@@ -24,6 +24,7 @@ from tapestry.ir.plan import Mesh, MeshAxis, device_count
 from tapestry.lift import onnx_to_graph as lift
 from tapestry.lift.file.structure import TEXT
 from tapestry.model_evidence import plugin_evidence
+from tapestry.onnx_eval import ort_session
 from tapestry.pass_runner import Pass, Report, Runner, check_names
 from tapestry.plan import search_passes as search
 from tapestry.plan.pipelines.stage_choice import parse_request
@@ -146,6 +147,7 @@ def compile_model(options: Options, report: Report = lambda phase, name: None) -
 def begun(options: Options, report: Report) -> Runner:
     """The model lifted and constrained: all passes before the search."""
     start = time.perf_counter()
+    ort_session.ready()  # for the comparison with the model's file
     check_names(options.print_after, _passes(options))
     with plugins.taking_part() as parts:
         values = {**_values(options), "start_s": start}

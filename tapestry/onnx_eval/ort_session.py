@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe
 from multiprocessing.reduction import recv_handle, send_handle
@@ -76,13 +77,11 @@ def apart(model: bytes, feeds: Mapping[str, Any] | None, names: Sequence[str] | 
     Raises:
         OrtError: it cannot, or its process ended.
     """
-    global _helper
     with _lock:
-        if _helper is None or _helper[0] != os.getpid() or _helper[1].poll() is not None:
-            _helper = _start()
+        line = ready()
         try:
-            _send(_helper[2], (model, None if feeds is None else dict(feeds), names, options))
-            done, found = _receive(_helper[2])
+            _send(line, (model, None if feeds is None else dict(feeds), names, options))
+            done, found = _receive(line)
         except (EOFError, OSError):
             raise OrtError(f"onnxruntime ended its process ({_end()})") from None
         except BaseException:  # half an answer is on the line
@@ -118,7 +117,11 @@ class Guarded:
         return found
 
 
-def _start() -> tuple[int, subprocess.Popen[bytes], Connection]:
+def ready() -> Connection:
+    """The line to the other process; called early, it starts that while nobody waits for it."""
+    global _helper
+    if _helper is not None and _helper[0] == os.getpid() and _helper[1].poll() is None:
+        return _helper[2]
     ours, theirs = Pipe()
     code = f"import sys; sys.path[:] = {sys.path!r}; from tapestry.onnx_eval.ort_session import serve; serve({theirs.fileno()})"
     with theirs:  # (in a group of its own: an interrupt is for us to answer)
@@ -126,7 +129,8 @@ def _start() -> tuple[int, subprocess.Popen[bytes], Connection]:
             [sys.executable, "-c", code], stdin=NOWHERE, stdout=NOWHERE, stderr=NOWHERE, start_new_session=True,
             pass_fds=[theirs.fileno()],
         )  # fmt: skip
-    return os.getpid(), process, ours
+    _helper = os.getpid(), process, ours
+    return ours
 
 
 @atexit.register
@@ -148,6 +152,8 @@ def _end() -> str:
 def serve(number: int) -> None:
     """The other process: answer requests until the other side closes the line."""
     line = Connection(number)
+    with suppress(ImportError):
+        importlib.import_module("onnxruntime")
     while True:
         try:
             model, feeds, names, options = _receive(line)

@@ -72,14 +72,16 @@ def test_no_session_is_no_refusal():
 
 @pytest.mark.parametrize("alone", [True, False])
 def test_a_node_that_ends_onnxruntime_does_not_end_us(alone):
-    """It divides whole numbers by 0, and extents of nothing in an Einsum."""
-    zero = node("Div", ["a", "b"], ["y"])
-    asked = Asked() if alone else None
-    (found,) = opaque_node.run(zero, [np.array([7, 8]), np.array([2, 0])], [("i64", (2,))], by=asked)
-    assert found[0] == 3
-    empty = node("Einsum", ["a", "b"], ["y"], equation="ij,ji->i")
-    (found,) = opaque_node.run(empty, [np.zeros((5, 0), np.float32), np.zeros((0, 5), np.float32)], [("f32", (5,))], by=asked)
-    assert found.tolist() == [0] * 5
+    """It divides the least whole number by -1, and extents of nothing in an Einsum."""
+    least, asked = [np.array([-(2**63), 8]), np.array([-1, 2])], Asked() if alone else None
+    (found,) = opaque_node.run(node("Div", ["a", "b"], ["y"]), least, [("i64", (2,))], by=asked)
+    assert found[1] == 4
+    nothing, empty = np.zeros((0, 0), np.float32), node("Einsum", ["a", "b"], ["y"], equation="ij,kj->ik")
+    (found,) = opaque_node.run(empty, [nothing, nothing], [("f32", (0, 0))], by=asked)
+    assert found.shape == (0, 0)
+    with pytest.raises(ort_session.OrtError, match=r"ended its process \(SIGFPE\)"):
+        ort_session.apart(net([N("Div", ["a", "b"], ["y"])], {"a": (I, (2,)), "b": (I, (2,))}, {"y": I}).SerializeToString(),
+                          dict(zip("ab", least, strict=True)))  # fmt: skip
     good = node("Einsum", ["a", "b"], ["y"], equation="ij,jk->ik")
     assert (
         opaque_node.asked_of("onnxruntime", good, [np.eye(2), np.eye(2)], [("f64", (2, 2))])[0].tolist() == np.eye(2).tolist()
@@ -87,9 +89,10 @@ def test_a_node_that_ends_onnxruntime_does_not_end_us(alone):
 
 
 def test_a_model_that_ends_onnxruntime_is_compared_and_checked(tmp_path):
-    nodes = [N("Slice", ["a", "zero", "zero", "last"], ["c"]), N("Transpose", ["c"], ["d"]),
-             N("Einsum", ["c", "d"], ["e"], equation="ij,jk->ik"), N("Add", ["e", "e"], ["y"])]  # fmt: skip
-    constants = {"zero": np.array([0]), "last": np.array([1])}
+    """An Einsum of nothing; and a branch that divides the least number by -1."""
+    nodes = [N("Slice", ["a", "none", "none", "both"], ["c"]), N("Einsum", ["c", "c"], ["e"], equation="ij,kj->ik"),
+             N("ReduceSum", ["e"], ["s"], keepdims=0), N("Add", ["a", "s"], ["y"])]  # fmt: skip
+    constants = {"none": np.array([0, 0]), "both": np.array([0, 1])}
     path = saved(tmp_path / "m.onnx", nodes, {"a": (F, (3, 4))}, {"y": F}, constants)
     build = tapestry.compile(path, topology="cpu")
     assert build.evidence[0]["kind"] == "sampled cells" and build.check()["passed"]
