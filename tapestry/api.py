@@ -27,6 +27,7 @@ from tapestry.runtime.sized_sessions import SizedSessions
 from tapestry.runtime.target_protocol import Progress, Target
 from tapestry.sizes.sized_opener import SizedOpener
 from tapestry.verify import model_outputs
+from tapestry.verify.model.model_values import ModelFile
 from tapestry.viz.format import duration, human
 
 if TYPE_CHECKING:  # a build is loaded and run without the compiler
@@ -398,9 +399,9 @@ def compared(compiled: Compiled, feeds: Values, outs: Values, *, check: bool) ->
         from tapestry import model_evidence
 
         if model.suffix == TEXT:
-            _check(model, feeds, outs, allowed, document, ("tapestry.verify.interp", model_evidence.text_outputs(model, feeds)))
+            _check(None, feeds, outs, allowed, document, ("tapestry.verify.interp", model_evidence.text_outputs(model, feeds)))
             return document
-        _check(model_evidence.runnable(model), feeds, outs, allowed, document)
+        _check(model_evidence.model_file(model)[0], feeds, outs, allowed, document)
         _ask_again(compiled, feeds, document)
     return document
 
@@ -429,17 +430,17 @@ def _described(a: Any) -> dict[str, Any]:
 
 
 def _check(
-    model: Path | bytes, feeds: Values, outs: Values, allowed: Mapping[str, float], document: dict[str, Any],
+    model: ModelFile | None, feeds: Values, outs: Values, allowed: Mapping[str, float], document: dict[str, Any],
     reference: tuple[str, Values] | None = None,
 ) -> None:  # fmt: skip
     """Compare with the reference. Where that fails, ask how far two references are from each other, and say so."""
-    document["reference"], expected = reference or model_outputs.reference(model, feeds)
+    document["reference"], expected = reference or model_outputs.reference(cast("ModelFile", model), feeds)
     spread: dict[str, float] | None = None
     for name, a in outs.items():
         difference = model_outputs.compare(a, expected[name], allowed.get(name, 0.0))
         row, passed = document["outputs"][name], difference.passed
         row.update(max_abs_err=difference.max_abs_err, rel_err=difference.rel_err)
-        if not passed and difference.rel_err < model_outputs.SPREAD_LIMIT and document["reference"] == "onnxruntime":
+        if not passed and difference.rel_err < model_outputs.SPREAD_LIMIT and document["reference"] == "onnxruntime" and model:
             spread = model_outputs.spread(model, feeds, expected) if spread is None else spread
             row["reference_spread"] = spread.get(name)
             limit = min(model_outputs.SPREAD_FACTOR * spread.get(name, 0.0), model_outputs.SPREAD_LIMIT)

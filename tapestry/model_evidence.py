@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 from onnx import ModelProto, TensorProto, helper
-from onnx.external_data_helper import load_external_data_for_model
 
 from tapestry.errors import LawError, ModelError, TapestryError, refusing
 from tapestry.ir.graph import Graph
@@ -18,14 +17,13 @@ from tapestry.ir.types import FLOATS, numpy_dtype
 from tapestry.lift.file.structure import TEXT, file_bytes, load, load_text
 from tapestry.lift.file.weight_data import read_weight
 from tapestry.lift.microsoft import contrib
-from tapestry.lift.normalize import opset_upgrade
 from tapestry.lift.normalize.opset_upgrade import upgrade
 from tapestry.onnx_eval.value_kinds import is_array
 from tapestry.plugins.entry_points import Plugin
 from tapestry.runtime.feeds import random_feeds
 from tapestry.verify import interp
 from tapestry.verify.model import model_laws, second_opinion
-from tapestry.verify.model.model_values import ModelFile, subgraphs
+from tapestry.verify.model.model_values import ModelFile, WrongSizes, subgraphs
 
 Array = np.ndarray[Any, Any]
 Evidence = dict[str, Any]
@@ -59,14 +57,12 @@ def compare(
     """
     if why := _without(model, sha256):
         return {"model": 0}, _nothing(why)
-    proto = load(model)
     with refusing(ModelError, "the plan's model cannot be read", str(model), "compile it again"):
-        contrib.define(proto, vendor=False)
-        early = upgrade(proto)
-    absent = _absent(proto, model.parent)
-    too_big = _too_big(graph, points) or _too_long(ModelFile(proto, model.parent))
+        file, early = model_file(model)
+    absent = _absent(file.proto, model.parent)
+    too_big = _too_big(graph, points) or _too_long(file)
     drawn = {} if too_big else _drawn(absent, graph)
-    file = ModelFile(proto, model.parent, drawn)
+    file.given = drawn
 
     def read(name: str) -> Array:
         return (
@@ -115,7 +111,7 @@ def _by_value(
     classes): then evaluators differ from each other. Where they do, and there alone, the graph is asked again on numbers of
     0 and 1, and refused if it differs on those as well.
     """
-    why, differs = "", None
+    why, differs, sizes = "", None, None
     for inputs, feeds in _feeds(graph).items():
         if differs and inputs == ZEROS:  # too little to prove anything by
             break
@@ -126,12 +122,16 @@ def _by_value(
         except LawError:
             raise
         except TapestryError as e:
-            why = why or e.what
+            why = why or " ".join(f"{e.where}: {e.what}; {e.why}".split()).strip(":; ")
+            sizes = e if isinstance(e, WrongSizes) else None
         else:
             disputed = {"disputed": " ".join(f"{differs.what}; {differs.why}".split())} if differs else {}
             return compared.counts, compared.evidence() | {"inputs": inputs} | disputed
     if differs:
         raise differs
+    if sizes:
+        hint = "check the sizes given with --shape; a symbol that was not given may have been taken for another one"
+        raise ModelError("onnxruntime refuses the model at these sizes", where=sizes.where, why=sizes.why, hint=hint)
     done = model_laws.facts(graph, file, read)
     return done, _nothing(f"{why or 'no values for its inputs'}: operations not compared by value") | {"counts": dict(done)}
 
@@ -143,31 +143,25 @@ def text_outputs(model: Path, feeds: Mapping[str, Any]) -> dict[str, Array]:
     return interp.run(graph, {**feeds, **data})
 
 
-def runnable(model: Path) -> Path | bytes:
-    """A model that evaluators run: the file itself, or what is made of one that they do not: with the operators of plug-ins as
-    their packages define them, and those of early opsets as later ones write them."""
+def model_file(model: Path) -> tuple[ModelFile, bool]:
+    """A model as evaluators are to run it: with the operators of plug-ins as their packages define them, and those of early
+    opsets as later ones write them; whether there were such."""
     proto = load(model)
-    if not contrib.define(proto, vendor=False):
-        return opset_upgrade.runnable(model)
-    for node in (n for f in proto.functions for n in f.node):
-        node.ClearField("name")  # onnxruntime wants each once
-    load_external_data_for_model(proto, str(model.parent))
-    return proto.SerializeToString()
+    contrib.define(proto, vendor=False)
+    early = upgrade(proto)
+    return ModelFile(proto, model.parent), early
 
 
 def second_opinions(
     graph: Graph, model: Path, constants: Mapping[str, bytes], feeds: Mapping[str, Any], reference: str
 ) -> dict[str, Any]:
     """Opaque nodes that a run and its reference give to one library, asked of another (`verify.model.second_opinion`)."""
-    proto = load(model)
-    contrib.define(proto, vendor=False)
-    upgrade(proto)
     held = arrays(graph, constants)
 
     def read(name: str) -> Array:
         return read_weight(model, graph.weights[name], graph.tensors[name], constants=held)
 
-    return second_opinion.second_opinions(graph, ModelFile(proto, model.parent), feeds, read, reference)
+    return second_opinion.second_opinions(graph, model_file(model)[0], feeds, read, reference)
 
 
 def arrays(graph: Graph, constants: Mapping[str, bytes]) -> dict[str, Array]:

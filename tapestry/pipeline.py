@@ -24,6 +24,7 @@ from tapestry.ir.plan import Mesh, MeshAxis, device_count
 from tapestry.lift import onnx_to_graph as lift
 from tapestry.lift.file.structure import TEXT
 from tapestry.model_evidence import plugin_evidence
+from tapestry.onnx_eval import ort_session
 from tapestry.pass_runner import Pass, Report, Runner, check_names
 from tapestry.plan import search_passes as search
 from tapestry.plan.pipelines.stage_choice import parse_request
@@ -150,6 +151,7 @@ def compile_model(options: Options, report: Report = lambda phase, name: None) -
 def begun(options: Options, report: Report) -> Runner:
     """The model lifted and constrained: all passes before the search."""
     start = time.perf_counter()
+    ort_session.ready()  # for the comparison with the model's file
     check_names(options.print_after, _passes(options))
     with plugins.taking_part() as parts:
         values = {**_values(options), "start_s": start}
@@ -265,7 +267,8 @@ def _values(options: Options) -> dict[str, Any]:
         "shapes": options.shapes or (annotations.shapes(marks) if marks else {}), "unroll_steps": _unroll_steps(options, topo),
         "also_whole": _also_whole(options, topo) and not marks,
         "annotations": marks, "topology": topo, "layouts": options.layouts, "pins": options.pins, "exact": options.exact,
-        "accumulate": options.accumulate, "assume_finite": options.assume_finite, "without": rule_names(options.without), "stage_at": options.stage_at,
+        "accumulate": options.accumulate, "assume_finite": options.assume_finite, "without": rule_names(options.without),
+        "stage_at": options.stage_at,
         "earlier": earlier, "request": parse_request(stages, micro, topo), "target": options.target,
         "precision": options.precision, "time_limit": options.time_limit, "interrupt": options.interrupt,
         "found": options.found, "kept": options.kept,

@@ -9,9 +9,10 @@ says where that is, and why.
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -20,9 +21,8 @@ import numpy as np
 from tapestry.errors import TapestryError
 from tapestry.ir.graph import Opaque
 from tapestry.ir.types import HOST, STORED, numpy_dtype
-from tapestry.onnx_eval import own_nodes
-from tapestry.onnx_eval.ort_session import ends_process, ort_session
-from tapestry.onnx_eval.reference_fixes import corrected
+from tapestry.onnx_eval.one_rounding import SHORT, once, reference_evaluator
+from tapestry.onnx_eval.ort_session import Guarded, OrtError, apart
 
 Array = np.ndarray[Any, Any]
 Evaluator = Callable[[Mapping[str, Any]], Sequence[Any]]
@@ -36,6 +36,7 @@ RANDOM = frozenset(
 IR_VERSION = 10  # onnxruntime reads no model newer than 13
 ACCURATE = frozenset({"DFT", "STFT", "MelWeightMatrix"})  # the reference computes in float64, onnxruntime is off by 1e-4
 WRONG_IN_ORT = frozenset({"MaxUnpool"})  # it ignores the strides implied by output_shape
+ASKED_APART = WRONG_IN_ORT | {"NonZero"}  # (it gives places in a scalar a coordinate) no model with these is run as a whole
 WRONG_IN_REFERENCE = frozenset({"Resize"})  # linear and cubic ones, at the borders
 MOST_SAMPLES = 1 << 24  # of a region of RoiAlign
 RECURRENT = frozenset({"LSTM", "GRU", "RNN"})
@@ -50,9 +51,21 @@ class HostValue:
     value: Any
 
 
+@dataclass(slots=True)
+class Asked:
+    """Which libraries ran nodes, and what onnxruntime said of those that it has and refused, where another one ran them."""
+
+    libraries: list[str] = field(default_factory=list[str])
+    refused: list[str] = field(default_factory=list[str])
+
+
+class Refused(TapestryError):
+    """onnxruntime implements a node, and neither it nor another evaluator runs it on some inputs."""
+
+
 def run(
     op: Opaque, arrays: Sequence[Array | HostValue | None], expected: Sequence[Expected], *, independent: bool = False,
-    names: Sequence[str] = (), by: list[str] | None = None,
+    names: Sequence[str] = (), by: Asked | None = None,
 ) -> list[Any]:  # fmt: skip
     """Outputs of the node for whole inputs, or for blocks along the dimensions it commutes with.
 
@@ -61,29 +74,33 @@ def run(
         expected: dtype and shape of each output as the graph has it; results are held to it.
         independent: ask the reference evaluator first, where it is known to be right, to check on what a target asks.
         names: of the arrays, where a node's own are not those that a lifted one has.
-        by: gets the name of the library that ran it.
+        by: notes who ran it; nothing is then run but what cannot end this process.
 
     Raises:
+        Refused: onnxruntime has the operator, and nobody runs it on these inputs.
         TapestryError: no evaluator runs the node, or its result is not of the shape that the model declares.
     """
-    types, feeds = _named(op, arrays, names)
+    given = _named(op, arrays, names)
+    feeds = _values(given)
     if op.kind == "RoiAlign" and _samples(op.node, list(feeds.values())[1]) > MOST_SAMPLES:
         what = f"a region is so large that its mean is over more than {MOST_SAMPLES:,} samples"
         raise TapestryError(what, where=f"node '{', '.join(op.source)}' (RoiAlign)", hint="set sampling_ratio")
-    failures: list[str] = []
+    failures, where, refused = list[str](), f"node '{', '.join(op.source)}'", False
     for make in _evaluators(op, feeds, expected, independent):
         made = make.__wrapped__ if _kinds(op.node) & RANDOM else make  # a generator's state must not go on from run to run
         try:
             with warnings.catch_warnings(), np.errstate(all="ignore"):
                 warnings.simplefilter("ignore")
-                results = list(made(op.node, op.opsets, types)(feeds))
+                results = _asked(made, op, given, by is not None)
         except Exception as e:  # both libraries raise many kinds
-            failures.append(str(e).splitlines()[0][:200] if str(e) else type(e).__name__)
+            failures.append(_said(e))
+            refused |= isinstance(e, OrtError) and e.refused
             continue
         if by is not None:
-            by.append(NAMES[make.__name__])
+            by.libraries.append(NAMES[make.__name__])
+            by.refused += [f"{where}: {text}" for text in failures if refused]
         return [_held_to(op, _plain(x), e) for x, e in zip(results, expected, strict=True)]
-    raise TapestryError(f"no evaluator runs {op.kind}", where=f"node '{', '.join(op.source)}'", why="; ".join(failures))
+    raise (Refused if refused else TapestryError)(f"no evaluator runs {op.kind}", where=where, why="; ".join(failures))
 
 
 def draws(op: Opaque) -> bool:
@@ -93,7 +110,7 @@ def draws(op: Opaque) -> bool:
 
 def engine(op: Opaque, arrays: Sequence[Array | HostValue | None], expected: Sequence[Expected]) -> str:
     """The evaluator that a target's run of a node asks first."""
-    _, feeds = _named(op, arrays, ())
+    feeds = _values(_named(op, arrays, ()))
     return NAMES[_evaluators(op, feeds, expected, False)[0].__name__]
 
 
@@ -104,30 +121,51 @@ def asked_of(
     wrong = WRONG_IN_REFERENCE if name == NAMES["_reference"] else WRONG_IN_ORT | ACCURATE
     if _kinds(op.node) & (RANDOM | wrong):
         return None
-    types, feeds = _named(op, arrays, ())
-    if name == NAMES["_onnxruntime"] and _ends_process(op, feeds):
+    feeds = _values(given := _named(op, arrays, ()))
+    make = _reference if name == NAMES["_reference"] else _onnxruntime
+    if make is _onnxruntime and make not in _evaluators(op, feeds, expected, False):
         return None
     if op.kind == "RoiAlign" and _samples(op.node, list(feeds.values())[1]) > MOST_SAMPLES:
         return None
-    make = _reference if name == NAMES["_reference"] else _onnxruntime
     try:
         with warnings.catch_warnings(), np.errstate(all="ignore"):
             warnings.simplefilter("ignore")
-            return [_held_to(op, _plain(x), e) for x, e in zip(make(op.node, op.opsets, types)(feeds), expected, strict=True)]
+            return [_held_to(op, _plain(x), e) for x, e in zip(_asked(make, op, given, True), expected, strict=True)]
     except Exception:  # both libraries raise many kinds
         return None
 
 
-def _named(
-    op: Opaque, arrays: Sequence[Array | HostValue | None], names: Sequence[str]
-) -> tuple[Types, dict[str, Any]]:  # fmt: skip
-    """The types and the values of a node's inputs, by name."""
-    declared = _inputs(op.node)  # and after them what its subgraphs read of the graph around it
+def _named(op: Opaque, arrays: Sequence[Array | HostValue | None], names: Sequence[str]) -> dict[str, Array | HostValue]:
+    """A node's inputs by name, and after them what its subgraphs read of the graph around it."""
+    declared = _inputs(op.node)
     names = names or [declared[k] if k < len(declared) else f"in{k}" for k in range(len(arrays))]
-    given = {n: a for n, a in zip(names, arrays, strict=True) if a is not None}
-    types = tuple((n, *_type(a)) for n, a in given.items())
-    feeds = {n: a.value if isinstance(a, HostValue) else a for n, a in given.items()}
-    return types, feeds
+    return {n: a for n, a in zip(names, arrays, strict=True) if a is not None}
+
+
+def _values(given: Mapping[str, Array | HostValue]) -> dict[str, Any]:
+    return {n: a.value if isinstance(a, HostValue) else a for n, a in given.items()}
+
+
+def _said(e: Exception) -> str:
+    """What went wrong, without the places in onnxruntime's own sources."""
+    said = " ".join(str(e).split())
+    return (
+        re.sub(r"^\[ONNXRuntimeError\] : \d+ : \w+ : |Non-zero status.*Message: |/onnx\S+:\d+ .* was false\. ", "", said)[:200]
+        or type(e).__name__
+    )
+
+
+def _asked(make: Callable[..., Evaluator], op: Opaque, given: Mapping[str, Array | HostValue], alone: bool) -> list[Any]:
+    """What an evaluator gives for a node's inputs: in float32, rounded at the end, where they have 16 bits."""
+    feeds, names = _values(given), _inputs(op.node)
+
+    def compute(wide: Sequence[Any]) -> Sequence[Any]:
+        values = {**feeds, **{n: a for n, a in zip(names, wide, strict=True) if n in feeds}}
+        types = tuple((n, *_type(values[n], isinstance(a, HostValue))) for n, a in given.items())
+        evaluate = make(op.node, op.opsets, types)
+        return evaluate.apart(values) if alone and isinstance(evaluate, Guarded) else evaluate(values)
+
+    return once(op.kind if _standard(op.node) else "", dict(op.opsets).get("", 1), [feeds.get(n) for n in names], compute)
 
 
 def unsupported(op: Opaque, arrays: Sequence[tuple[Any, tuple[int, ...] | None] | None]) -> str:
@@ -135,13 +173,18 @@ def unsupported(op: Opaque, arrays: Sequence[tuple[Any, tuple[int, ...] | None] 
     declared = _inputs(op.node)
     names = [declared[k] if k < len(declared) else f"in{k}" for k in range(len(arrays))]
     types = tuple((n, *(a or (np.dtype(object), None))) for n, a in zip(names, arrays, strict=True) if n)
+    wide = tuple((n, np.dtype(np.float32) if str(t) in SHORT else t, shape) for n, t, shape in types)
     failures: list[str] = []
-    for make in (_onnxruntime, _reference):
+    for make, given in ((_onnxruntime, types), (_reference, types), (_onnxruntime, wide)):
         try:
-            make(op.node, op.opsets, types)
+            made = make(op.node, op.opsets, given)
+            if isinstance(made, Guarded):
+                apart(made.model, None)
         except Exception as e:  # both libraries raise many kinds
-            failures.append(str(e).splitlines()[0][:200] if str(e) else type(e).__name__)
-    return "; ".join(failures) if len(failures) == 2 else ""
+            failures.append(_said(e))
+        else:
+            return ""
+    return "; ".join(failures[:2])
 
 
 def _evaluators(op: Opaque, feeds: Mapping[str, Any], expected: Sequence[Expected], independent: bool) -> list[Any]:
@@ -150,18 +193,14 @@ def _evaluators(op: Opaque, feeds: Mapping[str, Any], expected: Sequence[Expecte
     stored = dtypes & (STORED | {numpy_dtype(d).name for d in STORED})
     if stored or any(not isinstance(a, np.ndarray) for a in feeds.values()):
         return [_reference]  # onnxruntime's Python interface takes none of these, or gives other types back
-    if _ends_process(op, feeds):
-        return [_reference]
+    if op.kind == "NonZero" and any(a.ndim == 0 for a in feeds.values()):
+        return [_reference]  # onnxruntime's places in a scalar have one coordinate, ONNX's none
     kinds, corners = _kinds(op.node), op.kind == "Resize" and b"align_corners" in op.node
     if kinds & (ACCURATE | WRONG_IN_ORT) or corners:  # corners: onnxruntime rounds the length first when shrinking
         return [_reference, _onnxruntime]
     if not independent or kinds & (WRONG_IN_REFERENCE | RANDOM):  # two evaluators draw different numbers
         return [_onnxruntime, _reference]
     return [_reference, _onnxruntime]
-
-
-def _ends_process(op: Opaque, feeds: Mapping[str, Any]) -> bool:
-    return ends_process(_kinds(op.node), (a.size for a in feeds.values() if isinstance(a, np.ndarray)))
 
 
 def _samples(node: bytes, regions: Array) -> float:
@@ -177,12 +216,11 @@ def _samples(node: bytes, regions: Array) -> float:
         return float(np.nan_to_num(np.prod(sides, axis=1), nan=0.0, posinf=np.inf).max())
 
 
-def _type(a: Array | HostValue) -> tuple[Any, tuple[int | None, ...] | None]:
+def _type(value: Any, on_host: bool) -> tuple[Any, tuple[int | None, ...] | None]:
     """Element type and shape for an evaluator; what depends on the data is left open, so that sessions are shared."""
-    if not isinstance(a, HostValue):
-        return a.dtype, a.shape
-    value = a.value
-    return (value.dtype, (None,) * value.ndim) if isinstance(value, np.ndarray) else (np.dtype(object), None)
+    if not isinstance(value, np.ndarray):
+        return np.dtype(object), None
+    return value.dtype, (None,) * value.ndim if on_host else value.shape
 
 
 def _plain(x: Any) -> Any:
@@ -217,6 +255,14 @@ def _inputs(node: bytes) -> tuple[str, ...]:
     from onnx import NodeProto
 
     return tuple(NodeProto.FromString(node).input)
+
+
+@lru_cache(maxsize=512)
+def _standard(node: bytes) -> bool:
+    """Whether an operator is ONNX's own."""
+    from onnx import NodeProto
+
+    return NodeProto.FromString(node).domain in ("", "ai.onnx")
 
 
 def _unchanged(node: Any, version: int) -> bool:
@@ -284,19 +330,15 @@ def _time_first(node: Any) -> list[Any]:
 
 @lru_cache(maxsize=512)
 def _reference(node: bytes, opsets: tuple[tuple[str, int], ...], types: Types) -> Evaluator:
-    from onnx.reference import ReferenceEvaluator
-
     proto = _model(node, opsets, types)
     for n in proto.graph.node:
         extra = [a.name for a in n.attribute if a.name not in SIMPLE]
         if n.op_type in RECURRENT and (extra or (len(n.input) > 4 and n.input[4])):
             raise NotImplementedError(f"the reference evaluator ignores {', '.join(extra) or 'sequence_lens'} of {n.op_type}")
-    evaluator = ReferenceEvaluator(proto, new_ops=[*corrected(), *own_nodes.classes()])
+    evaluator = reference_evaluator(proto)
     return lambda given: list(evaluator.run(None, dict(given)))
 
 
 @lru_cache(maxsize=512)
 def _onnxruntime(node: bytes, opsets: tuple[tuple[str, int], ...], types: Types) -> Evaluator:
-    session = ort_session(_model(node, opsets, types).SerializeToString())
-    names = {i.name for i in session.get_inputs()}
-    return lambda given: session.run(None, {n: a for n, a in given.items() if n in names})
+    return Guarded(_model(node, opsets, types).SerializeToString())

@@ -44,7 +44,13 @@ def corrected() -> list[type]:
                     rows.append(a)
             return self._check_and_fix_outputs((*(values[n] for n in names[2:]), *map(np.stack, seen)))
 
-    return [SequenceInsert, Loop, *_of_tensors()]
+    class NonZero(OpRun):
+        """Theirs gives the places in a scalar a coordinate, as numpy does."""
+
+        def _run(self, x: Any) -> tuple[Any, ...]:
+            return (np.array(np.nonzero(x), np.int64) if x.ndim else np.zeros((0, int(x != 0)), np.int64),)
+
+    return [SequenceInsert, Loop, NonZero, *_of_tensors()]
 
 
 def _of_tensors() -> list[type]:

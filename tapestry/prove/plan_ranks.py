@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 import onnx
 from onnx import AttributeProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper
-from onnx.reference import ReferenceEvaluator
 
 from tapestry.errors import ModelError, TapestryError, refusing
 from tapestry.lift.normalize.inference import InferenceError, infer_shapes
+from tapestry.onnx_eval.one_rounding import reference_evaluator
 
 Shape = tuple[int, ...]
 STYLES = {
@@ -288,8 +288,7 @@ class _Rank:
         outs = [helper.make_empty_tensor_value_info(o) for o in maker.output]
         graph = helper.make_graph([maker], "constant", infos, outs)
         one = helper.make_model(graph, opset_imports=list(self.model.opset_import), ir_version=self.model.ir_version)
-        evaluator: Any = ReferenceEvaluator(one)  # onnx comes without complete types
-        return np.asarray(evaluator.run(None, feeds)[list(maker.output).index(name)])
+        return np.asarray(reference_evaluator(one).run(None, feeds)[list(maker.output).index(name)])
 
     def _number(self, node: NodeProto, at: int, numbers: Sequence[int]) -> None:
         """Numbers in place of a node's input."""

@@ -4,14 +4,17 @@ given indices are inside their tables.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from types import EllipsisType
 from typing import Any
 
 import numpy as np
+from onnx import NodeProto, helper
 
 from tapestry.errors import TapestryError
 from tapestry.ir.expr import Arg, Call, Const, Expr, Index, walk
-from tapestry.ir.graph import Block, Graph, Read
+from tapestry.ir.graph import Block, Graph, Opaque, Read
 from tapestry.ir.index import dims_of
 from tapestry.ir.types import FLOATS, STORED, Tensor, numpy_dtype
 
@@ -50,59 +53,100 @@ def _words(t: Tensor, rng: np.random.Generator) -> Array:
     return np.array([bytes(w).decode() for w in letters.reshape(-1, 5)], object).reshape(sizes)
 
 
-Cells = tuple[slice, ...]
-Bounds = tuple[tuple[str, Cells, int], ...]
+Cells = tuple[slice | EllipsisType, ...]
+Bound = tuple[str, Cells, int, int]  # an input, its cells, the least position that they may have, and how many there are
+Bounds = tuple[Bound, ...]
+WRITES = frozenset({"Scatter", "ScatterElements", "ScatterND", "TensorScatter"})
 
 
 def index_bounds(graph: Graph) -> Bounds:
-    """Inputs that say which elements of an axis are gathered: the cells so used and the size of that axis.
+    """Inputs that say which elements of an axis are gathered or written: the cells so used and the size of that axis.
 
     A gather is a sum over the axis that finds nothing for an index outside (`gather`), where ONNX has an error. What a
     model computes its indices from is not followed, nor are reads of which the cells are no plain slice.
     """
-    entries: dict[tuple[str, str, int], tuple[str, Cells, int]] = {}
-    for op in (op for op in graph.ops if isinstance(op, Block) and op.reduce):
-        for x in (x for e in op.point for x in walk(e)):
-            arg = _gathered(x, op)
-            cells = None if arg is None else _cells(op.reads[arg[0]], op.ranges)
-            if arg is not None and cells is not None and op.reads[arg[0]].tensor in graph.inputs:
-                one = (op.reads[arg[0]].tensor, cells, arg[1])
-                entries.setdefault((one[0], str(cells), one[2]), one)
+    entries: dict[str, Bound] = {}
+    for op in graph.ops:
+        for one in _written(op, graph) if isinstance(op, Opaque) else _read(op):
+            if one[0] in graph.inputs:
+                entries.setdefault(str(one), one)
     return tuple(entries.values())
 
 
-def check_indices(feeds: Mapping[str, Any], bounds: Iterable[tuple[str, Cells, int]]) -> None:
+def _read(op: Block) -> Iterator[Bound]:
+    """Positions from which a block gathers."""
+    for x in (x for e in op.point for x in walk(e)):
+        for at, size in (_gathered(x, op), *_coordinates(x)):
+            cells = _cells(op.reads[at], op.ranges) if at >= 0 else None
+            if cells is not None:
+                yield op.reads[at].tensor, cells, -size, size
+
+
+def _written(op: Opaque, graph: Graph) -> Iterator[Bound]:
+    """Positions at which an opaque node writes."""
+    at = 2 if op.kind == "TensorScatter" else 1
+    if op.kind not in WRITES or len(op.ins) <= at or not op.ins[at]:
+        return
+    given: dict[str, Any] = {a.name: helper.get_attribute_value(a) for a in NodeProto.FromString(op.node).attribute}
+    data, index = graph.tensors[op.ins[0]].shape, graph.tensors[op.ins[at]].shape
+    if op.kind == "ScatterND":
+        yield from ((op.ins[at], (..., slice(c, c + 1)), -data[c], data[c]) for c in range(index[-1] if index else 0))
+    elif op.kind != "TensorScatter":
+        size = data[int(given.get("axis", 0))]
+        yield op.ins[at], (...,), -size, size
+    elif given.get("mode", b"linear") == b"linear":
+        axis = int(given.get("axis", -2))
+        yield op.ins[at], (...,), 0, data[axis] - graph.tensors[op.ins[1]].shape[axis] + 1
+
+
+def check_indices(feeds: Mapping[str, Any], bounds: Iterable[Bound]) -> None:
     """Raise a TapestryError for the first index outside what it indexes; it counts from the back where it is negative."""
-    for name, cells, size in bounds:
+    for name, cells, least, size in bounds:
         a = feeds[name][cells]
-        if a.size and not (-size <= a.min() and a.max() < size):
-            worst = a.min() if a.min() < -size else a.max()
+        if a.size and not (least <= a.min() and a.max() < size):
+            worst = a.min() if a.min() < least else a.max()
             raise TapestryError(
                 f"input '{name}' has an index outside of what it indexes", why=f"{worst} where there are {size} elements"
             )
 
 
-def _gathered(x: Expr, op: Block) -> tuple[int, int] | None:
-    """Of ``where(where(i < 0, i + size, i) = v, data at v, 0)``: the read i and the size.
+def _gathered(x: Expr, op: Block) -> tuple[int, int]:
+    """Of ``where(where(i < 0, i + size, i) = v, data at v, 0)``: the read i and the size; of all else (-1, 0).
 
     A OneHot asks the same of its indices, which may be anything; what it takes does not depend on v.
     """
     if not isinstance(x, Call) or x.fn != "where" or not isinstance(x.args[0], Call) or x.args[0].fn != "eq":
-        return None
+        return -1, 0
     front, v = x.args[0].args if isinstance(x.args[0].args[1], Index) else x.args[0].args[::-1]
-    if not isinstance(v, Index) or not v.aff.is_dim or not isinstance(front, Call) or front.fn != "where":
-        return None
+    if not isinstance(v, Index) or not v.aff.is_dim:
+        return -1, 0
     if not any(isinstance(a, Arg) and _varies(op.reads[a.pos], str(v.aff)) for a in walk(x.args[1])):
-        return None
+        return -1, 0
+    return _from_front(front, op.ranges.get(str(v.aff)))
+
+
+def _from_front(front: Expr, size: float | None) -> tuple[int, int]:
+    """Of ``where(i < 0, i + size, i)``: the read i and the size; of all else (-1, 0)."""
+    if not isinstance(front, Call) or front.fn != "where" or size is None:
+        return -1, 0
     test, moved, plain = front.args
     while isinstance(plain, Call) and plain.fn == "cast":
         plain = plain.args[0]
-    size = op.ranges.get(str(v.aff))
-    if not isinstance(plain, Arg) or size is None or not isinstance(test, Call) or test.fn != "lt":
-        return None
+    if not isinstance(plain, Arg) or not isinstance(test, Call) or test.fn != "lt":
+        return -1, 0
     if not isinstance(moved, Call) or moved.fn != "add" or not isinstance(moved.args[1], Const):
-        return None
-    return (plain.pos, size) if moved.args[1].value == size else None
+        return -1, 0
+    return (plain.pos, int(size)) if moved.args[1].value == size else (-1, 0)
+
+
+def _coordinates(x: Expr) -> list[tuple[int, int]]:
+    """Of the row-major position that a GatherND picks, -cells - 1 where a coordinate is outside: the reads of the coordinates,
+    and the sizes of their axes."""
+    if not isinstance(x, Call) or x.fn != "where" or not isinstance(x.args[2], Const):
+        return []
+    ends = [t.args for t in walk(x.args[0]) if isinstance(t, Call) and t.fn == "lt" and isinstance(t.args[1], Const)]
+    found = [one for place, size in ends if isinstance(size, Const) and (one := _from_front(place, size.value))[0] >= 0]
+    return found if found and x.args[2].value == -math.prod(size for _, size in found) - 1 else []
 
 
 def _varies(read: Read, name: str) -> bool:
@@ -127,6 +171,8 @@ def _cells(read: Read, ranges: Mapping[str, int]) -> Cells | None:
 def _tables(graph: Graph) -> dict[str, int]:
     """For each input used as an index, the size of the smallest axis that it indexes."""
     out: dict[str, int] = {}
+    for name, _, _, size in index_bounds(graph):
+        out[name] = min(out.get(name, size), size)
     for op in graph.ops:
         if not isinstance(op, Block) or not op.reduce:
             continue

@@ -135,7 +135,7 @@ class Sequences(ABC):
         except OverflowError as e:
             raise TapestryError("a token is no number of the input's type", where=IDS, why=str(e)) from None
         given = {IDS: ids, POSITIONS: np.array([[q.prompt + q.count - 2]])}
-        check_indices(given, [(n, (), size) for n, _, size in self.members[0].bounds if n in given])
+        check_indices(given, [(n, (), least, size) for n, _, least, size in self.members[0].bounds if n in given])
 
     @abstractmethod
     def fits(self, tokens: int) -> None:

@@ -11,11 +11,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 from onnx import ModelProto, NodeProto, numpy_helper
-from onnx.reference import ReferenceEvaluator
 
 from tapestry.errors import ModelError
 from tapestry.interop import tile_metadata
@@ -24,7 +23,7 @@ from tapestry.interop.tensor_dictionary import TensorDictionary
 from tapestry.interop.tile_changes import naive
 from tapestry.interop.tile_patterns import Tiling
 from tapestry.lift.file.structure import load
-from tapestry.onnx_eval.reference_fixes import corrected
+from tapestry.onnx_eval.one_rounding import reference_evaluator
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +122,7 @@ def _local(
 def _run(node: NodeProto, model: ModelProto, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     opsets = {o.domain: o.version for o in model.opset_import}
     try:
-        found = cast(Any, ReferenceEvaluator)(node, opsets=opsets, new_ops=corrected()).run(None, dict(feeds))
+        found = reference_evaluator(node, opsets=opsets).run(None, dict(feeds))
     except Exception as e:
         raise ModelError(
             "the ONNX reference does not run the node", where=f"node '{name_of(node)}'", why=str(e)[:200]

@@ -1,24 +1,22 @@
-"""Reference outputs of an ONNX file: onnxruntime, or the ONNX reference evaluator where that cannot run the model."""
-
 # pyright: basic
-# onnx and onnxruntime come without complete types
+# onnx comes without complete types
+"""Reference outputs of an ONNX file: onnxruntime's, or node by node where that cannot run the model; and how far others are."""
+
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 
 from tapestry.errors import ModelError
 from tapestry.ir.expr import Call, walk
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.types import FLOATS, numpy_dtype
-from tapestry.onnx_eval import own_nodes
-from tapestry.onnx_eval.ort_session import DIVIDES_BY_EXTENTS, ends_process, ort_session
-from tapestry.onnx_eval.reference_fixes import corrected
+from tapestry.verify.model.model_values import ModelFile, ReferenceValues
 
 Array = np.ndarray[Any, Any]
 SPREAD_FACTOR = 4.0  # a result may be this many times as far from one reference as two references are from each other
@@ -36,71 +34,32 @@ class Difference:
     passed: bool
 
 
-def reference(model: Path | bytes, feeds: Mapping[str, Array]) -> tuple[str, dict[str, Array]]:
-    """(which evaluator, outputs by name) of a file, or of the bytes of one.
+def reference(model: Path | ModelFile, feeds: Mapping[str, Array]) -> tuple[str, dict[str, Array]]:
+    """(which evaluator, outputs by name) of a model.
 
     Raises:
-        ModelError: neither evaluator runs the model.
+        ModelError: no evaluator runs the model.
     """
-    first: Exception | None = None
-    for name, run in (("onnxruntime", _onnxruntime), ("onnx.reference", _evaluator)):
-        try:
-            return name, run(model, feeds)
-        except Exception as e:  # both libraries raise many kinds; the message is passed on
-            first = first or e
-    raise ModelError(f"no reference evaluator runs the model: {first}", where=str(model) if isinstance(model, Path) else "")
+    file = ModelFile(onnx.load(model, load_external_data=False), model.parent) if isinstance(model, Path) else model
+    names = [o.name for o in file.proto.graph.output]
+    try:
+        run = ReferenceValues(file, feeds, names)
+    except Exception as e:  # the libraries raise many kinds; the message is passed on
+        raise ModelError(f"no reference evaluator runs the model: {e}", where=str(file.folder)) from None
+    return run.by, {n: run.get(n) for n in names}
 
 
-def spread(model: Path | bytes, feeds: Mapping[str, Array], expected: Mapping[str, Array]) -> dict[str, float]:
+def spread(model: ModelFile, feeds: Mapping[str, Array], expected: Mapping[str, Array]) -> dict[str, float]:
     """How far the ONNX reference evaluator is from onnxruntime, per output (``rel_err``): what single precision leaves open.
 
     Some models amplify rounding (an encoder-decoder with unscaled scores and random weights by 10^4 and more); there no
     two correct evaluators agree to 1e-4. Empty when the reference evaluator does not run the model.
     """
     try:
-        other = _evaluator(model, feeds)
+        other = ReferenceValues(model, feeds, list(expected), independent=True)
     except Exception:  # any failure of the second opinion leaves the first one alone
         return {}
-    return {name: compare(other[name], a).rel_err for name, a in expected.items() if name in other}
-
-
-def _onnxruntime(model: Path | bytes, feeds: Mapping[str, Array]) -> dict[str, Array]:
-    if _ends_process(model, feeds):
-        raise ModelError("onnxruntime would end the process")
-    session = ort_session(model, entries={"session.disable_quant_qdq": "1"})  # else it computes quantised models in integers
-    known = {i.name for i in session.get_inputs()}
-    names = [o.name for o in session.get_outputs()]
-    results: list[Any] = list(session.run(names, {n: a for n, a in feeds.items() if n in known}))
-    return dict(zip(names, results, strict=True))
-
-
-def _ends_process(model: Path | bytes, feeds: Mapping[str, Array]) -> bool:
-    data = model.read_bytes() if isinstance(model, Path) else model
-    named = [o for o in DIVIDES_BY_EXTENTS if o.encode() in data]  # an operator's name stands in the file, in bodies as well
-    if not named:
-        return False
-    import onnx
-
-    proto = onnx.load_from_string(data)
-    for i in proto.graph.input:
-        if isinstance(a := feeds.get(i.name), np.ndarray):
-            i.CopyFrom(onnx.helper.make_tensor_value_info(i.name, i.type.tensor_type.elem_type, a.shape))
-    graph = onnx.shape_inference.infer_shapes(proto, data_prop=True).graph
-    dims = (d for v in (*graph.input, *graph.value_info, *graph.output) for d in v.type.tensor_type.shape.dim)
-    sizes = [d.dim_value for d in dims if d.HasField("dim_value")]
-    return ends_process(named, [*sizes, *(n for t in graph.initializer for n in t.dims)])
-
-
-def _evaluator(model: Path | bytes, feeds: Mapping[str, Array]) -> dict[str, Array]:
-    import onnx
-    from onnx.reference import ReferenceEvaluator
-
-    loaded = onnx.load(str(model)) if isinstance(model, Path) else onnx.load_from_string(model)
-    with warnings.catch_warnings(), np.errstate(all="ignore"):
-        warnings.simplefilter("ignore")
-        evaluator = ReferenceEvaluator(loaded, new_ops=[*corrected(), *own_nodes.classes()])
-        results: list[Any] = list(evaluator.run(None, dict(feeds)))
-    return dict(zip([o.name for o in loaded.graph.output], results, strict=True))
+    return {name: compare(other.get(name), a).rel_err for name, a in expected.items()}
 
 
 def tolerances(graph: Graph) -> dict[str, float]:

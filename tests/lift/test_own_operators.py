@@ -181,7 +181,7 @@ def test_the_command_line(mlp: Path, operators: Path, tmp_path: Path) -> None:
     assert run("run", out, "--check")[0] == 2  # nothing says what the nodes are
     assert document("verify", out, "--ops", operators)["laws"]["model"] > 0
     checked = document("run", out, "--check", "--ops", operators)
-    assert checked["passed"] and checked["reference"] == "onnx.reference"
+    assert checked["passed"] and "onnx.reference" in checked["reference"]
     assert run("doctor", mlp, "--ops", operators)[0] == 0
 
 

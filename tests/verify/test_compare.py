@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from onnx import TensorProto, helper
 
+from tapestry.verify.model.model_values import ModelFile
 from tapestry.verify.model_outputs import compare, reference
 
 finite = st.floats(-1e3, 1e3, width=32)
@@ -74,6 +76,6 @@ def test_a_dilated_pool_of_doubles_is_compared_by_its_own_span():
         helper.make_graph([node], "pool", ends[:1], ends[1:]), opset_imports=[helper.make_opsetid("", 20)]
     )
     x = np.arange(20.0).reshape(1, 1, 5, 4)
-    by, found = reference(model.SerializeToString(), {"x": x})
+    by, found = reference(ModelFile(model, Path()), {"x": x})
     assert by == "onnx.reference"
     assert np.array_equal(found["y"][0, 0, :, 0], [x[0, 0, k : k + 3, [0, 2]].mean() for k in range(3)])

@@ -242,7 +242,7 @@ def test_an_einsum_of_nothing_does_not_end_the_process(tmp_path):
     build = tapestry.compile(path)
     assert build.evidence[0]["kind"] == "sampled cells"
     _, document = tapestry.api.run_checked(build, build.random_feeds(0), check=True)
-    assert document["passed"] and document["reference"] == "onnx.reference"
+    assert document["passed"]
 
 
 def test_an_einsum_of_what_slices_leave_nothing_of(tmp_path):

@@ -24,16 +24,20 @@ def wrap(value: Aff, size: int, ranges: dict[str, int]) -> Aff | None:
     return value if lo >= 0 and hi < size else None
 
 
-def _check_known(n: Node, size: int) -> None:
-    """Refuse positions that are known, and outside of an axis."""
-    at = n.const(1)
-    if at is not None and at.size:
-        _check_ends(n, int(at.min()), int(at.max()), size)
+def check_known(n: Node, *sizes: int, at: int = 1, least: int | None = None) -> None:
+    """Refuse positions (input ``at``) that are known, and outside of an axis; of several axes, coordinates along the last."""
+    known = n.const(at) if n.has(at) else None
+    if known is None or not known.size:
+        return
+    for c, size in enumerate(sizes):
+        places = known if len(sizes) == 1 else known[..., c]
+        _check_ends(n, int(places.min()), int(places.max()), size, least)
 
 
-def _check_ends(n: Node, low: int, high: int, size: int) -> None:
-    if low < -size or high >= size:
-        why = f"{low if low < -size else high} where there are {size} elements"
+def _check_ends(n: Node, low: int, high: int, size: int, least: int | None = None) -> None:
+    least = -size if least is None else least
+    if low < least or high >= size:
+        why = f"{low if low < least else high} where there are {size} elements"
         raise ModelError("an index outside of what it indexes", where=n.where, why=why)
 
 
@@ -46,7 +50,7 @@ def lift_gather(n: Node) -> None:
     ranges = {d.name: d.size for d in dims}
     spots = here(dims)
     inner = spots[axis : axis + places]
-    _check_known(n, x.shape[axis])
+    check_known(n, x.shape[axis])
     if n.out().size == 0:
         raise Declined
     position = affine_value(n.b, n.ins[1], tuple(inner), ranges)
@@ -82,7 +86,7 @@ def lift_gather_elements(n: Node) -> None:
     x, at = n.tensor(0), n.axis(0, len(n.shape(0)))
     if n.out().size == 0 or x.size == 0:
         raise Declined
-    _check_known(n, x.shape[at])
+    check_known(n, x.shape[at])
     dims = n.out_dims()
     spots = here(dims)
     data = n.read(x.name, [*spots[:at], dim("v"), *spots[at + 1 :]])
@@ -92,12 +96,13 @@ def lift_gather_elements(n: Node) -> None:
 @lifts("GatherND")
 def lift_gather_nd(n: Node) -> None:
     """y[b.., i.., r..] = x[b.., index[b.., i.., 0], index[b.., i.., 1], .., r..], by the row-major index of what is picked."""
-    if n.out().size == 0 or n.tensor(0).size == 0:
+    x, index = n.tensor(0), n.tensor(1)
+    batch, count = int(n.attr("batch_dims", 0)), index.shape[-1]
+    check_known(n, *x.shape[batch : batch + count])
+    if n.out().size == 0 or x.size == 0:
         raise Declined
     if lift_affine_gather_nd(n):
         return
-    x, index = n.tensor(0), n.tensor(1)
-    batch, count = int(n.attr("batch_dims", 0)), index.shape[-1]
     picked, outer = x.shape[batch : batch + count], len(index.shape) - 1
     size = math.prod(picked)
     rows = axes((*x.shape[:batch], size, *x.shape[batch + count :]), "r")
@@ -137,6 +142,8 @@ def lift_affine_gather_nd(n: Node) -> bool:
     places: list[Aff] = []
     for k in range(count):
         at = affine_value(n.b, index.name, (*outer, const(k)), ranges)
+        if at is not None and all(isinstance(atom, str) for atom, _ in at.terms):
+            _check_ends(n, *span(at, ranges), x.shape[batch + k])
         at = None if at is None else wrap(at, x.shape[batch + k], ranges)
         if at is None:
             return False

@@ -12,7 +12,7 @@ from tapestry.lift.building.affine_values import affine_value, fit
 from tapestry.lift.building.builder import Node, axes, every, here
 from tapestry.lift.building.opaque import emit_opaque
 from tapestry.lift.building.registry import lifts
-from tapestry.lift.movement.gather import wrap
+from tapestry.lift.movement.gather import check_known, wrap
 
 
 @lifts("ScatterElements", "Scatter")
@@ -20,6 +20,7 @@ def lift_scatter_elements(n: Node) -> None:
     """Indices pick along one axis; other axes commute where data and indices are equally long."""
     data, index = n.shape(0), n.shape(1)
     at, places = n.axis(0, len(data)), axes(index, "u")
+    check_known(n, data[at])
     if n.attr("reduction", "none") == "none" and 0 not in index:
         ranges = {d.name: d.size for d in places}
         picked = affine_value(n.b, n.ins[1], tuple(here(places)), ranges)
@@ -36,6 +37,7 @@ def lift_scatter_elements(n: Node) -> None:
 def lift_scatter_nd(n: Node) -> None:
     """Indices pick slices to write: what is inside the slices commutes."""
     data, outer, count = n.shape(0), len(n.shape(1)) - 1, n.shape(1)[-1]
+    check_known(n, *data[:count])
     places = axes(n.shape(1)[:-1], "u")
     if n.attr("reduction", "none") == "none" and 0 not in n.shape(1):
         ranges = {d.name: d.size for d in places}

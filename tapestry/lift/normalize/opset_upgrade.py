@@ -8,7 +8,6 @@ version converter knows neither aligned operands nor most of the others. What a 
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
 from tapestry.errors import ModelError
 from tapestry.lift.file.protos import STANDARD, attributes, is_standard, nested, node_name, replace_nodes, subgraphs
-from tapestry.lift.file.structure import load, opsets_of
+from tapestry.lift.file.structure import opsets_of
 from tapestry.lift.file.weight_data import stored_tensors
 from tapestry.lift.normalize.prepare import infer
 
@@ -184,14 +183,6 @@ def _upsample(o: EarlyNode) -> None:
         o.attributes["scales"] = [1.0, 1.0, o.attributes.pop("height_scale"), o.attributes.pop("width_scale")]
         if o.attributes.get("mode") == b"bilinear":
             o.attributes["mode"] = b"linear"
-
-
-def runnable(path: Path) -> Path | bytes:
-    """A model that evaluators run: the file itself, or what `upgrade` makes of one that they do not."""
-    model = load(path)
-    if any(t.data_location == TensorProto.EXTERNAL for t in model.graph.initializer) or not upgrade(model):
-        return path
-    return model.SerializeToString()
 
 
 def upgrade(model: ModelProto) -> bool:

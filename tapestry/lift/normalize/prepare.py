@@ -14,7 +14,6 @@ from typing import Any, cast
 
 import numpy as np
 import onnx
-import onnx.inliner
 from onnx import FunctionProto, GraphProto, ModelProto, NodeProto, TensorProto, TypeProto
 
 from tapestry.errors import ModelError
@@ -53,6 +52,8 @@ from tapestry.lift.normalize.inference_fixes import (
 from tapestry.lift.normalize.ml_shapes import ml_types
 from tapestry.lift.normalize.split_sequences import split_sequences
 from tapestry.lift.normalize.unroll import LEVELS, STEPS, StepTypes, unroll
+from tapestry.onnx_eval.inlined_functions import inlined
+from tapestry.onnx_eval.one_rounding import HALVES, SUMMING
 from tapestry.onnx_eval.opaque_node import RANDOM
 
 FOLD_BYTES = 1 << 20  # no folded value is larger
@@ -318,7 +319,8 @@ class _Budget:
                 return False
             count = math.prod(int(d) for d in out.shape)  # type: ignore[arg-type]
             total += count * max(1, int(out.dtype.itemsize))
-            if count > {"Range": IOTA, "ConstantOfShape": IOTA * IOTA}.get(node.op_type, count):
+            summed = out.dtype.name in HALVES and any(part in node.op_type for part in SUMMING)
+            if summed or count > {"Range": IOTA, "ConstantOfShape": IOTA * IOTA}.get(node.op_type, count):
                 return False
         if total > FOLD_BYTES or total > self.left:
             return False
@@ -431,7 +433,7 @@ def prepare(
     version = standard_opset(model)
     tag_sources(model)
     if any(n.op_type in MISINFERRED for f in model.functions for n in f.node):  # inference is wrong inside of functions too
-        model = onnx.inliner.inline_local_functions(model)
+        model = inlined(model)
     declared = ModelProto()
     declared.CopyFrom(model)
     scaled = any(n.op_type in RESIZES for n in model.graph.node) and _infer(model, version)[1]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, cast
 
 import numpy as np
 from onnx import GraphProto, NodeProto, helper, numpy_helper
 
 from tapestry.lift.file.protos import is_standard
+from tapestry.onnx_eval.one_rounding import reference_evaluator
 
 MOST = 1 << 10  # steps that are tried, at most
 COUNTING = frozenset({  # of one number each: they give one number
@@ -75,8 +75,6 @@ def _slice(
 def _tried(
     body: GraphProto, nodes: list[NodeProto], known: Values, first: Values, ends: list[str], most: int, version: int
 ) -> int | None:
-    from onnx.reference import ReferenceEvaluator  # not needed before, and slow to load
-
     step, go = body.input[0].name, body.input[1].name
     feeds = {step: np.array(0, np.int64), go: np.array(True), **first}
     ins = [helper.make_tensor_value_info(n, helper.np_dtype_to_tensor_dtype(v.dtype), v.shape) for n, v in feeds.items()]
@@ -87,7 +85,7 @@ def _tried(
         helper.make_graph(nodes, "step", ins, outs, constants), opset_imports=[helper.make_opsetid("", version)]
     )
     try:
-        evaluator = cast(Any, ReferenceEvaluator(model))  # (its types are incomplete)
+        evaluator = reference_evaluator(model)
         for t in range(min(most, MOST)):
             results = dict(zip(names, evaluator.run(None, {**feeds, step: np.array(t, np.int64)}), strict=True))
             if any(np.size(v) != 1 for v in results.values()):

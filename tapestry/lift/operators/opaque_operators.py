@@ -10,6 +10,7 @@ from tapestry.ir.index import const, dim
 from tapestry.lift.building.builder import Node, axes, literal
 from tapestry.lift.building.opaque import emit_cells, emit_opaque
 from tapestry.lift.building.registry import Declined, lifts
+from tapestry.lift.movement.gather import check_known
 
 Axes = dict[int, list[int | None]]
 
@@ -41,6 +42,9 @@ BATCHES: dict[str, tuple[str, tuple[int, ...], tuple[int, ...]]] = {  # why; inp
 def lift_rows(n: Node) -> None:
     """Row by row, matrix by matrix or signal by signal: whatever the first axes count."""
     why, count, ins = ROWS[n.kind]
+    if n.kind == "TensorScatter" and n.attr("mode", "linear") == "linear":
+        axis = int(n.attr("axis", -2))
+        check_known(n, n.shape(0)[axis] - n.shape(1)[axis] + 1, at=2, least=0)
     along(n, why, range(len(n.shape(0)))[:count], ins)
 
 

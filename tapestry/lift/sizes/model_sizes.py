@@ -17,8 +17,7 @@ from typing import Any, cast
 
 import numpy as np
 import onnx
-from onnx import GraphProto, ModelProto, NodeProto, TensorProto, TypeProto, helper, inliner, numpy_helper
-from onnx.reference import ReferenceEvaluator
+from onnx import GraphProto, ModelProto, NodeProto, TensorProto, TypeProto, helper, numpy_helper
 
 from tapestry.errors import ModelError, TapestryError
 from tapestry.ir.graph import Graph
@@ -31,6 +30,8 @@ from tapestry.lift.normalize.prepare import infer
 from tapestry.lift.sizes.shape_rules import RULES, Known, NoRule, Shape, Site
 from tapestry.lift.sizes.size_columns import Array, Grid, box_without
 from tapestry.lift.sizes.static_values import CELLS, Call, evaluated
+from tapestry.onnx_eval.inlined_functions import inlined
+from tapestry.onnx_eval.one_rounding import reference_evaluator
 
 UNALIGNED = frozenset({"ConvTranspose", "GRU", "LSTM", "RNN"})  # of several inputs, none of which is broadcast
 CASES = 4096  # at which a node is run or inferred one by one
@@ -142,8 +143,7 @@ class Walk:
 
     def __post_init__(self) -> None:
         """Write out functions; find the types of all values."""
-        if self.model.functions:
-            self.model = cast(Any, inliner).inline_local_functions(self.model)
+        self.model = inlined(self.model)
         self.good = np.ones([len(some) for some in self.grid.along], bool)
         self.version = standard_opset(self.model)
         try:
@@ -421,7 +421,7 @@ class Walk:
         )  # fmt: skip
         model = helper.make_model(graph, opset_imports=list(self.model.opset_import))
         try:
-            run: Any = ReferenceEvaluator(model)
+            run = reference_evaluator(model)
             with np.errstate(all="ignore"):
                 rows = [
                     run.run(None, {i: _at(v, p) for i, v in zip(names, values, strict=True) if v is not None}) for p in places

@@ -15,13 +15,12 @@ from tapestry.errors import TapestryError
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.syntax.printer import signature
 from tapestry.ir.types import FLOATS, numpy_dtype
-from tapestry.onnx_eval.opaque_node import RANDOM
+from tapestry.onnx_eval.opaque_node import RANDOM, Asked
 from tapestry.onnx_eval.value_kinds import is_array
 from tapestry.verify.model.model_facts import Reader
 from tapestry.verify.model.model_values import ModelFile, ReferenceValues, run_node, subgraphs
 
 Array = np.ndarray[Any, Any]
-SIZES = frozenset({"Shape", "Size"})  # their results are of no value's cells
 CHAIN = 64  # operations that an operation follows back at most, and nodes that are its counterpart
 LITERAL = 64  # elements of a constant that tells two counterparts apart
 PRODUCTS, WINDOWS = (
@@ -75,13 +74,7 @@ class Counterparts:
 
     def __post_init__(self) -> None:
         self.makers = self.graph.producers()
-        self.fixed = set(self.model.initializers)
-        for node in self.model.nodes:
-            ins = [i for i in node.input if i]
-            if node.op_type in SIZES or (
-                all(i in self.fixed for i in ins) and node.op_type not in RANDOM and not any(True for _ in subgraphs(node))
-            ):
-                self.fixed.update(o for o in node.output if o)
+        self.fixed = self.model.fixed()
 
     def known(self, name: str) -> Any:
         """A tensor's value on clean operands; None of one that is to be followed back.
@@ -217,7 +210,7 @@ class Counterparts:
 
     def run(
         self, part: Counterpart, operands: Mapping[str, Any], *, independent: bool = False, wide: bool = False,
-        by: list[str] | None = None,
+        by: Asked | None = None,
     ) -> dict[str, Any]:  # fmt: skip
         """What the nodes give for operands, by onnxruntime or, ``independent``, by the ONNX reference evaluator; ``wide``: in
         double precision; ``by`` gets the library of each.
@@ -232,20 +225,20 @@ class Counterparts:
         values = {t: made(a) for t, a in operands.items()}
         for node in part.nodes:
             arrays = [None if not i else values[i] if i in values else made(self._fixed(i)) for i in node.input]
-            outs = run_node(_nameless(node), self.model.opsets, arrays, independent, by)
+            outs = run_node(node, self.model.opsets, arrays, independent, by)
             values.update(zip([o for o in node.output if o], outs, strict=True))
         return {t: values[t] for t in part.outs}
 
     def of_one_library(self, part: Counterpart, operands: Mapping[str, Any]) -> bool:
         """Whether only one library runs the nodes, or is right, so that all opinions on them are its own."""
-        asked = list[list[str]]()
+        asked = list[Asked]()
         for independent in (False, True):
-            asked.append([])
+            asked.append(Asked())
             try:
                 self.run(part, operands, independent=independent, by=asked[-1])
             except (TapestryError, ArithmeticError, ValueError, TypeError):
                 return True
-        return asked[0] == asked[1]
+        return asked[0].libraries == asked[1].libraries
 
     def opinions(self, part: Counterpart, operands: Mapping[str, Any], slow: bool, wide: bool) -> Iterator[dict[str, Any]]:
         """What every evaluator gives that runs the nodes, each asked when it is wanted; ``slow``: the reference too, ``wide``:
@@ -261,15 +254,3 @@ class Counterparts:
                 continue
             if all(is_array(made[t]) and made[t].shape == self.graph.tensors[t].shape for t in part.outs):
                 yield made
-
-
-def _nameless(node: NodeProto) -> NodeProto:
-    """A node by places, so that evaluators are made once for all that are alike."""
-    out = NodeProto()
-    out.CopyFrom(node)
-    out.ClearField("name")
-    out.ClearField("doc_string")
-    out.ClearField("metadata_props")
-    out.input[:] = [f"i{k}" if n else "" for k, n in enumerate(node.input)]
-    out.output[:] = [f"o{k}" if n else "" for k, n in enumerate(node.output)]
-    return out

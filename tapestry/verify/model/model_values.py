@@ -19,10 +19,20 @@ from tapestry.errors import TapestryError
 from tapestry.ir.graph import Opaque
 from tapestry.ir.types import HOST
 from tapestry.onnx_eval import opaque_node
-from tapestry.onnx_eval.ort_session import ends_process, ort_session
+from tapestry.onnx_eval.inlined_functions import inlined
+from tapestry.onnx_eval.opaque_node import RANDOM, Asked
+from tapestry.onnx_eval.ort_session import OrtError, apart
 
 Array = np.ndarray[Any, Any]
 TYPED = frozenset({"to", "dtype", "output_dtype", "softmax_precision", "stash_type", "output_datatype"})  # attributes
+SHORT = frozenset({"f16", "bf16"})
+SIZES = frozenset({"Shape", "Size"})  # their results are of no value's cells
+BY_VALUES = frozenset({"NonZero", "Compress", "Unique", "NonMaxSuppression", "Range", "ConstantOfShape"})  # have sizes of these
+PLAIN = frozenset({  # where inputs beside the first are no sizes and no places
+    "Add", "Sub", "Mul", "Div", "Pow", "Mod", "And", "Or", "Xor", "Equal", "Less", "Greater", "LessOrEqual", "GreaterOrEqual",
+    "Min", "Max", "Sum", "Mean", "Where", "MatMul", "Gemm", "Einsum", "Conv", "ConvTranspose", "Concat", "PRelu", "Attention",
+    "LayerNormalization", "RMSNormalization", "BatchNormalization", "InstanceNormalization", "GroupNormalization",
+})  # fmt: skip
 FLOAT_NAMES: dict[int, str] = {
     TensorProto.DOUBLE: "f64",
     TensorProto.FLOAT: "f32",
@@ -49,10 +59,7 @@ class ModelFile:
     initializers: dict[str, TensorProto] = field(init=False)
 
     def __post_init__(self) -> None:
-        if self.proto.functions:
-            import onnx.inliner
-
-            self.proto = onnx.inliner.inline_local_functions(self.proto)
+        self.proto = inlined(self.proto)
         self.initializers = {t.name: t for t in self.proto.graph.initializer}
         self.nodes = list(self.proto.graph.node)
         self.places = {o: k for k, n in enumerate(self.nodes) for o in n.output if o}
@@ -93,6 +100,33 @@ class ModelFile:
                     if t.HasField("shape") and all(d.HasField("dim_value") for d in t.shape.dim):
                         yield name, tuple(d.dim_value for d in t.shape.dim)
 
+    def fixed(self) -> set[str]:
+        """Values that are the same whatever is given, for inputs of the same sizes."""
+        found = set(self.initializers)
+        for node in self.nodes:
+            free = node.op_type in RANDOM or any(True for _ in subgraphs(node))
+            if node.op_type in SIZES or (not free and all(i in found for i in node.input if i)):
+                found.update(o for o in node.output if o)
+        return found
+
+    def of_sizes(self, node: NodeProto) -> bool:
+        """Whether what a node reads has sizes, and whole numbers beside its first input, that no given value decides."""
+        fixed, stack, seen = self.fixed(), list(node.input[:1]), set[str]()
+        if any(i and i not in fixed for i in node.input[1:]) and node.op_type not in PLAIN:
+            return False
+        stack += [i for i in node.input[1:] if i]
+        while stack:
+            at = stack.pop()
+            maker = self.makers.get(at)
+            if maker is None or at in fixed or at in seen:
+                continue
+            seen.add(at)
+            late = any(i and i not in fixed for i in maker.input[1:])
+            if maker.op_type in BY_VALUES or any(True for _ in subgraphs(maker)) or (late and maker.op_type not in PLAIN):
+                return False
+            stack += [i for i in maker.input if i]
+        return True
+
     def floats(self) -> set[str]:
         """The float types that the model names anywhere: of inputs, constants, and what nodes are told to compute in."""
         found = {t.data_type for t in self.initializers.values()} | {i.type.tensor_type.elem_type for i in self.inputs}
@@ -114,29 +148,39 @@ class ModelFile:
         return None if stored is None else numpy_helper.to_array(stored, str(self.folder))
 
 
+class WrongSizes(TapestryError):
+    """onnxruntime refuses a node of a model, and no other evaluator runs it, whatever the values of the inputs are."""
+
+
 class ReferenceValues:
     """Values of a model for one set of inputs.
 
     Attributes:
-        by: the evaluator, as reports name it.
+        by: the evaluator, or both where they were asked node by node, as reports name it.
         values: by the model's names.
+        refused: what onnxruntime said of nodes that another evaluator runs.
     """
 
-    def __init__(self, model: ModelFile, feeds: Mapping[str, Any], wanted: Collection[str], *, empty: bool = False) -> None:
-        """Run the model, keeping what is ``wanted`` of its values; ``empty``: some tensor on the way has no cells.
+    def __init__(
+        self, model: ModelFile, feeds: Mapping[str, Any], wanted: Collection[str], *, independent: bool = False
+    ) -> None:
+        """Run the model, keeping what is ``wanted`` of its values; ``independent``: by the ONNX reference where it can.
 
         Raises:
             TapestryError: no evaluator runs it.
+            WrongSizes: it is of these sizes that onnxruntime does not.
         """
-        self.model, self.feeds = model, dict(feeds)
+        self.model, self.feeds, asked = model, dict(feeds), Asked()
         names = [n for n in model.makers if n in wanted]
+        apart = not model.floats().isdisjoint(SHORT)  # onnxruntime keeps float32 from node to node
         try:
-            if ends_process(_operators(model.nodes), (0,) if empty else _sizes(model, feeds)):
-                raise TapestryError("onnxruntime would end the process")
+            if apart or independent or any(o in opaque_node.ASKED_APART for o in _operators(model.nodes)):
+                raise OrtError("to be run node by node")
             self.by, self.values = "onnxruntime", _onnxruntime(model, feeds, names)
-        except Exception:  # it raises many kinds; what it cannot run is run node by node
-            self.by = "onnxruntime and the ONNX reference, node by node"
-            self.values = self._nodes(names, {}, independent=False)
+        except Exception:  # what it cannot run, or what is too large for it, is run node by node
+            self.values = self._nodes(names, {}, independent=independent, by=asked)
+            self.by = " and ".join(sorted(set(asked.libraries)))
+        self.refused = asked.refused
         self.values |= self.feeds
         self._again: dict[str, Any] = {}
 
@@ -159,24 +203,30 @@ class ReferenceValues:
                 self._again[name] = None
         return self._again[name]
 
-    def _nodes(self, names: Collection[str], known: Mapping[str, Any], *, independent: bool) -> dict[str, Any]:
-        """Values computed node by node from others."""
+    def _nodes(
+        self, names: Collection[str], known: Mapping[str, Any], *, independent: bool, by: Asked | None = None
+    ) -> dict[str, Any]:
+        """Values computed node by node from others; ``by`` notes the library of each."""
         values = {**self.feeds, **known}
         for node in _behind(self.model, names, values):
             ins = [*node.input, *outer_names(node)]
             arrays = [None if not i else values[i] if i in values else self.model.constant(i) for i in ins]
-            values.update(
-                zip([o for o in node.output if o], run_node(node, self.model.opsets, arrays, independent), strict=True)
-            )
+            try:
+                outs = run_node(node, self.model.opsets, arrays, independent, by)
+            except opaque_node.Refused as e:
+                if not self.model.of_sizes(node):
+                    raise
+                raise WrongSizes(e.what, where=e.where, why=e.why) from None
+            values.update(zip([o for o in node.output if o], outs, strict=True))
         return {n: values[n] for n in names}
 
 
 def run_node(
-    node: NodeProto, opsets: tuple[tuple[str, int], ...], arrays: list[Any], independent: bool, by: list[str] | None = None
+    node: NodeProto, opsets: tuple[tuple[str, int], ...], arrays: list[Any], independent: bool, by: Asked | None = None
 ) -> list[Any]:  # fmt: skip
     """The outputs that a node has for arrays, one for each of its inputs and of the outer names that its bodies read.
 
-    ``by`` gets the library's name.
+    ``by`` notes the library.
 
     Raises:
         TapestryError: no evaluator runs it.
@@ -184,9 +234,23 @@ def run_node(
     names = (*node.input, *outer_names(node))
     arrays = [np.asarray(a) if isinstance(a, np.generic) else a for a in arrays]
     given = [a if a is None or (isinstance(a, np.ndarray) and a.dtype != object) else opaque_node.HostValue(a) for a in arrays]
-    outs = tuple(o for o in node.output if o)
-    op = Opaque(outs=outs, ins=names, kind=node.op_type, node=node.SerializeToString(), opsets=opsets, source=(node.name,))
+    outs, source, bodies = tuple(o for o in node.output if o), (node.name or node.op_type,), any(True for _ in subgraphs(node))
+    if not bodies:  # evaluators are made once for all that are alike
+        node = nameless(node)
+        names = tuple(node.input)
+    op = Opaque(outs=outs, ins=names, kind=node.op_type, node=node.SerializeToString(), opsets=opsets, source=source)
     return opaque_node.run(op, given, [(HOST, ())] * len(outs), independent=independent, names=names, by=by)
+
+
+def nameless(node: NodeProto) -> NodeProto:
+    """A node by places; inputs of one name stay so."""
+    out, places = NodeProto(), {n: f"i{k}" for k, n in enumerate(node.input)}
+    out.CopyFrom(node)
+    for said in ("name", "doc_string", "metadata_props"):
+        out.ClearField(said)
+    out.input[:] = [places[n] if n else "" for n in node.input]
+    out.output[:] = [f"o{k}" if n else "" for k, n in enumerate(node.output)]
+    return out
 
 
 def _behind(model: ModelFile, names: Collection[str], known: Mapping[str, Any]) -> list[NodeProto]:
@@ -228,12 +292,6 @@ def _operators(nodes: Iterable[NodeProto]) -> Iterator[str]:
             yield from _operators(g.node)
 
 
-def _sizes(model: ModelFile, feeds: Mapping[str, Any]) -> Iterator[int]:
-    """Of all that is given."""
-    yield from (a.size for a in feeds.values() if isinstance(a, np.ndarray))
-    yield from (int(np.prod(t.dims)) for t in model.initializers.values())
-
-
 def _onnxruntime(model: ModelFile, feeds: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
     """Values by onnxruntime, no node fused or moved; a model whose outputs it is not to keep is left as it was."""
     entries = {
@@ -248,10 +306,7 @@ def _onnxruntime(model: ModelFile, feeds: Mapping[str, Any], names: list[str]) -
     finally:
         del graph.output[:]
         graph.output.extend(before)
-    session = ort_session(data, optimized=False, entries=entries)
-    known = {i.name for i in session.get_inputs()}
-    every = {**model.given, **feeds}
-    return dict(zip(names, session.run(names, {n: a for n, a in every.items() if n in known}), strict=True))
+    return dict(zip(names, apart(data, {**model.given, **feeds}, names, optimized=False, entries=entries), strict=True))
 
 
 def _without_data(model: ModelFile) -> ModelProto:

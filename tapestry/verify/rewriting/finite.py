@@ -1,7 +1,7 @@
 """A graph whose values are assumed to be finite: tests for NaN and infinities are false, and what only they chose is gone.
 
-This is no rewrite that can be proved: it is the user's word (``--assume-finite``). It stands in the log under a name of its own,
-so that a checker counts what rests on it, and makes the same graph again.
+This is no rewrite that can be proved: it is the user's word (``--assume-finite``). It stands in the log under a name of its
+own, so that a checker counts what rests on it, and makes the same graph again.
 """
 
 from __future__ import annotations
