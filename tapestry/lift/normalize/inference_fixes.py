@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 import onnx
-from onnx import ModelProto, NodeProto, TensorProto, TypeProto, numpy_helper
+from onnx import GraphProto, ModelProto, NodeProto, TensorProto, TypeProto, numpy_helper
 
-from tapestry.lift.file.protos import AFTER, attributes, is_standard, replace_nodes, set_attributes, static_shape
+from tapestry.lift.file.protos import AFTER, attributes, is_standard, replace_nodes, set_attributes, static_shape, subgraphs
 from tapestry.lift.file.weight_data import stored_tensors
 from tapestry.lift.normalize.inference import infer_shapes
 
@@ -50,6 +50,15 @@ def name_cache(node: NodeProto) -> None:
         for k in (1, 2):
             if not node.output[k] and node.output[3] and node.input[3 + k]:
                 node.output[k] = f"{node.output[3]}/present{k}"
+
+
+def pad_loops(graph: GraphProto) -> None:
+    """Give Loops back the name of no condition: onnxscript cuts absent inputs off, and onnx's inference counts on two."""
+    for node in graph.node:
+        if node.op_type == "Loop":
+            node.input.extend([""] * (2 - len(node.input)))
+        for inner in subgraphs(node):
+            pad_loops(inner)
 
 
 def _rewrite_pools(model: ModelProto) -> bool:

@@ -44,6 +44,7 @@ from tapestry.lift.normalize.inference_fixes import (
     RESIZES,
     forget_sizes,
     name_cache,
+    pad_loops,
     plain_casts,
     rewrite_misinferred,
     rewrite_scales,
@@ -380,17 +381,8 @@ def run_passes(model: ModelProto, kept: frozenset[str] = frozenset()) -> ModelPr
     for o in done.graph.output:
         o.type.CopyFrom(maps.get(o.name, o.type))
     _store_sizes(done)
-    _pad_loops(done.graph)
+    pad_loops(done.graph)
     return done
-
-
-def _pad_loops(graph: GraphProto) -> None:
-    """Give Loops back the name of no condition: onnxscript cuts absent inputs off, and onnx's inference counts on two."""
-    for node in graph.node:
-        if node.op_type == "Loop":
-            node.input.extend([""] * (2 - len(node.input)))
-        for inner in subgraphs(node):
-            _pad_loops(inner)
 
 
 def _store_sizes(model: ModelProto) -> None:
