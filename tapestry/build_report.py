@@ -259,11 +259,7 @@ def _bounded(priced: PricedPlan, planned: Planned, task: Task) -> dict[str, Any]
     """Which plans the lower bound holds for, and which it says nothing of."""
     scope = planned.scope
     missing = scope.missing(stages=task.several_devices and task.request.stages != 1)
-    if planned.fitted and planned.fitted.offered:
-        of = f"one form of the graph, in space and by any of {len(planned.fitted.offered)} splits in time"
-        missing = ["other splits in time", "computing again, and other weights streamed", "other forms"]
-        of = f"{of}; without {'; '.join(missing)}"
-    elif planned.fitted:
+    if planned.fitted:
         of, missing = "all plans, in space and in time: the least work of each operation, evenly shared", list[str]()
     elif len(priced.plan.stages) > 1:
         of = "the stages of any pipeline, without messages: each operation at its fastest on any of the submeshes"

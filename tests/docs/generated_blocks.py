@@ -1,8 +1,8 @@
-"""What pages take from the benchmarks of blocks and stages: orders and losses, splits in time, random numbers, PopRT's examples."""
+"""What pages take from the benchmarks of blocks and stages: orders and losses, random numbers, PopRT's examples."""
 
 from __future__ import annotations
 
-from tests.docs.generated import Row, makes, percent, rows, table
+from tests.docs.generated import Row, makes, rows, table
 
 
 @makes("schedules.table")
@@ -39,26 +39,6 @@ def _rank_losses() -> str:
 def _rank_losses_runs() -> str:
     same, runs = (sum(r[k] for r in rows("rank_losses")) for k in ("same_bits", "runs"))
     return f"{same:,} of {runs:,}"
-
-
-@makes("time_choices.table")
-def _time_choices() -> str:
-    lines: list[list[object]] = []
-    for r in sorted(rows("time_choices"), key=lambda r: (r["model"], -r["share"])):
-        a, b = r["before"], r["together"]
-        seconds = [f"{x['objective_s'] * 1e3:.4f}" for x in (a, b)]
-        factor = f"{b['objective_s'] / a['objective_s']:.4f}"
-        part = [b["offered"], percent(a["gap"]), percent(b["gap"]), f"{a['cpu_s']:.1f} → {b['cpu_s']:.1f}"]
-        lines.append([r["model"], f"{r['share']:.0%}", *seconds, factor, *part])
-    head = "model | limit: | one by one, ms: | together, ms: | ratio: | splits offered:"
-    return table(f"{head} | above the least work: | above the bound of those offered: | planning, CPU s:", lines)
-
-
-@makes("time_choices.fell")
-def _time_choices_fell() -> str:
-    found = rows("time_choices")
-    fell = sum(r["together"]["objective_s"] < r["before"]["objective_s"] * (1 - 1e-9) for r in found)
-    return f"{fell or 'none'} of {len(found)} rows"
 
 
 @makes("generator.sp800")

@@ -1,9 +1,8 @@
-"""Where memory is short: splits in time chosen with cuts in space; recomputation and streamed weights around the planner.
+"""Where memory is short: splits in time, recomputation and streamed weights, by a search around the planner.
 
-Two searches, of which the cheaper plan is taken. One is the planner's own, over cuts in space and the splits in time that are
-offered (`memory.time_choice`). The other one goes from graph to graph: a state is a rewritten graph. Its trial plans it with as
-few streamed weights as fit (with all of them where even that is too much). States are rewritten where their plan needs most;
-the cheapest plan that fits is kept until the budget is over or nothing gets better.
+A state is a rewritten graph. Its trial plans it with as few streamed weights as fit (with all of them where even that is too
+much). States are rewritten where their plan needs most; the cheapest plan that fits is kept until the budget is over or nothing
+gets better.
 """
 
 from __future__ import annotations
@@ -17,14 +16,12 @@ from tapestry.ir.program import alive_at, peak_bytes
 from tapestry.plan.cost.floor import least_seconds
 from tapestry.plan.memory.least_memory import lacking
 from tapestry.plan.memory.peaks import excess, moves
-from tapestry.plan.memory.time_choice import Chosen, TimeChoice
 from tapestry.plan.search.pareto import Point
 from tapestry.plan.search.planner import spatial
 from tapestry.plan.search.priced_plan import PricedPlan, TooBig, peak, too_big
 from tapestry.plan.search.problem import build
 from tapestry.plan.search.streamed_weights import fewest, streamable
 from tapestry.plan.solver.budget import SECOND, Budget
-from tapestry.plan.solver.pairs import PROVED
 from tapestry.plan.topology import Topology
 from tapestry.rewrites.core.driver import apply_legal
 from tapestry.rewrites.core.rule import Move
@@ -35,24 +32,17 @@ PATIENCE = 2  # rounds without a better plan before the search stops
 NEAR = 1.01  # times the bound: good enough to stop
 MORE = 10.0 * SECOND  # to look for a cheaper plan after the first one that fits
 TRIAL = 4.0 * SECOND  # for planning one state
-ALONE = 0.6  # of the budget, for the search from graph to graph
-TOGETHER = 6.0 * SECOND  # for space and time in one search
+ALONE = 0.6  # of the budget; the rest is for what comes after this search
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fitted:
-    """A plan that fits, the moves that led to its graph, what a person should know of why, and all plans met that fit.
-
-    Attributes:
-        offered: splits in time that were choices of one search with the cuts in space: the bound is of those. None: it is of
-            every plan in space and time.
-    """
+    """A plan that fits, the moves that led to its graph, what a person should know of why, and all plans met that fit."""
 
     found: PricedPlan
     moves: tuple[Move, ...]
     report: Mapping[str, object]
     points: tuple[Point, ...]
-    offered: tuple[Move, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,13 +86,6 @@ def fit(
     if previous:
         states.append(_State(previous[0].plan.graph, tuple(previous[1]), previous[0]))
     best = search.explore(states)
-    together = search.together(graph, first, best, budget.part(TOGETHER))
-    if together and together.found.objective <= _cost(best.found, topo) * (1 + PROVED):
-        found = replace(together.found, bound=max(bound, together.bound))
-        report = _report(first, found, topo, search.trials)
-        report |= {"offered": [str(m) for m in together.offered], "least_s": bound}
-        points = tuple(search.points)
-        return Fitted(found=found, moves=together.moves, report=report, points=points, offered=together.offered)
     if peak(best.found) > topo.device.memory:
         raise too_big(min(best.found, first, key=peak), topo.device.memory, budget, search.tried())
     found = replace(best.found, bound=min(bound, best.found.objective))
@@ -163,15 +146,6 @@ class _Search:
                 out.append(self.plan(graph, (*state.moves, *done)))
         return out
 
-    def together(self, graph: Graph, first: PricedPlan, best: _State, budget: Budget) -> Chosen | None:
-        """The best plan of cuts in space and splits in time chosen at once, with the streamed weights of the best state."""
-        kept = best.found.plan.streamed if peak(best.found) <= self.limit else frozenset[str]()
-        search = TimeChoice(graph, self.topo, self.inputs, self.outputs, kept, budget)
-        found = search.search([first], best.moves)
-        if found:
-            self.points.append(Point(found.found.objective, peak(found.found), tuple(map(str, found.moves))))
-        return found
-
     def plan(self, graph: Graph, done: tuple[Move, ...]) -> _State:
         """The best plan of a graph with as few streamed weights as fit, or with all where none fits."""
         every = self.spatial(graph, streamable(graph, tuple(self.inputs), self.limit))
@@ -195,10 +169,6 @@ class _Search:
         """For the error: what was tried."""
         kinds = ", ".join(f"{n} × {k}" for k, n in sorted(self.kinds.items())) or "no rewrite applies"
         return f"; tried {self.trials} plans with all weights streamed and these moves: {kinds}"
-
-
-def _cost(found: PricedPlan, topo: Topology) -> float:
-    return found.objective if peak(found) <= topo.device.memory else float("inf")
 
 
 def _report(first: PricedPlan, found: PricedPlan, topo: Topology, trials: int) -> dict[str, object]:
