@@ -192,7 +192,7 @@ def run(p: argparse.ArgumentParser) -> None:
     p.add_argument("--input", action="append", default=[], metavar="NAME=FILE.npy")
     p.add_argument("--inputs", nargs="+", type=Path, default=[], metavar="DIR_OR_NPZ", help="many batches; a rerun goes on")
     p.add_argument("--output", type=Path, metavar="DIR", help="write every output as a .npy file")
-    p.add_argument("--seed", type=whole(0), default=0, help="of random inputs, where none are given")
+    p.add_argument("--seed", type=whole(0), default=0, help="seed of the random inputs that stand in for missing ones")
     p.add_argument("--weights", type=Path, metavar="DIR", help="slices written by tapestry shard-weights")
     p.add_argument("--timeout", type=seconds, default=30.0, metavar="S", help="silence for so long is a failure (30)")
     p.add_argument("--trace", type=Path, metavar="FILE", help="the real run on a clock, for https://ui.perfetto.dev")

@@ -20,6 +20,7 @@ from tapestry.build.store import Build
 from tapestry.errors import RunError, TapestryError
 from tapestry.ir.types import numpy_dtype
 from tapestry.onnx_eval.value_kinds import is_array
+from tapestry.runtime.feeds import made_up
 from tapestry.runtime.outputs import places
 from tapestry.runtime.processes import batches as streams
 from tapestry.runtime.processes import weight_shards
@@ -134,13 +135,14 @@ def run(r: Request, how: Launch) -> Document:
             batches = streams.stream(r.stream, place if how.check else r.output, store.identity(r.folder))
         else:
             batches = _single(r, compiled.build.plan.graph.inputs, place)
+            random = made_up(compiled.build.plan.graph, dict(batches[0].inputs), r.seed, how.tell)
             hold(batches[0].feeds(compiled.build.plan.graph), compiled.build.plan.graph)  # here, before ranks fail by it
         report = _supervised(r, how, batches, compiled)
         if r.stream:
             document = {**{k: v for k, v in report.items() if k != "hosted"}, "passed": True}
             document |= _compared(compiled, batches) if how.check else {}
         else:
-            document = _judged(compiled, batches[0], report, place, how.check)
+            document = _judged(compiled, batches[0], report, place, how.check) | random
     return document
 
 
@@ -267,6 +269,8 @@ def _ranked(r: Request, check: bool) -> Document:
             batches = streams.stream(r.stream, mine, store.identity(r.folder))
         else:
             batches = _single(r, compiled.build.plan.graph.inputs, mine)
+            if place.rank == 0:
+                made_up(compiled.build.plan.graph, dict(batches[0].inputs), r.seed, lambda x: print(x, file=sys.stderr))
         report = as_rank(place, job_of(r, place.world, batches, compiled, place.locals))
         slices, hosted = report.pop("slices", []), report.pop("hosted", {})
         if report and r.trace is not None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
+from onnx import TensorProto as T
 from onnx import helper, numpy_helper
 
 import tapestry
@@ -18,7 +19,8 @@ from tapestry.cli.entry import main, parsed
 from tapestry.errors import TapestryError
 from tapestry.ir.plan import MeshAxis
 from tapestry.viz import measured
-from tests.support.small_models import save
+from tests.support.command_line import document, run
+from tests.support.small_models import net, save
 
 
 def said(capsys: pytest.CaptureFixture[str], *words: object) -> str:
@@ -210,3 +212,27 @@ def test_a_mistake_in_the_arguments_is_said_in_two_lines(capsys):
     for words in (["compile", "m.onnx"], ["compile", "m.onnx", "-o", "b", "--devices", "two"], ["run", "b", "--shape"]):
         err = said(capsys, *words)
         assert "error: " in err and len(err.splitlines()) == 2, err
+
+
+# inputs that nobody gave
+
+
+@pytest.mark.parametrize("ranks", [(), ("--processes", "1")])
+def test_inputs_that_nobody_gave_are_named(tmp_path: Path, ranks: tuple[str, ...]) -> None:
+    nodes = [helper.make_node("Mul", ["x", "mask"], ["y"])]
+    onnx.save(net(nodes, {"x": (T.FLOAT, (2, 4)), "mask": (T.FLOAT, (2, 4))}, {"y": T.FLOAT}), tmp_path / "m.onnx")
+    build = tmp_path / "b"
+    assert run("compile", tmp_path / "m.onnx", "-o", build, "--topology", "cpu", "-q")[0] == 0
+    for name in ("x", "mask"):
+        np.save(tmp_path / f"{name}.npy", np.ones((2, 4), np.float32))
+    some = ("run", build, *ranks, "--input", f"x={tmp_path / 'x.npy'}")
+    status, out, err = run(*some, "--seed", "3")
+    assert status == 0
+    assert "mask: random (seed 3)" in out
+    assert "mask: random (seed 3)" in err
+    assert document(*some)["random_inputs"] == ["mask"]
+    status, out, err = run(*some, "--input", f"mask={tmp_path / 'mask.npy'}")
+    assert (status, err, "random" in out) == (0, "", False)
+    status, out, err = run("run", build, *ranks)
+    assert (status, err) == (0, "")
+    assert "x, mask: random (seed 0)" in out
