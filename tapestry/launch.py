@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import tempfile
@@ -129,7 +128,7 @@ def run(r: Request, how: Launch) -> Document:
     """
     compiled = _at_inputs(api.load(r.folder, r.model), r)
     with tempfile.TemporaryDirectory(prefix="tapestry-run-") as scratch:
-        place = r.output or Path(scratch) / "outputs"
+        place, random = r.output or Path(scratch) / "outputs", Document()
         if r.stream:
             _comparable(compiled.build, how.check)
             batches = streams.stream(r.stream, place if how.check else r.output, store.identity(r.folder))
@@ -239,14 +238,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("-q", "--quiet", action="store_true")
     parser.add_argument("--check", action="store_true", help="compare with onnxruntime, on rank 0")
     args = parser.parse_args(argv)
-    try:
-        document = _ranked(request(args), args.check)
-    except TapestryError as e:
-        print(f"tapestry.runtime: {e}", file=sys.stderr)
-        return 1 if isinstance(e, RunError) else 2
-    if document and args.json:
-        print(json.dumps(document, indent=1))
-    elif document and not args.quiet:
+    with arguments.one_document(args.json, for_good=argv is None) as out:
+        try:
+            document = _ranked(request(args), args.check)
+        except TapestryError as e:
+            print(f"tapestry.runtime: {e}", file=sys.stderr)
+            return 1 if isinstance(e, RunError) else 2
+        if document and args.json:
+            arguments.print_json(document, out)
+    if document and not args.json and not args.quiet:
         ranks, total = len(document["ranks"]), sum(t["bytes"] for t in document["transfers"])
         print(
             f"{document['batches']} batches on {ranks} processes, {document['seconds']:.4f} s, {total:,} bytes between devices"

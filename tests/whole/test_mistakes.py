@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import io
 import json
+import subprocess
 import sys
 import time
 from pathlib import Path
 
+import highspy
 import numpy as np
 import onnx
 import pytest
@@ -18,6 +20,7 @@ import tapestry
 from tapestry.cli.entry import main, parsed
 from tapestry.errors import TapestryError
 from tapestry.ir.plan import MeshAxis
+from tapestry.plan.solver.mip import Solver
 from tapestry.viz import measured
 from tests.support.command_line import document, run
 from tests.support.small_models import net, save
@@ -236,3 +239,44 @@ def test_inputs_that_nobody_gave_are_named(tmp_path: Path, ranks: tuple[str, ...
     status, out, err = run("run", build, *ranks)
     assert (status, err) == (0, "")
     assert "x, mask: random (seed 0)" in out
+
+
+LOUD = """
+import ctypes, sys
+from tapestry.cli import entry
+def loud(find):
+    def wrapped(*a):
+        ctypes.CDLL(None).puts(b"a banner of a library in C")  # stays in C's buffer to the end of the process
+        import os
+        os.write(1, b"a banner\\n")
+        print("a banner in Python")
+        return find(*a)
+    return wrapped
+entry.COMMANDS = {k: (loud(f), *rest) for k, (f, *rest) in entry.COMMANDS.items()}
+sys.argv = ["tapestry", *sys.argv[1:]]
+sys.exit(entry.main())
+"""
+
+
+@pytest.mark.parametrize("model", ["mlp", "none"])
+def test_a_document_is_alone_on_standard_output(tmp_path: Path, model: str) -> None:
+    """Whatever a library prints there, on success and on failure."""
+    path = save("mlp") if model == "mlp" else tmp_path / "none.onnx"
+    words = [sys.executable, "-c", LOUD, "compile", str(path), "-o", str(tmp_path / "b"), "--topology", "cpu", "--json"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert ("error" in json.loads(done.stdout)) == (done.returncode == 2) == (model == "none")
+    assert done.stderr.count("a banner") == 3
+
+
+def test_the_solver_prints_nothing(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even as it is made: HiGHS 1.16 greets when callbacks are asked for."""
+    flags, enable = [], highspy.Highs.enableCallbacks
+
+    def watched(self: highspy.Highs) -> None:
+        flags.append(self.getOptionValue("output_flag")[1])
+        enable(self)
+
+    monkeypatch.setattr(highspy.Highs, "enableCallbacks", watched)
+    Solver().run()
+    assert flags == [False]
+    assert capfd.readouterr() == ("", "")
