@@ -290,9 +290,6 @@ def _head(build: Build, simulated: Document) -> Iterator[str]:
     costs = [duration(r[k]) for k in ("objective_s", "lower_bound_s")]
     yield f"objective {costs[0]}, lower bound {costs[1]}, gap {r['gap']:.2%}{proof(r)}"
     yield from (*accumulate_lines(r), *machine_lines(r))
-    busy = [duration(max(simulated[k])) for k in ("compute_s", "transfer_s", "exposed_s")]
-    most = f"at most {busy[0]} of kernels and {busy[1]} of transfers on one device, {busy[2]} without a kernel"
-    yield f"simulated {duration(simulated['seconds'])}: {most}"
     yield from speed(build, simulated)
     yield from plan_lines(plan)
     yield from _fit_text(r.get("fit"))
