@@ -459,3 +459,10 @@ def test_ratios_beside_one_device_say_which_way() -> None:
     assert said(1e-3, 1.001e-3) == "no faster than one device (1 ms)"
     assert said(2e-3, 1e-3, fits=False) == "2 times as fast as one device (2 ms, which does not fit)"
     assert not [*beside_one_device({"objective_s": 1.0})]
+
+
+def test_alternatives_are_explained_of_stages_whose_operations_have_other_names() -> None:
+    """Of micro-batches, which a pin of the whole model does not name."""
+    build = tapestry.compile(save("attention"), devices=4, topology="cpu", stages=2, micro_batches=2, pins=["q0:b0=d0"]).build
+    rows = explain.document(build, why=True)["operations"]
+    assert len(rows) > 2 and any(r["next_best"] for r in rows)
