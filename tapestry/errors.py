@@ -20,7 +20,12 @@ class TapestryError(Exception):
         where: the ONNX node, IR line, file or command-line option concerned.
         why: the concrete point, value or number that shows it.
         hint: what the user may try.
+
+    Attributes:
+        status: the command line's exit status.
     """
+
+    status = 2
 
     def __init__(self, what: str, *, where: str = "", why: str = "", hint: str = "") -> None:
         super().__init__(what)
@@ -82,11 +87,13 @@ class PluginError(TapestryError):
 
 
 class LawError(TapestryError):
-    """A law of the IR is broken; the command line ends with exit status 1.
+    """A law of the IR is broken.
 
     Args:
         law: the law's name, as in ``certificate.json``.
     """
+
+    status = 1
 
     def __init__(self, law: str, what: str, *, where: str = "", why: str = "") -> None:
         super().__init__(f"law '{law}' is broken: {what}", where=where, why=why)
@@ -94,7 +101,15 @@ class LawError(TapestryError):
 
 
 class RunError(TapestryError):
-    """A run on several processes failed: which rank, at what step, why; the command line ends with exit status 1."""
+    """A run on several processes failed: which rank, at what step, why."""
+
+    status = 1
+
+
+class InterruptedRunError(RunError):
+    """A signal ended a run on several processes."""
+
+    status = 130
 
 
 def absent(e: ModuleNotFoundError) -> TapestryError:

@@ -243,7 +243,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             document = _ranked(request(args), args.check)
         except TapestryError as e:
             print(f"tapestry.runtime: {e}", file=sys.stderr)
-            return 1 if isinstance(e, RunError) else 2
+            return e.status
+        except KeyboardInterrupt:
+            print("tapestry.runtime: interrupted", file=sys.stderr)
+            return 130
         if document and args.json:
             arguments.print_json(document, out)
     if document and not args.json and not args.quiet:

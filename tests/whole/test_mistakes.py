@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -280,3 +281,53 @@ def test_the_solver_prints_nothing(capfd: pytest.CaptureFixture[str], monkeypatc
     Solver().run()
     assert flags == [False]
     assert capfd.readouterr() == ("", "")
+
+
+# interrupts, and a full disk
+
+
+def test_an_interrupted_run_by_ranks_ends_with_status_130(build: Path, tmp_path: Path) -> None:
+    """As any other interrupted command: a script must not take it for a failed check."""
+    feeds = tapestry.load(build).random_feeds()
+    np.savez(tmp_path / "x.npz", **feeds)
+    many = [tmp_path / f"x{k}.npz" for k in range(3000)]
+    for path in many:
+        path.hardlink_to(tmp_path / "x.npz")
+    words = [sys.executable, "-m", "tapestry", "run", build, "--processes", "2", "--output", tmp_path / "o", "--inputs", *many]
+    run = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
+    end = time.monotonic() + 100
+    while not any((tmp_path / "o").glob("x*")):
+        assert run.poll() is None and time.monotonic() < end
+        time.sleep(0.01)
+    run.send_signal(signal.SIGINT)
+    _, err = run.communicate(timeout=60)
+    assert "interrupted by SIGINT" in err
+    assert run.returncode == 130
+
+
+FULL = """
+import resource, sys
+from tapestry.cli import entry
+resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))  # no file may be longer: as where a disk is full
+sys.exit(entry.main())
+"""
+
+
+@pytest.mark.parametrize("command", ["run", "trace", "shard-weights", "compile", "view"])
+def test_what_cannot_be_written_is_named(tmp_path: Path, command: str) -> None:
+    nodes = [helper.make_node("MatMul", ["x", "w"], ["y"])]
+    weight = {"w": np.ones((40, 40), np.float32)}
+    onnx.save(net(nodes, {"x": (T.FLOAT, (40, 40))}, {"y": T.FLOAT}, weight), tmp_path / "m.onnx")
+    tapestry.compile(tmp_path / "m.onnx", devices=1, topology="cpu").save(tmp_path / "b")
+    place, b = tmp_path / "there", tmp_path / "b"
+    words = {
+        "run": ["run", b, "--output", place],
+        "trace": ["explain", b, "--trace", place],
+        "shard-weights": ["shard-weights", b, "-o", place],
+        "compile": ["compile", tmp_path / "m.onnx", "-o", place, "--topology", "cpu", "--bundle"],
+        "view": ["view", b, "-o", place],
+    }[command]
+    done = subprocess.run([sys.executable, "-c", FULL, *map(str, words)], capture_output=True, text=True, check=False)
+    assert done.returncode == 2, done.stderr
+    assert f"{place}" in done.stderr and "cannot be written" in done.stderr, done.stderr
+    assert not list(tmp_path.glob(".*"))
