@@ -20,12 +20,9 @@ class TapestryError(Exception):
         where: the ONNX node, IR line, file or command-line option concerned.
         why: the concrete point, value or number that shows it.
         hint: what the user may try.
-
-    Attributes:
-        status: the command line's exit status.
     """
 
-    status = 2
+    status = 2  # of the command line
 
     def __init__(self, what: str, *, where: str = "", why: str = "", hint: str = "") -> None:
         super().__init__(what)
@@ -104,12 +101,6 @@ class RunError(TapestryError):
     """A run on several processes failed: which rank, at what step, why."""
 
     status = 1
-
-
-class InterruptedRunError(RunError):
-    """A signal ended a run on several processes."""
-
-    status = 130
 
 
 def absent(e: ModuleNotFoundError) -> TapestryError:

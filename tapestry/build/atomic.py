@@ -13,8 +13,6 @@ from pathlib import Path
 
 from tapestry.errors import BuildError, TapestryError
 
-ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, None)  # numpy has no number for what it could not write
-
 
 @contextmanager
 def _told(path: Path, temporary: Path) -> Generator[None]:
@@ -22,8 +20,8 @@ def _told(path: Path, temporary: Path) -> Generator[None]:
     try:
         yield
     except OSError as e:
-        ours = e.errno in ROOM if e.filename is None else str(e.filename).startswith(str(temporary))
-        if not ours:
+        full = e.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, None)  # (numpy gives no number)
+        if not (full if e.filename is None else str(e.filename).startswith(str(temporary))):
             raise
         raise TapestryError("cannot be written", where=str(path), why=e.strerror or str(e), hint="a place with room") from e
 

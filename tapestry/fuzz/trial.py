@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -62,15 +62,8 @@ class Refused(Exception):
     message: str
 
 
-@dataclass(frozen=True, slots=True)
-class Referee:
-    """What replays of a model say of an output.
-
-    Attributes:
-        value: of the float64 one.
-        spread: how far noise moves cells that are finite in all of them.
-        kinds: of each cell, as `_kinds` counts them; -1 where replays differ: such a cell is free.
-    """
+class Referee(NamedTuple):
+    """Of an output: the float64 replay, how far noise moves finite cells, and `_kinds`, -1 where replays differ."""
 
     value: Array
     spread: float
@@ -79,13 +72,7 @@ class Referee:
 
 @dataclass(slots=True)
 class Prepared:
-    """A model on disk, lifted; shared by the recipes that are tried on it.
-
-    Attributes:
-        referee: of the outputs in which a value was farther off than its type allows.
-        turned: outputs that are no floats, and that noise alone makes another value of.
-        free: cells of a result of which nothing could be said, by operator.
-    """
+    """A model on disk, lifted; shared by the recipes that are tried on it. ``free`` counts cells that replays do not settle."""
 
     model: Model
     path: Path

@@ -29,7 +29,7 @@ from typing import Any
 from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
 from tapestry import flags
-from tapestry.errors import InterruptedRunError, RunError
+from tapestry.errors import RunError
 from tapestry.ir.program import Launch, Program, Reduce
 from tapestry.runtime.processes.heartbeat import CHANGED, DONE, IDLE, PHASE, STEP, WAIT, Slots, describe, guilty, shared
 from tapestry.runtime.processes.rendezvous import LOOPBACK, connected, listening
@@ -237,7 +237,9 @@ def supervise(
                 outcome = _meet(run, port, tell)
             except Interrupted as e:
                 doing = "; ".join(f"rank {c.rank} was {run.doing(c.rank)}" for c in run.children)
-                raise InterruptedRunError(f"interrupted by {e}: all ranks are ended", why=doing) from None
+                ended = RunError(f"interrupted by {e}: all ranks are ended", why=doing)
+                ended.status = 130
+                raise ended from None
             finally:
                 run.end()
             if not isinstance(outcome, str):
