@@ -382,7 +382,7 @@ def test_a_trace_appears_whole_or_not_at_all(tmp_path, monkeypatch):
         raise OSError("disk full")
 
     monkeypatch.setattr(trace.json, "dump", fail)
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(TapestryError, match=r"t\.json: cannot be written\n  because: disk full"):
         trace.write(path, b.plan, explain.schedule(b))
     assert path.read_text() == "before" and list(tmp_path.iterdir()) == [path]
 
