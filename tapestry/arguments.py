@@ -4,10 +4,14 @@ every ``--help`` imports it; and of what kinds the arguments of `tapestry.compil
 from __future__ import annotations
 
 import argparse
+import json
+import math
+import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO, cast
 
 FORMATS = (
     "onnx",
@@ -51,6 +55,39 @@ def share(text: str) -> float:
     if not 0 <= value <= 1:
         raise argparse.ArgumentTypeError(f"{text} is not from 0 to 1")
     return value
+
+
+@contextmanager
+def one_document(asked: bool, *, for_good: bool) -> Generator[TextIO]:
+    """Where ``--json`` writes its document: to standard output, and nobody else does. What libraries print there, their C
+    code too, goes to standard error; ``for_good`` also what they print as the process ends."""
+    if not asked or sys.stdout is None:  # pyright: ignore[reportUnnecessaryComparison] (it was closed)
+        yield cast("TextIO", sys.stdout)
+        return
+    shown, own = sys.stdout, os.dup(1)
+    shown.flush()
+    os.dup2(2, 1)
+    sys.stdout = sys.stderr
+    try:
+        yield open(own, "w", closefd=False) if shown is sys.__stdout__ else shown  # noqa: SIM115
+    finally:
+        sys.stdout = shown
+        if not for_good:
+            os.dup2(own, 1)
+            os.close(own)
+
+
+def print_json(document: object, out: TextIO) -> None:
+    """One JSON document; numbers that JSON has not become null."""
+    print(json.dumps(_plain(document), indent=1), file=out, flush=True)
+
+
+def _plain(x: Any) -> Any:
+    if isinstance(x, dict):
+        return {k: _plain(v) for k, v in cast("dict[str, Any]", x).items()}
+    if isinstance(x, list | tuple):
+        return [_plain(v) for v in cast("list[Any]", x)]
+    return None if isinstance(x, float) and not math.isfinite(x) else x
 
 
 class Parser(argparse.ArgumentParser):
@@ -192,7 +229,7 @@ def run(p: argparse.ArgumentParser) -> None:
     p.add_argument("--input", action="append", default=[], metavar="NAME=FILE.npy")
     p.add_argument("--inputs", nargs="+", type=Path, default=[], metavar="DIR_OR_NPZ", help="many batches; a rerun goes on")
     p.add_argument("--output", type=Path, metavar="DIR", help="write every output as a .npy file")
-    p.add_argument("--seed", type=whole(0), default=0, help="of random inputs, where none are given")
+    p.add_argument("--seed", type=whole(0), default=0, help="seed of the random inputs that stand in for missing ones")
     p.add_argument("--weights", type=Path, metavar="DIR", help="slices written by tapestry shard-weights")
     p.add_argument("--timeout", type=seconds, default=30.0, metavar="S", help="silence for so long is a failure (30)")
     p.add_argument("--trace", type=Path, metavar="FILE", help="the real run on a clock, for https://ui.perfetto.dev")

@@ -22,6 +22,8 @@ class TapestryError(Exception):
         hint: what the user may try.
     """
 
+    status = 2  # of the command line
+
     def __init__(self, what: str, *, where: str = "", why: str = "", hint: str = "") -> None:
         super().__init__(what)
         self.what, self.where, self.why, self.hint = what, where, why, hint
@@ -82,11 +84,13 @@ class PluginError(TapestryError):
 
 
 class LawError(TapestryError):
-    """A law of the IR is broken; the command line ends with exit status 1.
+    """A law of the IR is broken.
 
     Args:
         law: the law's name, as in ``certificate.json``.
     """
+
+    status = 1
 
     def __init__(self, law: str, what: str, *, where: str = "", why: str = "") -> None:
         super().__init__(f"law '{law}' is broken: {what}", where=where, why=why)
@@ -94,7 +98,9 @@ class LawError(TapestryError):
 
 
 class RunError(TapestryError):
-    """A run on several processes failed: which rank, at what step, why; the command line ends with exit status 1."""
+    """A run on several processes failed: which rank, at what step, why."""
+
+    status = 1
 
 
 def absent(e: ModuleNotFoundError) -> TapestryError:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import tempfile
@@ -20,6 +19,7 @@ from tapestry.build.store import Build
 from tapestry.errors import RunError, TapestryError
 from tapestry.ir.types import numpy_dtype
 from tapestry.onnx_eval.value_kinds import is_array
+from tapestry.runtime.feeds import made_up
 from tapestry.runtime.outputs import places
 from tapestry.runtime.processes import batches as streams
 from tapestry.runtime.processes import weight_shards
@@ -128,19 +128,20 @@ def run(r: Request, how: Launch) -> Document:
     """
     compiled = _at_inputs(api.load(r.folder, r.model), r)
     with tempfile.TemporaryDirectory(prefix="tapestry-run-") as scratch:
-        place = r.output or Path(scratch) / "outputs"
+        place, random = r.output or Path(scratch) / "outputs", Document()
         if r.stream:
             _comparable(compiled.build, how.check)
             batches = streams.stream(r.stream, place if how.check else r.output, store.identity(r.folder))
         else:
             batches = _single(r, compiled.build.plan.graph.inputs, place)
+            random = made_up(compiled.build.plan.graph, dict(batches[0].inputs), r.seed, how.tell)
             hold(batches[0].feeds(compiled.build.plan.graph), compiled.build.plan.graph)  # here, before ranks fail by it
         report = _supervised(r, how, batches, compiled)
         if r.stream:
             document = {**{k: v for k, v in report.items() if k != "hosted"}, "passed": True}
             document |= _compared(compiled, batches) if how.check else {}
         else:
-            document = _judged(compiled, batches[0], report, place, how.check)
+            document = _judged(compiled, batches[0], report, place, how.check) | random
     return document
 
 
@@ -237,14 +238,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("-q", "--quiet", action="store_true")
     parser.add_argument("--check", action="store_true", help="compare with onnxruntime, on rank 0")
     args = parser.parse_args(argv)
-    try:
-        document = _ranked(request(args), args.check)
-    except TapestryError as e:
-        print(f"tapestry.runtime: {e}", file=sys.stderr)
-        return 1 if isinstance(e, RunError) else 2
-    if document and args.json:
-        print(json.dumps(document, indent=1))
-    elif document and not args.quiet:
+    with arguments.one_document(args.json, for_good=argv is None) as out:
+        try:
+            document = _ranked(request(args), args.check)
+        except TapestryError as e:
+            print(f"tapestry.runtime: {e}", file=sys.stderr)
+            return e.status
+        except KeyboardInterrupt:
+            print("tapestry.runtime: interrupted", file=sys.stderr)
+            return 130
+        if document and args.json:
+            arguments.print_json(document, out)
+    if document and not args.json and not args.quiet:
         ranks, total = len(document["ranks"]), sum(t["bytes"] for t in document["transfers"])
         print(
             f"{document['batches']} batches on {ranks} processes, {document['seconds']:.4f} s, {total:,} bytes between devices"
@@ -267,6 +272,8 @@ def _ranked(r: Request, check: bool) -> Document:
             batches = streams.stream(r.stream, mine, store.identity(r.folder))
         else:
             batches = _single(r, compiled.build.plan.graph.inputs, mine)
+            if place.rank == 0:
+                made_up(compiled.build.plan.graph, dict(batches[0].inputs), r.seed, lambda x: print(x, file=sys.stderr))
         report = as_rank(place, job_of(r, place.world, batches, compiled, place.locals))
         slices, hosted = report.pop("slices", []), report.pop("hosted", {})
         if report and r.trace is not None:

@@ -316,7 +316,7 @@ def interrupt(b: Bench) -> Row:
     b.running(run)
     since = time.monotonic()
     os.kill(run.pid, b.rng.choice([signal.SIGINT, signal.SIGTERM, signal.SIGHUP]))
-    return b.judged("interrupt", run, since, "interrupted by SIG", 2.0)
+    return b.judged("interrupt", run, since, "interrupted by SIG", 2.0, status=130)
 
 
 def launcher(b: Bench) -> Row:

@@ -110,9 +110,9 @@ def judged(name: str, proto: ModelProto, seed: int, folder: Path) -> tuple[str, 
             return "not finite", "a NaN on the way: whole numbers behind it are the lifted graph's, by the interpreter"
     if failed:
         return f"{failed.kind}: {failed.what}", failed.detail[-600:]
-    moved = [s for _, s in prepared.referee.values()]  # asked only where a value was farther off than its type allows
-    if not np.isfinite(moved).all():
-        return "not finite", "an output is infinite or NaN, or noise makes it so"
+    moved = [r.spread for r in prepared.referee.values()]  # asked only where a value was farther off than its type allows
+    if prepared.free.total():
+        return "not finite", "noise makes cells of an output infinite, NaN or finite"
     if prepared.turned:
         return "rounding", f"noise in the last places turns {', '.join(prepared.turned)}, a whole number behind a float"
     return ("rounding", f"noise moves it by {max(moved):.3g}") if moved else ("right", "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import shutil
 import tempfile
@@ -10,7 +11,19 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tapestry.errors import BuildError
+from tapestry.errors import BuildError, TapestryError
+
+
+@contextmanager
+def _told(path: Path, temporary: Path) -> Generator[None]:
+    """What cannot be written is told of its own place: many a message names none, or one that is gone by then."""
+    try:
+        yield
+    except OSError as e:
+        full = e.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, None)  # (numpy gives no number)
+        if not (full if e.filename is None else str(e.filename).startswith(str(temporary))):
+            raise
+        raise TapestryError("cannot be written", where=str(path), why=e.strerror or str(e), hint="a place with room") from e
 
 
 @contextmanager
@@ -21,9 +34,10 @@ def new_file(path: Path) -> Generator[Path]:
     os.close(handle)
     temporary = Path(name)
     try:
-        yield temporary
-        temporary.chmod(0o644)
-        os.replace(temporary, path)
+        with _told(path, temporary):
+            yield temporary
+            temporary.chmod(0o644)
+            os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -50,9 +64,10 @@ def new_folder(folder: Path, mark: str) -> Generator[Path]:
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:
-        yield temporary
-        temporary.chmod(0o755)
-        _swap(temporary, folder)
+        with _told(folder, temporary):
+            yield temporary
+            temporary.chmod(0o755)
+            _swap(temporary, folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 

@@ -13,12 +13,12 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, TextIO
 
 from tapestry import arguments
 from tapestry.cli import building, plugin_list, proving, rewriting, running, serving, tiling, viewing
-from tapestry.cli.outcome import Outcome, print_json
-from tapestry.errors import BuildError, LawError, RunError, TapestryError, absent, refusing, similar
+from tapestry.cli.outcome import Outcome
+from tapestry.errors import BuildError, RunError, TapestryError, absent, refusing, similar
 
 FLAG = re.compile(r"--[a-z-]+")
 Arguments = Callable[[argparse.ArgumentParser], None]
@@ -74,22 +74,28 @@ def main(argv: list[str] | None = None) -> int:
     args = parsed(argv)
     level = logging.ERROR if args.quiet else logging.INFO if args.verbose else logging.WARNING
     logging.basicConfig(level=level, format="%(message)s", stream=sys.stderr)
+    with arguments.one_document(args.json, for_good=argv is None) as out:
+        return _run(args, out, last=argv is None)
+
+
+def _run(args: argparse.Namespace, out: TextIO, *, last: bool) -> int:
+    """The exit status of a command, ``last`` of all that the process does."""
     try:
         _load_operators(args)
         with _reading(args):
-            return COMMANDS[args.name][0](args).end(args)
+            return COMMANDS[args.name][0](args).end(args, out)
     except TapestryError as e:
-        status = _failed(args, e, 1 if isinstance(e, LawError | RunError) else 2)
-        return _leave(status) if isinstance(e, RunError) and argv is None else status
+        status = _failed(args, out, e)
+        return _leave(status) if isinstance(e, RunError) and last else status
     except ModuleNotFoundError as e:
-        return _failed(args, absent(e), 2)
+        return _failed(args, out, absent(e))
     except MemoryError:
-        return _failed(args, TapestryError("out of memory", hint="a smaller --shape, or more memory"), 2)
+        return _failed(args, out, TapestryError("out of memory", hint="a smaller --shape, or more memory"))
     except BrokenPipeError:  # the reader of our output went away
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  (nothing must be written to the pipe at exit)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())  # nothing must be written to the pipe at exit
         return 141
     except OSError as e:
-        return _failed(args, TapestryError(e.strerror or str(e), where=str(e.filename or "")), 2)
+        return _failed(args, out, TapestryError(e.strerror or str(e), where=str(e.filename or "")))
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
@@ -160,12 +166,12 @@ def _reading(args: argparse.Namespace) -> AbstractContextManager[None]:
     return refusing(BuildError, what, str(args.build), hint)
 
 
-def _failed(args: argparse.Namespace, e: TapestryError, status: int) -> int:
+def _failed(args: argparse.Namespace, out: TextIO, e: TapestryError) -> int:
     print(f"tapestry {args.name}: {e}", file=sys.stderr)
     if args.json:
         kind, parts = type(e).__name__, {k: getattr(e, k) for k in ("what", "where", "pointer", "why", "hint")}
-        print_json({"error": str(e), "kind": kind, **parts})
-    return status
+        arguments.print_json({"error": str(e), "kind": kind, **parts}, out)
+    return e.status
 
 
 def _leave(status: int) -> int:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
-import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import TextIO
 
+from tapestry.arguments import print_json
 from tapestry.errors import TapestryError
 
 
@@ -28,26 +27,13 @@ class Outcome:
     status: int = 0
     insist: bool = False
 
-    def end(self, args: argparse.Namespace) -> int:
-        """Print it in the way that was asked for."""
+    def end(self, args: argparse.Namespace, out: TextIO) -> int:
+        """Print it in the way that was asked for; a document to ``out``."""
         if args.json:
-            print_json(self.document)
+            print_json(self.document, out)
         elif self.insist or not args.quiet:
             self.show()
         return self.status
-
-
-def print_json(document: object) -> None:
-    """One JSON document; numbers that JSON has not become null."""
-    print(json.dumps(_plain(document), indent=1))
-
-
-def _plain(x: Any) -> Any:
-    if isinstance(x, dict):
-        return {k: _plain(v) for k, v in cast("dict[str, Any]", x).items()}
-    if isinstance(x, list | tuple):
-        return [_plain(v) for v in cast("list[Any]", x)]
-    return None if isinstance(x, float) and not math.isfinite(x) else x
 
 
 def bar(args: argparse.Namespace, title: str) -> AbstractContextManager[Callable[..., None]]:

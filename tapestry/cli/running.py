@@ -33,6 +33,7 @@ def run(args: argparse.Namespace) -> Outcome:
             raise TapestryError("a run by ranks uses no vendor library", where="--library", hint="leave it out")
         return _run_processes(args)
     from tapestry import api
+    from tapestry.runtime.feeds import made_up
     from tapestry.viz import tables
 
     compiled = api.load(args.build, args.model)
@@ -40,16 +41,22 @@ def run(args: argparse.Namespace) -> Outcome:
     given = _inputs(args.input)
     compiled = compiled.at_inputs(given) if given else compiled
     feeds = compiled.random_feeds(args.seed) | given
+    random = made_up(compiled.build.plan.graph, given, args.seed, _tell)
     with bar(args, "run") as report:
         if args.schedule is None:
             result, document = api.run_checked(compiled, feeds, check=args.check, progress=report)
         else:
             result, document = _in_any_order(args, compiled, feeds, report)
+    document |= random
     if args.output:
         from tapestry.runtime.outputs import write
 
         write(args.output, result.outputs)
     return Outcome(document, lambda: tables.show(tables.ran(document)), status=0 if document["passed"] else 1)
+
+
+def _tell(text: str) -> None:
+    print(f"tapestry run: {text}", file=sys.stderr)
 
 
 def _in_any_order(args: argparse.Namespace, compiled: api.Compiled, feeds: Mapping[str, Any], report: Progress) -> Any:
@@ -96,7 +103,7 @@ def _run_processes(args: argparse.Namespace) -> Outcome:
     with bar(args, "run") as report:
         how = launch.Launch(
             processes=1 if args.processes is None else args.processes, restarts=args.max_restarts, port=args.port,
-            check=args.check, progress=report, tell=lambda text: print(f"tapestry run: {text}", file=sys.stderr),
+            check=args.check, progress=report, tell=_tell,
         )  # fmt: skip
         document = launch.run(request, how)
     return Outcome(document, lambda: tables.show(tables.ran_on_processes(document)), status=0 if document["passed"] else 1)

@@ -59,6 +59,7 @@ def generate(args: argparse.Namespace) -> Outcome:
     import numpy as np
 
     from tapestry.build import store
+    from tapestry.build.atomic import new_file
     from tapestry.serving.sampling import Seeded
 
     store.check_beside(args.build, args.output)
@@ -71,7 +72,9 @@ def generate(args: argparse.Namespace) -> Outcome:
         new = session.generate(ids, args.max_new, sampler=sampler, mask=mask, stop=args.stop)
         document = {"tokens": new.tolist(), "seconds": time.perf_counter() - began, "restarts": session.restarts}
     if args.output is not None:
-        np.save(args.output, new, allow_pickle=False)
+        place = args.output if args.output.suffix == ".npy" else args.output.with_name(f"{args.output.name}.npy")
+        with new_file(place) as temporary:
+            np.save(temporary, new, allow_pickle=False)
     text = "\n".join(" ".join(map(str, row)) for row in new.tolist())
     return Outcome(document, lambda: print(text))
 

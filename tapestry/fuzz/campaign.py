@@ -33,6 +33,7 @@ class Tally:
     models: int = 0
     seconds: float = 0.0
     failures: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    free: Counter[str] = field(default_factory=Counter[str])
     refused: Counter[str] = field(default_factory=Counter[str])
     families: Counter[str] = field(default_factory=Counter[str])
     operators: Counter[str] = field(default_factory=Counter[str])
@@ -46,7 +47,7 @@ class Tally:
             "passed": not self.failures, "cases": self.cases, "models": self.models, "seconds": round(self.seconds, 2),
             "failures": self.failures, "refused": dict(self.refused.most_common()), "families": dict(self.families),
             "operators": dict(self.operators.most_common()), "rules": dict(self.rules), "via": dict(self.via),
-            "meshes": dict(self.devices),
+            "meshes": dict(self.devices), "free_cells": dict(self.free.most_common()),
         }  # fmt: skip
 
 
@@ -112,6 +113,8 @@ def _case(current: tuple[Model, Prepared | Failure], seed: str, tally: Tally) ->
     tally.via[recipe.via] += 1
     tally.devices["x".join(str(a.size) for a in recipe.mesh)] += 1
     failure = attempt(p, recipe)
+    tally.free.update(p.free)
+    p.free.clear()
     return (model, recipe, failure) if failure else None
 
 
@@ -161,6 +164,8 @@ def text(tally: Tally) -> str:
     lines = [f"{tally.cases:,} cases of {tally.models:,} models in {tally.seconds:.1f} s, {len(tally.families)} families"]
     for message, n in tally.refused.most_common():
         lines.append(f"  {n:6} models refused: {message}")
+    if tally.free.total():
+        lines.append(f"  {tally.free.total():6,} cells judged by nobody: rounding alone makes them finite or not")
     for row in tally.failures:
         again = f", and {len(row['again'])} cases like it" if row["again"] else ""
         lines.append(f"FAILED case {row['case']} of seed {row['seed']}: {row['kind']}, {row['what']}{again}")

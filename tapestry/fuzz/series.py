@@ -22,7 +22,7 @@ from tapestry.fuzz.campaign import PLANS
 CHUNK = 250  # cases of one process: what is remembered between cases takes memory
 PATIENCE = 3600.0  # seconds for a chunk
 Document = dict[str, Any]
-COUNTED = ("refused", "families", "operators", "rules", "via", "meshes")
+COUNTED = ("refused", "families", "operators", "rules", "via", "meshes", "free_cells")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,10 +7,11 @@ import subprocess
 import sys
 import tempfile
 import traceback
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -61,16 +62,25 @@ class Refused(Exception):
     message: str
 
 
+class Referee(NamedTuple):
+    """Of an output: the float64 replay, how far noise moves finite cells, and `_kinds`, -1 where replays differ."""
+
+    value: Array
+    spread: float
+    kinds: Array
+
+
 @dataclass(slots=True)
 class Prepared:
-    """A model on disk, lifted; shared by the recipes that are tried on it."""
+    """A model on disk, lifted; shared by the recipes that are tried on it. ``free`` counts cells that replays do not settle."""
 
     model: Model
     path: Path
     lifted: Lifted
     data: dict[str, Array]
-    referee: dict[str, tuple[Array, float]] = field(default_factory=dict[str, tuple[Array, float]])
+    referee: dict[str, Referee] = field(default_factory=dict[str, Referee])
     turned: list[str] = field(default_factory=list[str])
+    free: Counter[str] = field(default_factory=Counter[str])
 
 
 def prepare(model: Model, path: Path) -> Prepared | Failure:
@@ -275,7 +285,7 @@ def judge(p: Prepared, outs: Mapping[str, Array]) -> Failure | None:
             continue
         limit = coarse * max(1.0, float(np.abs(b).max(initial=0.0)))
         with np.errstate(invalid="ignore"):
-            off = ~((a == b) | (np.abs(a - b) <= limit))
+            off = ~((a == b) | (np.abs(a - b) <= limit) | (np.isnan(a) & np.isnan(b)))
         far = _far(p, name, a, limit) if off.any() else ""
         if far:
             return Failure("wrong", "values", f"'{name}'{_first(a, b, off)}; {far}")
@@ -307,26 +317,37 @@ def _far(p: Prepared, name: str, got: Array, limit: float) -> str:
     """Why a result is farther from the float64 replay than noise in the last places explains; "" when it is not."""
     if name not in p.referee:
         p.referee |= _referee(p.model)
-    want, spread = p.referee[name]
-    worst = float(np.abs(got - want).max()) if np.isfinite(got).all() else float("inf")
-    allowed = limit + SPREAD * spread
+    r, kinds = p.referee[name], _kinds(got)
+    lost = (r.kinds >= 0) & (kinds != r.kinds)
+    if lost.any():
+        return f"{_first(got, r.value, lost)}: in every replay the same of finite, NaN, inf and -inf"
+    p.free[next((n.op_type for n in p.model.nodes if name in n.output), "")] += int((r.kinds < 0).sum())
+    finite = r.kinds == 0
+    worst = float(np.abs(got[finite] - r.value[finite]).max(initial=0.0))
+    allowed = limit + SPREAD * r.spread
     return "" if worst <= allowed else f"{worst:.3g} from the float64 replay, where rounding explains {allowed:.3g}"
 
 
-def _referee(model: Model) -> dict[str, tuple[Array, float]]:
+def _kinds(a: Array) -> Array:
+    """Of each cell whether it is finite (0), NaN (1), inf (2) or -inf (3)."""
+    return np.select([np.isfinite(a), np.isnan(a), a > 0], [0, 1, 2], 3)
+
+
+def _referee(model: Model) -> dict[str, Referee]:
     if model.text:
-        return {name: (a.astype(np.float64), 0.0) for name, a in model.outputs.items()}
+        return {name: Referee(x := a.astype(np.float64), 0.0, _kinds(x)) for name, a in model.outputs.items()}
     plain = replay(model.nodes, model.given, model.opset)
     try:
         wide = replay(model.nodes, model.given, model.opset, plain=plain)
     except Unfit:
         wide = plain
     noisy = [replay(model.nodes, model.given, model.opset, noise=np.random.default_rng(k)) for k in range(SHAKES)]
-    out: dict[str, tuple[Array, float]] = {}
+    out: dict[str, Referee] = {}
     for name in model.outputs:
-        base, precise = plain[name].astype(np.float64), wide[name].astype(np.float64)
-        others = [precise, *(n[name].astype(np.float64) for n in noisy)]
-        gaps = [float(np.abs(o - base).max(initial=0.0)) for o in others]
-        steady = all(np.isfinite(o).all() for o in others)  # else rounding alone makes a NaN of it
-        out[name] = (precise, max(gaps)) if steady else (base, float("inf"))
+        base, *others = (np.asarray(r[name]).astype(np.float64) for r in (plain, wide, *noisy))
+        kinds = _kinds(base)
+        same = np.all([_kinds(o) == kinds for o in others], axis=0)
+        finite = same & (kinds == 0)
+        gaps = [float(np.abs(o[finite] - base[finite]).max(initial=0.0)) for o in others]
+        out[name] = Referee(others[0], max(gaps), np.where(same, kinds, -1))
     return out

@@ -5,7 +5,7 @@ given indices are inside their tables.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import EllipsisType
 from typing import Any
 
@@ -26,6 +26,14 @@ def random_feeds(graph: Graph, seed: int) -> dict[str, Any]:
     rng = np.random.default_rng(seed)
     tables = _tables(graph)
     return {t: _random(graph.tensors[t], tables.get(t), rng) for t in graph.inputs}
+
+
+def made_up(graph: Graph, given: Iterable[str], seed: int, tell: Callable[[str], None]) -> dict[str, Any]:
+    """For the document of a run: the inputs for which random numbers stand in; ``tell`` hears of it where only some do."""
+    names = [t for t in graph.inputs if t not in set(given)]
+    if 0 < len(names) < len(graph.inputs):
+        tell(f"{', '.join(names)}: random (seed {seed}), for want of an --input")
+    return {"random_inputs": names, "seed": seed}
 
 
 def _random(t: Tensor, table: int | None, rng: np.random.Generator) -> Any:

@@ -98,14 +98,9 @@ def _operations(build: Build, timed: Schedule, why: bool) -> list[Document]:
     blocks = {s.op: s.blocks for s in program.steps if isinstance(s, Launch) and s.mode != "finish"}
     requests = build.report.get("requests", {}).get("pins", [])
     pinned = {text: _pinned(text, plan) for text in requests}
-    others: list[Alternative | None] = []
-    if why and plan.stages:
-        others = best_alternatives(plan, from_data(build.topology))
-    elif why:
-        others = best_alternatives(plan, from_data(build.topology), parse_pins(requests, plan.graph, plan.mesh))
-    topo = from_data(build.topology)
-    if why:
-        others = best_alternatives(plan, topo, parse_pins(requests, plan.graph, plan.mesh))
+    topo, others = from_data(build.topology), list[Alternative | None]()
+    if why:  # (pins name the operations and the mesh of the whole model, not those of stages)
+        others = best_alternatives(plan, topo, {} if plan.stages else parse_pins(requests, plan.graph, plan.mesh))
     out: list[Document] = []
     names, of_model, alike = operation_names(plan.graph), parts(plan.graph), counterparts(plan)
     for i, (op, s) in enumerate(zip(plan.graph.ops, plan.strategies, strict=True)):
@@ -290,9 +285,6 @@ def _head(build: Build, simulated: Document) -> Iterator[str]:
     costs = [duration(r[k]) for k in ("objective_s", "lower_bound_s")]
     yield f"objective {costs[0]}, lower bound {costs[1]}, gap {r['gap']:.2%}{proof(r)}"
     yield from (*accumulate_lines(r), *machine_lines(r))
-    busy = [duration(max(simulated[k])) for k in ("compute_s", "transfer_s", "exposed_s")]
-    most = f"at most {busy[0]} of kernels and {busy[1]} of transfers on one device, {busy[2]} without a kernel"
-    yield f"simulated {duration(simulated['seconds'])}: {most}"
     yield from speed(build, simulated)
     yield from plan_lines(plan)
     yield from _fit_text(r.get("fit"))

@@ -9,17 +9,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 from tapestry.build.store import Build
 from tapestry.ir.graph import Block, Op
 from tapestry.ir.index import dims_of
 from tapestry.ir.naming.author_names import dim_names, operation_names
-from tapestry.ir.plan import MeshAxis, Plan
+from tapestry.ir.plan import Plan
 from tapestry.ir.recognise.contraction import only_sums
-from tapestry.plan.cost.floor import least_seconds
-from tapestry.plan.topology import Topology, from_data
 from tapestry.viz.format import duration, human, times
 from tapestry.viz.layer_folds import layer_of
 
@@ -27,21 +24,22 @@ from tapestry.viz.layer_folds import layer_of
 def likeness(plan: Plan) -> list[str]:
     """What kind of plan it is along each mesh axis: ``Megatron tensor parallel over tp in 31 of 32 layers``."""
     out: list[str] = []
-    for a, axis in enumerate(plan.mesh):
-        layers = _layers(plan, a)
+    for axis in plan.mesh:
+        layers = _layers(plan, axis.name)
         kinds = Counter(kind for ways in layers.values() if (kind := _kind(ways)))
         for kind, n in kinds.most_common():
             of = f" in {n} of {len(layers)} layers" if len(layers) > 1 else ""
-            out.append(f"{kind} over {axis.name}{of}" if axis.size > 1 else "")
-    return [line for line in out if line]
+            out.append(f"{kind} over {axis.name}{of}")
+    return out
 
 
-def _layers(plan: Plan, a: int) -> dict[str, list[str]]:
-    """How mesh axis ``a`` cuts the products with weights of each layer; of a model without layers, of all of it."""
+def _layers(plan: Plan, axis: str) -> dict[str, list[str]]:
+    """How a mesh axis cuts the products with weights of each layer that has several devices along it; of a model without
+    layers, of all of it."""
     rows: list[tuple[str, str]] = []
-    for op, s, name in zip(plan.graph.ops, plan.strategies, operation_names(plan.graph), strict=True):
-        way = _way(op, plan, s.dims[a] if a < len(s.dims) else None)
-        if way:
+    for op, s, name, at in zip(plan.graph.ops, plan.strategies, operation_names(plan.graph), plan.places, strict=True):
+        along = [d for d, a in zip(s.dims, at.mesh, strict=True) if a.name == axis and a.size > 1]
+        if along and (way := _way(op, plan, along[0])):
             rows.append((layer_of(name), way))
     inside = any(layer for layer, _ in rows)
     out: dict[str, list[str]] = {}
@@ -84,27 +82,32 @@ def _kind(ways: list[str]) -> str:
     return "mixed (" + ", ".join(sorted(found)) + ")"
 
 
+def beside_one_device(report: Mapping[str, Any]) -> Iterator[str]:
+    """How much faster than the best plan for one device; nothing where there is none to compare with."""
+    one = next((a for a in report.get("alternatives", ()) if a["name"] == "one device"), None)
+    if one and one["objective_s"] and report["objective_s"]:
+        ratio = one["objective_s"] / report["objective_s"]
+        fast, slow = f"{times(ratio)} times as fast as", f"{times(1 / ratio)} times as long as"
+        what = "no faster than" if 0.995 <= ratio < 1.005 else fast if ratio > 1 else slow
+        yield f"{what} one device ({duration(one['objective_s'])}{'' if one['fits'] else ', which does not fit'})"
+
+
 def speed(build: Build, simulated: Mapping[str, Any]) -> Iterator[str]:
-    """How much faster than one device, what communication takes of the time, and memory."""
-    seconds, topo = simulated["seconds"], from_data(build.topology)
-    if build.plan.devices > 1 and seconds and not topo.costs:
-        alone = least_seconds(build.plan.graph, _one_device(topo))
-        share = 1 - max(simulated["compute_s"]) / seconds
-        yield (
-            f"{times(alone / seconds)} times as fast as one device could be ({duration(alone)} at the least); "
-            f"the busiest one is without a kernel for {share:.1%} of the time, by communication"
-        )
+    """How long it takes, beside one device, and memory."""
+    busiest = max(range(build.plan.devices), key=lambda d: simulated["compute_s"][d])
+    computes, sends, waits = (duration(simulated[k][busiest]) for k in ("compute_s", "transfer_s", "exposed_s"))
+    which = "the busiest device" if build.plan.devices > 1 else "the device"
+    yield f"simulated {duration(simulated['seconds'])}; {which} computes for {computes}, sends for {sends}, waits for {waits}"
+    yield from beside_one_device(build.report)
     peak = max(build.peak_bytes)
     yield f"memory: at most {human(peak)} on a device, {peak / build.memory:.1%} of {human(build.memory)}"
 
 
-def _one_device(topo: Topology) -> Topology:
-    return replace(topo, mesh=(MeshAxis("d0", 1),), kinds=(), joined=())
-
-
 def plan_lines(plan: Plan) -> Iterator[str]:
-    """The kinds of parallelism, most frequent first; none for one device."""
-    lines = likeness(plan)
+    """How many devices work, where some do not; the kinds of parallelism, most frequent first."""
+    lines, working = likeness(plan), sum(len(s.devices) for s in {*plan.places})
+    if working < plan.devices:
+        lines.insert(0, f"{working} of {plan.devices} devices work, the others are idle")
     yield from (f"plan: {line}" for line in lines[:5])
     if len(lines) > 5:
         yield f"plan: … {len(lines) - 5} more kinds of layers"

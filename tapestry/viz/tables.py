@@ -13,8 +13,9 @@ from rich.text import Text
 
 from tapestry.plan.solver.pairs import PROVED
 from tapestry.verify.rewriting.proofs import UNPROVED
-from tapestry.viz.format import count, duration, human, times, wrapped
+from tapestry.viz.format import count, duration, human, wrapped
 from tapestry.viz.layer_folds import listed, moves_text, together
+from tapestry.viz.summary import beside_one_device
 
 
 def compiled(report: Mapping[str, Any]) -> RenderableType:
@@ -38,9 +39,8 @@ def compiled(report: Mapping[str, Any]) -> RenderableType:
         facts.add_row(f"stage {k}", f"{devices}, {s['ops']} operations, {duration(s['seconds'])}{each}")
     for move in moves_text(report["moves"]):
         facts.add_row("rewrite", move)
-    alone = next((a["objective_s"] for a in report.get("alternatives", ()) if a["name"].startswith("one device")), None)
-    if alone and report["objective_s"] and report["devices"] > 1:
-        facts.add_row("speed", f"{times(alone / report['objective_s'])} times that of one device, {duration(alone)}")
+    for line in beside_one_device(report):
+        facts.add_row("speed", line)
     peaks, whole = report["peak_bytes"], report["unsharded_peak_bytes"]
     share = f"{max(peaks) / whole:.0%} of {human(whole)} unsharded" if whole else ""
     facts.add_row("memory", f"peak {human(max(peaks))} per device, {share}")
@@ -143,6 +143,8 @@ def ran(document: Mapping[str, Any]) -> RenderableType:
     verdict = f"{said} in {document['seconds']:.2f} s{f', compared with {checked}' if checked else ''}"
     panel = Panel(verdict, expand=False, style="green" if document["passed"] else "red")
     more = [f(document[k]) for k, f in (("gpu", on_gpu), ("schedule", in_any_order)) if k in document]
+    if document.get("random_inputs"):
+        more.append(f"{', '.join(document['random_inputs'])}: random (seed {document['seed']})")
     return Group(table, *more, panel)
 
 

@@ -19,6 +19,7 @@ from tapestry.plan.topology import PRESETS, fabrics, from_data, parse_mesh, to_d
 from tapestry.plan.topology.routing import routes
 from tapestry.viz import explain
 from tests.support.instance_maps import MAPS
+from tests.support.paths import ROOT
 from tests.support.small_models import save
 
 LINK = {"alpha": 1e-6, "beta": 1e-9}
@@ -189,6 +190,31 @@ def test_presets_take_any_mesh(preset, mesh):
 def test_interconnects_that_are_refused(mesh, what, message, tmp_path):
     with pytest.raises(TapestryError, match=message):
         topology(parse_mesh(mesh), file(tmp_path, **what))
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ({"levels": [{"alpha": 1e-6, "betta": 1e-9}]}, "no key 'betta'\n  try: 'beta' is similar; see "),
+        ({"levels": [{"alpha": 1e-6}]}, "the key 'beta' is missing"),
+        ({"levels": [LINK], "device": {**DEVICE, "lunch": 1e-6}}, "no key 'lunch'\n  try: 'launch' is similar"),
+        ({"levels": [LINK], "device": {**DEVICE, "bandwidth": -5}}, "'bandwidth' is -5"),
+        ({"levels": [LINK], "device": {**DEVICE, "flops": {"f32": 0}}}, "'flops.f32' is 0"),
+        ({"levels": [{**LINK, "beta": -1}]}, "'levels[].beta' is -1"),
+        ({"levels": [LINK], "interconnect": {"shape": "ring", **LINK}}, "must be given, and 2 are"),
+        ({"levels": [LINK], "others": [{"at": {"d0": [1]}, "memmory": "1GiB"}]}, "no key 'memmory'"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_in_a_file_is_named(what, message, tmp_path):
+    with pytest.raises(TapestryError) as e:
+        topology(parse_mesh("4"), file(tmp_path, **what))
+    assert message in str(e.value) and "docs/reference/topology.md" in str(e.value)
+    assert (ROOT / "docs/reference/topology.md").is_file()
+
+
+def test_keys_that_are_no_slip_are_let_be(tmp_path):
+    names = {"interconnect": {"dt": {"shape": "ring", **LINK}}, "comment": "mine", "measured": {"kernel": 1, "betta": 2}}
+    assert topology(parse_mesh("dt=4"), file(tmp_path, **names)).joined
 
 
 RATES = {"launch": 1e-5, "rate": 2e11, "bandwidth": 1e10}

@@ -12,6 +12,7 @@ from tapestry.errors import LawError
 from tapestry.ir.graph import Graph
 from tapestry.ir.kernel import Kernel
 from tapestry.ir.syntax.parser import parse
+from tapestry.verify.kernels import kernel_proofs
 from tapestry.verify.kernels.kernel_proofs import COMPARED, FORM, prove
 from tapestry.verify.kernels.kernel_text import KernelText
 from tests.support.faults.kernel_edits import EDITS
@@ -101,3 +102,13 @@ def test_a_read_at_one_place_outside_is_refused():
     wrong = replace(text, source=f"{text.source[:at]}    past = tl.load(x_ptr + 10000)\n{text.source[at:]}")
     with pytest.raises(LawError, match="a read leaves"):
         prove(graph, kernel, wrong)
+
+
+def test_a_mistake_of_ours_is_not_taken_for_a_text_that_does_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(*_: object) -> None:
+        raise AssertionError("ours")
+
+    given = made(GATED)
+    monkeypatch.setattr(kernel_proofs, "_check_addresses", wrong)
+    with pytest.raises(AssertionError, match="ours"):
+        prove(*given)

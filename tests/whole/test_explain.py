@@ -8,8 +8,10 @@ import random
 from collections import defaultdict
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
 
 import tapestry
@@ -29,8 +31,9 @@ from tapestry.plan.strategy import Pin, strategies
 from tapestry.plan.topology import PRESETS, Topology, from_data, parse_mesh, to_data, topology
 from tapestry.viz import build_diff, explain, trace
 from tapestry.viz.format import area, columns, times
+from tapestry.viz.summary import beside_one_device
 from tests.support.command_line import document, run
-from tests.support.small_models import case, random_plan, save
+from tests.support.small_models import N, T, case, f32, net, random_plan, save
 
 MODELS = ("mlp", "conv_chain", "attention", "residual", "reductions", "opaques")
 
@@ -379,7 +382,7 @@ def test_a_trace_appears_whole_or_not_at_all(tmp_path, monkeypatch):
         raise OSError("disk full")
 
     monkeypatch.setattr(trace.json, "dump", fail)
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(TapestryError, match=r"t\.json: cannot be written\n  because: disk full"):
         trace.write(path, b.plan, explain.schedule(b))
     assert path.read_text() == "before" and list(tmp_path.iterdir()) == [path]
 
@@ -422,3 +425,44 @@ def test_the_command(tmp_path):
 )
 def test_ratios_have_two_digits(ratio, text):
     assert times(ratio) == text
+
+
+# what is said beside one device
+
+
+@pytest.mark.parametrize("devices", [1, 4])
+def test_what_is_said_beside_one_device_is_true(tmp_path: Path, devices: int) -> None:
+    """A plan on one of several devices is no faster than one device, the others are idle, and nothing is replicated."""
+    tiny = net([N("MatMul", ["x", "w"], ["y"])], {"x": (T.FLOAT, (1, 3))}, {"y": T.FLOAT}, {"w": f32(3, 1)})
+    onnx.save(tiny, tmp_path / "tiny.onnx")
+    words = ("compile", tmp_path / "tiny.onnx", "-o", tmp_path / "b", "--devices", str(devices), "--topology", "cpu")
+    status, compiled, _ = run(*words)
+    report = tapestry.load(tmp_path / "b").build.report
+    status, text, _ = run("explain", tmp_path / "b")
+    assert status == 0
+    one = [a["objective_s"] for a in report.get("alternatives", ()) if a["name"] == "one device"]
+    assert len(one) == (devices > 1)
+    for out in (compiled, text):
+        assert ("no faster than one device" in out) == (devices > 1)
+        assert "times as fast" not in out and "times that" not in out and "replicated over" not in out
+    assert ("plan: 1 of 4 devices work, the others are idle" in text) == (devices > 1)
+    assert "waits for 0 s" in " ".join(text.split())
+
+
+def test_ratios_beside_one_device_say_which_way() -> None:
+    def said(one: float, plan: float, fits: bool = True) -> str:
+        rows = [{"name": "one device", "objective_s": one, "fits": fits}]
+        return next(beside_one_device({"alternatives": rows, "objective_s": plan}))
+
+    assert said(2e-3, 1e-3) == "2 times as fast as one device (2 ms)"
+    assert said(1e-3, 2e-3) == "2 times as long as one device (1 ms)"
+    assert said(1e-3, 1.001e-3) == "no faster than one device (1 ms)"
+    assert said(2e-3, 1e-3, fits=False) == "2 times as fast as one device (2 ms, which does not fit)"
+    assert not [*beside_one_device({"objective_s": 1.0})]
+
+
+def test_alternatives_are_explained_of_stages_whose_operations_have_other_names() -> None:
+    """Of micro-batches, which a pin of the whole model does not name."""
+    build = tapestry.compile(save("attention"), devices=4, topology="cpu", stages=2, micro_batches=2, pins=["q0:b0=d0"]).build
+    rows = explain.document(build, why=True)["operations"]
+    assert len(rows) > 2 and any(r["next_best"] for r in rows)

@@ -261,6 +261,24 @@ def test_only_what_noise_leads_to_is_a_rounding(tmp_path):
         assert judge(prepared, {"y": np.array(wrong)}), wrong
 
 
+def test_only_cells_that_noise_makes_finite_or_not_are_free(tmp_path):
+    """The first cell is a logarithm of a rounding error of any sign; what the others are, every replay says."""
+    x = np.array([1 / 3, 0, -1, 2, 5], np.float32)
+    given, weights = {"x": x, "z": np.array([1 / 3, 0, 0, 0, 0], np.float32)}, {"one": np.float32(1)}
+    nodes = [N("Mul", ["x", "one"], ["a"]), N("Sub", ["a", "z"], ["d"]), N("Log", ["d"], ["y"])]
+    model, _ = case(nodes, given, weights)
+    prepared = prepare(model, tmp_path / "m.onnx")
+    inf, nan, (two, five) = np.inf, np.nan, np.log(x[3:])
+    for first in (-17.3, nan, -inf):
+        right = np.array([first, -inf, nan, two, five], np.float32)
+        assert judge(prepared, {"y": right}) is None
+        for at, wrong in ((1, nan), (1, inf), (1, -88.0), (2, inf), (2, -inf), (2, 0.0), (3, nan), (4, inf), (4, five + 1)):
+            y = right.copy()
+            y[at] = wrong
+            assert judge(prepared, {"y": y}), (first, at, wrong)
+    assert set(prepared.free) == {"Log"}
+
+
 def test_a_series_goes_on_where_it_was_ended(tmp_path):
     s = Series(seed=3, first=0, count=12, jobs=2, log=tmp_path / "log", chunk=4, limit=0.0)
     assert run_series(s)["cases"] == 0

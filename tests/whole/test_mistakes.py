@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import io
 import json
+import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
 
+import highspy
 import numpy as np
 import onnx
 import pytest
+from onnx import TensorProto as T
 from onnx import helper, numpy_helper
 
 import tapestry
 from tapestry.cli.entry import main, parsed
 from tapestry.errors import TapestryError
 from tapestry.ir.plan import MeshAxis
+from tapestry.plan.solver.mip import Solver
 from tapestry.viz import measured
-from tests.support.small_models import save
+from tests.support.command_line import document, run
+from tests.support.small_models import net, save
 
 
 def said(capsys: pytest.CaptureFixture[str], *words: object) -> str:
@@ -210,3 +216,118 @@ def test_a_mistake_in_the_arguments_is_said_in_two_lines(capsys):
     for words in (["compile", "m.onnx"], ["compile", "m.onnx", "-o", "b", "--devices", "two"], ["run", "b", "--shape"]):
         err = said(capsys, *words)
         assert "error: " in err and len(err.splitlines()) == 2, err
+
+
+# inputs that nobody gave
+
+
+@pytest.mark.parametrize("ranks", [(), ("--processes", "1")])
+def test_inputs_that_nobody_gave_are_named(tmp_path: Path, ranks: tuple[str, ...]) -> None:
+    nodes = [helper.make_node("Mul", ["x", "mask"], ["y"])]
+    onnx.save(net(nodes, {"x": (T.FLOAT, (2, 4)), "mask": (T.FLOAT, (2, 4))}, {"y": T.FLOAT}), tmp_path / "m.onnx")
+    build = tmp_path / "b"
+    assert run("compile", tmp_path / "m.onnx", "-o", build, "--topology", "cpu", "-q")[0] == 0
+    for name in ("x", "mask"):
+        np.save(tmp_path / f"{name}.npy", np.ones((2, 4), np.float32))
+    some = ("run", build, *ranks, "--input", f"x={tmp_path / 'x.npy'}")
+    status, out, err = run(*some, "--seed", "3")
+    assert status == 0
+    assert "mask: random (seed 3)" in out
+    assert "mask: random (seed 3)" in err
+    assert document(*some)["random_inputs"] == ["mask"]
+    status, out, err = run(*some, "--input", f"mask={tmp_path / 'mask.npy'}")
+    assert (status, err, "random" in out) == (0, "", False)
+    status, out, err = run("run", build, *ranks)
+    assert (status, err) == (0, "")
+    assert "x, mask: random (seed 0)" in out
+
+
+LOUD = """
+import ctypes, sys
+from tapestry.cli import entry
+def loud(find):
+    def wrapped(*a):
+        ctypes.CDLL(None).puts(b"a banner of a library in C")  # stays in C's buffer to the end of the process
+        import os
+        os.write(1, b"a banner\\n")
+        print("a banner in Python")
+        return find(*a)
+    return wrapped
+entry.COMMANDS = {k: (loud(f), *rest) for k, (f, *rest) in entry.COMMANDS.items()}
+sys.argv = ["tapestry", *sys.argv[1:]]
+sys.exit(entry.main())
+"""
+
+
+@pytest.mark.parametrize("model", ["mlp", "none"])
+def test_a_document_is_alone_on_standard_output(tmp_path: Path, model: str) -> None:
+    """Whatever a library prints there, on success and on failure."""
+    path = save("mlp") if model == "mlp" else tmp_path / "none.onnx"
+    words = [sys.executable, "-c", LOUD, "compile", str(path), "-o", str(tmp_path / "b"), "--topology", "cpu", "--json"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert ("error" in json.loads(done.stdout)) == (done.returncode == 2) == (model == "none")
+    assert done.stderr.count("a banner") == 3
+
+
+def test_the_solver_prints_nothing(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even as it is made: HiGHS 1.16 greets when callbacks are asked for."""
+    flags, enable = [], highspy.Highs.enableCallbacks
+
+    def watched(self: highspy.Highs) -> None:
+        flags.append(self.getOptionValue("output_flag")[1])
+        enable(self)
+
+    monkeypatch.setattr(highspy.Highs, "enableCallbacks", watched)
+    Solver().run()
+    assert flags == [False]
+    assert capfd.readouterr() == ("", "")
+
+
+# interrupts, and a full disk
+
+
+def test_an_interrupted_run_by_ranks_ends_with_status_130(build: Path, tmp_path: Path) -> None:
+    """As any other interrupted command: a script must not take it for a failed check."""
+    feeds = tapestry.load(build).random_feeds()
+    np.savez(tmp_path / "x.npz", **feeds)
+    many = [tmp_path / f"x{k}.npz" for k in range(3000)]
+    for path in many:
+        path.hardlink_to(tmp_path / "x.npz")
+    words = [sys.executable, "-m", "tapestry", "run", build, "--processes", "2", "--output", tmp_path / "o", "--inputs", *many]
+    run = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
+    end = time.monotonic() + 100
+    while not any((tmp_path / "o").glob("x*")):
+        assert run.poll() is None and time.monotonic() < end
+        time.sleep(0.01)
+    run.send_signal(signal.SIGINT)
+    _, err = run.communicate(timeout=60)
+    assert "interrupted by SIGINT" in err
+    assert run.returncode == 130
+
+
+FULL = """
+import resource, sys
+from tapestry.cli import entry
+resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))  # no file may be longer: as where a disk is full
+sys.exit(entry.main())
+"""
+
+
+@pytest.mark.parametrize("command", ["run", "trace", "shard-weights", "compile", "view"])
+def test_what_cannot_be_written_is_named(tmp_path: Path, command: str) -> None:
+    nodes = [helper.make_node("MatMul", ["x", "w"], ["y"])]
+    weight = {"w": np.ones((40, 40), np.float32)}
+    onnx.save(net(nodes, {"x": (T.FLOAT, (40, 40))}, {"y": T.FLOAT}, weight), tmp_path / "m.onnx")
+    tapestry.compile(tmp_path / "m.onnx", devices=1, topology="cpu").save(tmp_path / "b")
+    place, b = tmp_path / "there", tmp_path / "b"
+    words = {
+        "run": ["run", b, "--output", place],
+        "trace": ["explain", b, "--trace", place],
+        "shard-weights": ["shard-weights", b, "-o", place],
+        "compile": ["compile", tmp_path / "m.onnx", "-o", place, "--topology", "cpu", "--bundle"],
+        "view": ["view", b, "-o", place],
+    }[command]
+    done = subprocess.run([sys.executable, "-c", FULL, *map(str, words)], capture_output=True, text=True, check=False)
+    assert done.returncode == 2, done.stderr
+    assert f"{place}" in done.stderr and "cannot be written" in done.stderr, done.stderr
+    assert not list(tmp_path.glob(".*"))

@@ -79,9 +79,9 @@ class Master:
         """Columns, and the rows that make weights averages."""
         import highspy
 
-        lanes, solver = self.paths.lanes, highspy.Highs()
-        solver.setOptionValue("output_flag", False)
-        solver.setOptionValue("threads", 1)
+        from tapestry.plan.solver.mip import Solver
+
+        lanes, solver = self.paths.lanes, Solver()
         inf, total = highspy.kHighsInf, int(self.variable.max(initial=-1)) + 1
         solver.addVars(total + 1, np.zeros(total + 1), np.full(total + 1, inf))
         solver.changeColCost(total, -1.0)

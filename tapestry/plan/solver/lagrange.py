@@ -253,6 +253,8 @@ def _model(costs: np.ndarray, rows: np.ndarray, low: np.ndarray, high: np.ndarra
     """The prices in a box that maximise ``min_k costs[k] + rows[k] · prices``."""
     import highspy
 
+    from tapestry.plan.solver.mip import Solver
+
     n, k = len(low), len(costs)
     scale = max(float(np.abs(costs).max()), 1e-300)
     lp = highspy.HighsLp()
@@ -265,9 +267,7 @@ def _model(costs: np.ndarray, rows: np.ndarray, low: np.ndarray, high: np.ndarra
     matrix.start_ = np.arange(k + 1) * (n + 1)
     matrix.index_ = np.tile(np.arange(n + 1), k)
     matrix.value_ = np.hstack([-rows, np.ones((k, 1))]).ravel()
-    highs = highspy.Highs()
-    highs.setOptionValue("output_flag", False)
-    highs.setOptionValue("threads", 1)
+    highs = Solver()
     highs.passModel(lp)
     highs.run()
     value = np.array(highs.getSolution().col_value)

@@ -21,6 +21,16 @@ LINEAR, INTEGER = 0.5, 6.0
 ROUND = 1500  # units for each nonzero from one of HiGHS's questions whether to end an integer program to the next
 
 
+class Solver(highspy.Highs):
+    """HiGHS on one thread. It is silent before `highspy.Highs` asks anything of it: 1.16 then greets on standard output."""
+
+    def enableCallbacks(self) -> None:
+        """As ever, but without a word."""
+        self.setOptionValue("output_flag", False)
+        self.setOptionValue("threads", 1)
+        super().enableCallbacks()
+
+
 def run(highs: highspy.Highs, budget: Budget, *, integer: bool) -> None:
     """Run HiGHS until the budget is over; callbacks let Python handle signals meanwhile, and end it in milliseconds.
 
@@ -89,9 +99,7 @@ class Program:
         self.nodes, self.column = len(nodes), column
         self.cost = np.concatenate([net.unary[self.labels], net.cost])
         self.scale = max(float(np.abs(self.cost).max(initial=0.0)) / 1e6, 1e-12)
-        self.highs = highspy.Highs()
-        self.highs.setOptionValue("output_flag", False)
-        self.highs.setOptionValue("threads", 1)
+        self.highs = Solver()
         self._pass(np.concatenate(rows), np.concatenate(columns), np.concatenate(values))
         for t in self.times:
             self._limit(t)

@@ -1,11 +1,12 @@
-"""Topology files, and a topology for a mesh from a file or a preset (docs/topology.md)."""
+"""Topology files, and a topology for a mesh from a file or a preset (docs/reference/topology.md)."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from difflib import get_close_matches
 from math import isfinite, prod
 from pathlib import Path
 from typing import Any, cast
@@ -22,6 +23,14 @@ from tapestry.plugins import entry_points as plugins
 
 __all__ = ["GiB", "default_mesh", "linked", "parse_bytes", "topology"]
 KIND = "topologies"  # of plug-ins
+PAGE = "see docs/reference/topology.md"
+KEYS = {
+    "mesh", "device", "others", "levels", "interconnect", "instance_map", "link", "links", "collectives", "overlap",
+    "margin", "alone", "costs", "measured", "fit", "memory", "bandwidth", "flops", "power", "vector", "launch", "host",
+    "host_latency", "watts", "price", "name", "classes", "reserve", "devices", "alpha", "beta", "shape", "children",
+    "centre", "rings", "sizes", "map", "from", "to", "at", "call", "group", "stride", "points", "rate",
+}  # fmt: skip
+OWN_WORDS = ("flops", "interconnect", "classes", "at")  # what is in these may have any name
 
 
 def topology(
@@ -132,6 +141,8 @@ def _document(source: str) -> dict[str, Any]:
 
 def _read(path: str) -> Source:
     data = _document(path)
+    for word, meant in _misspelt(data):
+        raise TapestryError(f"not a topology: there is no key '{word}'", where=path, hint=f"'{meant}' is similar; {PAGE}")
     try:
         device = _device(data["device"])
         levels = tuple(
@@ -143,20 +154,33 @@ def _read(path: str) -> Source:
         calls, overlap, margin = read_calls(data.get("collectives", ())), read_overlap(data), read_margin(data)
         alone = _like(data["device"], data["alone"]) if "alone" in data else None
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as e:
-        raise TapestryError(f"not a topology: {type(e).__name__} {e}", where=path, hint="see docs/topology.md") from None
+        what = f"the key {e} is missing" if isinstance(e, KeyError) else f"{type(e).__name__} {e}"
+        raise TapestryError(f"not a topology: {what}", where=path, hint=PAGE) from None
     every = [device, *(o.device for o in others), *([alone] if alone else [])]
-    rates = [*(r for d in every for r in (d.bandwidth, d.vector, d.host, *d.flops.values())), *(v.reach for v in levels)]
-    costs = [
-        *(c for d in every for c in (d.launch, d.host_latency, d.watts, d.price)),
-        *(c for v in levels for c in (v.link.alpha, v.link.beta)),
-    ]
-    sane = all(isfinite(x) and x > 0 for x in rates) and all(isfinite(x) and x >= 0 for x in costs)
-    if not sane or [bool(levels), bool(axes), bool(whole)].count(True) != 1:
-        raise TapestryError(
-            "not a topology: rates must be positive, costs not negative, one of 'levels', 'interconnect', 'instance_map' given",
-            where=path, hint="see docs/topology.md",
-        )  # fmt: skip
+    rates = [(f"flops.{t}", r) for d in every for t, r in d.flops.items()]
+    rates += [(k, getattr(d, k)) for d in every for k in ("bandwidth", "vector", "host")]
+    rates += [("levels[].devices", v.reach) for v in levels]
+    costs = [(k, getattr(d, k)) for d in every for k in ("launch", "host_latency", "watts", "price")]
+    costs += [(f"levels[].{k}", getattr(v.link, k)) for v in levels for k in ("alpha", "beta")]
+    wrong = [f"rates must be positive, and '{k}' is {x:g}" for k, x in rates if not (isfinite(x) and x > 0)]
+    wrong += [f"costs must not be negative, and '{k}' is {x:g}" for k, x in costs if not (isfinite(x) and x >= 0)]
+    if (count := [bool(levels), bool(axes), bool(whole)].count(True)) != 1:
+        wrong.append(f"one of 'levels', 'interconnect' and 'instance_map' must be given, and {count} are")
+    if wrong:
+        raise TapestryError(f"not a topology: {wrong[0]}", where=path, hint=PAGE)
     return Source(device, levels, axes, whole, others, calls, overlap, alone, margin, str(data.get("costs", "")))
+
+
+def _misspelt(found: Any, free: bool = False) -> Iterator[tuple[str, str]]:
+    """Words in the place of keys that are none, but resemble one; ``free`` where names are the writer's own."""
+    if isinstance(found, list):
+        for x in cast(list[Any], found):
+            yield from _misspelt(x)
+    for key, x in cast(dict[str, Any], found).items() if isinstance(found, dict) else ():
+        if not free and key not in KEYS:
+            yield from ((key, meant) for meant in get_close_matches(key, KEYS, 1, 0.75))
+        if key not in ("measured", "fit"):
+            yield from _misspelt(x, key in OWN_WORDS)
 
 
 def _other(base: Mapping[str, Any], o: Mapping[str, Any]) -> Other:

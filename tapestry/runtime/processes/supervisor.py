@@ -237,7 +237,9 @@ def supervise(
                 outcome = _meet(run, port, tell)
             except Interrupted as e:
                 doing = "; ".join(f"rank {c.rank} was {run.doing(c.rank)}" for c in run.children)
-                raise RunError(f"interrupted by {e}: all ranks are ended", why=doing) from None
+                ended = RunError(f"interrupted by {e}: all ranks are ended", why=doing)
+                ended.status = 130
+                raise ended from None
             finally:
                 run.end()
             if not isinstance(outcome, str):

@@ -108,7 +108,10 @@ def _write_file(path: Path, held: list[tuple[str, Box]], build: Build, read: Cal
         name: TensorSpec(dtype=a.dtype.name, shape=a.shape, data_ptr=a.ctypes.data, data_len=a.nbytes)
         for name, a in arrays.items()
     }
-    serialize_file(specs, str(path))
+    try:
+        serialize_file(specs, str(path))
+    except SafetensorError as e:
+        raise OSError(str(e)) from None
     return out
 
 

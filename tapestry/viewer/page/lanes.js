@@ -51,8 +51,8 @@ export function lanes(build, width) {
 
 function head(build, total) {
   const sim = build.explain.simulated;
-  const most = (list) => seconds(Math.max(...list));
-  const words = [`simulated ${seconds(total)}`, `kernels ${most(sim.compute_s)}`, `transfers ${most(sim.transfer_s)}`, `without a kernel ${most(sim.exposed_s)}`];
+  const busiest = sim.compute_s.indexOf(Math.max(...sim.compute_s));
+  const words = [`simulated ${seconds(total)}`, `the busiest device computes for ${seconds(sim.compute_s[busiest])}`, `sends for ${seconds(sim.transfer_s[busiest])}`, `waits for ${seconds(sim.exposed_s[busiest])}`];
   const real = build.measured;
   if (real) words.push(`measured ${seconds(real.measured_s)} (${real.error >= 0 ? "+" : "−"}${Math.abs(real.error * 100).toFixed(0)} %)`);
   return h("div", { class: "controls" }, h("span", { "data-lanes": "" }, words.join(" · ")), h("button", { onclick: () => zoomBy(0.5), title: "zoom in" }, "+"), h("button", { onclick: () => zoomBy(2), title: "zoom out" }, "−"),

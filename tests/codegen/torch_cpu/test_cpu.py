@@ -27,6 +27,7 @@ from tapestry.ir.syntax.parser import parse
 from tapestry.lift import read_weight
 from tapestry.runtime.executor import kernel_of
 from tapestry.verify import interp
+from tests.support.attention.attention_runs import run_ops
 from tests.support.small_models import N, f32, i64, net
 
 X = Acc(0, "f32")
@@ -301,3 +302,25 @@ def test_views_are_remembered_and_copies_are_not() -> None:
     a, b = torch.rand(3, 4), torch.rand(3, 4)
     torch.testing.assert_close(copy(a), a.t())
     torch.testing.assert_close(copy(b), b.t())
+
+
+LONE = """graph g
+    input x: {0}[4, 3, 2]
+    input w: {0}[3, 5]
+    y: {0}[4] = op [i: 4 | r: 3 sum, s: 5 sum, z: 2 sum] reads x[i, r, z], w[r, s] body {1}
+    output y"""
+
+
+@pytest.mark.parametrize("body", ["x * w", "w * x"])
+@pytest.mark.parametrize("dtype", ["f16", "f32", "f64"])
+def test_a_sum_of_one_factor_alone_is_not_taken_out_of_infinities(dtype: str, body: str) -> None:
+    """``inf·1 + inf·(-1)`` is NaN, as are ``inf·0 + inf·1``; ``inf·(1 - 1)`` and ``inf·(0 + 1)`` are something else."""
+    graph, kind = parse(LONE.format(dtype, body)), np.dtype(f"f{int(dtype[1:]) // 8}")
+    rng = np.random.default_rng(3)
+    for case in range(60):
+        x, w = rng.integers(-2, 3, (4, 3, 2)).astype(kind), rng.integers(-2, 3, (3, 5)).astype(kind)
+        for a in [x, w] if case % 3 else [w]:
+            a.reshape(-1)[rng.integers(a.size)] = rng.choice([np.inf, -np.inf, np.nan])
+        with np.errstate(invalid="ignore"):
+            wanted = (x[:, :, None, :] * w[None, :, :, None]).astype(np.float64).sum((1, 2, 3))
+        np.testing.assert_array_equal(run_ops(graph, {"x": x, "w": w}, 1)["y"].double().numpy(), wanted)

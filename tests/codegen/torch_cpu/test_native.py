@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import signal
 import threading
 from pathlib import Path
 from typing import Any
@@ -304,6 +305,52 @@ def test_what_is_seldom_wanted_is_made_when_it_is(blind: bool) -> None:
         call.run()
         np.testing.assert_allclose(run.array(memory).numpy(), wanted, rtol=1e-4, atol=1e-5)
     assert len(asked) == 2 * blind
+
+
+@needed
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, MemoryError, None])
+@pytest.mark.parametrize("alone", [False, True])
+def test_what_a_kernel_in_python_raises_is_raised(
+    capfd: pytest.CaptureFixture[str], dtype: torch.dtype, error: type[BaseException] | None, alone: bool
+) -> None:
+    wrong = [True]
+
+    def kernel(ins: object, _: object) -> list[torch.Tensor]:
+        if wrong[0] and error:
+            raise error("of a kernel")
+        return [torch.full((2, 3), 7, dtype=dtype)]
+
+    memories = [torch.full((6,), 5, dtype=dtype) for _ in range(2)]
+    calls = [c_calls.called(kernel, (2, 3)).bind([], [m]) for m in memories]
+    run = calls[0].run if alone else c_calls.batch(calls)
+    if error:
+        with pytest.raises(error, match="of a kernel"):
+            run()
+    wrong[0] = False
+    for _ in range(2):
+        run()
+    assert all(bool((m == 7).all()) for m in memories[: 1 if alone else 2])
+    assert capfd.readouterr().err == ""
+
+
+@needed
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_signal_during_a_batch_is_heard() -> None:
+    """Python raises it at the first line of the kernel that comes next, before any handler of that kernel stands."""
+    pause = native.Called(ctypes.cast(ctypes.CDLL(None).pause, ctypes.c_void_p), 0)  # it waits for a signal
+    waits = c_calls.Call(native.library().tapestry_called, pause, ctypes.c_int64(0), ())
+    memory = torch.zeros(2)
+    made = c_calls.called(lambda ins, _: [torch.ones(2)], (2,)).bind([], [memory])
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with pytest.raises(KeyboardInterrupt):
+            c_calls.batch([waits, made])()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    c_calls.batch([made, made])()
+    assert memory.tolist() == [1, 1]
 
 
 @needed

@@ -30,8 +30,9 @@ def matmul(
 ) -> Callable[[Tensor, Tensor], Tensor]:  # fmt: skip
     """Contract two values over the reduced dimensions; the result has the map dimensions in order.
 
-    Dimensions of both are batch, of one alone rows or columns; a reduced dimension of one alone is summed first. ``multiply``
-    is given batches of matrices.
+    Dimensions of both are batch, of one alone rows or columns; a reduced dimension of one alone is summed first, but where
+    that is infinite or NaN: ∞·1 + ∞·(−1) is no ∞·(1 − 1), nor ∞·0 + ∞·1 one of ∞·(0 + 1). ``multiply`` is given batches of
+    matrices.
     """
     names = [d.name for d in frame.dims]
     maps, reduced = [d.name for d in op.dims], [d.name for d in op.reduce]
@@ -40,6 +41,7 @@ def matmul(
     rows = [n for n in maps if n in a_dims and n not in b_dims]
     columns = [n for n in maps if n in b_dims and n not in a_dims]
     inner = [n for n in reduced if n in a_dims and n in b_dims]
+    lone = [n for n in reduced if n in a_dims ^ b_dims and extent[n] > 1]
     loose = [n for n in maps if n not in a_dims and n not in b_dims]
     swap = bool(rows and columns) and maps.index(columns[0]) < maps.index(rows[0])
     first, second = (columns, rows) if swap else (rows, columns)
@@ -47,7 +49,7 @@ def matmul(
     back = [([*order, *loose]).index(n) for n in maps]
     spare = points([n for n in reduced if n not in a_dims | b_dims], extent)
 
-    def side(x: Tensor, own: frozenset[str], outer: list[str], transpose: bool) -> Tensor:
+    def side(x: Tensor, own: frozenset[str], inner: list[str], outer: list[str], transpose: bool) -> Tensor:
         x = x.reshape([1] * (len(names) - x.dim()) + list(x.shape))  # a literal has no axes
         x = x.expand([extent[n] if n in own else k for n, k in zip(names, x.shape, strict=True)])  # a guard may always hold
         alone = [i for i, n in enumerate(names) if n in reduced and n not in inner and x.shape[i] > 1]
@@ -61,7 +63,11 @@ def matmul(
 
     def contract(a: Tensor, b: Tensor) -> Tensor:
         sides = ((b, b_dims), (a, a_dims)) if swap else ((a, a_dims), (b, b_dims))
-        out = multiply(side(*sides[0], first, False), side(*sides[1], second, True))
+        out = multiply(side(*sides[0], inner, first, False), side(*sides[1], inner, second, True))
+        if lone and not out.isfinite().all():
+            whole = [(x, own.union(lone), [*inner, *lone]) for x, own in sides]
+            term_by_term = multiply(side(*whole[0], first, False), side(*whole[1], second, True))
+            out = torch.where(out.isfinite(), out, term_by_term)
         out = out * spare if spare > 1 else out
         out = out.reshape([extent[n] for n in order] + [1] * len(loose)).permute(back)
         return out.expand([extent[n] for n in maps])

@@ -17,11 +17,29 @@ Ins = Sequence[Tensor | None]
 
 
 @dataclass(slots=True)
+class InPython:
+    """A kernel in Python that C calls, where nobody hears what it raises: it is kept, and raised when C is done."""
+
+    call: native.Called
+    error: BaseException | None = None
+
+    @staticmethod
+    def tell(asked: Sequence[InPython]) -> None:
+        """Raise what one of them has raised; before its first line Python hears nothing but signals."""
+        errors = [x.error or KeyboardInterrupt() for x in asked if x.call.under_way]
+        for x in asked:
+            x.call.under_way, x.error = 0, None
+        if errors:
+            raise errors[0]
+
+
+@dataclass(slots=True)
 class Call:
     """A kernel with sizes and addresses, and what has to stay for as long as it may be called.
 
     Attributes:
         fixed: whether every address is that of an input or of the output, so that it may be called again on new data in them.
+        python: what of it is in Python.
     """
 
     function: Any
@@ -29,10 +47,13 @@ class Call:
     buffers: Any
     kept: tuple[Any, ...]
     fixed: bool = True
+    python: tuple[InPython, ...] = ()
 
     def run(self) -> None:
         """Compute."""
         self.function(ctypes.byref(self.sizes), ctypes.byref(self.buffers))
+        if self.python:
+            InPython.tell(self.python)
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +179,7 @@ def ask(call: Call | Calls, made: Call) -> None:
     """Let a call run another one where it wants what that makes."""
     step, who = _step(made), last(call)
     who.buffers.seldom, who.kept = ctypes.addressof(step), (*who.kept, step, made)
+    who.python = (*who.python, *made.python)
 
 
 def hold(call: Call | Calls, fixed: bool) -> Call | Calls:
@@ -175,15 +197,18 @@ def called(run: Callable[[Ins, Sequence[Tensor]], list[Tensor]], extents: tuple[
     """A kernel of one output that is no function in C, as one that is."""
 
     def bind(ins: Ins, memory: Sequence[Tensor]) -> Call:
-        def compute(_: Any, __: Any) -> None:
+        def compute() -> None:
             try:
                 memory[0].view(extents).copy_(run(ins, [])[0])
-            except BaseException:  # nobody up there would see it: a result that is none says it
-                memory[0].fill_(float("nan"))
-                raise
+                state.call.under_way = 0
+            except BaseException as e:
+                state.error = e
+                memory[0].zero_()  # the calls behind it must find nothing that leads them out of an array
 
-        function = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p)(compute)
-        return Call(function, ctypes.c_int64(0), ctypes.c_int64(0), (*ins, *memory))
+        function, lib = ctypes.CFUNCTYPE(None)(compute), native.library()
+        assert lib is not None
+        state = InPython(native.Called(ctypes.cast(function, ctypes.c_void_p), 0))
+        return Call(lib.tapestry_called, state.call, ctypes.c_int64(0), (*ins, *memory, function), python=(state,))
 
     return Written((lambda memory: memory.view(extents),), bind, ((prod(extents), torch.float32),))
 
@@ -231,10 +256,12 @@ def batch(given: Sequence[Call | Calls]) -> Callable[[], None]:
     assert lib is not None
     table = (native.Step * len(calls))(*(_step(c) for c in calls))
     run, n = lib.tapestry_run, len(calls)
-    kept = tuple(calls)
+    kept, python = tuple(calls), [x for c in calls for x in c.python]
 
     def together(_: Any = kept) -> None:  # the default keeps what the table points to
         run(table, n)
+        if python:
+            InPython.tell(python)
 
     return together
 

@@ -119,6 +119,12 @@ class Step(ctypes.Structure):
     _fields_ = [("kernel", _POINTER), ("sizes", _POINTER), ("buffers", _POINTER)]
 
 
+class Called(ctypes.Structure):
+    """``Called`` of run.c: a kernel in Python, and whether it has not ended well."""
+
+    _fields_ = [("python", _POINTER), ("under_way", _PLACE)]
+
+
 class Move(ctypes.Structure):
     """``Move`` of run.c, in bytes."""
 
@@ -155,6 +161,7 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "tapestry_attention": (None, (ctypes.POINTER(Attention), ctypes.POINTER(Heads))),
     "tapestry_scored": (None, (ctypes.POINTER(Attention), ctypes.POINTER(Heads))),
     "tapestry_attend": (None, (ctypes.POINTER(Attention), ctypes.POINTER(Heads))),
+    "tapestry_called": (None, (ctypes.POINTER(Called), _POINTER)),
     "tapestry_move": (None, (ctypes.POINTER(Move), ctypes.POINTER(Ends))),
     "tapestry_rms_norm": (None, (ctypes.POINTER(Rows), ctypes.POINTER(RowBuffers))),
     "tapestry_several": (None, (ctypes.POINTER(Several), ctypes.POINTER(Products))),

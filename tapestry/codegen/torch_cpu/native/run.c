@@ -14,6 +14,17 @@ void tapestry_run(const Step *step, int64_t steps) {
 }
 
 typedef struct {
+    void (*python)(void);
+    int64_t under_way; /* until the kernel says that it has ended well */
+} Called;
+
+void tapestry_called(Called *c, const void *unused) {
+    (void)unused;
+    c->under_way = 1;
+    c->python();
+}
+
+typedef struct {
     int64_t outer, bytes, from, to, cell; /* `outer` pieces of so many bytes; bytes between pieces, and between cells */
     int64_t each;                         /* pieces of a row */
 } Move;
