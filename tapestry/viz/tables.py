@@ -13,7 +13,7 @@ from rich.text import Text
 
 from tapestry.plan.solver.pairs import PROVED
 from tapestry.verify.rewriting.proofs import UNPROVED
-from tapestry.viz.format import count, duration, human, times, wrapped
+from tapestry.viz.format import count, duration, figures_text, human, times, wrapped
 from tapestry.viz.layer_folds import listed, moves_text, together
 
 
@@ -288,17 +288,17 @@ def accumulate_lines(report: Mapping[str, Any]) -> list[str]:
 
 
 def machine_lines(report: Mapping[str, Any]) -> list[str]:
-    """What the objective is made of, and the plans that no other one beats in every term."""
-    m = report.get("machines")
+    """How sure measured costs are, what the objective is made of, and the plans that no other one beats in every term."""
+    sure, m = figures_text(report["topology"], report["devices"]), report.get("machines")
     if not m:
-        return []
+        return sure
     shown = [k for k in m["terms"] if m["terms"][k]]
     given = ", ".join(f"{k} {m['terms'][k]:.4g}" for k in shown)
     limits = f", within {' and '.join(m['limits'])}" if m["limits"] else ""
     values = ["no value" if r["value"] is None else f"{r['value']:.4g}" for r in m["front"]]
     rows = [", ".join(f"{k} {r[k]:.4g}" for k in shown) + f": {v}" for r, v in zip(m["front"], values, strict=True)]
-    out = [f"{m['objective']} = {m['value']:.4g} ({given}){limits}; {len(m['tried'])} plans, {len(m['skipped'])} left out"]
-    return out + ([f"front: {row}" for row in rows] if len(rows) > 1 else [])
+    out = f"{m['objective']} = {m['value']:.4g} ({given}){limits}; {len(m['tried'])} plans, {len(m['skipped'])} left out"
+    return [*sure, out] + ([f"front: {row}" for row in rows] if len(rows) > 1 else [])
 
 
 # auto-shard

@@ -33,6 +33,10 @@ VOLATILE = (
 """What may differ between two runs of one command: (pattern, what stands for it). Nothing else may."""
 
 
+RARE = r"^(\d+ s: |measuring this machine ).*\n"
+"""What is said of a search that takes long, and before ``--topology auto`` is measured: on a slow machine, and once on each."""
+
+
 def normal(text: str) -> str:
     """``text`` with everything volatile replaced."""
     for pattern, stand_in in VOLATILE:
@@ -78,14 +82,20 @@ def run(command: list[str], folder: Path) -> str:
     """Run a command in ``folder`` and return what it prints; an exit status other than 0 is an error."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     env = {**os.environ, "PATH": path, "PYTHONPATH": str(folder / PACKAGE), "COLUMNS": "80", "NO_COLOR": "1", "TERM": "dumb"}
-    for name in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS", "TRITON_INTERPRET"):  # of a make or a test around this one
+    for name in (
+        "MAKEFLAGS",
+        "MAKELEVEL",
+        "MFLAGS",
+        "TRITON_INTERPRET",
+        "TAPESTRY_TOPOLOGY",
+    ):  # of a make or a test around this one
         env.pop(name, None)
     done = subprocess.run(
         command, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=900
     )
     if done.returncode:
         raise AssertionError(f"status {done.returncode}: {command[-1]}\n{done.stdout[-4000:]}")
-    said = re.sub(r"^\d+ s: .*\n", "", done.stdout, flags=re.MULTILINE)  # of a search that takes long, on a slow machine
+    said = re.sub(RARE, "", done.stdout, flags=re.MULTILINE)
     return said.replace(f"{folder}/", "")
 
 
