@@ -407,7 +407,7 @@ def _machines(p: argparse.ArgumentParser) -> None:
         "--topology",
         default="auto",
         metavar="FILE_OR_PRESET",
-        help="devices and links: auto (this machine, measured once), cpu, h100, h200, a100-pcie, tpu, or a file",
+        help="devices and links: auto (this machine, as measured), cpu, h100, h200, a100-pcie, tpu, or a file",
     )
 
 
