@@ -105,7 +105,7 @@ def rewrites_text(rewrites: Mapping[str, Any] | None) -> str:
     """What was shown of the rewrites between the lifted graph and the plan's."""
     if rewrites is None:
         return "no log of rewrites: nothing is shown of how the graph was made"
-    rows = [f"{n} by {how}" if how != UNPROVED else f"{n} NOT PROVED" for how, n in rewrites["shown"].items()]
+    rows = [f"{n} by {how}" if how != UNPROVED else f"{n} not proved" for how, n in rewrites["shown"].items()]
     return f"{rewrites['steps']} rewrites of the lifted graph, results before against after: {'; '.join(rows) or 'none'}"
 
 
