@@ -213,7 +213,7 @@ def ran_on_processes(document: Mapping[str, Any]) -> RenderableType:
     skipped = f", {document['skipped']} done before" if document["skipped"] else ""
     line = f"{document['batches']} batches{skipped}{again}; the last took {document['seconds']:.3f} s"
     results = [ran(document)] if "outputs" in document else [of_batches(document["checked"])] if "checked" in document else []
-    return Group(*results, table, line, *map(_loss, document.get("losses", ())))
+    return Group(*results, table, line, *map(_loss, document.get("losses", ())), *document["warnings"])
 
 
 def _loss(x: Mapping[str, Any]) -> str:
