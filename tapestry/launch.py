@@ -144,8 +144,6 @@ def run(r: Request, how: Launch) -> Document:
             document = _judged(compiled, batches[0], report, place, how.check)
     preset = compiled.build.report["topology"]["name"]
     text = f"warning: the plan is for the preset '{preset}', its forecast not of this machine; --topology auto measures that"
-        f"warning: the plan is for the preset '{preset}', and its forecast not of this machine; --topology auto measures that"
-    )
     return document | {"warnings": [text] if preset in PRESETS else []}
 
 

@@ -19,7 +19,6 @@ import time
 from pathlib import Path
 
 from tapestry import flags
-from tapestry.errors import TapestryError
 from tapestry.plan.topology import topology
 from tapestry.plan.topology.measured_costs import BUSY, doubtful
 from tapestry.runtime.calibration.machine import versions
@@ -64,12 +63,8 @@ def _again(path: Path) -> bool:
     """Whether the figures are doubtful, the machine is quiet now, and the last attempt was not just before."""
     if time.time() - path.stat().st_mtime < AGAIN or os.getloadavg()[0] > 1 + BUSY * (os.cpu_count() or 1):  # 1: this process
         return False
-    try:
-        made = topology((), str(path)).figures
-    except TapestryError:  # whoever reads it says so
-        return False
     path.touch()
-    return doubtful(made)
+    return doubtful(topology((), str(path)).figures)
 
 
 def _measure(path: Path, processes: int) -> None:
