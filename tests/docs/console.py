@@ -21,6 +21,9 @@ PACKAGE = ".package"  # what an editable install has on its path, and nothing el
 CLONE = ("tapestry", "examples", "bench", "docs", "tests", "Makefile", "pyproject.toml", "constraints.txt", "README.md")
 """What a working folder links to."""
 
+AROUND = ("MAKEFLAGS", "MAKELEVEL", "MFLAGS", "TRITON_INTERPRET", "TAPESTRY_TOPOLOGY")
+"""What a make or a test around a page has set, and its reader has not."""
+
 VOLATILE = (
     (r"\b\d+\.\d+ ms(, tput \d[\d.]*| at memory)", "… ms"),  # latencies of stages that were run
     (r"\b\d+(\.\d+)? s\b", "… s"),  # seconds on this machine's clock
@@ -82,13 +85,7 @@ def run(command: list[str], folder: Path) -> str:
     """Run a command in ``folder`` and return what it prints; an exit status other than 0 is an error."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     env = {**os.environ, "PATH": path, "PYTHONPATH": str(folder / PACKAGE), "COLUMNS": "80", "NO_COLOR": "1", "TERM": "dumb"}
-    for name in (
-        "MAKEFLAGS",
-        "MAKELEVEL",
-        "MFLAGS",
-        "TRITON_INTERPRET",
-        "TAPESTRY_TOPOLOGY",
-    ):  # of a make or a test around this one
+    for name in AROUND:
         env.pop(name, None)
     done = subprocess.run(
         command, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=900
