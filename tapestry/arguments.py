@@ -300,10 +300,12 @@ def by_ranks(args: argparse.Namespace) -> bool:
 
 def calibrate(p: argparse.ArgumentParser) -> None:
     """What is measured, or fitted."""
-    p.add_argument("-o", "--output", type=Path, required=True, metavar="FILE.json")
+    to = p.add_mutually_exclusive_group(required=True)
+    to.add_argument("-o", "--output", type=Path, metavar="FILE.json")
+    to.add_argument("--auto", action="store_true", help="measure again what --topology auto takes for a plan of N devices")
     p.add_argument("--processes", type=whole(1, 64), default=1, metavar="N", help="that work at the same time on this machine")
     p.add_argument("--threads", type=whole(1), metavar="T", help="of each process (default: the cores, shared evenly)")
-    p.add_argument("--seconds", type=seconds, default=40.0, metavar="S", help="about how long it may take (40)")
+    p.add_argument("--seconds", type=seconds, metavar="S", help="about how long it may take (40; each round of --auto 3)")
     p.add_argument("--device", metavar="FILE_OR_PRESET", help="take the device from there and measure calls alone (GPUs: NCCL)")
     p.add_argument("--from-trace", type=Path, metavar="FILE", help="fit to the trace of a real run (run --trace) instead")
 
@@ -444,7 +446,7 @@ def _machines(p: argparse.ArgumentParser) -> None:
         "--topology",
         default="auto",
         metavar="FILE_OR_PRESET",
-        help="devices and links: auto (this machine, measured once), cpu, h100, h200, a100-pcie, tpu, or a file",
+        help="devices and links: auto (this machine, as measured), cpu, h100, h200, a100-pcie, tpu, or a file",
     )
 
 

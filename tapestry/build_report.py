@@ -224,7 +224,9 @@ def _facts(runner: Runner, build: store.Build) -> dict[str, Any]:
         "model": str(lifted.model), "nodes": lifted.nodes, "signatures": priced.distinct, **facts_of(build),
         **_bounded(priced, runner.get("planned", Planned), runner.get("task", Task)),
         "objective_s": priced.objective, "lower_bound_s": priced.bound, "gap": priced.gap,
-        "topology": {"name": topology.name, "measured": bool(topology.device.classes or topology.calls)},
+        "topology": {
+            "name": topology.name, "measured": bool(topology.device.classes or topology.calls), "figures": topology.figures,
+        },
         "simulated_s": timed.total, "overlap": timed.assumption,
         "unsharded_peak_bytes": runner.get("peak_alone", int), "kernels": len(runner.values["kernels"]),
         "rewrites": {"steps": runner.get("rewrites", Rewrites).steps, "shown": dict(runner.get("rewrites", Rewrites).shown)},

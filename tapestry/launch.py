@@ -19,6 +19,7 @@ from tapestry.build.store import Build
 from tapestry.errors import RunError, TapestryError
 from tapestry.ir.types import numpy_dtype
 from tapestry.onnx_eval.value_kinds import is_array
+from tapestry.plan.topology import PRESETS
 from tapestry.runtime.feeds import made_up
 from tapestry.runtime.outputs import places
 from tapestry.runtime.processes import batches as streams
@@ -142,7 +143,9 @@ def run(r: Request, how: Launch) -> Document:
             document |= _compared(compiled, batches) if how.check else {}
         else:
             document = _judged(compiled, batches[0], report, place, how.check) | random
-    return document
+    preset = compiled.build.report["topology"]["name"]
+    text = f"warning: the plan is for the preset '{preset}', its forecast not of this machine; --topology auto measures that"
+    return document | {"warnings": [text] if preset in PRESETS else []}
 
 
 def _supervised(r: Request, how: Launch, batches: Sequence[Batch], compiled: api.Compiled) -> Document:

@@ -53,7 +53,12 @@ def compile_model(args: argparse.Namespace) -> Outcome:
             tables.show(tables.passes(build.report["passes"]), stderr=bool(args.print_after))
         if not args.print_after and not args.print_passes:
             tables.show(tables.compiled(build.report))
-            print(f"build {args.output}\nnext: tapestry explain {args.output}; tapestry run {args.output} --check")
+            run = f"tapestry run {args.output} --check"
+            if args.no_weights:  # they need not be there
+                run = f"tapestry verify {args.output}"
+            elif args.target.startswith("triton"):
+                run = f"tapestry verify {args.output} --kernels; on a GPU {run}"
+            print(f"build {args.output}\nnext: tapestry explain {args.output}; {run}")
 
     printed = {"printed": dict(build.printed)} if args.print_after else {}
     return Outcome({**build.report, **printed}, text, insist=bool(args.print_after or args.print_passes))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping
+from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -139,24 +140,30 @@ def calibrate(args: argparse.Namespace) -> Outcome:
     flags.before_torch()
     from tapestry.codegen.torch_cpu import TorchCpu
     from tapestry.plan.topology import device_data, parse_mesh, topology
-    from tapestry.runtime.calibration import start, trace_fit
+    from tapestry.runtime.calibration import automatic, start, trace_fit
     from tapestry.runtime.calibration.document import write
     from tapestry.runtime.calibration.machine import memory_bytes
+    from tapestry.runtime.calibration.rounds import ROUNDS, agreed
     from tapestry.viz import tables
 
     place = flags.world()
+    if args.auto and (place.world > 1 or args.device or args.from_trace or args.threads):
+        raise TapestryError("it is measured as a plan of N devices runs here", where="--auto", hint="with --processes N alone")
+    output, processes = automatic.place(args.processes) if args.auto else (args.output, args.processes)
+    most, seconds = (ROUNDS, args.seconds or automatic.SECONDS) if args.auto else (1, args.seconds or start.SECONDS)
     given = device_data(topology(parse_mesh("2"), args.device).device) if args.device else None
     with bar(args, "calibrate") as report:
         if args.from_trace:
             document = trace_fit.from_trace(args.from_trace, memory_bytes())
         elif place.world > 1:
-            document = start.on_rank(TorchCpu, place, args.threads, seconds=args.seconds, given=given, say=report)
+            document = start.on_rank(TorchCpu, place, args.threads, seconds=seconds, given=given, say=report)
         else:
-            document = start.calibrate(TorchCpu, args.processes, args.threads, seconds=args.seconds, given=given, say=report)
+            how = partial(start.calibrate, TorchCpu, processes, args.threads, seconds=seconds, given=given, say=report)
+            document = agreed(how, most)
     if document is None:  # rank 0 writes
         return Outcome({}, lambda: None)
-    write(args.output, document)
-    return Outcome(document, lambda: tables.show(tables.calibrated(document, args.output)))
+    write(output, document)
+    return Outcome(document, lambda: tables.show(tables.calibrated(document, output)))
 
 
 def fuzz(args: argparse.Namespace) -> Outcome:

@@ -22,7 +22,7 @@ class Choices(TypedDict, total=False):
     Attributes:
         example_inputs, dynamic_shapes: of a torch module, as `torch.export.export` takes them.
         devices, mesh: ``"2x4"``, ``(2, 4)``, ``{"dp": 2, "tp": 4}`` or mesh axes; ``devices`` is the one-dimensional mesh.
-        topology: a preset, a topology file, or ``auto``: this machine, measured once.
+        topology: a preset, a topology file, or ``auto``: this machine, as measured.
         shapes: sizes of symbolic dimensions, by symbol or by input; of a symbol also a range (``"1..64"`` or ``range(1, 65)``)
             or a list (``"128,256"``), for one build that runs all of them.
         memory: per device, as ``"16GiB"`` or bytes.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 from tapestry.ir.graph import Block, Op
 from tapestry.ir.plan import Mesh, Strategy
 from tapestry.ir.program import Free, Launch, Load, Program, Reduce, Step, Transfer
+from tapestry.plan.topology.measured_costs import BUSY, doubtful
 
 WIDTH = 80
 
@@ -52,6 +54,20 @@ def duration(seconds: float) -> str:
             value = seconds / scale
             return f"{value:.0f} {unit}" if abs(value) >= 100 else f"{value:.3g} {unit}"
     return "0 s"
+
+
+def figures_text(topology: Mapping[str, Any], devices: int) -> list[str]:
+    """How old and how sure measured figures are, and how to make others where that is worth while."""
+    f: Mapping[str, float] = topology.get("figures", {})
+    if not f:
+        return []
+    age = max(0, int(time.time() - f["when"]))
+    n, unit = next(((age // s, unit) for s, unit in ((86400, "day"), (3600, "hour"), (60, "minute")) if age >= s), (0, ""))
+    ago = f"{n} {unit}{'s' * (n > 1)} ago" if n else "just now"
+    rounds = f"two rounds within {f['agreement']:.0%}" if "agreement" in f else "in one round"
+    busy = f", while other work took {f['others']:.0%} of the cores" if f["others"] > BUSY else ""
+    again = f"; again: tapestry calibrate --auto --processes {devices}" if doubtful(f) and topology["name"] == "auto" else ""
+    return [f"measured {ago}, {rounds}{busy}{again}"]
 
 
 def times(ratio: float) -> str:

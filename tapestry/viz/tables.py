@@ -13,7 +13,7 @@ from rich.text import Text
 
 from tapestry.plan.solver.pairs import PROVED
 from tapestry.verify.rewriting.proofs import UNPROVED
-from tapestry.viz.format import count, duration, human, wrapped
+from tapestry.viz.format import count, duration, figures_text, human, wrapped
 from tapestry.viz.layer_folds import listed, moves_text, together
 from tapestry.viz.summary import beside_one_device
 
@@ -105,7 +105,7 @@ def rewrites_text(rewrites: Mapping[str, Any] | None) -> str:
     """What was shown of the rewrites between the lifted graph and the plan's."""
     if rewrites is None:
         return "no log of rewrites: nothing is shown of how the graph was made"
-    rows = [f"{n} by {how}" if how != UNPROVED else f"{n} NOT PROVED" for how, n in rewrites["shown"].items()]
+    rows = [f"{n} by {how}" if how != UNPROVED else f"{n} not proved" for how, n in rewrites["shown"].items()]
     return f"{rewrites['steps']} rewrites of the lifted graph, results before against after: {'; '.join(rows) or 'none'}"
 
 
@@ -215,7 +215,7 @@ def ran_on_processes(document: Mapping[str, Any]) -> RenderableType:
     skipped = f", {document['skipped']} done before" if document["skipped"] else ""
     line = f"{document['batches']} batches{skipped}{again}; the last took {document['seconds']:.3f} s"
     results = [ran(document)] if "outputs" in document else [of_batches(document["checked"])] if "checked" in document else []
-    return Group(*results, table, line, *map(_loss, document.get("losses", ())))
+    return Group(*results, table, line, *map(_loss, document.get("losses", ())), *document["warnings"])
 
 
 def _loss(x: Mapping[str, Any]) -> str:
@@ -295,17 +295,17 @@ def accumulate_lines(report: Mapping[str, Any]) -> list[str]:
 
 
 def machine_lines(report: Mapping[str, Any]) -> list[str]:
-    """What the objective is made of, and the plans that no other one beats in every term."""
-    m = report.get("machines")
+    """How sure measured costs are, what the objective is made of, and the plans that no other one beats in every term."""
+    sure, m = figures_text(report["topology"], report["devices"]), report.get("machines")
     if not m:
-        return []
+        return sure
     shown = [k for k in m["terms"] if m["terms"][k]]
     given = ", ".join(f"{k} {m['terms'][k]:.4g}" for k in shown)
     limits = f", within {' and '.join(m['limits'])}" if m["limits"] else ""
     values = ["no value" if r["value"] is None else f"{r['value']:.4g}" for r in m["front"]]
     rows = [", ".join(f"{k} {r[k]:.4g}" for k in shown) + f": {v}" for r, v in zip(m["front"], values, strict=True)]
-    out = [f"{m['objective']} = {m['value']:.4g} ({given}){limits}; {len(m['tried'])} plans, {len(m['skipped'])} left out"]
-    return out + ([f"front: {row}" for row in rows] if len(rows) > 1 else [])
+    out = f"{m['objective']} = {m['value']:.4g} ({given}){limits}; {len(m['tried'])} plans, {len(m['skipped'])} left out"
+    return [*sure, out] + ([f"front: {row}" for row in rows] if len(rows) > 1 else [])
 
 
 # auto-shard

@@ -21,6 +21,9 @@ PACKAGE = ".package"  # what an editable install has on its path, and nothing el
 CLONE = ("tapestry", "examples", "bench", "docs", "tests", "Makefile", "pyproject.toml", "constraints.txt", "README.md")
 """What a working folder links to."""
 
+AROUND = ("MAKEFLAGS", "MAKELEVEL", "MFLAGS", "TRITON_INTERPRET", "TAPESTRY_TOPOLOGY")
+"""What a make or a test around a page has set, and its reader has not."""
+
 VOLATILE = (
     (r"\b\d+\.\d+ ms(, tput \d[\d.]*| at memory)", "… ms"),  # latencies of stages that were run
     (r"\b\d+(\.\d+)? s\b", "… s"),  # seconds on this machine's clock
@@ -31,6 +34,10 @@ VOLATILE = (
     (r"[ \t]+$", ""),
 )
 """What may differ between two runs of one command: (pattern, what stands for it). Nothing else may."""
+
+
+RARE = r"^(\d+ s: |measuring this machine ).*\n"
+"""What is said of a search that takes long, and before ``--topology auto`` is measured: on a slow machine, and once on each."""
 
 
 def normal(text: str) -> str:
@@ -78,14 +85,14 @@ def run(command: list[str], folder: Path) -> str:
     """Run a command in ``folder`` and return what it prints; an exit status other than 0 is an error."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     env = {**os.environ, "PATH": path, "PYTHONPATH": str(folder / PACKAGE), "COLUMNS": "80", "NO_COLOR": "1", "TERM": "dumb"}
-    for name in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS", "TRITON_INTERPRET"):  # of a make or a test around this one
+    for name in AROUND:
         env.pop(name, None)
     done = subprocess.run(
         command, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=900
     )
     if done.returncode:
         raise AssertionError(f"status {done.returncode}: {command[-1]}\n{done.stdout[-4000:]}")
-    said = re.sub(r"^\d+ s: .*\n", "", done.stdout, flags=re.MULTILINE)  # of a search that takes long, on a slow machine
+    said = re.sub(RARE, "", done.stdout, flags=re.MULTILINE)
     return said.replace(f"{folder}/", "")
 
 

@@ -6,7 +6,6 @@ they are taken by ``--photographs``, and a test of the page says that what they 
 
 from __future__ import annotations
 
-import os
 import sys
 import tempfile
 from dataclasses import replace
@@ -78,7 +77,6 @@ def photograph(found: dict[str, tapestry.Compiled], folder: Path) -> None:
 
 def main() -> None:
     """Draw everything anew."""
-    os.environ["TAPESTRY_TOPOLOGY"] = "cpu"
     IMAGES.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         found = plans(Path(folder))

@@ -11,8 +11,7 @@ from tests.docs.pages import pages
 
 
 @pytest.mark.slow
-def test_drawings_are_those_of_today(tmp_path, monkeypatch):
-    monkeypatch.setenv("TAPESTRY_TOPOLOGY", "cpu")
+def test_drawings_are_those_of_today(tmp_path):
     made = pictures.drawings(pictures.plans(tmp_path))
     stale = [n for n, picture in made.items() if (pictures.IMAGES / f"{n}.svg").read_text() != picture]
     assert stale == [], "python -m tests.docs.pictures"

@@ -33,7 +33,7 @@ GRAPHS = re.findall(r"```tap\n(.*?)```", (ROOT / "docs" / "grammar.md").read_tex
 def built(name: str) -> Path:
     """A build of a small model for two devices."""
     folder = FOLDER / f"schemas-{name}"
-    api.compile(save(name), devices=2).save(folder)
+    api.compile(save(name), devices=2, topology="cpu").save(folder)
     return folder
 
 

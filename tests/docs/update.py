@@ -6,7 +6,6 @@ docs/reference are written in any case.
 
 from __future__ import annotations
 
-import os
 import sys
 import tempfile
 from pathlib import Path
@@ -39,9 +38,6 @@ def replayed(page: Page) -> str:
             text = text[:at] + new + text[at + len(block.text) :]
             shift += len(new) - len(block.text)
     return text
-
-
-os.environ["TAPESTRY_TOPOLOGY"] = "cpu"  # as in the tests: the pages show what everybody gets
 
 
 def main(arguments: list[str]) -> None:

@@ -105,6 +105,23 @@ def test_what_is_the_same_far_back_is_not_refused(length: int) -> None:
             shown(text("a", "2.0"), text("b", "2.0"))
 
 
+@pytest.mark.parametrize("length", [5, 40])
+def test_products_that_become_one_are_proved_however_long_the_way_to_their_weights_is(length: int) -> None:
+    """The fused operation reads both weights, each of its results needs one: what made the other is no matter of its proof."""
+    lines = ["graph g", "input x: f32[2, 3]", "input v: f32[3, 4]", "input w: f32[3, 4]"]
+    for w in "vw":
+        for k in range(length):
+            before = f"{w}{k - 1}" if k else w
+            lines.append(f"{w}{k}: f32[3, 4] = op [m: 3, n: 4]\n  reads {before}[m, n]\n  body {before} + {k + 1}.0")
+    end = length - 1
+    for y, w in (("p", f"v{end}"), ("q", f"w{end}")):
+        lines.append(f"{y}: f32[2, 4] = op [i: 2, n: 4 | m: 3 sum]\n  reads x[i, m], {w}[m, n]\n  body x * {w}")
+    before = parse("\n".join([*lines, "output p, q\n"]))
+    (move,) = RULES["fuse_sums"].find(before)
+    after = apply_moves(before, [move])
+    assert proofs.prove_step(Rewrite("fuse_sums", before, after, True)) == {"normal form": 2}
+
+
 def test_large_products_are_compared_at_their_own_size() -> None:
     plain = PRODUCT.format(rows=512, body="x * w", then="max(acc0, 0.0)")
     with pytest.raises(LawError, match=r"mine@y, operation 'y': law 'same_values' is broken: 'y' differs\n  because: at \("):

@@ -429,3 +429,35 @@ def test_kernels_are_compiled_and_tabled(build, tmp_path):
         assert (tmp_path / "k" / f"{row['kernel']}.py").is_file() and (tmp_path / "k" / f"{row['kernel']}.ptx").is_file()
     status, _, err = run("kernels", build, "-o", tmp_path / "k2", "--target", "triton:abacus")
     assert status == 2 and err and not (tmp_path / "k2").exists()
+
+
+@pytest.mark.parametrize(
+    ("more", "then"),
+    [
+        ([], "tapestry run B --check"),
+        (["--no-weights"], "tapestry verify B"),
+        (["--target", "triton:sm90"], "tapestry verify B --kernels; on a GPU tapestry run B --check"),
+    ],
+)
+def test_what_compile_says_to_do_next_can_be_done(more: list[str], then: str, tmp_path: Path):
+    folder = tmp_path / "b"
+    _, out, _ = run("compile", save("mlp"), "-o", folder, "--devices", "2", *more)
+    said = out.splitlines()[-1].removeprefix("next: ").replace(str(folder), "B")
+    assert said == f"tapestry explain B; {then}"
+    for command in said.replace("B", str(folder)).split("; "):
+        if not command.startswith("on a GPU"):
+            assert run(*command.split()[1:])[0] == 0, command
+
+
+def test_a_run_on_processes_says_that_a_preset_is_not_this_machine(tmp_path: Path):
+    preset, own = tmp_path / "preset", tmp_path / "own"
+    (tmp_path / "own.json").write_text(
+        '{"device": {"memory": "1GiB", "bandwidth": 1e10, "flops": {"f32": 1e11}}, "levels": [{"alpha": 1e-5, "beta": 1e-9}]}'
+    )
+    for folder, topology in ((preset, "cpu"), (own, str(tmp_path / "own.json"))):
+        run("compile", save("mlp"), "-o", folder, "--devices", "2", "--topology", topology, "-q")
+    status, out, _ = run("run", preset, "--processes", "1")
+    assert status == 0 and "warning: the plan is for the preset 'cpu', its forecast not of this machine" in " ".join(
+        out.split()
+    )
+    assert document("run", own, "--processes", "1")["warnings"] == []

@@ -120,6 +120,7 @@ class Topology:
         alone: a device while no other one works, where that was measured.
         margin: the share by which several devices must be predicted to beat one device: how far measured times are off.
         native_sums: whether partial sums travel in the dtype of the results (`ir.plan.Plan`).
+        figures: how sure what was measured is, where that is known.
         costs: the plug-in that prices kernels in the place of the roofline (`cost.plugin_costs`), if any.
     """
 
@@ -136,6 +137,7 @@ class Topology:
     margin: float = 0.0
     costs: str = ""
     native_sums: bool = False
+    figures: Mapping[str, float] = field(default_factory=dict[str, float])
 
     def call_seconds(self, call: str, group: int, nbytes: float, stride: int = 0) -> float | None:
         """Seconds of a backend call as measured (`measured_costs.CallTimes` says of which bytes); ``None`` where it was not.

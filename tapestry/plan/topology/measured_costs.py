@@ -21,6 +21,7 @@ LIKE = {
 CALLS = (
     "all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "broadcast", "batch_isend_irecv",
 )  # fmt: skip
+AGREE, BUSY = 0.15, 0.1  # what two rounds may differ by, and others take of the cores, where figures are sure
 MAX_POINTS, MAX_TABLES, MAX_GROUP = 1024, 1024, 4096
 
 
@@ -55,6 +56,20 @@ class CallTimes:
             return float(np.interp(nbytes, x, y))
         slope = (y[-1] - y[-2]) / (x[-1] - x[-2]) if len(x) > 1 else y[-1] / max(x[-1], 1)
         return y[-1] + slope * (nbytes - x[-1])
+
+
+def read_figures(data: Mapping[str, Any]) -> dict[str, float]:
+    """How sure the measured figures of a document are, as far as it says so (`runtime.calibration.rounds`)."""
+    said: Mapping[str, Any] = data.get("measured", {})
+    found = {k: float(said[k]) for k in ("when", "rounds", "agreement", "others") if said.get(k) is not None}
+    if not all(isfinite(x) and x >= 0 for x in found.values()):
+        raise ValueError("'measured' has a number that cannot be")
+    return found if {"when", "others"} <= found.keys() else {}
+
+
+def doubtful(figures: Mapping[str, float]) -> bool:
+    """Whether it is worth while to measure again on an idle machine."""
+    return bool(figures) and (figures.get("agreement", 1.0) > AGREE or figures["others"] > BUSY)
 
 
 def read_classes(data: Mapping[str, Any]) -> dict[str, KernelRates]:

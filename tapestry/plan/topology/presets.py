@@ -48,6 +48,7 @@ class Source:
     alone: Device | None = None
     margin: float = 0.0
     costs: str = ""
+    figures: dict[str, float] = field(default_factory=dict[str, float])
     reserve: float = 0.0  # the share of memory that plans leave free
 
 

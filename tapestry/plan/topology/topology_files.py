@@ -16,7 +16,7 @@ from tapestry.interop import instance_map
 from tapestry.ir.plan import Mesh, MeshAxis, coordinates, device_count
 from tapestry.plan.topology.fabric import HOST, HOST_LATENCY, Device, Link, Topology, weakest
 from tapestry.plan.topology.join import joined
-from tapestry.plan.topology.measured_costs import read_calls, read_classes, read_margin, read_overlap, read_power
+from tapestry.plan.topology.measured_costs import read_calls, read_classes, read_figures, read_margin, read_overlap, read_power
 from tapestry.plan.topology.meshes import parse_mesh
 from tapestry.plan.topology.presets import PRESETS, REST, SOURCES, GiB, Level, Other, Source
 from tapestry.plugins import entry_points as plugins
@@ -63,7 +63,7 @@ def topology(
         kinds = [alone]
     out = Topology(
         name=source, mesh=mesh, links=links, device=found.device, joined=fabrics, notes=notes, calls=found.calls,
-        overlap=found.overlap, alone=alone, margin=found.margin, costs=found.costs,
+        overlap=found.overlap, alone=alone, margin=found.margin, costs=found.costs, figures=found.figures,
     )  # fmt: skip
     alike = all(d == kinds[0] for d in kinds)
     return replace(out, device=kinds[0] if alike else weakest(kinds), kinds=() if alike else tuple(kinds))
@@ -152,6 +152,7 @@ def _read(path: str) -> Source:
         axes, whole = _interconnect(data)
         others = tuple(_other(data["device"], o) for o in data.get("others", ()))
         calls, overlap, margin = read_calls(data.get("collectives", ())), read_overlap(data), read_margin(data)
+        figures = read_figures(data)
         alone = _like(data["device"], data["alone"]) if "alone" in data else None
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as e:
         what = f"the key {e} is missing" if isinstance(e, KeyError) else f"{type(e).__name__} {e}"
@@ -168,7 +169,7 @@ def _read(path: str) -> Source:
         wrong.append(f"one of 'levels', 'interconnect' and 'instance_map' must be given, and {count} are")
     if wrong:
         raise TapestryError(f"not a topology: {wrong[0]}", where=path, hint=PAGE)
-    return Source(device, levels, axes, whole, others, calls, overlap, alone, margin, str(data.get("costs", "")))
+    return Source(device, levels, axes, whole, others, calls, overlap, alone, margin, str(data.get("costs", "")), figures)
 
 
 def _misspelt(found: Any, free: bool = False) -> Iterator[tuple[str, str]]:

@@ -1,8 +1,9 @@
-"""The topology ``auto``: what a quick ``tapestry calibrate`` said of this machine, measured once and kept.
+"""The topology ``auto``: what ``tapestry calibrate --auto`` said of this machine, measured once and kept.
 
 It is kept in the user's cache folder (`flags.cache_folder`) for the processor, the cores, the version of torch, and the number
-of processes and of their threads. Plans are equal only under equal costs, so it is never measured again while it is there;
-two processes that want it at the same time measure it once.
+of processes and of their threads. Plans are equal only under equal costs, so figures that are sure are not measured again
+while they are there; those that other work disturbed are, once the machine is quiet. Two processes that want it at the same
+time measure it once.
 """
 
 from __future__ import annotations
@@ -14,15 +15,30 @@ import logging
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from tapestry import flags
+from tapestry.plan.topology import topology
+from tapestry.plan.topology.measured_costs import BUSY, doubtful
 from tapestry.runtime.calibration.machine import versions
 
 log = logging.getLogger("tapestry")
 AUTO = "auto"
-FORMAT = 3  # of what is kept
-SECONDS, PATIENCE = 3, 120  # about how long to measure; how long to wait for it
+FORMAT = 4  # of what is kept
+SECONDS, PATIENCE = 3.0, 120  # about how long a round takes; how long to wait for all
+AGAIN = 300  # seconds from one attempt to the next, where the figures are doubtful
+
+
+def place(devices: int) -> tuple[Path, int]:
+    """The file, in a folder that is there, for so many devices, and the number of processes that it is of."""
+    cores = os.cpu_count() or 1
+    processes = max(1, min(devices, 2 * cores))  # more only wait for each other
+    about = {**versions(), "processes": processes, "threads": max(1, cores // processes), "format": FORMAT}
+    key = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:16]
+    path = flags.cache_folder() / "topologies" / f"{key}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path, processes
 
 
 def automatic(devices: int) -> str:
@@ -32,32 +48,34 @@ def automatic(devices: int) -> str:
     """
     if fixed := flags.topology():
         return fixed
-    cores = os.cpu_count() or 1
-    processes = max(1, min(devices, 2 * cores))  # more only wait for each other
-    threads = max(1, cores // processes)
-    about = {**versions(), "processes": processes, "threads": threads, "format": FORMAT}
-    key = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:16]
-    path = flags.cache_folder() / "topologies" / f"{key}.json"
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path, processes = place(devices)
         with path.with_suffix(".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if not path.is_file():
-                _measure(path, processes, threads)
+            if not path.is_file() or _again(path):
+                _measure(path, processes)
     except OSError:  # no place to keep it: what is not kept would be measured anew, and otherwise, each time
         return "cpu"
     return str(path) if path.is_file() else "cpu"
 
 
-def _measure(path: Path, processes: int, threads: int) -> None:
-    """Run ``tapestry calibrate``, which writes the file whole or not at all."""
-    log.warning("measuring this machine once, for --topology %s (%s)", AUTO, path)
-    command = [sys.executable, "-m", "tapestry", "calibrate", "-o", str(path), "--processes", str(processes), "-q"]
-    command += ["--threads", str(threads), "--seconds", str(SECONDS)]
+def _again(path: Path) -> bool:
+    """Whether the figures are doubtful, the machine is quiet now, and the last attempt was not just before."""
+    if time.time() - path.stat().st_mtime < AGAIN or os.getloadavg()[0] > 1 + BUSY * (os.cpu_count() or 1):  # 1: this process
+        return False
+    path.touch()
+    return doubtful(topology((), str(path)).figures)
+
+
+def _measure(path: Path, processes: int) -> None:
+    """Run ``tapestry calibrate --auto``, which writes the file whole or not at all."""
+    log.warning("measuring this machine for --topology %s (%s)", AUTO, path)
+    command = [sys.executable, "-m", "tapestry", "calibrate", "--auto", "--processes", str(processes), "-q"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False, env=flags.alone())  # noqa: S603
         why = done.stderr.strip().splitlines()[-1:] if done.returncode else []
     except subprocess.TimeoutExpired:
         why = [f"nothing after {PATIENCE} s"]
     if why:
-        log.warning("it could not be measured, so --topology cpu is taken: %s", why[0])
+        kept = path if path.is_file() else "cpu"
+        log.warning("it could not be measured, so --topology %s is taken: %s", kept, why[0])

@@ -10,6 +10,7 @@ from functools import cached_property
 from tapestry.ir.graph import Block, Graph, Op, Read, Rewrite
 from tapestry.ir.syntax.printer import to_text
 from tapestry.ir.types import Tensor
+from tapestry.verify.rewriting import normal_form
 
 MOST_KEPT = 32  # operations that a rewrite leaves as they are, taken in to see that two of their results are one
 
@@ -55,8 +56,8 @@ class Change:
         """What two tensors are made by, before and after, back to tensors that are cut or of operations that were kept.
 
         Where the two read different tensors, those are followed further back until they are the same, if they ever are; so are
-        those that one reads elsewhere than the other. Each pair says the same if a wider one does not; nothing comes where they
-        might be the same further back than `MOST_KEPT` operations.
+        those that one reads elsewhere than the other. Each pair says the same if a wider one does not; where they might be the
+        same further back than `MOST_KEPT` operations, the first one comes if it is one term, else nothing.
         """
         kept = dict[str, Op]()
         first = found = self._pair(old, new, kept, cuts)
@@ -77,7 +78,7 @@ class Change:
             kept |= dict.fromkeys(self.kept[t].outs, self.kept[t]) if t in self.kept else {}
             found = self._pair(old, new, kept, cuts)
         else:
-            return
+            same = same or not normal_form.equal(*first, real=False)  # they may read what the result does not need
         if not same:
             yield first
 

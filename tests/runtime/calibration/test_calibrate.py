@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -20,7 +21,7 @@ from tapestry.ir.collective_calls import CALLS
 from tapestry.plan.cost.kernel_class import kernel_class
 from tapestry.plan.topology import from_data, parse_mesh, to_data, topology
 from tapestry.plan.topology.measured_costs import CLASSES
-from tapestry.runtime.calibration import automatic
+from tapestry.runtime.calibration import automatic, rounds, start
 from tapestry.runtime.calibration.call_clock import CallPoint
 from tapestry.runtime.calibration.document import document, write
 from tapestry.runtime.calibration.kernel_clock import KernelClock
@@ -28,6 +29,7 @@ from tapestry.runtime.calibration.measure import Measurements, Task
 from tapestry.runtime.calibration.probes import probes
 from tapestry.runtime.calibration.rate_fit import KernelPoint, fit_kernels, fit_table, rising
 from tapestry.runtime.calibration.trace_fit import from_trace
+from tests.support.command_line import run
 from tests.support.small_models import save
 
 LAUNCH, RATE, BANDWIDTH = 2e-5, 5e10, 8e9
@@ -223,10 +225,10 @@ def test_what_is_no_trace_is_refused(tmp_path: Path, text: str):
 
 def test_a_machine_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The first to ask measures; what was kept is used again, by other numbers of devices that are as many processes too."""
-    asked: list[tuple[int, int]] = []
+    asked: list[int] = []
 
-    def measure(path: Path, processes: int, threads: int) -> None:
-        asked.append((processes, threads))
+    def measure(path: Path, processes: int) -> None:
+        asked.append(processes)
         write(path, document(measured(processes), {}))
 
     monkeypatch.setattr(automatic, "_measure", measure)
@@ -245,13 +247,13 @@ def test_a_plan_says_of_which_machine_it_is(tmp_path: Path, monkeypatch: pytest.
     """The default topology of a compilation is the measured one; equal measurements give equal plans."""
     monkeypatch.delenv("TAPESTRY_TOPOLOGY")
     monkeypatch.setenv("TAPESTRY_CACHE", str(tmp_path))
-    monkeypatch.setattr(automatic, "_measure", lambda path, processes, threads: write(path, document(measured(processes), {})))
+    monkeypatch.setattr(automatic, "_measure", lambda path, processes: write(path, document(measured(processes), {})))
     first, again = (tapestry.compile(save("mlp"), devices=2) for _ in range(2))
-    assert first.report["topology"] == {"name": "auto", "measured": True}
+    assert first.report["topology"] == {"name": "auto", "measured": True, "figures": {}}
     assert first.build.topology == again.build.topology and first.build.moves == again.build.moves
     assert from_data(first.build.topology).device.classes
     fixed = tapestry.compile(save("mlp"), devices=2, topology="cpu")
-    assert fixed.report["topology"] == {"name": "cpu", "measured": False}
+    assert fixed.report["topology"] == {"name": "cpu", "measured": False, "figures": {}}
 
 
 def test_what_cannot_be_measured_is_the_preset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -262,3 +264,133 @@ def test_what_cannot_be_measured_is_the_preset(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv("TAPESTRY_CACHE", str(tmp_path))
     monkeypatch.setattr(sys, "executable", "false")
     assert automatic.automatic(2) == "cpu"
+
+
+DAY = 86400.0
+
+
+class Machine:
+    """An invented machine: how much slower each round is than the first, how long a round takes, what others take of the cores."""
+
+    def __init__(self, slower: list[float], seconds: float = 5.0, others: float = 0.0) -> None:
+        self.slower, self.seconds, self.share, self.now, self.done = slower, seconds, others, 1e9, 0
+
+    def round(self) -> dict[str, object]:
+        by = self.slower[self.done]
+        self.done, self.now = self.done + 1, self.now + self.seconds
+        m = measured(2)
+        return document(replace(m, kernels=[replace(p, seconds=by * p.seconds) for p in m.kernels]), {})
+
+    def others(self) -> float:
+        return self.share * self.now * (os.cpu_count() or 1)
+
+    def agreed(self, monkeypatch: pytest.MonkeyPatch, most: int = rounds.ROUNDS) -> dict[str, object]:
+        monkeypatch.setattr(rounds.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(rounds, "others", self.others)
+        found = rounds.agreed(self.round, most)
+        monkeypatch.undo()
+        return found
+
+
+@pytest.mark.parametrize(
+    ("slower", "taken", "agreement"),
+    [
+        ([1.0, 1.06], 2, 0.06),  # two rounds that agree are enough
+        ([1.0, 2.0, 2.1], 3, 0.05),  # the first one was disturbed
+        ([1.0, 2.0, 4.0, 1.3], 4, 0.3),  # none agree: the best there was
+    ],
+)
+def test_a_machine_is_measured_until_two_rounds_agree(slower, taken, agreement, monkeypatch: pytest.MonkeyPatch):
+    machine = Machine(slower)
+    found = machine.agreed(monkeypatch)
+    assert machine.done == taken == found["measured"]["rounds"]
+    assert found["measured"]["agreement"] == pytest.approx(agreement) and found["margin"] >= min(agreement, 0.25) - 1e-9
+    assert found["measured"]["others"] == 0.0
+
+
+def test_of_two_rounds_that_agree_the_faster_one_is_kept(monkeypatch: pytest.MonkeyPatch):
+    found = Machine([3.0, 1.05, 1.0]).agreed(monkeypatch)
+    assert found["measured"]["kernels"] == document(measured(2), {})["measured"]["kernels"]
+
+
+def test_a_slow_machine_is_measured_in_one_round_and_says_so(monkeypatch: pytest.MonkeyPatch):
+    machine = Machine([1.0, 1.0], seconds=48.0)
+    found = machine.agreed(monkeypatch)
+    assert machine.done == 1 and found["measured"]["agreement"] is None
+
+
+def test_other_work_during_the_measurement_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    write(tmp_path / "t.json", Machine([1.0, 1.0], others=0.4).agreed(monkeypatch))
+    figures = topology(parse_mesh("2"), str(tmp_path / "t.json")).figures
+    assert figures["others"] == pytest.approx(0.4) and figures["agreement"] == pytest.approx(0.0)
+
+
+def test_work_of_others_is_that_of_the_cores_less_our_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "stat").write_text("cpu  1000 200 300 50000 7000 10 20 30 0 0\ncpu0 1 1 1 1 1 1 1 1 0 0\n")
+    monkeypatch.setattr(rounds, "Path", lambda _: tmp_path / "stat")
+    monkeypatch.setattr(os, "times", lambda: (1.0, 0.5, 2.0, 0.25, 99.0))
+    assert rounds.others() == pytest.approx(1560 / os.sysconf("SC_CLK_TCK") - 3.75)
+
+
+def kept(path: Path, **said: object) -> Path:
+    """A measured file as `rounds` leaves it, made two days ago."""
+    made = document(measured(2), {})
+    sure = {"when": time.time() - 2 * DAY, "rounds": 2, "agreement": 0.06, "others": 0.0, **said}
+    write(path, {**made, "measured": {**made["measured"], **sure}})
+    os.utime(path, (time.time() - 2 * DAY,) * 2)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("said", "load", "again"),
+    [
+        ({}, 0.0, False),  # sure figures stay
+        ({"others": 0.4}, 0.0, True),
+        ({"others": 0.4}, 99.0, False),  # still busy
+        ({"agreement": 0.5}, 0.0, True),
+        ({"agreement": None, "rounds": 1}, 0.0, True),
+    ],
+)
+def test_figures_made_under_load_are_made_again_when_the_load_is_gone(
+    said, load, again, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("TAPESTRY_CACHE", str(tmp_path))
+    monkeypatch.delenv("TAPESTRY_TOPOLOGY")
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, load, load))
+    asked: list[int] = []
+    monkeypatch.setattr(automatic, "_measure", lambda path, processes: asked.append(processes))
+    path = kept(automatic.place(2)[0], **said)
+    assert automatic.automatic(2) == str(path)
+    assert automatic.automatic(2) == str(path) and len(asked) == int(again)  # not twice at once
+
+
+def test_compile_and_explain_say_how_old_and_how_sure_the_figures_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TAPESTRY_CACHE", str(tmp_path))
+    monkeypatch.delenv("TAPESTRY_TOPOLOGY")
+    kept(automatic.place(2)[0])
+    for command in (["compile", save("mlp"), "-o", tmp_path / "b", "--devices", "2"], ["explain", tmp_path / "b"]):
+        said = run(*command)[1].splitlines()
+        assert any(line.rstrip().endswith("measured 2 days ago, two rounds within 6%") for line in said)
+    kept(automatic.place(2)[0], others=0.4, agreement=0.3)
+    monkeypatch.setattr(os, "getloadavg", lambda: (99.0,) * 3)
+    said = " ".join(run("compile", save("mlp"), "-o", tmp_path / "b", "--devices", "2")[1].split())
+    assert "within 30%, while other work took 40% of the cores; again: tapestry calibrate --auto --processes 2" in said
+    assert "measured" not in run("compile", save("mlp"), "-o", tmp_path / "b", "--devices", "2", "--topology", "cpu")[1]
+
+
+def test_the_command_measures_again_what_auto_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TAPESTRY_CACHE", str(tmp_path))
+    machine = Machine([1.0, 1.0])
+    monkeypatch.setattr(start, "calibrate", lambda make, processes, threads, **how: machine.round())
+    assert run("calibrate", "--auto", "--processes", "2")[0] == 0
+    monkeypatch.delenv("TAPESTRY_TOPOLOGY")
+    path = Path(automatic.automatic(2))
+    assert machine.done == 2 and json.loads(path.read_text())["measured"]["rounds"] == 2
+    assert run("calibrate", "--auto", "--device", "h100")[0] == 2
+
+
+@pytest.mark.parametrize("said", [{"when": "x", "others": 1}, {"when": -1, "others": 1}, {"when": float("nan"), "others": 0}])
+def test_figures_that_cannot_be_are_refused(said, tmp_path: Path):
+    (tmp_path / "t.json").write_text(json.dumps({**document(measured(2), {}), "measured": said}))
+    with pytest.raises(TapestryError, match="not a topology"):
+        topology(parse_mesh("2"), str(tmp_path / "t.json"))
