@@ -18,6 +18,7 @@ from tapestry.prove.rank_programs import OneFile, Program
 from tapestry.prove.values import Ref, Table, Value
 
 Array = np.ndarray[Any, Any]
+EXACT = 1 << 24  # whole numbers below are floats of any type that models count in
 
 
 @dataclass(slots=True)
@@ -60,18 +61,24 @@ class Leaves:
         return Ref(self.table.leaf(name, len(index), dtype), tuple(index))
 
     def _simple(self, file: OneFile, name: str, t: Tensor) -> Value | None:
-        """A derived constant that is one number, or the value of an index expression."""
+        """A derived constant that is one number, or the value of an index expression (a float of one, if all are whole)."""
         a = file.lifted.constants.get(name)
         if a is None or a.size == 0:
             return None
         first = a.reshape(-1)[0]
         if np.all(a == first):
             return Const(first.item(), t.dtype)
-        found = fit(a) if t.dtype in INTEGERS else None
+        ranges = {f"y{k}": n for k, n in enumerate(a.shape) if n != 1}
+        if t.dtype == "bool":
+            place = _half(a)
+            return None if place is None else self.table.test("ge", place, ranges)
+        exact = t.dtype in INTEGERS or (np.all(np.abs(a) < EXACT) and np.all(a == np.rint(a)))
+        found = fit(a.astype(np.int64)) if exact else None
         if found is None:
             return None
         place = sum((e * step for e, step in zip(here(a.shape), found[1], strict=True)), const(found[0]))
-        return self.table.iota(place, t.dtype)
+        whole = self.table.iota(place, t.dtype if t.dtype in INTEGERS else "i64")
+        return self.table.call("cast", (whole,), t.dtype, ranges)
 
     def of_rank(self, rank: int, name: str) -> Value:
         """A tensor that a rank is given."""
@@ -154,6 +161,20 @@ class Leaves:
             self.table.rank, self.table.tensor = rank, name
             self.table.miss(f"{apart(mine, all_of, first[0])}", theirs)
         return None
+
+
+def _half(mask: Array) -> Aff | None:
+    """What is at least 0 where a mask is true: up to a place of an axis, from one on, or on one side of a diagonal."""
+    axes = [k for k, n in enumerate(mask.shape) if n > 1]
+    grids, names = np.indices(mask.shape, sparse=True), here(mask.shape)
+    ways = [(names[k] * s, grids[k] * s) for k in axes for s in (1, -1)]
+    ways += [(names[k] - names[m], grids[k] - grids[m]) for k in axes for m in axes if k != m]
+    for place, values in ways:
+        cells = np.broadcast_to(values, mask.shape)
+        low = int(cells[mask].min())
+        if low > cells[~mask].max():
+            return place - low
+    return None
 
 
 def here(shape: Sequence[int]) -> list[Aff]:

@@ -152,6 +152,10 @@ def _matched(node: Node, r: Reduction) -> tuple[tuple[Aff, ...], Domain] | str:
             return f"{e} is read where the model reads {t}"
         if not same(slots.setdefault(free[0], rest), rest, r.ranges):
             return f"place {rest} is read with place {slots[free[0]]}, which the model reads as one"
+    for t, e in later:  # only where nothing else tells; whether it holds is seen below
+        for name, rest in _inside_floor(t, e, places, ranges):
+            if not dims_of(rest) & names:
+                slots.setdefault(name, rest)
     if len(slots) < node.slots:
         return "places that are merged do not tell where it is read"
     for t, e in later:
@@ -159,6 +163,17 @@ def _matched(node: Node, r: Reduction) -> tuple[tuple[Aff, ...], Domain] | str:
             return f"{e} is read where the model reads {substitute(t, {**places, **slots}, ranges)}"
     domain = _domain(node, places, r)
     return domain if isinstance(domain, str) else (tuple(slots[f"v{k}"] for k in range(node.slots)), domain)
+
+
+def _inside_floor(t: Aff, e: Aff, places: Mapping[str, Aff], ranges: Ranges) -> list[tuple[str, Aff]]:
+    """The slot of ``floor((v - r)/n)``, if another floor is that: its name and what it is."""
+    a, b = (x.terms[0][0] if len(x.terms) == 1 and x.terms[0][1] == 1 else None for x in (t, e))
+    if not isinstance(a, Floor) or not isinstance(b, Floor) or a.div != b.div:
+        return []
+    free = [n for n, c in a.arg.terms if isinstance(n, str) and n[0] == "v" and c == 1]
+    inner = b.arg + (e.const - t.const) * b.div
+    rests = [substitute(inner - substitute(a.arg, {**places, n: const(0)}, ranges), {}, ranges) for n in free]
+    return list(zip(free, rests, strict=True)) if len(free) == 1 else []
 
 
 def _places(node: Node, theirs: Sequence[Aff], ours: Sequence[Aff], reduce: tuple[Dim, ...]) -> dict[str, Aff] | str:

@@ -207,6 +207,8 @@ class Table:
         places = [self.is_place(a) for a in args]
         if all(p is not None for p in places) and dtype in ("i64", "bool", "i32"):
             return self._placed(fn, [p for p in places if p is not None], dtype, ranges)
+        if fn in ("isnan", "isinf"):
+            return Const(False, "bool")  # of finite numbers
         if fn in ("mul", "div") and len(args) == 2:
             return self._scaled(fn, args, dtype, ranges)
         if fn in ("add", "max", "min", "or", "and"):
@@ -220,17 +222,16 @@ class Table:
             return None
         return self.is_place(self.arguments(test)[0])  # pyright: ignore[reportArgumentType]
 
-    def _given(self, v: Value, place: Aff) -> Value:
+    def _given(self, v: Value, place: Aff, ranges: Ranges) -> Value:
         """A value where an index expression is known to be at least 0: choices by what follows are made."""
         while isinstance(v, Ref) and self.nodes[v.node].kind == "call" and self.nodes[v.node].label[0] == "where":
             test, yes, no = self.arguments(v)
             asked = self.tested(test)
             if asked is None:
                 return v
-            more, less = asked - place, (asked + place) * -1 - 1
-            if not more.terms and more.const >= 0:
+            if low(asked - place, ranges) >= 0:
                 v = yes
-            elif not less.terms and less.const >= 0:
+            elif low((asked + place) * -1 - 1, ranges) >= 0:
                 v = no
             else:
                 return v
@@ -244,7 +245,7 @@ class Table:
             return yes
         place = self.tested(test)
         if place is not None:
-            inner = self._given(yes, place), self._given(no, place * -1 - 1)
+            inner = self._given(yes, place, ranges), self._given(no, place * -1 - 1, ranges)
             if inner != (yes, no):
                 return self.call("where", (test, *inner), dtype, ranges)
         node = self.nodes[test.node]
@@ -327,8 +328,13 @@ class Table:
         return self.call("mul", (x, Const(float(factor), dtype)), dtype, ranges)
 
     def _merged(self, fn: str, args: Sequence[Value]) -> Value | None:
-        """Two parts of one reduction, merged by its own operation: the reduction over both, if they are disjoint."""
+        """Two parts of one reduction, merged by its own operation: the reduction over both, if they are disjoint.
+
+        A number that changes nothing is left out."""
         a, b = args
+        for one, other in ((a, b), (b, a)):
+            if fn in NEUTRAL and isinstance(one, Const) and one.value == NEUTRAL[fn]:
+                return other
         if fn != "add" and a == b:
             return a
         if not isinstance(a, Ref) or not isinstance(b, Ref):
@@ -413,6 +419,7 @@ class Table:
 
 
 MERGES = {"sum": "add", "max": "max", "min": "min", "any": "or", "all": "and", "prod": "mul"}
+NEUTRAL: dict[str, Any] = {"add": 0, "and": True, "or": False}
 
 
 def _key(label: tuple[Any, ...], args: Sequence[Value]) -> Any:
@@ -442,6 +449,11 @@ def moved(e: Aff, env: Mapping[str, Aff], ranges: Ranges) -> Aff:
     if found is None:
         found = _MOVED[key] = substitute(e, env, ranges)
     return found
+
+
+def low(e: Aff, ranges: Ranges) -> int:
+    """A number that an index expression is never below."""
+    return int(bounds(e, {n: (0, s - 1) for n, s in ranges.items()})[0])
 
 
 def same(a: Aff, b: Aff, ranges: Ranges) -> bool:
