@@ -26,12 +26,12 @@ def rescaled(table: Table, fn: str, args: tuple[Value, ...], ranges: Ranges) -> 
     if fn not in ("mul", "div") or table.dtype(args[0]) not in FLOATS or _as_model_has_it(table, fn, args):
         return None  # a quotient of whole numbers is cut off: a sum of them is not the quotient of the sum
     misses = len(table.misses)
-    for total, factor in (args, args[::-1]) if fn == "mul" else (args,):
-        put = lambda v, wide, factor=factor: _each_factor(table, fn, v, factor, wide)  # noqa: E731
-        found = _in_sums(table, total, put, ranges, known=True)
+    if fn == "div" and isinstance(args[1], Ref):
+        found = _in_sums(table, args[0], lambda v, wide: _each_factor(table, v, args[1], wide), ranges, known=True)
         if found is not None:
             return found
-        ends = _difference(table, factor) if fn == "mul" else None
+    for total, factor in (args, args[::-1]) if fn == "mul" else ():
+        ends = _difference(table, factor)
         if ends is not None:
             found = _in_sums(table, total, lambda v, wide, ends=ends: _moved(table, v, *ends, wide), ranges, known=False)
             if found is not None:
@@ -145,7 +145,7 @@ def _moved(table: Table, term: Value, a: Value, b: Value, wide: Ranges) -> Itera
             yield put(table.call("exp", (table.call("sub", (ends[0], b), dtype, wide),), dtype, wide))
 
 
-def _each_factor(table: Table, fn: str, term: Value, by: Value, wide: Ranges) -> Iterator[Value]:
-    """A term with one of its factors multiplied or divided."""
+def _each_factor(table: Table, term: Value, divisor: Value, wide: Ranges) -> Iterator[Value]:
+    """A term with one of its factors divided."""
     for f, put in islice(_factors(table, term, wide), MOST_FACTORS):
-        yield put(table.call(fn, (f, by), table.dtype(f), wide))
+        yield put(table.call("div", (f, divisor), table.dtype(f), wide))

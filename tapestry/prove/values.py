@@ -13,14 +13,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from functools import lru_cache
+from math import isfinite
 from typing import Any, cast
 
 import numpy as np
 
 from tapestry.ir.expr import PRIMITIVES, Call, Const
 from tapestry.ir.index import Aff, Floor, Mod, bounds, const, dim, modulo, substitute
-from tapestry.ir.types import FLOATS
+from tapestry.ir.types import FLOATS, numpy_dtype
 from tapestry.prove.domains import Domain
 from tapestry.verify.interp import value as evaluate_expression
 
@@ -294,38 +296,37 @@ class Table:
         return self._applied((f"test {op}", "bool"), [self.iota(place)], ranges)
 
     def _scaled(self, fn: str, args: Sequence[Value], dtype: str, ranges: Ranges) -> Value | None:
-        """A program's multiples of multiples: ``(x * 4) / 4`` is x."""
+        """Multiples in one form, those of multiples too: ``(x * 4) / 4`` is x, and ``x * 0.125`` is ``x / 8``."""
         a, b = args
         if fn == "mul" and isinstance(a, Const):
             a, b = b, a
-        if not isinstance(a, Ref) or not isinstance(b, Const):
+        if not isinstance(a, Ref) or not isinstance(b, Const) or not isfinite(b.value):
             return None
         if b.value == 1:
             return a
-        if dtype not in FLOATS:  # a quotient of whole numbers is cut off
+        if dtype not in FLOATS or not b.value:  # a quotient of whole numbers is cut off
             return None
-        node = self.nodes[a.node]
-        if node.kind != "call" or node.model or node.label[0] not in ("mul", "div"):
+        x, inner = self.unscaled(a)
+        factor = inner * (Fraction(b.value) if fn == "mul" else 1 / Fraction(b.value))
+        if x == a and (fn, b) == _multiple(factor, dtype):
             return None
-        inner = self.arguments(a)
-        x, c = (inner[1], inner[0]) if isinstance(inner[0], Const) else inner
-        if not isinstance(x, Ref) or not isinstance(c, Const) or (node.label[0] == "div" and isinstance(inner[0], Const)):
-            return None
-        from fractions import Fraction
-
-        one, two = Fraction(c.value), Fraction(b.value)
-        if 0 in (one, two):
-            return None
-        factor = (one if node.label[0] == "mul" else 1 / one) * (two if fn == "mul" else 1 / two)
         return self.multiple(x, factor, dtype, ranges)
 
-    def multiple(self, x: Value, factor: Any, dtype: str, ranges: Ranges) -> Value:
-        """A value times a fraction; a division where that is one by a whole number."""
+    def unscaled(self, v: Value) -> tuple[Value, Fraction]:
+        """A value and a number of which it is the product."""
+        node = self.nodes[v.node] if isinstance(v, Ref) else None
+        if node is not None and isinstance(v, Ref) and node.kind == "call" and node.label[0] in ("mul", "div"):
+            x, c = self.arguments(v)
+            if isinstance(x, Ref) and isinstance(c, Const) and node.dtype in FLOATS and c.value and isfinite(c.value):
+                return x, Fraction(c.value) if node.label[0] == "mul" else 1 / Fraction(c.value)
+        return v, Fraction(1)
+
+    def multiple(self, x: Value, factor: Fraction, dtype: str, ranges: Ranges) -> Value:
+        """A value times a number."""
         if factor == 1:
             return x
-        if factor.numerator == 1:
-            return self.call("div", (x, Const(float(factor.denominator), dtype)), dtype, ranges)
-        return self.call("mul", (x, Const(float(factor), dtype)), dtype, ranges)
+        fn, by = _multiple(factor, dtype)
+        return self.call(fn, (x, by), dtype, ranges)
 
     def _merged(self, fn: str, args: Sequence[Value]) -> Value | None:
         """Two parts of one reduction, merged by its own operation: the reduction over both, if they are disjoint.
@@ -420,6 +421,18 @@ class Table:
 
 MERGES = {"sum": "add", "max": "max", "min": "min", "any": "or", "all": "and", "prod": "mul"}
 NEUTRAL: dict[str, Any] = {"add": 0, "and": True, "or": False}
+
+
+@lru_cache(maxsize=1 << 12)
+def _multiple(factor: Fraction, dtype: str) -> tuple[str, Const]:
+    """How a multiple is written: a number of its type; a quotient where that is one by a whole number."""
+    if 1 not in (abs(factor.numerator), factor.denominator):
+        with np.errstate(all="ignore"):
+            rounded = float(np.asarray(float(factor)).astype(numpy_dtype(dtype)))
+        factor = Fraction(rounded) if isfinite(rounded) and rounded else factor
+    if factor.numerator == 1:
+        return "div", Const(float(factor.denominator), dtype)
+    return "mul", Const(float(factor), dtype)
 
 
 def _key(label: tuple[Any, ...], args: Sequence[Value]) -> Any:
