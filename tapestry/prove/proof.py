@@ -87,7 +87,7 @@ def compare(model: OneFile, program: Program, order: int = 0) -> Comparison:
     """
     table = Table()
     leaves = Leaves(table, model, program, order=order)
-    whole = _model_values(table, leaves, model.graph)
+    whole = leaves.values = _model_values(table, leaves, model.graph)
     table.building = False
     out = Comparison(table, leaves, whole, [{} for _ in program.ranks])
     try:

@@ -255,17 +255,6 @@ class Table:
             a, b = self.arguments(test)
             if any(isinstance(x, Const) and x.value == float("inf") for x in (a, b)):
                 return no  # of finite numbers
-            if isinstance(no, Ref) and self.nodes[no.node].label[0] in (
-                "mul",
-                "exp",
-            ):  # s, or s * exp(a - b): the same where a is b
-                kind = self.dtype(a)
-                apart = {self.call("exp", (self.call("sub", p, kind, ranges),), kind, ranges) for p in ((a, b), (b, a))}
-                factors = self.arguments(no)
-                product = self.nodes[no.node].label[0] == "mul"
-                one = product and yes in factors and any(x in apart for x in factors)
-                if one or (yes == Const(1.0, kind) and no in apart):
-                    return no
         return None
 
     def _placed(self, fn: str, places: list[Aff], dtype: str, ranges: Ranges) -> Value | None:
