@@ -105,7 +105,10 @@ class Leaves:
             digest = hashlib.sha256(a.tobytes()).hexdigest()[:12] if a is not None else f"{rank}"
             return self._leaf(f"{name} of rank {rank} ({digest})", t.dtype, here(t.shape))
         self.placed[rank, name] = found
-        return self._joined(found, t) if found.runs else self._leaf(found.tensor, t.dtype, found.places(t.shape))
+        if found.runs:
+            return self._joined(found, t)
+        env = {f"y{k}": e for k, e in enumerate(found.places(t.shape))}
+        return self.table.read(self.of_model(found.tensor), env, {f"y{k}": n for k, n in enumerate(t.shape) if n != 1})
 
     def _folded(self, a: Array, t: Tensor) -> Value | None:
         """A constant as a part of what the model computes of constants: whoever wrote the rank has computed it before."""
