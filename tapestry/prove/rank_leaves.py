@@ -12,7 +12,7 @@ import numpy as np
 
 from tapestry.ir.expr import Const
 from tapestry.ir.graph import Op
-from tapestry.ir.index import Aff, const, dim, floordiv, modulo
+from tapestry.ir.index import Aff, const, dim, evaluate, floordiv, modulo
 from tapestry.ir.types import FLOATS, INTEGERS, Tensor
 from tapestry.lift.building.affine_values import fit
 from tapestry.prove.rank_parts import Placed, apart, by_data, runs_by_data, said, starts_in_order
@@ -76,7 +76,7 @@ class Leaves:
         first = a.reshape(-1)[0]
         if np.all(a == first):
             return Const(first.item(), t.dtype)
-        ranges = {f"y{k}": n for k, n in enumerate(a.shape) if n != 1}
+        ranges = _ranges(a.shape)
         if t.dtype == "bool":
             place = _half(a)
             return None if place is None else self.table.test("ge", place, ranges)
@@ -108,38 +108,27 @@ class Leaves:
         if found.runs:
             return self._joined(found, t)
         env = {f"y{k}": e for k, e in enumerate(found.places(t.shape))}
-        return self.table.read(self.of_model(found.tensor), env, {f"y{k}": n for k, n in enumerate(t.shape) if n != 1})
+        return self.table.read(self.of_model(found.tensor), env, _ranges(t.shape))
 
     def _folded(self, a: Array, t: Tensor) -> Value | None:
         """A constant as a part of what the model computes of constants: whoever wrote the rank has computed it before."""
-        graph = self.model.graph
+        tensors, mine = self.model.graph.tensors, a.squeeze()
         if self.computed is None:
-            known = {n: c for n, c in self.model.lifted.constants.items() if not graph.tensors[n].on_host}
-            ops: list[Op] = []
-            names = {*known}
-            for op in graph.ops:
-                outs = [graph.tensors[o] for o in op.outs]
-                if names.issuperset(op.inputs) and not any(o.on_host or prod(o.shape) > MOST_CELLS for o in outs):
-                    ops.append(op)
-                    names.update(op.outs)
-            outs = tuple(n for op in ops for n in op.outs)
-            part = replace(graph, ops=tuple(ops), inputs=tuple(known), weights=(), outputs=outs)
-            with np.errstate(all="ignore"):
-                self.computed = interp.run(part, known)
-        mine = a.squeeze()
+            self.computed = _computed(self.model)
         for name, whole in self.computed.items():
             axes = [k for k, n in enumerate(whole.shape) if n != 1]
-            if graph.tensors[name].dtype == t.dtype and name in self.values and len(axes) == mine.ndim:
+            if tensors[name].dtype == t.dtype and name in self.values and len(axes) == mine.ndim:
                 start = by_data(mine, whole.squeeze().astype(a.dtype), [])
                 if start is not None:
-                    env = {f"y{k}": e + s for k, e, s in zip(axes, (e for e in here(a.shape) if e.terms), start, strict=True)}
-                    return self.table.read(self.values[name], env, {f"y{k}": n for k, n in enumerate(a.shape) if n != 1})
+                    places = (e for e in here(a.shape) if e.terms)
+                    env = {f"y{k}": e + s for k, e, s in zip(axes, places, start, strict=True)}
+                    return self.table.read(self.values[name], env, _ranges(a.shape))
         return None
 
     def _joined(self, found: Placed, t: Tensor) -> Value:
         """A tensor made of runs of the model's along one axis: one expression where they are regular, else a choice of them."""
         size, name, places = found.runs[0].size, f"y{found.axis}", list(found.places(t.shape))
-        ranges = {f"y{k}": n for k, n in enumerate(t.shape) if n != 1}
+        ranges = _ranges(t.shape)
         step = found.runs[1].there - found.runs[0].there
         if all(r.size == size and r.there == found.runs[0].there + k * step for k, r in enumerate(found.runs)):
             number, inside = floordiv(dim(name), size, ranges), modulo(dim(name), size, ranges)
@@ -208,16 +197,32 @@ def _constant(file: OneFile, name: str, t: Tensor) -> Array | None:
     return file.data(name) if t.dtype not in FLOATS or name in file.lifted.constants else None
 
 
+def _computed(model: OneFile) -> dict[str, Array]:
+    """What a model computes of nothing but constants."""
+    graph, ops = model.graph, list[Op]()
+    given = {n: c for n, c in model.lifted.constants.items() if not graph.tensors[n].on_host}
+    names = {*given}
+    for op in graph.ops:
+        outs = [graph.tensors[o] for o in op.outs]
+        if names.issuperset(op.inputs) and not any(o.on_host or prod(o.shape) > MOST_CELLS for o in outs):
+            ops.append(op)
+            names.update(op.outs)
+    outputs = tuple(n for op in ops for n in op.outs)
+    with np.errstate(all="ignore"):
+        return interp.run(replace(graph, ops=tuple(ops), inputs=tuple(given), weights=(), outputs=outputs), given)
+
+
+def _ranges(shape: Sequence[int]) -> dict[str, int]:
+    return {f"y{k}": n for k, n in enumerate(shape) if n != 1}
+
+
 def _half(mask: Array) -> Aff | None:
     """What is at least 0 where a mask is true: up to a place of an axis, from one on, or on one side of a diagonal."""
-    axes = [k for k, n in enumerate(mask.shape) if n > 1]
-    grids, names = np.indices(mask.shape, sparse=True), here(mask.shape)
-    ways = [(names[k] * s, grids[k] * s) for k in axes for s in (1, -1)]
-    ways += [(names[k] - names[m], grids[k] - grids[m]) for k in axes for m in axes if k != m]
-    for place, values in ways:
-        cells = np.broadcast_to(values, mask.shape)
-        low = int(cells[mask].min())
-        if low > cells[~mask].max():
+    axes = [e for e in here(mask.shape) if e.terms]
+    env: dict[str, Any] = {f"y{k}": g for k, g in enumerate(np.indices(mask.shape, sparse=True))}
+    for place in (*axes, *(e * -1 for e in axes), *(a - b for a in axes for b in axes if a is not b)):
+        cells = np.broadcast_to(evaluate(place, env), mask.shape)
+        if (low := int(cells[mask].min())) > cells[~mask].max():
             return place - low
     return None
 

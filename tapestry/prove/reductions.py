@@ -125,7 +125,7 @@ def _unflattened(r: Reduction) -> Reduction:
     index = [e for v in r.values if isinstance(v, Ref) for e in v.index]
     atoms = {a for e in index for a, _ in e.terms}
     for d in r.reduce:
-        parts = [a for a in atoms if not isinstance(a, str) and dims_of(a.arg) == {d.name}]
+        parts = [a for a in atoms if not isinstance(a, str) and dims_of(a.arg) <= {d.name}]
         n = min((a.div for a in parts if a.arg == dim(d.name)), default=0)
         others = any(a == d.name or (a not in parts and not isinstance(a, str) and d.name in dims_of(a.arg)) for a in atoms)
         if n and not others and not d.size % n and 1 < n < d.size:
@@ -133,7 +133,9 @@ def _unflattened(r: Reduction) -> Reduction:
             reduce = tuple(x for old in r.reduce for x in ((major, minor) if old is d else (old,)))
             env = {d.name: dim(major.name) * n + dim(minor.name)}
             wide = {**r.ranges, **{x.name: x.size for x in reduce}}
-            values = tuple(Ref(v.node, tuple(moved(e, env, wide) for e in v.index)) if isinstance(v, Ref) else v for v in r.values)
+            values = tuple(
+                Ref(v.node, tuple(moved(e, env, wide) for e in v.index)) if isinstance(v, Ref) else v for v in r.values
+            )
             return _unflattened(replace(r, values=values, reduce=reduce))
     return r
 

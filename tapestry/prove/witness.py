@@ -57,17 +57,17 @@ def difference(model: OneFile, program: Program, found: Comparison, seed: int = 
     weights = _weights(model, program, found, seed)
     if weights is None:
         return "weights that are no part of the model's have no data, so that no difference was looked for"
-    every = replace(model.graph, outputs=tuple(dict.fromkeys((*model.outputs, *(t for op in model.graph.ops for t in op.outs)))))
+    mine = {**random_feeds(model.graph, seed), **weights}
+    every = replace(model.graph, outputs=(*model.outputs, *(t for op in model.graph.ops for t in op.outs)))
+
+    def both(wide: bool) -> _Run:
+        return _Run(interp.run(every, mine, wide=wide), _run_ranks(program, found, mine, wide))
+
     try:
-        mine = {**random_feeds(model.graph, seed), **weights}
-        wide, own = (
-            lambda wide=wide: _Run(interp.run(every, mine, wide=wide), _run_ranks(program, found, mine, wide))
-            for wide in (True, False)
-        )
-        first = _first(program, found, seed, one := wide())
+        first = _first(program, found, seed, wide := both(True))
         if first is None:
             return "both were run on random input and agree"
-        return _first(program, found, seed, one, two := own()) or _step((model, *program.ranks), first, one, two)
+        return _first(program, found, seed, wide, own := both(False)) or _step(model, first, wide.model, own.model)
     except (ArithmeticError, KeyError, ValueError, IndexError, TypeError) as e:
         return f"one of them does not run ({type(e).__name__} {e}), so that no difference was found"
 
@@ -218,23 +218,20 @@ def _box(run: _Run, name: str, mine: str, rank: int, start: Sequence[int]) -> tu
     return a, box, apart, float(np.max(np.abs(whole), initial=0.0, where=np.isfinite(whole)))
 
 
-def _step(files: Sequence[OneFile], first: Difference, wide: _Run, own: _Run) -> str:
-    """Which operation makes of a rounded value another one than of the value itself."""
+def _step(model: OneFile, first: Difference, wide: Mapping[str, Array], own: Mapping[str, Array]) -> str:
+    """Which of the model's operations makes of a rounded value another one than of the value itself."""
     text = f"they differ in float64 alone, at {first.output}{list(first.cell)} of rank {first.rank}"
-    for file, a, b in zip(files, (wide.model, *wide.ranks), (own.model, *own.ranks), strict=True):
-        tensors = file.graph.tensors
-        for op in file.graph.ops:
-            ins = [t for t in op.inputs if not tensors[t].on_host and t in a]
-            if all(_close(a[t], b[t]) for t in ins) and not all(_close(a[t], b[t]) for t in op.outs if not tensors[t].on_host):
-                node = next((n for n in load(file.path).graph.node if op.outs[0] in n.output), None)
-                what, read = node.op_type if node else f"'{op.outs[0]}'", next((t for t in ins if tensors[t].dtype in FLOATS), "")
-                return f"{text}: '{read}' is computed in {tensors[read].dtype if read else '?'}, near a step of {what}"
+    tensors = model.graph.tensors
+
+    def close(name: str) -> bool:
+        x, y = (np.asarray(v[name]).astype(np.float64) for v in (wide, own))
+        with np.errstate(invalid="ignore"):
+            near = np.abs(x - y) <= ROUNDED * np.max(np.abs(x), initial=0.0, where=np.isfinite(x))
+        return bool(np.all(near | (x == y) | ((x != x) & (y != y))))
+
+    for op in model.graph.ops:
+        ins = [t for t in op.inputs if t in wide and not tensors[t].on_host and tensors[t].dtype in FLOATS]
+        if ins and all(map(close, ins)) and not all(close(t) for t in op.outs if not tensors[t].on_host):
+            kind = next((n.op_type for n in load(model.path).graph.node if op.outs[0] in n.output), op.outs[0])
+            return f"{text}: '{ins[0]}' is computed in {tensors[ins[0]].dtype}, near a step of {kind}"
     return f"{text}: rounding hides it in the model's own types"
-
-
-def _close(a: Array, b: Array) -> bool:
-    """Whether two arrays are equal up to rounding."""
-    x, y = (np.asarray(v).astype(np.float64) for v in (a, b))
-    with np.errstate(invalid="ignore"):
-        near = np.abs(x - y) <= ROUNDED * np.max(np.abs(x), initial=0.0, where=np.isfinite(x))
-    return bool(np.all(near | (x == y) | ((x != x) & (y != y))))

@@ -39,12 +39,14 @@ BUCKETS = """g (float[4, 64] x) => (float[4, 32] y) <float[1] eight = {8}, float
 }"""
 
 
-def saved(text: str, path: Path, weights: dict[str, tuple[int, ...]]) -> Path:
-    """A model in a file, with random weights."""
+def saved(text: str, path: Path, weights: dict[str, tuple[int, ...]], cleared: bool = False) -> Path:
+    """A model in a file, with random weights; ``cleared``: the output's shape is left to inference."""
     model, rng = parser.parse_model(HEAD + text), np.random.default_rng(0)
     data = {n: rng.standard_normal(s).astype(np.float32) for n, s in weights.items()}
     model.graph.initializer.extend(numpy_helper.from_array(a, n) for n, a in data.items())
     path.parent.mkdir(parents=True, exist_ok=True)
+    if cleared:
+        model.graph.output[0].type.tensor_type.ClearField("shape")
     onnx.save(model, path)
     return path
 
@@ -121,6 +123,78 @@ def test_another_index_in_its_place_is_refuted(tmp_path: Path) -> None:
     table.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(table) + 1, table.name))
     onnx.save(rank, folder / "rank0.onnx")
     assert prove(model, [folder]).status == REFUTED
+
+
+RIGHT = {
+    "a row that has no value": (
+        "float[4, 6] x, float[6, 3] v", "s = Softmax(x)\n n = IsNaN(s)\n z = Constant<value = float {0.0}>()\n"
+        "w = Where(n, z, s)\n y = MatMul(w, v)",
+        "s = Softmax(x)\n y = MatMul(s, v)",
+    ),
+    "a mask on one side of a diagonal": (
+        "float[4, 4] x", "a = Constant<value = int64[4] {0, 1, 2, 3}>()\n o = Constant<value = int64 {0}>()\n"
+        "n = Constant<value = int64 {4}>()\n l = Constant<value = int64 {1}>()\n q = Range(o, n, l)\n"
+        "i = Constant<value = int64[1] {1}>()\n k = Unsqueeze(q, i)\n t = Constant<value = bool {1}>()\n"
+        "g = LessOrEqual(q, k)\n m = And(t, g)\n z = Constant<value = float {0.0}>()\n y = Where(m, x, z)",
+        "m = Constant<value = bool[4, 4] {1,0,0,0, 1,1,0,0, 1,1,1,0, 1,1,1,1}>()\n"
+        "z = Constant<value = float {0.0}>()\n y = Where(m, x, z)",
+    ),
+    "places that are floats": (
+        "float[4] x", "o = Constant<value = int64 {3}>()\n n = Constant<value = int64 {7}>()\n"
+        "l = Constant<value = int64 {1}>()\n q = Range(o, n, l)\n f = Cast<to = 1>(q)\n y = Mul(x, f)",
+        "i = Constant<value = int64[4] {3, 4, 5, 6}>()\n f = Cast<to = 1>(i)\n y = Mul(x, f)",
+    ),
+    "a scale that is put off": (
+        "float[4, 6] x, float[6, 3] v", "c = Constant<value = float {0.3}>()\n a = Mul(x, c)\n b = Mul(v, c)\n y = MatMul(a, b)",
+        "c = Constant<value = float {0.09000000357627869}>()\n s = MatMul(x, v)\n y = Mul(s, c)",
+    ),
+    "columns of windows": (
+        "float[1, 2, 6] x, float[3, 2, 3] v", "y = Conv(x, v)",
+        "a = Constant<value = int64[4, 3] {0,1,2, 1,2,3, 2,3,4, 3,4,5}>()\n"
+        "one = Constant<value = int64[6] {0,0,0,1,1,1}>()\n"
+        "s = Constant<value = int64[2] {3, 6}>()\n w = Reshape(v, s)\n u = Gather<axis = 2>(x, a)\n"
+        "t = Transpose<perm = [0, 2, 1, 3]>(u)\n c = Constant<value = int64[3] {1, 4, 6}>()\n f = Reshape(t, c)\n"
+        "o = Transpose<perm = [1, 0]>(w)\n m = MatMul(f, o)\n y = Transpose<perm = [0, 2, 1]>(m)",
+    ),
+    "a bias that is added later": (
+        "float[2, 3, 4] x, float[3, 2, 2] v, float[2] b", "y = ConvTranspose<strides = [2]>(x, v, b)",
+        "c = ConvTranspose<strides = [2]>(x, v)\n s = Constant<value = int64[2] {2, 1}>()\n d = Reshape(b, s)\n y = Add(c, d)",
+    ),
+    "nothing beyond a place that is asked for": (
+        "float[4, 6] x", "m = Constant<value = bool[6] {0,0,1,1,1,1}>()\n z = Constant<value = float {0.0}>()\n y = Where(m, x, z)",
+        "m = Constant<value = bool[6] {0,0,1,1,1,1}>()\n w = Constant<value = bool[6] {0,1,1,1,1,1}>()\n"
+        "z = Constant<value = float {0.0}>()\n i = Where(w, x, z)\n y = Where(m, i, z)",
+    ),
+}  # fmt: skip
+CHANGES = {
+    "a mask on one side of a diagonal": ("1,1,1,0, 1", "1,1,1,1, 1"),
+    "places that are floats": ("3, 4, 5, 6", "3, 4, 5, 7"),
+    "a scale that is put off": ("0.09000000357627869", "0.091"),
+    "columns of windows": ("2,3,4", "2,3,5"),
+    "a bias that is added later": ("c, d", "c, c"),
+    "nothing beyond a place that is asked for": ("0,1,1,1", "0,0,0,1"),
+}
+
+
+def _pair(what: str, folder: Path, change: tuple[str, str] = ("", "")) -> Verdict:
+    ins, model, rank = RIGHT[what]
+    head = f"g ({ins}) => (float y) {{\n"
+    assert change[0] in rank
+    files = {"m.onnx": model, "r/rank0.onnx": rank.replace(*change)}
+    m, r = (saved(head + text + "\n}", folder / name, {}, cleared=True) for name, text in files.items())
+    return prove(m, [r.parent])
+
+
+@pytest.mark.parametrize("what", RIGHT)
+def test_what_a_compiler_writes_otherwise_is_proved(what: str, tmp_path: Path) -> None:
+    verdict = _pair(what, tmp_path)
+    assert verdict.status == PROVED, verdict.text()
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_and_something_else_in_its_place_is_refuted(what: str, tmp_path: Path) -> None:
+    verdict = _pair(what, tmp_path, CHANGES[what])
+    assert verdict.status == REFUTED, verdict.text()
 
 
 def test_what_is_undecided_is_said_in_one_voice(tmp_path: Path) -> None:
