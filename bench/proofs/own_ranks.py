@@ -1,4 +1,4 @@
-"""`tapestry prove` on what `tapestry export --format onnx-ranks` writes: every model of a folder, cut by batch, heads and sequence.
+"""`tapestry prove` on what `export --format onnx-ranks` writes: every model of a folder, cut by batch, heads and sequence.
 
 A cut is asked for by pins: each operation that has a dimension of the size is cut along it, in two. Models of images have
 channels in place of heads and rows in place of a sequence. The answer must be `proved`, or `undecided` with what is in the way.

@@ -80,7 +80,7 @@ class Leaves:
         if t.dtype == "bool":
             place = _half(a)
             return None if place is None else self.table.test("ge", place, ranges)
-        exact = t.dtype in INTEGERS or (np.all(np.abs(a) < EXACT) and np.all(a == np.rint(a)))
+        exact = t.dtype in INTEGERS or (t.dtype in FLOATS and np.all(np.abs(a) < EXACT) and np.all(a == np.rint(a)))
         found = fit(a.astype(np.int64)) if exact else None
         if found is None:
             return None
@@ -219,7 +219,8 @@ def _ranges(shape: Sequence[int]) -> dict[str, int]:
 def _half(mask: Array) -> Aff | None:
     """What is at least 0 where a mask is true: up to a place of an axis, from one on, or on one side of a diagonal."""
     axes = [e for e in here(mask.shape) if e.terms]
-    env: dict[str, Any] = {f"y{k}": g for k, g in enumerate(np.indices(mask.shape, sparse=True))}
+    grids: Any = np.indices(tuple(mask.shape), sparse=True)
+    env: dict[str, Any] = {f"y{k}": grids[k] for k in range(mask.ndim)}
     for place in (*axes, *(e * -1 for e in axes), *(a - b for a in axes for b in axes if a is not b)):
         cells = np.broadcast_to(evaluate(place, env), mask.shape)
         if (low := int(cells[mask].min())) > cells[~mask].max():

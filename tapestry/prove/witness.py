@@ -23,6 +23,7 @@ from tapestry.verify import interp
 
 Array = np.ndarray[Any, Any]
 APART = 1e-9  # of the largest value; float64 sums in another order differ by 1e-13 or so
+Run = tuple[Mapping[str, Array], Sequence[Mapping[str, Array]]]  # every value of the model, and of each rank
 ROUNDED = 2.0**-6  # of the largest value: more than bfloat16 is off by itself
 MOST_POINTS = 1 << 28  # of all operations and ranks together; beyond it nothing is run
 
@@ -40,14 +41,6 @@ class Difference:
     seed: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """Every value of the model and of each rank; ``wide``: in float64, else in the types that the files have."""
-
-    model: Mapping[str, Array]
-    ranks: Sequence[Mapping[str, Array]]
-
-
 def difference(model: OneFile, program: Program, found: Comparison, seed: int = 0) -> Difference | str:
     """The first cell where a rank's output is not the model's, in float64 and in the model's own types; in words why there is
     none."""
@@ -60,14 +53,14 @@ def difference(model: OneFile, program: Program, found: Comparison, seed: int = 
     mine = {**random_feeds(model.graph, seed), **weights}
     every = replace(model.graph, outputs=(*model.outputs, *(t for op in model.graph.ops for t in op.outs)))
 
-    def both(wide: bool) -> _Run:
-        return _Run(interp.run(every, mine, wide=wide), _run_ranks(program, found, mine, wide))
+    def both(wide: bool) -> Run:
+        return interp.run(every, mine, wide=wide), _run_ranks(program, found, mine, wide)
 
     try:
         first = _first(program, found, seed, wide := both(True))
         if first is None:
             return "both were run on random input and agree"
-        return _first(program, found, seed, wide, own := both(False)) or _step(model, first, wide.model, own.model)
+        return _first(program, found, seed, wide, own := both(False)) or _step(model, first, wide[0], own[0])
     except (ArithmeticError, KeyError, ValueError, IndexError, TypeError) as e:
         return f"one of them does not run ({type(e).__name__} {e}), so that no difference was found"
 
@@ -188,13 +181,13 @@ def collective(c: Collective, arrays: Sequence[Array | None]) -> list[Array | No
     return [total if c.kind == "ALL_REDUCE" or k == root else None for k in range(n)]
 
 
-def _first(program: Program, found: Comparison, seed: int, wide: _Run, own: _Run | None = None) -> Difference | None:
+def _first(program: Program, found: Comparison, seed: int, wide: Run, own: Run | None = None) -> Difference | None:
     """The first cell that differs in float64; with ``own``, by about as much as it does there."""
     names = {theirs: mine for mine, theirs in program.names.items()}
     for name, starts in found.placed.items():
         for rank, start in enumerate(starts):
             mine = names.get(name, name)
-            if start is None or mine not in wide.ranks[rank]:
+            if start is None or mine not in wide[1][rank]:
                 continue
             a, box, apart, most = _box(wide, name, mine, rank, start)
             wrong = ~(np.abs(apart) <= APART * max(most, 1e-30))
@@ -209,9 +202,9 @@ def _first(program: Program, found: Comparison, seed: int, wide: _Run, own: _Run
     return None
 
 
-def _box(run: _Run, name: str, mine: str, rank: int, start: Sequence[int]) -> tuple[Array, Array, Array, float]:
+def _box(run: Run, name: str, mine: str, rank: int, start: Sequence[int]) -> tuple[Array, Array, Array, float]:
     """A rank's output, its box of the model's, how far they are apart (0 where they are equal, NaN too), the largest cell."""
-    a, whole = (np.asarray(x).astype(np.float64) for x in (run.ranks[rank][mine], run.model[name]))
+    a, whole = (np.asarray(x).astype(np.float64) for x in (run[1][rank][mine], run[0][name]))
     box = whole[tuple(slice(s, s + n) for s, n in zip(start, a.shape, strict=True))]
     with np.errstate(invalid="ignore"):
         apart = np.where((a == box) | ((a != a) & (box != box)), 0.0, a - box)
