@@ -132,10 +132,7 @@ RIGHT = {
         "s = Softmax(x)\n y = MatMul(s, v)",
     ),
     "a mask on one side of a diagonal": (
-        "float[4, 4] x", "a = Constant<value = int64[4] {0, 1, 2, 3}>()\n o = Constant<value = int64 {0}>()\n"
-        "n = Constant<value = int64 {4}>()\n l = Constant<value = int64 {1}>()\n q = Range(o, n, l)\n"
-        "i = Constant<value = int64[1] {1}>()\n k = Unsqueeze(q, i)\n t = Constant<value = bool {1}>()\n"
-        "g = LessOrEqual(q, k)\n m = And(t, g)\n z = Constant<value = float {0.0}>()\n y = Where(m, x, z)",
+        "float[4, 4] x", "y = Trilu<upper = 0>(x)",
         "m = Constant<value = bool[4, 4] {1,0,0,0, 1,1,0,0, 1,1,1,0, 1,1,1,1}>()\n"
         "z = Constant<value = float {0.0}>()\n y = Where(m, x, z)",
     ),
