@@ -3,7 +3,9 @@
 Four parts: ``faults`` (every kind of `tests.support.program_faults` on five networks), ``programs`` (data, tensor, sequence,
 context, pipeline and expert parallelism at many sizes), ``llama`` (80 layers of Llama-70B's sizes on 8 ranks, without
 weights), ``plans`` (transformers' own tensor-parallel plans, from programs that
-`bench/exporters/transformers_ranks.py` has exported). Writes bench/results/prove.json; exits 1 where an answer is wrong.
+`bench/exporters/transformers_ranks.py` has exported). ``--ranks FOLDER [NAME ...]``: instead, what ``export --format
+onnx-ranks`` writes of each .onnx of a folder, cut by batch, heads and sequence (`own_ranks`). Writes bench/results/prove.json;
+exits 1 where an answer is wrong.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from pathlib import Path
 
 import onnx
 
+from bench.proofs import own_ranks
 from bench.support import record
 from tapestry.errors import TapestryError
 from tapestry.prove.verdict import PROVED, REFUTED, Verdict, prove
@@ -35,7 +38,7 @@ STYLES: dict[str, list[Style]] = {
     "convolutions": [Style(tp=4), Style(dp=2, tp=2)],
     "experts": [Style(tp=4), Style(dp=2, tp=2)],
 }
-PARTS = {"faults": REFUTED, "programs": PROVED, "llama": PROVED, "plans": ""}  # what each must answer
+PARTS = {"faults": REFUTED, "programs": PROVED, "llama": PROVED, "plans": "", "ranks": ""}  # what each must answer
 LLAMA_70B = Sizes(batch=1, sequence=4096, width=8192, heads=64, groups=8, inner=28672, layers=80, vocabulary=128256)
 
 
@@ -147,10 +150,18 @@ def plans(folder: Path) -> Iterator[record.Row]:
         yield {"part": "plans", "architecture": case.name, "status": status, "witness": text, "seconds": round(seconds, 2)}
 
 
-def _write(rows: list[record.Row]) -> None:
+def _write(rows: list[record.Row], shown: bool = True) -> None:
     summary = {part: dict(Counter(r["status"] for r in rows if r["part"] == part)) for part in PARTS}
-    print(summary, flush=True)
+    if shown:
+        print(summary, flush=True)
     record.write("prove", rows, summary=summary, kinds=len({r["kind"] for r in rows if r["part"] == "faults"}))
+
+
+def _ranks_row(row: record.Row) -> bool:
+    """Print a row and write it among the others; whether it is wrong: the programs are right."""
+    print(own_ranks.line(row), flush=True)
+    _write(record.merged("prove", [row], ("part", "name", "way")), False)
+    return row["status"] == REFUTED
 
 
 def _asked(row: record.Row, args: argparse.Namespace) -> bool:
@@ -163,6 +174,7 @@ def _asked(row: record.Row, args: argparse.Namespace) -> bool:
 def main() -> None:
     """Run the parts that are asked for."""
     p = argparse.ArgumentParser(description=__doc__)
+    p.add_argument("--ranks", type=Path, metavar="FOLDER", help="of models; the arguments are their names")
     p.add_argument("parts", nargs="*", default=["faults", "programs", "llama"])
     p.add_argument("--each", type=int, default=10, help="faults per kind")
     p.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS), help="of faults; rows of others stay")
@@ -171,6 +183,10 @@ def main() -> None:
         "--plans", type=Path, default=record.WORK / "plans", help="folder with exported programs; rows of others stay"
     )
     args = p.parse_args()
+    if args.ranks:
+        names = args.parts if args.parts != p.get_default("parts") else []
+        wrong = [row for row in own_ranks.rows(args.ranks, names) if _ranks_row(row)]
+        sys.exit(bool(wrong))
     rows = [r for r in record.read("prove") if not _asked(r, args)]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

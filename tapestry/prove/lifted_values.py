@@ -9,7 +9,7 @@ from tapestry.ir.expr import Acc, Arg, Call, Const, Expr, Index, Let
 from tapestry.ir.graph import Block, Dim, Guard, Opaque, Read
 from tapestry.ir.index import Aff, const, dim, dims_of, substitute
 from tapestry.ir.monoid import MONOIDS, Moments, Monoid, Product, Rebased
-from tapestry.ir.types import Tensor
+from tapestry.ir.types import FLOATS, Tensor
 from tapestry.prove.padded_reads import chosen, padded, with_padding
 from tapestry.prove.reductions import Reduction, reduced, settled
 from tapestry.prove.rescaling import rescaled
@@ -62,10 +62,24 @@ class _Block:
             found = chosen(self.table, args, dtype, self.ranges)
             if found is not None:
                 return found
+        if fn == "where" and self._either_way(*args):
+            return args[2]
         plain = self.table.call(fn, args, dtype, self.ranges)
         if self.table.building or not isinstance(plain, Ref) or self.table.nodes[plain.node].model:
             return plain
         return rescaled(self.table, fn, tuple(args), self.ranges) or plain
+
+    def _either_way(self, test: Value, yes: Value, no: Value) -> bool:
+        """Whether a choice is of s where a is b, else of ``s * exp(a - b)``: that is the same where a is b."""
+        node = self.table.nodes[test.node] if isinstance(test, Ref) else None
+        if node is None or not isinstance(test, Ref) or (node.kind, node.label[0]) != ("call", "eq"):
+            return False
+        a, b = self.table.arguments(test)
+        kind = self.table.dtype(a)
+        if kind not in FLOATS or not isinstance(no, Ref):
+            return False
+        apart = (self.call("exp", [self.call("sub", pair, kind)], kind) for pair in ((a, b), (b, a)))
+        return any(self.call("mul", [yes, e], kind) == no for e in apart)
 
     def reduce(self, monoid: Monoid, values: Sequence[Value], dims: tuple[Dim, ...]) -> list[Value]:
         """The fields of a reduction; a composed monoid is written as the reductions that it stands for."""

@@ -12,9 +12,9 @@ from collections.abc import Iterator, Sequence
 
 from tapestry.ir.expr import Const
 from tapestry.ir.graph import Guard
-from tapestry.ir.index import Aff, bounds, dim
+from tapestry.ir.index import Aff, dim
 from tapestry.ir.space import nowhere
-from tapestry.prove.values import Node, Ranges, Ref, Table, Value
+from tapestry.prove.values import Node, Ranges, Ref, Table, Value, low
 
 Box = tuple[tuple[int, int, int], ...]  # of each slot of a node: the first place, the step to the next, how many there are
 
@@ -31,7 +31,7 @@ def padded(
     """
     if not isinstance(inside, Ref) or not isinstance(tensor, Ref) or any(g.op != "ge" for g in guards):
         return None
-    open_ = [g.aff for g in guards if _low(g.aff, ranges) < 0]
+    open_ = [g.aff for g in guards if low(g.aff, ranges) < 0]
     if table.building:
         box = _box(tensor, shape) if inside.node == tensor.node else None
         if box is not None and open_ and _same_region(open_, inside.index, box, ranges):
@@ -44,10 +44,6 @@ def padded(
             if _same_region(open_, inside.index, box, ranges):
                 return Ref(at, inside.index)
     return None
-
-
-def _low(e: Aff, ranges: Ranges) -> int:
-    return int(bounds(e, {n: (0, s - 1) for n, s in ranges.items()})[0])
 
 
 def _box(tensor: Ref, shape: Sequence[int]) -> Box | None:
@@ -83,7 +79,7 @@ def _same_region(tests: Sequence[Aff], index: Sequence[Aff], box: Box, ranges: R
     ends = _ends(index, box)
     if ends is None:
         return False
-    ends = [e for e in ends if _low(e, ranges) < 0]
+    ends = [e for e in ends if low(e, ranges) < 0]
     return all(e in tests or nowhere(ranges, tests, e) for e in ends) and all(
         t in ends or nowhere(ranges, ends, t) for t in tests
     )
@@ -117,7 +113,7 @@ def _around(table: Table, v: Value, ranges: Ranges) -> list[Value]:
     out: list[Value] = []
     for at in table.padded.get(v.node, ()):
         ends = _ends(v.index, table.nodes[at].label[3])
-        if ends is not None and all(_low(e, ranges) >= 0 for e in ends):
+        if ends is not None and all(low(e, ranges) >= 0 for e in ends):
             out.append(Ref(at, v.index))
     return out
 

@@ -36,7 +36,7 @@ class Comparison:
     Attributes:
         outputs: per output of the model its state: ``proved``, or what is not.
         placed: per output, where each rank's part of it begins (None where the rank has none).
-        wrong: the first output that is not the model's: its name and the rank.
+        wrong: the first output that is not the model's: what the rank calls it, and the rank.
         unread: tensors of ranks that are no values, because they stay on the host or depend on one that does.
     """
 
@@ -54,6 +54,18 @@ class Comparison:
     def proved(self) -> bool:
         """Whether every output is the model's."""
         return self.stuck is None and all(o == "proved" for o in self.outputs.values())
+
+    def used(self, rank: int) -> set[int]:
+        """The nodes that a rank's wrong output is made of, and that the model does not have."""
+        begin = self.ranks[rank].get(self.wrong[0]) if self.wrong else None
+        todo, out = [begin.node] if isinstance(begin, Ref) else [], set[int]()
+        while todo:
+            at = todo.pop()
+            node = self.table.nodes[at]
+            if at not in out and not node.model:
+                out.add(at)
+                todo += [a.node for a in node.args if isinstance(a, Ref)]
+        return out
 
     def misses(self, rank: int) -> list[Miss]:
         """Where a rank is not what the model is, first of all those that were never mended."""
@@ -75,7 +87,7 @@ def compare(model: OneFile, program: Program, order: int = 0) -> Comparison:
     """
     table = Table()
     leaves = Leaves(table, model, program, order=order)
-    whole = _model_values(table, leaves, model.graph)
+    whole = leaves.values = _model_values(table, leaves, model.graph)
     table.building = False
     out = Comparison(table, leaves, whole, [{} for _ in program.ranks])
     try:
@@ -245,7 +257,7 @@ def _compare_outputs(out: Comparison, model: OneFile, program: Program) -> None:
         state, rank, placed = next((t for t in tries if t[0] == "proved"), tries[0])
         out.outputs[name], out.placed[name] = state, placed
         if state != "proved" and out.wrong is None:
-            out.wrong = (name, rank)
+            out.wrong = (held[rank], rank)
 
 
 def _output(
@@ -272,7 +284,7 @@ def _output(
         placed.append(start)
         sizes.add(shape)
         if wrong is None and not _is_part(out, name, rank, mine, shape, start):
-            wrong = (f"rank {rank} has another value", rank)
+            wrong = (f"not proved of rank {rank}", rank)
     if wrong is not None:
         return *wrong, placed
     if len(sizes) != 1 or len({p for p in placed if p is not None}) * prod(next(iter(sizes))) != prod(whole):

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Any
 
 import numpy as np
 
 from tapestry.ir.expr import Const
-from tapestry.ir.index import Aff, const, dim, floordiv, modulo
-from tapestry.ir.types import INTEGERS, Tensor
+from tapestry.ir.graph import Op
+from tapestry.ir.index import Aff, const, dim, evaluate, floordiv, modulo
+from tapestry.ir.types import FLOATS, INTEGERS, Tensor
 from tapestry.lift.building.affine_values import fit
 from tapestry.prove.rank_parts import Placed, apart, by_data, runs_by_data, said, starts_in_order
 from tapestry.prove.rank_programs import OneFile, Program
 from tapestry.prove.values import Ref, Table, Value
+from tapestry.verify import interp
 
 Array = np.ndarray[Any, Any]
+MOST_CELLS = 1 << 22  # of a constant that the model computes
+EXACT = 1 << 24  # whole numbers below are floats of any type that models count in
 
 
 @dataclass(slots=True)
@@ -30,6 +35,8 @@ class Leaves:
         own: (rank, weight) that is nothing of the model's.
         unchecked: weights whose data is not there, so that where they lie is taken from the order of ranks or what is said.
         open: tensors whose parts may lie on the ranks in more than one order, as far as anybody said.
+        values: the model's.
+        computed: what the model computes of nothing but constants, in its own types; made when it is first asked for.
         order: which of two orders inputs have, where shapes leave both: neighbours hold neighbouring parts, or equal ones.
     """
 
@@ -41,6 +48,8 @@ class Leaves:
     own: list[tuple[int, str]] = field(default_factory=list[tuple[int, str]])
     unchecked: set[str] = field(default_factory=set[str])
     open: set[str] = field(default_factory=set[str])
+    values: dict[str, Value] = field(default_factory=dict[str, Value])
+    computed: dict[str, Array] | None = None
     order: int = 0
 
     def read(self, rank: int, name: str) -> Array | None:
@@ -60,18 +69,24 @@ class Leaves:
         return Ref(self.table.leaf(name, len(index), dtype), tuple(index))
 
     def _simple(self, file: OneFile, name: str, t: Tensor) -> Value | None:
-        """A derived constant that is one number, or the value of an index expression."""
-        a = file.lifted.constants.get(name)
+        """A derived constant that is one number, or the value of an index expression (a float of one, if all are whole)."""
+        a = _constant(file, name, t)
         if a is None or a.size == 0:
             return None
         first = a.reshape(-1)[0]
         if np.all(a == first):
             return Const(first.item(), t.dtype)
-        found = fit(a) if t.dtype in INTEGERS else None
+        ranges = _ranges(a.shape)
+        if t.dtype == "bool":
+            place = _half(a)
+            return None if place is None else self.table.test("ge", place, ranges)
+        exact = t.dtype in INTEGERS or (t.dtype in FLOATS and np.all(np.abs(a) < EXACT) and np.all(a == np.rint(a)))
+        found = fit(a.astype(np.int64)) if exact else None
         if found is None:
             return None
         place = sum((e * step for e, step in zip(here(a.shape), found[1], strict=True)), const(found[0]))
-        return self.table.iota(place, t.dtype)
+        whole = self.table.iota(place, t.dtype if t.dtype in INTEGERS else "i64")
+        return self.table.call("cast", (whole,), t.dtype, ranges)
 
     def of_rank(self, rank: int, name: str) -> Value:
         """A tensor that a rank is given."""
@@ -82,17 +97,38 @@ class Leaves:
             return simple
         found = self._place(rank, name, t)
         if found is None:
-            self.own.append((rank, name))
             a = self.read(rank, name)
+            folded = self._folded(a, t) if a is not None and _constant(file, name, t) is not None else None
+            if folded is not None:
+                return folded
+            self.own.append((rank, name))
             digest = hashlib.sha256(a.tobytes()).hexdigest()[:12] if a is not None else f"{rank}"
             return self._leaf(f"{name} of rank {rank} ({digest})", t.dtype, here(t.shape))
         self.placed[rank, name] = found
-        return self._joined(found, t) if found.runs else self._leaf(found.tensor, t.dtype, found.places(t.shape))
+        if found.runs:
+            return self._joined(found, t)
+        env = {f"y{k}": e for k, e in enumerate(found.places(t.shape))}
+        return self.table.read(self.of_model(found.tensor), env, _ranges(t.shape))
+
+    def _folded(self, a: Array, t: Tensor) -> Value | None:
+        """A constant as a part of what the model computes of constants: whoever wrote the rank has computed it before."""
+        tensors, mine = self.model.graph.tensors, a.squeeze()
+        if self.computed is None:
+            self.computed = _computed(self.model)
+        for name, whole in self.computed.items():
+            axes = [k for k, n in enumerate(whole.shape) if n != 1]
+            if tensors[name].dtype == t.dtype and name in self.values and len(axes) == mine.ndim:
+                start = by_data(mine, whole.squeeze().astype(a.dtype), [])
+                if start is not None:
+                    places = (e for e in here(a.shape) if e.terms)
+                    env = {f"y{k}": e + s for k, e, s in zip(axes, places, start, strict=True)}
+                    return self.table.read(self.values[name], env, _ranges(a.shape))
+        return None
 
     def _joined(self, found: Placed, t: Tensor) -> Value:
         """A tensor made of runs of the model's along one axis: one expression where they are regular, else a choice of them."""
         size, name, places = found.runs[0].size, f"y{found.axis}", list(found.places(t.shape))
-        ranges = {f"y{k}": n for k, n in enumerate(t.shape) if n != 1}
+        ranges = _ranges(t.shape)
         step = found.runs[1].there - found.runs[0].there
         if all(r.size == size and r.there == found.runs[0].there + k * step for k, r in enumerate(found.runs)):
             number, inside = floordiv(dim(name), size, ranges), modulo(dim(name), size, ranges)
@@ -154,6 +190,42 @@ class Leaves:
             self.table.rank, self.table.tensor = rank, name
             self.table.miss(f"{apart(mine, all_of, first[0])}", theirs)
         return None
+
+
+def _constant(file: OneFile, name: str, t: Tensor) -> Array | None:
+    """The data of what is no weight: a derived constant, or whole numbers that the file has."""
+    return file.data(name) if t.dtype not in FLOATS or name in file.lifted.constants else None
+
+
+def _computed(model: OneFile) -> dict[str, Array]:
+    """What a model computes of nothing but constants."""
+    graph, ops = model.graph, list[Op]()
+    given = {n: c for n, c in model.lifted.constants.items() if not graph.tensors[n].on_host}
+    names = {*given}
+    for op in graph.ops:
+        outs = [graph.tensors[o] for o in op.outs]
+        if names.issuperset(op.inputs) and not any(o.on_host or prod(o.shape) > MOST_CELLS for o in outs):
+            ops.append(op)
+            names.update(op.outs)
+    outputs = tuple(n for op in ops for n in op.outs)
+    with np.errstate(all="ignore"):
+        return interp.run(replace(graph, ops=tuple(ops), inputs=tuple(given), weights=(), outputs=outputs), given)
+
+
+def _ranges(shape: Sequence[int]) -> dict[str, int]:
+    return {f"y{k}": n for k, n in enumerate(shape) if n != 1}
+
+
+def _half(mask: Array) -> Aff | None:
+    """What is at least 0 where a mask is true: up to a place of an axis, from one on, or on one side of a diagonal."""
+    axes = [e for e in here(mask.shape) if e.terms]
+    grids: Any = np.indices(tuple(mask.shape), sparse=True)
+    env: dict[str, Any] = {f"y{k}": grids[k] for k in range(mask.ndim)}
+    for place in (*axes, *(e * -1 for e in axes), *(a - b for a in axes for b in axes if a is not b)):
+        cells = np.broadcast_to(evaluate(place, env), mask.shape)
+        if (low := int(cells[mask].min())) > cells[~mask].max():
+            return place - low
+    return None
 
 
 def here(shape: Sequence[int]) -> list[Aff]:

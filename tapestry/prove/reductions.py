@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from math import prod
 
 import numpy as np
@@ -12,6 +13,7 @@ from tapestry.ir.expr import Const
 from tapestry.ir.graph import Dim
 from tapestry.ir.index import Aff, Atom, Floor, Mod, const, dim, dims_of, evaluate, substitute
 from tapestry.ir.monoid import MONOIDS
+from tapestry.ir.types import FLOATS
 from tapestry.prove.domains import Domain, ranges_of
 from tapestry.prove.padded_reads import with_padding
 from tapestry.prove.values import MERGES, Node, Ranges, Ref, Table, Value, moved, same
@@ -39,9 +41,14 @@ class Reduction:
 
 def reduced(table: Table, r: Reduction) -> Value:
     """The value of a reduction: a known node, a part of one, or a new one."""
-    r = _without_single_points(r)
+    r = _unflattened(_without_single_points(r))
     if MERGES.get(r.monoid) == "add" and isinstance(v := r.values[0], Const):
         return Const(v.value * prod(d.size for d in r.reduce), v.dtype)
+    if r.monoid == "sum" and isinstance(v := r.values[0], Ref) and table.dtype(v) in FLOATS:
+        wide = {**r.ranges, **{d.name: d.size for d in r.reduce}}
+        term, factor = _without_numbers(table, v, wide)
+        if factor != 1:
+            return table.multiple(reduced(table, replace(r, values=(term,))), factor, table.dtype(v), r.ranges)
     label = (r.monoid, r.field)
     key = ("reduce", label, tuple(a.node if isinstance(a, Ref) else repr(a) for a in r.values))
     why = ""
@@ -63,6 +70,17 @@ def reduced(table: Table, r: Reduction) -> Value:
     args, index = _template(r)
     bound = tuple(d.size for d in r.reduce)
     return Ref(table.add(key, Node("reduce", label, args, len(index), table.dtype(r.values[r.field]), bound)), index)
+
+
+def _without_numbers(table: Table, v: Value, ranges: Ranges, deep: int = DEEP) -> tuple[Value, Fraction]:
+    """What a sum adds without the numbers that it is multiplied by, and the product of these."""
+    x, factor = table.unscaled(v)
+    node = table.nodes[x.node] if isinstance(x, Ref) else None
+    if node is None or not deep or not isinstance(x, Ref) or (node.kind, node.label[0]) != ("call", "mul"):
+        return x, factor
+    parts = [_without_numbers(table, a, ranges, deep - 1) for a in table.arguments(x)]
+    inside = prod((f for _, f in parts), start=Fraction(1))
+    return (x if inside == 1 else table.call("mul", [a for a, _ in parts], node.dtype, ranges)), factor * inside
 
 
 def opened(table: Table, ref: Ref, ranges: Ranges) -> tuple[tuple[Dim, ...], list[Value], dict[str, int]]:
@@ -100,6 +118,26 @@ def _without_single_points(r: Reduction) -> Reduction:
     ranges = {**r.ranges, **{d.name: d.size for d in kept}}
     values = tuple(Ref(v.node, tuple(moved(e, single, ranges) for e in v.index)) if isinstance(v, Ref) else v for v in r.values)
     return Reduction(r.monoid, r.field, values, kept, r.ranges)
+
+
+def _unflattened(r: Reduction) -> Reduction:
+    """A reduced dimension that is only read as ``floor(m/n)`` and ``m mod n``, as two: a product over columns of windows."""
+    index = [e for v in r.values if isinstance(v, Ref) for e in v.index]
+    atoms = {a for e in index for a, _ in e.terms}
+    for d in r.reduce:
+        parts = [a for a in atoms if not isinstance(a, str) and dims_of(a.arg) <= {d.name}]
+        n = min((a.div for a in parts if a.arg == dim(d.name)), default=0)
+        others = any(a == d.name or (a not in parts and not isinstance(a, str) and d.name in dims_of(a.arg)) for a in atoms)
+        if n and not others and not d.size % n and 1 < n < d.size:
+            major, minor = Dim(f"{d.name}f", d.size // n), Dim(f"{d.name}m", n)
+            reduce = tuple(x for old in r.reduce for x in ((major, minor) if old is d else (old,)))
+            env = {d.name: dim(major.name) * n + dim(minor.name)}
+            wide = {**r.ranges, **{x.name: x.size for x in reduce}}
+            values = tuple(
+                Ref(v.node, tuple(moved(e, env, wide) for e in v.index)) if isinstance(v, Ref) else v for v in r.values
+            )
+            return _unflattened(replace(r, values=values, reduce=reduce))
+    return r
 
 
 def _template(r: Reduction) -> tuple[tuple[Value, ...], tuple[Aff, ...]]:
@@ -152,6 +190,10 @@ def _matched(node: Node, r: Reduction) -> tuple[tuple[Aff, ...], Domain] | str:
             return f"{e} is read where the model reads {t}"
         if not same(slots.setdefault(free[0], rest), rest, r.ranges):
             return f"place {rest} is read with place {slots[free[0]]}, which the model reads as one"
+    for t, e in later:  # only where nothing else tells; whether it holds is seen below
+        for name, rest in _inside_floor(t, e, places, ranges):
+            if not dims_of(rest) & names:
+                slots.setdefault(name, rest)
     if len(slots) < node.slots:
         return "places that are merged do not tell where it is read"
     for t, e in later:
@@ -159,6 +201,17 @@ def _matched(node: Node, r: Reduction) -> tuple[tuple[Aff, ...], Domain] | str:
             return f"{e} is read where the model reads {substitute(t, {**places, **slots}, ranges)}"
     domain = _domain(node, places, r)
     return domain if isinstance(domain, str) else (tuple(slots[f"v{k}"] for k in range(node.slots)), domain)
+
+
+def _inside_floor(t: Aff, e: Aff, places: Mapping[str, Aff], ranges: Ranges) -> list[tuple[str, Aff]]:
+    """The slot of ``floor((v - r)/n)``, if another floor is that: its name and what it is."""
+    a, b = (x.terms[0][0] if len(x.terms) == 1 and x.terms[0][1] == 1 else None for x in (t, e))
+    if not isinstance(a, Floor) or not isinstance(b, Floor) or a.div != b.div:
+        return []
+    free = [n for n, c in a.arg.terms if isinstance(n, str) and n[0] == "v" and c == 1]
+    inner = b.arg + (e.const - t.const) * b.div
+    rests = [substitute(inner - substitute(a.arg, {**places, n: const(0)}, ranges), {}, ranges) for n in free]
+    return list(zip(free, rests, strict=True)) if len(free) == 1 else []
 
 
 def _places(node: Node, theirs: Sequence[Aff], ours: Sequence[Aff], reduce: tuple[Dim, ...]) -> dict[str, Aff] | str:

@@ -13,14 +13,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from functools import lru_cache
+from math import isfinite
 from typing import Any, cast
 
 import numpy as np
 
 from tapestry.ir.expr import PRIMITIVES, Call, Const
 from tapestry.ir.index import Aff, Floor, Mod, bounds, const, dim, modulo, substitute
-from tapestry.ir.types import FLOATS
+from tapestry.ir.types import FLOATS, numpy_dtype
 from tapestry.prove.domains import Domain
 from tapestry.verify.interp import value as evaluate_expression
 
@@ -207,6 +209,8 @@ class Table:
         places = [self.is_place(a) for a in args]
         if all(p is not None for p in places) and dtype in ("i64", "bool", "i32"):
             return self._placed(fn, [p for p in places if p is not None], dtype, ranges)
+        if fn in ("isnan", "isinf"):
+            return Const(False, "bool")  # of finite numbers
         if fn in ("mul", "div") and len(args) == 2:
             return self._scaled(fn, args, dtype, ranges)
         if fn in ("add", "max", "min", "or", "and"):
@@ -220,17 +224,16 @@ class Table:
             return None
         return self.is_place(self.arguments(test)[0])  # pyright: ignore[reportArgumentType]
 
-    def _given(self, v: Value, place: Aff) -> Value:
+    def _given(self, v: Value, place: Aff, ranges: Ranges) -> Value:
         """A value where an index expression is known to be at least 0: choices by what follows are made."""
         while isinstance(v, Ref) and self.nodes[v.node].kind == "call" and self.nodes[v.node].label[0] == "where":
             test, yes, no = self.arguments(v)
             asked = self.tested(test)
             if asked is None:
                 return v
-            more, less = asked - place, (asked + place) * -1 - 1
-            if not more.terms and more.const >= 0:
+            if low(asked - place, ranges) >= 0:
                 v = yes
-            elif not less.terms and less.const >= 0:
+            elif low((asked + place) * -1 - 1, ranges) >= 0:
                 v = no
             else:
                 return v
@@ -244,7 +247,7 @@ class Table:
             return yes
         place = self.tested(test)
         if place is not None:
-            inner = self._given(yes, place), self._given(no, place * -1 - 1)
+            inner = self._given(yes, place, ranges), self._given(no, place * -1 - 1, ranges)
             if inner != (yes, no):
                 return self.call("where", (test, *inner), dtype, ranges)
         node = self.nodes[test.node]
@@ -252,17 +255,6 @@ class Table:
             a, b = self.arguments(test)
             if any(isinstance(x, Const) and x.value == float("inf") for x in (a, b)):
                 return no  # of finite numbers
-            if isinstance(no, Ref) and self.nodes[no.node].label[0] in (
-                "mul",
-                "exp",
-            ):  # s, or s * exp(a - b): the same where a is b
-                kind = self.dtype(a)
-                apart = {self.call("exp", (self.call("sub", p, kind, ranges),), kind, ranges) for p in ((a, b), (b, a))}
-                factors = self.arguments(no)
-                product = self.nodes[no.node].label[0] == "mul"
-                one = product and yes in factors and any(x in apart for x in factors)
-                if one or (yes == Const(1.0, kind) and no in apart):
-                    return no
         return None
 
     def _placed(self, fn: str, places: list[Aff], dtype: str, ranges: Ranges) -> Value | None:
@@ -293,42 +285,46 @@ class Table:
         return self._applied((f"test {op}", "bool"), [self.iota(place)], ranges)
 
     def _scaled(self, fn: str, args: Sequence[Value], dtype: str, ranges: Ranges) -> Value | None:
-        """A program's multiples of multiples: ``(x * 4) / 4`` is x."""
+        """Multiples in one form, those of multiples too: ``(x * 4) / 4`` is x, and ``x * 0.125`` is ``x / 8``."""
         a, b = args
         if fn == "mul" and isinstance(a, Const):
             a, b = b, a
-        if not isinstance(a, Ref) or not isinstance(b, Const):
+        if not isinstance(a, Ref) or not isinstance(b, Const) or not isfinite(b.value):
             return None
         if b.value == 1:
             return a
-        if dtype not in FLOATS:  # a quotient of whole numbers is cut off
+        if dtype not in FLOATS or not b.value:  # a quotient of whole numbers is cut off
             return None
-        node = self.nodes[a.node]
-        if node.kind != "call" or node.model or node.label[0] not in ("mul", "div"):
+        x, inner = self.unscaled(a)
+        factor = inner * (Fraction(b.value) if fn == "mul" else 1 / Fraction(b.value))
+        if x == a and (fn, b) == _multiple(factor, dtype):
             return None
-        inner = self.arguments(a)
-        x, c = (inner[1], inner[0]) if isinstance(inner[0], Const) else inner
-        if not isinstance(x, Ref) or not isinstance(c, Const) or (node.label[0] == "div" and isinstance(inner[0], Const)):
-            return None
-        from fractions import Fraction
-
-        one, two = Fraction(c.value), Fraction(b.value)
-        if 0 in (one, two):
-            return None
-        factor = (one if node.label[0] == "mul" else 1 / one) * (two if fn == "mul" else 1 / two)
         return self.multiple(x, factor, dtype, ranges)
 
-    def multiple(self, x: Value, factor: Any, dtype: str, ranges: Ranges) -> Value:
-        """A value times a fraction; a division where that is one by a whole number."""
+    def unscaled(self, v: Value) -> tuple[Value, Fraction]:
+        """A value and a number of which it is the product."""
+        node = self.nodes[v.node] if isinstance(v, Ref) else None
+        if node is not None and isinstance(v, Ref) and node.kind == "call" and node.label[0] in ("mul", "div"):
+            x, c = self.arguments(v)
+            if isinstance(x, Ref) and isinstance(c, Const) and node.dtype in FLOATS and c.value and isfinite(c.value):
+                return x, Fraction(c.value) if node.label[0] == "mul" else 1 / Fraction(c.value)
+        return v, Fraction(1)
+
+    def multiple(self, x: Value, factor: Fraction, dtype: str, ranges: Ranges) -> Value:
+        """A value times a number."""
         if factor == 1:
             return x
-        if factor.numerator == 1:
-            return self.call("div", (x, Const(float(factor.denominator), dtype)), dtype, ranges)
-        return self.call("mul", (x, Const(float(factor), dtype)), dtype, ranges)
+        fn, by = _multiple(factor, dtype)
+        return self.call(fn, (x, by), dtype, ranges)
 
     def _merged(self, fn: str, args: Sequence[Value]) -> Value | None:
-        """Two parts of one reduction, merged by its own operation: the reduction over both, if they are disjoint."""
+        """Two parts of one reduction, merged by its own operation: the reduction over both, if they are disjoint.
+
+        A number that changes nothing is left out."""
         a, b = args
+        for one, other in ((a, b), (b, a)):
+            if fn in NEUTRAL and isinstance(one, Const) and one.value == NEUTRAL[fn]:
+                return other
         if fn != "add" and a == b:
             return a
         if not isinstance(a, Ref) or not isinstance(b, Ref):
@@ -413,6 +409,19 @@ class Table:
 
 
 MERGES = {"sum": "add", "max": "max", "min": "min", "any": "or", "all": "and", "prod": "mul"}
+NEUTRAL: dict[str, Any] = {"add": 0, "and": True, "or": False}
+
+
+@lru_cache(maxsize=1 << 12)
+def _multiple(factor: Fraction, dtype: str) -> tuple[str, Const]:
+    """How a multiple is written: a number of its type; a quotient where that is one by a whole number."""
+    if 1 not in (abs(factor.numerator), factor.denominator):
+        with np.errstate(all="ignore"):
+            rounded = float(np.asarray(float(factor)).astype(numpy_dtype(dtype)))
+        factor = Fraction(rounded) if isfinite(rounded) and rounded else factor
+    if factor.numerator == 1:
+        return "div", Const(float(factor.denominator), dtype)
+    return "mul", Const(float(factor), dtype)
 
 
 def _key(label: tuple[Any, ...], args: Sequence[Value]) -> Any:
@@ -442,6 +451,11 @@ def moved(e: Aff, env: Mapping[str, Aff], ranges: Ranges) -> Aff:
     if found is None:
         found = _MOVED[key] = substitute(e, env, ranges)
     return found
+
+
+def low(e: Aff, ranges: Ranges) -> int:
+    """A number that an index expression is never below."""
+    return int(bounds(e, {n: (0, s - 1) for n, s in ranges.items()})[0])
 
 
 def same(a: Aff, b: Aff, ranges: Ranges) -> bool:

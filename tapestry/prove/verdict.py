@@ -87,8 +87,10 @@ def prove(model: Path, program: Sequence[Path], shapes: Given = {}) -> Verdict: 
                 document, UNDECIDED, None, f"parts of {names} can lie on the ranks in several orders: program.json says"
             )
         if isinstance(apart, Difference):
+            wrong = next(o for o in document["outputs"] if o["output"] == apart.output)
+            wrong["state"] = f"rank {apart.rank} has another value"
             return _verdict(document, REFUTED, _witness(found, ranks, apart))
-    return _verdict(document, UNDECIDED, None, f"no proof was found, and no difference: {apart}; {_where(found, ranks)}")
+    return _verdict(document, UNDECIDED, None, f"no proof was found: {_where(found, ranks)}; {apart}")
 
 
 def _verdict(document: dict[str, Any], status: str, witness: dict[str, Any] | None = None, reason: str = "") -> Verdict:
@@ -96,7 +98,8 @@ def _verdict(document: dict[str, Any], status: str, witness: dict[str, Any] | No
     kinds = {
         PROVED: ("normal form", "every output cell of every rank is the model's function of the model's inputs and weights, "
                  "over the real numbers: up to rounding and the order of merges, for finite values"),
-        REFUTED: ("exact arithmetic on instances", "both were run in float64 on random input, or the ranks cannot go on"),
+        REFUTED: ("exact arithmetic on instances",
+                  "both were run on random input, in float64 and in the model's own types, or the ranks cannot go on"),
         UNDECIDED: ("none", "nothing was shown"),
     }  # fmt: skip
     document["evidence"] = {"kind": kinds[status][0], "what": kinds[status][1]} | document.pop("counts")
@@ -144,18 +147,18 @@ def _witness(found: Comparison, program: Program, d: Difference) -> dict[str, An
 
 
 def _where(found: Comparison, program: Program) -> str:
-    """The first value of the wrong output's rank that the model does not compute."""
+    """The first value that the wrong output is made of, and that is none of the model's."""
     rank = found.wrong[1] if found.wrong else 0
     first = next(iter(found.misses(rank)), None)
     if first is not None:
         return f"rank {first.rank}, '{first.tensor}' (the model's '{first.origin}'): {first.text}"
-    table = found.table
+    table, used = found.table, found.used(rank)
     file = program.ranks[rank]
     sums = [found.ranks[rank].get(c.source) for c in file.collectives]  # partial states are on their way to a collective
     for op in file.graph.ops:
         v = found.ranks[rank].get(op.outs[0])
-        if isinstance(v, Ref) and not table.nodes[v.node].model and table.nodes[v.node].kind != "part" and v not in sums:
-            first = f"the first value of rank {rank} that the model does not compute is '{op.outs[0]}'"
+        if isinstance(v, Ref) and v.node in used and table.nodes[v.node].kind != "part" and v not in sums:
+            first = f"'{op.outs[0]}' of rank {rank} is the first value that is not known as the model's"
             part = _part(table, v.node)
             return first if part is None else f"{first}, of '{part[0]}' merged over {part[1]} alone"
     return f"rank {rank} returns another of the model's values"

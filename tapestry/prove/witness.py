@@ -1,4 +1,8 @@
-"""Where a program and a model differ, by running both: every rank's operations and collectives, in float64, on random input."""
+"""Where a program and a model differ, by running both: every rank's operations and collectives, on random input.
+
+Both are run in float64, where the order of sums makes no difference. An index that is computed from a logarithm can be another
+one there than in the model's own types; so what differs is run again in those, and only what differs in both is a witness.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,7 @@ import numpy as np
 
 from tapestry.ir.graph import Graph
 from tapestry.ir.types import FLOATS
+from tapestry.lift.file.structure import load
 from tapestry.prove.collectives import Collective
 from tapestry.prove.proof import Comparison
 from tapestry.prove.rank_programs import OneFile, Program
@@ -18,6 +23,8 @@ from tapestry.verify import interp
 
 Array = np.ndarray[Any, Any]
 APART = 1e-9  # of the largest value; float64 sums in another order differ by 1e-13 or so
+Run = tuple[Mapping[str, Array], Sequence[Mapping[str, Array]]]  # every value of the model, and of each rank
+ROUNDED = 2.0**-6  # of the largest value: more than bfloat16 is off by itself
 MOST_POINTS = 1 << 28  # of all operations and ranks together; beyond it nothing is run
 
 
@@ -35,21 +42,27 @@ class Difference:
 
 
 def difference(model: OneFile, program: Program, found: Comparison, seed: int = 0) -> Difference | str:
-    """The first cell where a rank's output is not the model's; in words why there is none."""
+    """The first cell where a rank's output is not the model's, in float64 and in the model's own types; in words why there is
+    none."""
     points = sum(_points(f.graph) for f in (model, *program.ranks))
     if points > MOST_POINTS:
-        return f"running both would take {points:.3g} points"
+        return f"running both would take {points:.3g} points, so that no difference was looked for"
     weights = _weights(model, program, found, seed)
     if weights is None:
-        return "weights that are no part of the model's have no data"
+        return "weights that are no part of the model's have no data, so that no difference was looked for"
+    mine = {**random_feeds(model.graph, seed), **weights}
+    every = replace(model.graph, outputs=(*model.outputs, *(t for op in model.graph.ops for t in op.outs)))
+
+    def both(wide: bool) -> Run:
+        return interp.run(every, mine, wide=wide), _run_ranks(program, found, mine, wide)
+
     try:
-        feeds = random_feeds(model.graph, seed)
-        mine = {**feeds, **weights}
-        expected = interp.run(replace(model.graph, outputs=model.outputs), mine, wide=True)
-        ranks = _run_ranks(program, found, mine)
+        first = _first(program, found, seed, wide := both(True))
+        if first is None:
+            return "both were run on random input and agree"
+        return _first(program, found, seed, wide, own := both(False)) or _step(model, first, wide[0], own[0])
     except (ArithmeticError, KeyError, ValueError, IndexError, TypeError) as e:
-        return f"one of them does not run: {type(e).__name__} {e}"
-    return _first(program, found, expected, ranks, seed)
+        return f"one of them does not run ({type(e).__name__} {e}), so that no difference was found"
 
 
 def _points(graph: Graph) -> int:
@@ -73,7 +86,7 @@ def _weights(model: OneFile, program: Program, found: Comparison, seed: int) -> 
     return out
 
 
-def _run_ranks(program: Program, found: Comparison, model: Mapping[str, Array]) -> list[dict[str, Array]]:
+def _run_ranks(program: Program, found: Comparison, model: Mapping[str, Array], wide: bool) -> list[dict[str, Array]]:
     """Every value of every rank, collectives among them."""
     values: list[dict[str, Array]] = []
     for rank, file in enumerate(program.ranks):
@@ -85,12 +98,12 @@ def _run_ranks(program: Program, found: Comparison, model: Mapping[str, Array]) 
         values.append(mine)
     done = [0] * len(values)
     for rank, file in enumerate(program.ranks):
-        _advance(file, values[rank])
+        _advance(file, values[rank], wide)
     while any(n < len(f.collectives) for n, f in zip(done, program.ranks, strict=True)):
         before = list(done)
         for rank, file in enumerate(program.ranks):
             if done[rank] < len(file.collectives):
-                _meet(program, values, done, file.collectives[done[rank]])
+                _meet(program, values, done, file.collectives[done[rank]], wide)
         if done == before:
             break
     return values
@@ -107,7 +120,7 @@ def _given(found: Comparison, file: OneFile, rank: int, name: str, model: Mappin
     return data
 
 
-def _advance(file: OneFile, values: dict[str, Array]) -> None:
+def _advance(file: OneFile, values: dict[str, Array], wide: bool) -> None:
     """Run the operations whose inputs are there."""
     graph = file.graph
     ready: list[Any] = []
@@ -121,10 +134,10 @@ def _advance(file: OneFile, values: dict[str, Array]) -> None:
     used = {t for op in ready for t in op.inputs} & values.keys()
     outs = tuple(t for op in ready for t in op.outs)
     part = replace(graph, ops=tuple(ready), inputs=tuple(used), outputs=outs)
-    values.update(interp.run(part, {t: values[t] for t in used}, wide=True))
+    values.update(interp.run(part, {t: values[t] for t in used}, wide=wide))
 
 
-def _meet(program: Program, values: list[dict[str, Array]], done: list[int], first: Collective) -> None:
+def _meet(program: Program, values: list[dict[str, Array]], done: list[int], first: Collective, wide: bool) -> None:
     each: list[Collective] = []
     for r in first.group:
         here = program.ranks[r].collectives
@@ -139,7 +152,7 @@ def _meet(program: Program, values: list[dict[str, Array]], done: list[int], fir
         if c.target and a is not None:
             values[r][c.target] = a
     for r in first.group:
-        _advance(program.ranks[r], values[r])
+        _advance(program.ranks[r], values[r], wide)
 
 
 def collective(c: Collective, arrays: Sequence[Array | None]) -> list[Array | None]:
@@ -168,26 +181,50 @@ def collective(c: Collective, arrays: Sequence[Array | None]) -> list[Array | No
     return [total if c.kind == "ALL_REDUCE" or k == root else None for k in range(n)]
 
 
-def _first(
-    program: Program, found: Comparison, expected: Mapping[str, Array], ranks: Sequence[Mapping[str, Array]], seed: int
-) -> Difference | str:
+def _first(program: Program, found: Comparison, seed: int, wide: Run, own: Run | None = None) -> Difference | None:
+    """The first cell that differs in float64; with ``own``, by about as much as it does there."""
     names = {theirs: mine for mine, theirs in program.names.items()}
     for name, starts in found.placed.items():
         for rank, start in enumerate(starts):
             mine = names.get(name, name)
-            if start is None or mine not in ranks[rank]:
+            if start is None or mine not in wide[1][rank]:
                 continue
-            a, whole = np.asarray(ranks[rank][mine]), np.asarray(expected[name])
-            box = whole[tuple(slice(s, s + n) for s, n in zip(start, a.shape, strict=True))]
-            if a.dtype != np.bool_:
-                a, box = a.astype(np.float64), box.astype(np.float64)
-            most = float(np.max(np.abs(whole), initial=0.0, where=np.isfinite(whole))) if a.dtype != np.bool_ else 0.0
-            wrong = ~((a == box) | ((a != a) & (box != box)))
-            if a.dtype != np.bool_:
+            a, box, apart, most = _box(wide, name, mine, rank, start)
+            wrong = ~(np.abs(apart) <= APART * max(most, 1e-30))
+            if own is not None:
                 with np.errstate(invalid="ignore"):
-                    wrong &= ~(np.abs(a - box) <= APART * max(most, 1e-30))
+                    there = _box(own, name, mine, rank, start)[2]
+                    wrong &= np.where(np.isfinite(apart), np.abs(there - apart) <= np.abs(apart) / 2, there != 0)
             if wrong.any():
                 at = tuple(int(i) for i in np.argwhere(wrong)[0])
-                there = tuple(i + s for i, s in zip(at, start, strict=True))
-                return Difference(name, rank, at, there, float(a[at]), float(box[at]), seed)
-    return "the values that were tried agree"
+                model_cell = tuple(i + s for i, s in zip(at, start, strict=True))
+                return Difference(name, rank, at, model_cell, float(a[at]), float(box[at]), seed)
+    return None
+
+
+def _box(run: Run, name: str, mine: str, rank: int, start: Sequence[int]) -> tuple[Array, Array, Array, float]:
+    """A rank's output, its box of the model's, how far they are apart (0 where they are equal, NaN too), the largest cell."""
+    a, whole = (np.asarray(x).astype(np.float64) for x in (run[1][rank][mine], run[0][name]))
+    box = whole[tuple(slice(s, s + n) for s, n in zip(start, a.shape, strict=True))]
+    with np.errstate(invalid="ignore"):
+        apart = np.where((a == box) | ((a != a) & (box != box)), 0.0, a - box)
+    return a, box, apart, float(np.max(np.abs(whole), initial=0.0, where=np.isfinite(whole)))
+
+
+def _step(model: OneFile, first: Difference, wide: Mapping[str, Array], own: Mapping[str, Array]) -> str:
+    """Which of the model's operations makes of a rounded value another one than of the value itself."""
+    text = f"they differ in float64 alone, at {first.output}{list(first.cell)} of rank {first.rank}"
+    tensors = model.graph.tensors
+
+    def close(name: str) -> bool:
+        x, y = (np.asarray(v[name]).astype(np.float64) for v in (wide, own))
+        with np.errstate(invalid="ignore"):
+            near = np.abs(x - y) <= ROUNDED * np.max(np.abs(x), initial=0.0, where=np.isfinite(x))
+        return bool(np.all(near | (x == y) | ((x != x) & (y != y))))
+
+    for op in model.graph.ops:
+        ins = [t for t in op.inputs if t in wide and not tensors[t].on_host and tensors[t].dtype in FLOATS]
+        if ins and all(map(close, ins)) and not all(close(t) for t in op.outs if not tensors[t].on_host):
+            kind = next((n.op_type for n in load(model.path).graph.node if op.outs[0] in n.output), op.outs[0])
+            return f"{text}: '{ins[0]}' is computed in {tensors[ins[0]].dtype}, near a step of {kind}"
+    return f"{text}: rounding hides it in the model's own types"

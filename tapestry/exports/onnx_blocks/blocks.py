@@ -23,7 +23,7 @@ from tapestry.ir.monoid import MONOIDS
 from tapestry.ir.recognise.contraction import part, products
 from tapestry.ir.recognise.convolution import convolution
 from tapestry.ir.recognise.exponential import exponential
-from tapestry.ir.recognise.selection_sum import selection
+from tapestry.ir.recognise.selection_sum import as_onnx_counts, selection
 
 
 def launch(
@@ -167,8 +167,9 @@ class _Launch:
         table = found.picked
         if not isinstance(table, Arg) or arg_positions((found.wanted,)) & {table.pos}:
             return None
-        nodes, (lo, hi) = self.nodes, self.frame.box[-1]
-        place = Expressions(nodes, self.base, self.reader(self.base))(found.wanted)
+        nodes, (lo, hi), count = self.nodes, self.frame.box[-1], self.op.reduce[0].size
+        wanted = as_onnx_counts(found.wanted, count) if hi - lo == count else found.wanted
+        place = Expressions(nodes, self.base, self.reader(self.base))(wanted)
         rows = self.reader(self.frame)(table.pos)
         wide_p = [k for k, n in enumerate(place.shape) if n > 1]
         wide_r = [k for k, n in enumerate(rows.shape[:-1]) if n > 1]
@@ -176,7 +177,7 @@ class _Launch:
             return None
         at = place if lo == 0 else nodes.apply("Sub", [place, nodes.scalar(lo, place.dtype)])
         inside: Value | None = None
-        if (lo, hi) != (0, self.op.reduce[0].size):
+        if hi - lo != count:
             low = nodes.apply("GreaterOrEqual", [at, nodes.scalar(0, at.dtype)], "bool")
             inside = nodes.apply("And", [low, nodes.apply("Less", [at, nodes.scalar(hi - lo, at.dtype)], "bool")])
             at = nodes.apply("Where", [inside, at, nodes.scalar(0, at.dtype)])

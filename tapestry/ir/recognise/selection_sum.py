@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tapestry.ir.expr import Arg, Call, Const, Expr, Index, Let, call, walk
+from tapestry.ir.expr import Arg, Call, Const, Expr, Index, Let, call
 from tapestry.ir.graph import Dim
 from tapestry.ir.index import dim
 from tapestry.ir.monoid import number, primitive_of
@@ -69,16 +69,19 @@ def routed(op: Nest) -> Routed | None:
     )  # fmt: skip
 
 
+def as_onnx_counts(wanted: Expr, count: int) -> Expr:
+    """The index of a place that counts a negative one from the end of ``count`` places, as ONNX's Gather does by itself; any
+    other place as it is."""
+    i = wanted.args[2] if isinstance(wanted, Call) and wanted.fn == "where" else wanted
+    wrapped = call("where", call("lt", i, number(0, i.dtype)), call("add", i, number(count, i.dtype)), i)
+    return i if wanted == wrapped else wanted
+
+
 def place_read(wanted: Expr, count: int) -> tuple[int, bool] | None:
     """The read (by position) that a place is, and whether a negative one counts from the end of ``count`` places, as ONNX's
     do; ``None`` for a place that is computed otherwise."""
-    if isinstance(wanted, Arg):
-        return wanted.pos, False
-    arg = next((x for x in walk(wanted) if isinstance(x, Arg)), None)
-    if arg is None:
-        return None
-    wrapped = call("where", call("lt", arg, number(0, arg.dtype)), call("add", arg, number(count, arg.dtype)), arg)
-    return (arg.pos, True) if wanted == wrapped else None
+    plain = as_onnx_counts(wanted, count)
+    return (plain.pos, plain is not wanted) if isinstance(plain, Arg) else None
 
 
 def _selection(op: Nest) -> Selection | None:
