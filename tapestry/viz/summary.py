@@ -107,7 +107,7 @@ def plan_lines(plan: Plan) -> Iterator[str]:
     """How many devices work, where some do not; the kinds of parallelism, most frequent first."""
     lines, working = likeness(plan), sum(len(s.devices) for s in {*plan.places})
     if working < plan.devices:
-        lines.insert(0, f"{working} of {plan.devices} devices work, the others are idle")
+        lines.insert(0, f"{working} of {plan.devices} devices work{'s' * (working == 1)}, the others are idle")
     yield from (f"plan: {line}" for line in lines[:5])
     if len(lines) > 5:
         yield f"plan: … {len(lines) - 5} more kinds of layers"

@@ -445,7 +445,7 @@ def test_what_is_said_beside_one_device_is_true(tmp_path: Path, devices: int) ->
     for out in (compiled, text):
         assert ("no faster than one device" in out) == (devices > 1)
         assert "times as fast" not in out and "times that" not in out and "replicated over" not in out
-    assert ("plan: 1 of 4 devices work, the others are idle" in text) == (devices > 1)
+    assert ("plan: 1 of 4 devices works, the others are idle" in text) == (devices > 1)
     assert "waits for 0 s" in " ".join(text.split())
 
 
