@@ -31,11 +31,9 @@ def compile_model(args: argparse.Namespace) -> Outcome:
         build = api.compile(
             args.model, mesh=mesh_of(args.devices, args.mesh), topology=args.topology, shapes=shapes(args.shape),
             memory=args.memory, memory_reserve=args.memory_reserve, reduce_in=args.reduce_in, target=args.target,
-            assume_finite=args.assume_finite,
-            precision=args.precision, pins=args.pin, layouts=args.layout,
+            assume_finite=args.assume_finite, precision=args.precision, pins=args.pin, layouts=args.layout,
             accumulate=args.accumulate, rules=args.rules, weights=not args.no_weights, time_limit=args.time_limit,
-            seed=args.seed, pareto=args.pareto,
-            exact=args.exact, without=args.without_rule, sharding=not args.ignore_sharding, resume=args.resume,
+            seed=args.seed, pareto=args.pareto, exact=args.exact, without=args.without_rule, sharding=not args.ignore_sharding, resume=args.resume,
             interrupt=interrupts.asked, configuration=args.configuration, stages=args.stages, stage_at=args.stage_at,
             micro_batches=args.micro_batches, print_after=args.print_after, progress=report, found=watch.found,
             state=args.state, max_devices=args.max_devices, objective=args.objective, limits=args.limit,
