@@ -46,8 +46,7 @@ from tapestry.sharding import given_stages
 from tapestry.sharding.annotation_constraints import Given, constraints, with_apart
 from tapestry.sharding.annotations import Annotations, staged
 from tapestry.verify import certificate
-from tapestry.verify.rewriting import rewrite_log
-from tapestry.verify.rewriting.finite import assume_finite as assumed_finite
+from tapestry.verify.rewriting import finite, rewrite_log
 
 log = logging.getLogger("tapestry")
 RECURRENT = ("LSTM", "GRU", "RNN", "Scan", "Loop")
@@ -128,12 +127,12 @@ def accumulate(
     return replace(lifted, graph=graph), other, report
 
 
-def assume_finite(lifted: Lifted, whole: Lifted | None, finite: bool) -> tuple[Lifted, Lifted | None]:
+def drop_tests(lifted: Lifted, whole: Lifted | None, assume_finite: bool) -> tuple[Lifted, Lifted | None]:
     """The model without its tests for NaN and infinities, where the user says that there are none."""
-    if not finite:
+    if not assume_finite:
         return lifted, whole
-    other = None if whole is None else replace(whole, graph=assumed_finite(whole.graph))
-    return replace(lifted, graph=assumed_finite(lifted.graph)), other
+    other = None if whole is None else replace(whole, graph=finite.assume_finite(whole.graph))
+    return replace(lifted, graph=finite.assume_finite(lifted.graph)), other
 
 
 def simplify(lifted: Lifted, annotations: Annotations | None, exact: bool, without: frozenset[str]) -> Graph:

@@ -51,7 +51,7 @@ PASSES = (
     Pass("lift",     lift.lift_nodes,                     "source symbols prepared unroll_steps "
                                                           "seed",                                   "lifted"),
     Pass("lift",     passes.accumulate,                   "lifted whole accumulate",                "lifted whole sums"),
-    Pass("lift",     passes.assume_finite,                "lifted whole assume_finite",             "lifted whole"),
+    Pass("lift",     passes.drop_tests,                   "lifted whole assume_finite",             "lifted whole"),
     Pass("simplify", passes.simplify,                     "lifted annotations exact without",       "graph"),
     Pass("simplify", passes.constrain,                    "lifted graph annotations topology "
                                                           "layouts pins exact stage_at request "

@@ -60,9 +60,9 @@ class RouteProducts(PairRule):
         """The product of the matrices themselves, of which one is picked."""
         op, maker = draft.block(at), draft.block(other)
         picked = selection(maker) if maker is not None else None
-        if op is None or maker is None or picked is None or op.inner or factors(op) is None:
+        if op is None or maker is None or picked is None or len(maker.outs) != 1 or op.inner or factors(op) is None:
             return None
-        (t,) = maker.outs
+        t = maker.outs[0]
         mine = [k for k, r in enumerate(op.reads) if r.tensor == t]
         if maker.lowers or op.splits or maker.splits or picked.shift:
             return refuse(f"'{t}' is more than what is picked, or split already")
