@@ -34,6 +34,8 @@ MODELS = {  # nodes, inputs, sizes of weights, constants
     "attention": ([N("Attention", ["q", "k", "v"], ["y"])], {"q": (1, 2, 37, 16), "k": (1, 2, 1029, 16), "v": (1, 2, 1029, 16)},
                   {}, {}),
     "loss": ([N("SoftmaxCrossEntropyLoss", ["x", "l"], ["y"])], {"x": (1031, 1500), "l": (1031,)}, {}, {}),
+    "loss of a log softmax": ([N("LogSoftmax", ["x"], ["p"], axis=1), N("NegativeLogLikelihoodLoss", ["p", "l"], ["y"])],
+                              {"x": (1031, 70), "l": (1031,)}, {}, {}),
     "product": ([N("MatMul", ["x", "s"], ["y"])], {"x": (33, 4099)}, {"s": (4099, 41)}, {}),
     "gemm": ([N("Gemm", ["x", "s", "t"], ["y"], transB=1)], {"x": (35, 1537)}, {"s": (43, 1537), "t": (43,)}, {}),
     "convolution": ([N("Conv", ["x", "s"], ["y"])], {"x": (1, 130, 9, 7)}, {"s": (31, 130, 3, 3)}, {}),

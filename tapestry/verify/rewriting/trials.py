@@ -24,7 +24,7 @@ from tapestry.errors import LawError
 from tapestry.ir.expr import Call, distinct
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.monoid import primitive_of
-from tapestry.ir.recognise.selection_sum import place_read, routed
+from tapestry.ir.recognise.selection_sum import place_read, routed, selection
 from tapestry.ir.types import FLOATS
 from tapestry.verify.rewriting.cells import Cells, Place, TooMuch
 from tapestry.verify.rewriting.draws import Draw
@@ -230,9 +230,9 @@ def wrong(want: Array, got: Array, tolerance: float) -> Array:
 
 
 def _computed(graph: Graph) -> tuple[set[str], set[str]]:
-    """Floats that are computed in, and those that are summed in; what only moves or converts does not count."""
+    """Floats that are computed in, and those that are summed in; what only moves, picks or converts does not count."""
     calls = {x.dtype for op in graph.ops for x in distinct(expressions(op)) if isinstance(x, Call) and x.fn not in MOVED}
-    blocks = [op for op in graph.ops if isinstance(op, Block) and op.monoid not in (None, *PICKED)]
+    blocks = [op for op in graph.ops if isinstance(op, Block) and op.monoid not in (None, *PICKED) and not selection(op)]
     return calls & FLOATS, {e.dtype for op in blocks for e in op.body} & FLOATS
 
 
