@@ -7,7 +7,8 @@ module and its inputs, (nn.Module, {name: tensor}). A row is right where
 
 - what comes out is the module's own output: within 1e-4 of its norm, in bf16 within 3e-2 of what the module gives in f32;
 - no operation is opaque that torch's optimised export does not have as a node of that kind;
-- every matrix is a weight of the plan, under a name that the module has for it (vectors may be folded, as 1 + w is);
+- every matrix of more than 256 bytes is a weight of the plan, under a name that the module has for it (smaller ones and vectors
+  take part in constant folding);
 - every format is written, or refused with a reason (which is in the JSON);
 - the folder that transformers saves is planned by `tapestry.from_pretrained` to the same outputs.
 """
@@ -35,6 +36,7 @@ from tapestry.doors import torch_export
 from tapestry.errors import TapestryError
 from tapestry.exports.formats import NEAREST
 from tapestry.ir.graph import Opaque
+from tapestry.lift.normalize.prepare import SMALL_FLOATS
 
 CLOSE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 Inputs = dict[str, torch.Tensor]
@@ -74,7 +76,7 @@ def _row(module: torch.nn.Module, inputs: Inputs, dtype: torch.dtype) -> dict[st
     opaque = Counter(op.kind for op in graph.ops if isinstance(op, Opaque))
     names: dict[int, list[str]] = {}
     for n, p in module.named_parameters(remove_duplicate=False):
-        names.setdefault(id(p), []).extend([n] * (p.dim() > 1))
+        names.setdefault(id(p), []).extend([n] * (p.dim() > 1 and p.nbytes > SMALL_FLOATS))
     unnamed = [ns[0] for ns in names.values() if ns and not graph.weights.keys() & ns]
     error = _error(plan.run(_arrays(inputs)), want)
     checkpoint = _checkpoint(module, inputs, want) if hasattr(module, "save_pretrained") else 0.0

@@ -18,7 +18,7 @@ from tapestry.ir.syntax.parser import parse
 from tapestry.ir.syntax.printer import to_text
 from tapestry.rewrites.core.rule import RULES, Refusal, parse_move
 from tests.support.lifting import build, data, node
-from tests.support.triton_kernels import check, poisoned_lanes  # noqa: F401 (a fixture for every test here)
+from tests.support.triton_kernels import check, poisoned_lanes, source_of  # noqa: F401 (a fixture for every test here)
 
 RULE = RULES["route_products"]
 
@@ -90,16 +90,19 @@ def test_it_costs_one_matrix_for_each_row_and_reads_each_matrix_once() -> None:
     assert many < 1.5 * few, "twice the experts, as many products"
 
 
+@pytest.mark.parametrize("body", ["x * t", "t * x"])
+@pytest.mark.parametrize(("rows", "columns"), [(5, 6), (70, 9), (11, 75)])
 @pytest.mark.parametrize("kind", ["f32", "bf16"])
-def test_triton_computes_it(kind: str) -> None:
-    after = RULE.apply(
-        parse(text().replace("f32", kind).replace("w, 0.0)", f"w, {kind}(0.0))").replace("acc0, 0.0)", f"acc0, {kind}(0.0))")),
-        parse_move("route_products@y{tensor=t}"),
-    )
+def test_triton_computes_it_and_leaves_out_what_no_row_of_a_tile_picks(kind: str, rows: int, columns: int, body: str) -> None:
+    """Rows are tiles' rows or their columns, as the product has them."""
+    case = text().replace("x * t", body).replace("w, 0.0)", "w, f32(0.0))").replace("acc0, 0.0)", "acc0, f32(0.0))")
+    case = case.replace("i64", "int").replace("f32", "K").replace("5", str(rows)).replace("6", str(columns)).replace("K", kind)
+    after = RULE.apply(parse(case.replace("int", "i64")), parse_move("route_products@y{tensor=t}"))
     rng = np.random.default_rng(2)
     numpy = np.float32 if kind == "f32" else ml_dtypes.bfloat16
-    values = {"x": rng.standard_normal((5, 3)).astype(numpy), "w": rng.standard_normal((4, 6, 3)).astype(numpy)}
-    check(to_text(after), {**values, "e": np.array([3, 0, 0, 2, 1])})
+    values = {"x": rng.standard_normal((rows, 3)).astype(numpy), "w": rng.standard_normal((4, columns, 3)).astype(numpy)}
+    check(to_text(after), {**values, "e": np.sort(rng.integers(0, 4, rows))})
+    assert "if tl.max(" in source_of(to_text(after))
 
 
 @pytest.mark.parametrize(

@@ -19,9 +19,10 @@ from tapestry.codegen.triton.task.tiles import Folded, power_of_two
 from tapestry.codegen.triton.text.axes import Axis, View
 from tapestry.codegen.triton.text.folds import lane_reduction, tile_reduction
 from tapestry.codegen.triton.text.scope import Frame, Scope, Written
-from tapestry.ir.expr import Expr
+from tapestry.ir.expr import Expr, Index, call
 from tapestry.ir.index import dim, dims_of
-from tapestry.ir.recognise.contraction import Kept
+from tapestry.ir.recognise.contraction import Kept, dims_read
+from tapestry.ir.recognise.selection_sum import routed
 
 
 def emit_folded(frame: Frame, op: KernelForm, f: Folded, config: KernelConfig, chip: Chip) -> Written:
@@ -51,6 +52,7 @@ def emit_folded(frame: Frame, op: KernelForm, f: Folded, config: KernelConfig, c
         merge = [f"{own} = {text}", *merge]
     last = _results(frame, ax, accs, own, folds=f.folds)
     turn = [f"{product} = tl.zeros((ROWS, COLS), tl.float32)", *inner, *tile.lines, *merge]
+    turn = turn if f.folds else _only_picked(frame, scalars, (ax.m, ax.n), turn)
     loop = _turns(frame, ax, outer, turn, last if own else [], folds=f.folds)
     n = [] if f.folds else [*_index(frame, ax.n, "pid_n * COLS", [*turn, *last]), *ax.n.lines]
     lines = (
@@ -66,6 +68,18 @@ def emit_folded(frame: Frame, op: KernelForm, f: Folded, config: KernelConfig, c
     )
     programs = ax.batch.tiles * ax.m.tiles * (1 if f.folds else ax.n.tiles)
     return Written(constants=(("ROWS", config.bm), ("COLS", config.bn), ("BK", config.bk)), lines=lines, programs=programs)
+
+
+def _only_picked(frame: Frame, scalars: list[tuple[Axis, str]], lanes: tuple[Axis, Axis], turn: list[str]) -> list[str]:
+    """A turn that nothing is done in where no row of the tile picks its matrix: the matrix is not loaded either."""
+    found = routed(frame.task)
+    along = dims_read(frame.task, found.wanted) if found else frozenset[str]()
+    rows = [a for a in lanes if along & {d.name for d in a.dims}]
+    if found is None or len(rows) != 1:
+        return turn
+    scope = Scope(frame, View([*scalars, (rows[0], "")], frame.task.ranges))
+    (test,) = scope.printer.all((call("eq", found.wanted, Index(dim(found.over.name) + found.shift)),))
+    return [*scope.lines, f"if tl.max(({test}).to(tl.int32), axis=0) > 0:", *(f"    {line}" for line in turn)]
 
 
 def _axes(frame: Frame, f: Folded, config: KernelConfig) -> tuple[Axes, Axis]:
