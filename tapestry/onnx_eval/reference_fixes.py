@@ -50,7 +50,43 @@ def corrected() -> list[type]:
         def _run(self, x: Any) -> tuple[Any, ...]:
             return (np.array(np.nonzero(x), np.int64) if x.ndim else np.zeros((0, int(x != 0)), np.int64),)
 
-    return [SequenceInsert, Loop, NonZero, *_of_tensors()]
+    return [SequenceInsert, Loop, NonZero, *_of_tensors(), *_of_rows()]
+
+
+def _of_rows() -> list[type]:
+    """Before opset 13 these go over rows of all axes from one on; theirs goes over that axis alone."""
+    from onnx.reference.ops.op_hardmax import Hardmax as TheirHardmax
+    from onnx.reference.ops.op_softmax import Softmax as TheirSoftmax
+
+    def rows(self: Any, x: Any, axis: int | None) -> tuple[Any, int]:
+        at = self.axis if axis is None else axis
+        if self.run_params["opsets"].get("", 13) >= 13 or not x.size or not x.ndim:
+            return x, at
+        if not any(a.name == "axis" for a in self.onnx_node.attribute):
+            at = 1  # theirs has the default of the newest opset
+        return x.reshape(int(np.prod(x.shape[: at + x.ndim if at < 0 else at])), -1), -1
+
+    class Softmax(TheirSoftmax):
+        def _run(self: Any, X: Any, axis: int | None = None) -> tuple[Any, ...]:
+            x, at = rows(self, X, axis)
+            return (x if not x.size else self.of(x, x - x.max(axis=at, keepdims=True), at).reshape(X.shape).astype(X.dtype),)
+
+        def of(self, x: Any, less: Any, at: int) -> Any:
+            return np.exp(less) / np.exp(less).sum(axis=at, keepdims=True)
+
+    class LogSoftmax(Softmax):
+        def of(self, x: Any, less: Any, at: int) -> Any:
+            return less - np.log(np.exp(less).sum(axis=at, keepdims=True))
+
+    class Hardmax(TheirHardmax):
+        def _run(self: Any, x: Any, axis: int | None = None) -> tuple[Any, ...]:
+            y, at = rows(self, x, axis)
+            found = np.zeros_like(y)
+            if y.size:
+                np.put_along_axis(found, np.expand_dims(np.argmax(y, axis=at), axis=at), 1, axis=at)
+            return (found.reshape(x.shape),)
+
+    return [Softmax, LogSoftmax, Hardmax]
 
 
 def _of_tensors() -> list[type]:

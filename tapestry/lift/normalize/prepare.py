@@ -65,12 +65,13 @@ KEPT = "tapestry.kept"
 MISTREATED = frozenset({"SplitToSequence", "ConcatFromSequence", "SequenceAt"})
 # the reference evaluator, which folds, takes no absolute values (p = 1), is wrong where a linear Resize shrinks, rounds sizes
 # of pools in its own way, normalises as many channels as there are batches (LRN), and compares fractions with places (OneHot);
-# what has windows or places between points is left to us
+# what has windows or places between points is left to us; before opset 13 it takes one axis of a softmax for all from it on
 MISJUDGED = frozenset({
     "LpNormalization", "LRN", "OneHot", "Resize", "Upsample", "MaxPool", "AveragePool", "LpPool", "MaxUnpool", "MaxRoiPool",
     "RoiAlign", "GridSample", "AffineGrid", "Conv", "ConvTranspose", "DeformConv", "Col2Im",
 })  # fmt: skip
 # of the first input: onnx has no inference for these, or a faulty one
+ROWS_BEFORE = frozenset({"Softmax", "LogSoftmax", "Hardmax"})
 SAME_SHAPE = frozenset({"GroupNormalization", "MeanVarianceNormalization"})
 ROUNDS = 8  # of expansion of function bodies inside function bodies
 
@@ -308,11 +309,12 @@ def _changed(op: str, since: int, version: int) -> bool:
 class _Budget:
     """Decides, before a value is computed, whether it is small enough to fold, and none that is to be kept."""
 
-    def __init__(self, kept: frozenset[str]) -> None:
+    def __init__(self, kept: frozenset[str], version: int) -> None:
         self.left, self.kept = FOLD_TOTAL, kept
+        self.left_to_us: frozenset[str] = RANDOM | MISJUDGED | (ROWS_BEFORE if version < 13 else frozenset[str]())
 
     def __call__(self, node: ir.Node) -> bool | None:
-        if node.op_type in RANDOM | MISJUDGED or node.domain not in STANDARD or any(o.name in self.kept for o in node.outputs):
+        if node.op_type in self.left_to_us or node.domain not in STANDARD or any(o.name in self.kept for o in node.outputs):
             return False
         total = 0
         for out in node.outputs:
@@ -369,7 +371,9 @@ def run_passes(model: ModelProto, kept: frozenset[str] = frozenset()) -> ModelPr
         limits: dict[str, Any] = {"input_size_limit": FOLD_BYTES, "output_size_limit": FOLD_BYTES}
         with warnings.catch_warnings(), np.errstate(all="ignore"):  # what a model computes with its constants is its own affair
             warnings.simplefilter("ignore")
-            cast(Any, optimizer).fold_constants(graph, onnx_shape_inference=True, should_fold=_Budget(kept), **limits)
+            cast(Any, optimizer).fold_constants(
+                graph, onnx_shape_inference=True, should_fold=_Budget(kept, standard_opset(model)), **limits
+            )
         passes.CommonSubexpressionEliminationPass()(graph)
         passes.RemoveUnusedNodesPass()(graph)
         passes.TopologicalSortPass()(graph)
