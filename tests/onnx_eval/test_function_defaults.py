@@ -101,7 +101,7 @@ def test_another_value_is_refused(wrong, tmp_path, monkeypatch):
 def test_rows_of_all_axes_before_opset_13(op, axis, opset, tmp_path):
     """Of a constant and of an input: onnx's reference, with which constants are folded, has one axis at every opset."""
     if opset < 11 and axis is not None and axis < 0:
-        return
+        pytest.skip("axes count from the end since opset 11")
     rng = np.random.default_rng(opset)
     values = rng.standard_normal((2, 1, 3, 2)).astype(np.float32)
     given = {} if axis is None else {"axis": axis}

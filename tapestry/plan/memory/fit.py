@@ -32,7 +32,7 @@ PATIENCE = 2  # rounds without a better plan before the search stops
 NEAR = 1.01  # times the bound: good enough to stop
 MORE = 10.0 * SECOND  # to look for a cheaper plan after the first one that fits
 TRIAL = 4.0 * SECOND  # for planning one state
-ALONE = 0.6  # of the budget; the rest is for what comes after this search
+ALONE = 0.6  # of the budget that is left
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -82,8 +82,8 @@ def test_sizes_and_masks_of_a_module_are_no_opaque_operations(name, dtype):
     module, x = Net(FORMS[name]), torch.randn(2, 8).to(dtype)
     try:
         want = module(x)
-    except RuntimeError:  # torch itself mixes no types there
-        return
+    except RuntimeError as e:
+        pytest.skip(f"torch itself: {e}")
     plan = tapestry.compile(module, (x,), devices=2, topology="cpu")
     assert not [op for op in plan.build.plan.graph.ops if isinstance(op, Opaque)]
     (got,) = plan.run({"x": x if dtype == torch.float32 else x.float().numpy().astype(_bf16())}).values()
