@@ -417,6 +417,8 @@ def compile(p: argparse.ArgumentParser) -> None:
     finite = "take tests for NaN and infinities (a guard around softmax, say) for false: no value is infinite or NaN"
     p.add_argument("--assume-finite", action="store_true", help=finite)
     p.add_argument("--reduce-in", choices=("f32", "native"), default="f32", help=text)
+    text = "search only the plans that the format of export can say: tp-plan, dtensor, jax or onnx-ranks"
+    p.add_argument("--for", dest="for_format", metavar="FORMAT", help=text)
     several(p, "--pin", "OP:dim=parts@axis", "how operations are cut: conv1:h=8@d0, layers.*.up_proj:out=tp")
     several(p, "--layout", "TENSOR:axis=parts@axis", "where an input starts or an output ends: x:0=4@d0, or x:replicated")
     p.add_argument(

@@ -20,6 +20,7 @@ from tapestry.build import store
 from tapestry.codegen import kernel_sources
 from tapestry.codegen.triton.run.tuned import cache_of_target, recorded
 from tapestry.errors import LawError, PlanError, TapestryError
+from tapestry.exports import formats
 from tapestry.ir.graph import Graph, Op, changes
 from tapestry.ir.plan import Layout, Plan
 from tapestry.ir.program import peak_bytes
@@ -34,7 +35,7 @@ from tapestry.plan.pipelines.stage_choice import Request
 from tapestry.plan.pipelines.stage_constraints import asked_of
 from tapestry.plan.requests import parse_layouts, parse_pins, scan_blocks
 from tapestry.plan.search.pareto import Point, fronts, undominated
-from tapestry.plan.search.priced_plan import PricedPlan
+from tapestry.plan.search.priced_plan import PricedPlan, on_the_clock, too_big
 from tapestry.plan.search.resume import Start, start_of
 from tapestry.plan.search_passes import Planned
 from tapestry.plan.solver.budget import Budget, Found
@@ -223,14 +224,15 @@ def cut_pinned_scans(
 def state_task(
     lifted: Lifted, whole: Lifted | None, graph: Graph, constraints: Constraints, start: Start, earlier: store.Build | None,
     topology: Topology, request: Request, target: str, exact: bool, time_limit: float | None,
-    interrupt: threading.Event, found: Found, without: frozenset[str],
+    interrupt: threading.Event, found: Found, without: frozenset[str], for_format: str | None,
 ) -> tuple[Task, Budget]:  # fmt: skip
     """Everything that the search is asked for but the graph, and how long it may take."""
     given, free = constraints.given, constraints.rewritable
     same_model = earlier is not None and model_hash(lifted) == earlier.model_sha256
-    equal_parts = bool(constraints.layouts or given or exact)  # a layout that is given has equal parts
+    language = formats.language(for_format)
+    equal_parts = bool(constraints.layouts or given or exact or language)  # a layout that is given has equal parts
     budget = Budget.of(time_limit, interrupt, found)
-    fixed = replace(given.fixed if given else LayoutConstraints(), exact=exact)
+    fixed = replace(given.fixed if given else LayoutConstraints(), exact=exact, language=language)
     asked, pins, inputs, outputs = request, constraints.pins, constraints.inputs, constraints.outputs
     if request.explicit:  # it is of the meshes of stages, not of the whole one
         keep = asked_of(
@@ -243,7 +245,8 @@ def state_task(
     task = Task(
         topology=topology, topologies=[topology] if equal_parts else shared(topology), pins=pins,
         folded=_folded(lifted), inputs=inputs, outputs=outputs, fixed=fixed, start=start, rewritable=free,
-        request=staging(asked, bound=constraints.whole_mesh), previous_plan=_fitted_before(earlier) if earlier else None,
+        request=Request(stages=1) if language else staging(asked, bound=constraints.whole_mesh),
+        previous_plan=_fitted_before(earlier) if earlier else None,
         machine=machine if free and not same_model else None, disabled_rules=driver.disabled_by(constraints.moves) | without,
         lifted=lifted.graph if free and not earlier else None,
         whole=whole.graph if whole and free and STEPS not in driver.disabled_by(constraints.moves) else None,
@@ -273,6 +276,28 @@ def pareto_front(planned: Planned, task: Task, constraints: Constraints, budget:
         return None
     points = fronts(task.rewritten_problems(planned.graph, [*constraints.moves, *planned.base]), budget)
     return undominated([*points, *(planned.fitted.points if planned.fitted else ())])
+
+
+def say(plan: PricedPlan, task: Task, budget: Budget, for_format: str | None) -> PricedPlan:
+    """A plan that was asked for in a format, as the format says it; the bound stays one of all plans that it can say.
+
+    Raises:
+        PlanError: it does not fit then; NotExpressible: the format has nothing to say of it.
+    """
+
+    def beyond(plan: PricedPlan) -> bool:
+        return any(n > most for n, most in zip(peak_bytes(plan.program)[0], task.topology.memories(), strict=True))
+
+    while for_format and plan.plan.strategies not in (choices := formats.said(for_format, plan)):
+        problem, others = task.problems(plan.plan.graph)[0], list[PricedPlan]()
+        for strategies in choices:
+            new = replace(plan.plan, strategies=strategies)
+            program, timed = on_the_clock(problem, new)
+            others.append(replace(plan, plan=new, program=program, objective=timed.total, bound=min(plan.bound, timed.total)))
+        plan = min(others, key=lambda p: (beyond(p), p.objective))
+    if for_format and beyond(plan):
+        raise too_big(plan, task.topology.device.memory, budget, f"; a plan that {for_format} cannot say fits")
+    return plan
 
 
 def hoist_transfers(plan: PricedPlan, topology: Topology) -> PricedPlan:

@@ -61,8 +61,8 @@ PASSES = (
                                                           "exact request",                          "graph constraints"),
     Pass("search",   passes.state_task,                   "lifted whole graph constraints start "
                                                           "earlier topology request target "
-                                                          "exact time_limit interrupt found without",
-                                                                                                    "task budget"),
+                                                          "exact time_limit interrupt found without "
+                                                          "for_format",                             "task budget"),
     Pass("search",   search.fuse_by_price,                "graph task",                             "form"),
     Pass("search",   search.enumerate_strategies,         "form task",                              "problems"),
     Pass("search",   search.solve,                        "form problems task budget",              "candidate"),
@@ -71,6 +71,7 @@ PASSES = (
     Pass("search",   search.restructure,                  "candidate graph task budget",            "candidate"),
     Pass("search",   search.choose_stages,                "candidate task budget",                  "planned plan"),
     Pass("search",   search.compare_whole_graph,          "planned plan form task budget",          "planned plan peak_alone"),
+    Pass("search",   passes.say,                          "plan task budget for_format",            "plan"),
     Pass("search",   passes.pareto_front,                 "planned task constraints budget pareto", "front"),
     Pass("search",   passes.hoist_transfers,              "plan topology",                          "plan"),
     Pass("verify",   passes.verify,                       "plan topology exact",                    "laws"),
@@ -102,6 +103,7 @@ class Options:
     accumulate: str | None = None
     reduce_in: str = "f32"
     assume_finite: bool = False
+    for_format: str | None = None
     pins: Sequence[str] = ()
     layouts: Sequence[str] = ()
     rules: Sequence[Path] = ()
@@ -268,7 +270,7 @@ def _values(options: Options) -> dict[str, Any]:
         "also_whole": _also_whole(options, topo) and not marks,
         "annotations": marks, "topology": topo, "layouts": options.layouts, "pins": options.pins, "exact": options.exact,
         "accumulate": options.accumulate, "assume_finite": options.assume_finite, "without": rule_names(options.without),
-        "stage_at": options.stage_at,
+        "stage_at": options.stage_at, "for_format": options.for_format,
         "earlier": earlier, "request": parse_request(stages, micro, topo), "target": options.target,
         "precision": options.precision, "time_limit": options.time_limit, "interrupt": options.interrupt,
         "found": options.found, "kept": options.kept,

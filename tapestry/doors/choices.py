@@ -34,6 +34,7 @@ class Choices(TypedDict, total=False):
         configuration: which of the model's device configurations, by name; by default the first for as many devices.
         accumulate: how sums of products of f16 are held, "f32" (as if it were left out) or "f16".
         assume_finite: take tests for NaN and infinities for false, such as the guard that exporters put around softmax.
+        for_format: search only plans that a format of export can say: "tp-plan", "dtensor", "jax" or "onnx-ranks".
         reduce_in: how partial sums of 16-bit floats travel: "f32", or "native": each rounded to the tensor's type before.
         exact: the same bits on any number of devices (docs/exact.md).
         pareto: also the front of latency against memory.
@@ -71,6 +72,7 @@ class Choices(TypedDict, total=False):
     accumulate: str | None
     reduce_in: str
     assume_finite: bool
+    for_format: str | None
     exact: bool
     pareto: bool
     time_limit: float | None
@@ -107,6 +109,7 @@ KINDS: Mapping[str, tuple[tuple[type, ...], str]] = {
     "accumulate": ((str,), "f32 or f16"),
     "reduce_in": ((str,), "f32 or native"),
     "assume_finite": ((bool,), "True or False"),
+    "for_format": ((str,), "tp-plan, dtensor, jax or onnx-ranks"),
     "configuration": ((str,), "the name of a device configuration"),
     "max_devices": ((int,), "a whole number"),
     "objective": ((str,), '"seconds + 2e-3*devices"'),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,9 @@ from tapestry.build.store import Build
 from tapestry.errors import BuildError, TapestryError, similar
 from tapestry.exports import fused_onnx, ir_text, kernel_package, layouts, rank_onnx, shardy, shardy_ranks, tp_plan
 from tapestry.interop.sharding_specs import OURS
+from tapestry.ir.plan import Strategy
+from tapestry.plan.layout_constraints import Language
+from tapestry.plan.search.priced_plan import PricedPlan
 from tapestry.sharding import export_sharding
 from tapestry.verify.rewriting import history, rewrite_log
 
@@ -50,11 +53,48 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """A format: what it is, what writes it, and a line or more of what was written, of the document that writing gives."""
+    """A format: what it is, what writes it, and a line or more of what was written, of the document that writing gives.
+
+    Attributes:
+        language: what it can say of a graph's operations, for a search of such plans alone; none: that cannot be asked for.
+        said: the strategies of a plan that was found so, as the format says them: one choice, or several.
+    """
 
     about: str
     write: Callable[[Asked], dict[str, Any]]
     text: Callable[[dict[str, Any]], list[str]]
+    language: Language | None = None
+    said: Callable[[PricedPlan], Sequence[tuple[Strategy, ...]]] | None = None
+
+
+def language(form: str | None) -> Language | None:
+    """What a plan for a format keeps to.
+
+    Raises:
+        TapestryError: there is no such format, or it says a plan as it is.
+    """
+    if form is None:
+        return None
+    known = [name for name, f in FORMATS.items() if f.language]
+    if form not in known:
+        hint = similar(form, known) or f"one of {', '.join(known)}"
+        raise TapestryError(f"no plan can be asked for in format '{form}'", where="--for", hint=hint)
+    return FORMATS[form].language
+
+
+def said(form: str, plan: PricedPlan) -> Sequence[tuple[Strategy, ...]]:
+    """The strategies of a plan that was planned for a format, as the format says them: one choice, or several.
+
+    Raises:
+        NotExpressible: it cannot.
+    """
+    as_said = FORMATS[form].said
+    return as_said(plan) if as_said else [plan.plan.strategies]
+
+
+def _placed(plan: PricedPlan, form: str) -> Sequence[tuple[Strategy, ...]]:
+    layouts.places(plan, form, nearest_will_do=False)
+    return [plan.plan.strategies]
 
 
 def write(form: str, asked: Asked) -> dict[str, Any]:
@@ -169,7 +209,8 @@ def _text_of_ranks(d: dict[str, Any]) -> list[str]:
 
 
 def _places(d: dict[str, Any]) -> list[str]:
-    counts = ", ".join(f"{d[k]} {k}" for k in ("parameters", "inputs", "outputs", "activations"))
+    kinds = ("parameters", "constants", "inputs", "outputs", "activations")
+    counts = ", ".join(f"{d[k]} {k}" for k in kinds if d[k])
     return [f"{d['file']}: {counts}", *_nearest(d)]
 
 
@@ -208,7 +249,7 @@ FORMATS: dict[str, Format] = {
     ),
     "onnx-ranks": Format(
         "a folder with an ONNX file for each rank, collectives as nodes",
-        lambda a: rank_onnx.export(a.build, a.constants, a.target, nearest=a.nearest), _ranks,
+        lambda a: rank_onnx.export(a.build, a.constants, a.target, nearest=a.nearest), _ranks, rank_onnx.language,
     ),
     "onnx-fused": Format(
         "the graph after every rewrite as plain ONNX for one device",
@@ -217,15 +258,17 @@ FORMATS: dict[str, Format] = {
     ),
     "tp-plan": Format(
         "transformers' base_model_tp_plan: a style for each linear layer and table",
-        lambda a: tp_plan.export(a.build, a.target, nearest=a.nearest), _styles,
+        lambda a: tp_plan.export(a.build, a.target, nearest=a.nearest), _styles, tp_plan.language, tp_plan.said,
     ),
     "dtensor": Format(
         "placements of torch.distributed.tensor for every parameter, input, output and activation",
         lambda a: layouts.export_places(a.build, a.target, "dtensor", nearest_will_do=a.nearest), _places,
+        layouts.language, lambda plan: _placed(plan, "dtensor"),
     ),
     "jax": Format(
         "a PartitionSpec for every parameter, input, output and activation",
         lambda a: layouts.export_places(a.build, a.target, "jax", nearest_will_do=a.nearest), _places,
+        layouts.language, lambda plan: _placed(plan, "jax"),
     ),
     "shardy": Format(
         "StableHLO text with shardings in Shardy's words, for XLA to partition",

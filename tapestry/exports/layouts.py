@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -21,15 +22,18 @@ from tapestry.build.store import Build
 from tapestry.exports.onnx_blocks.onnx_nodes import NotExpressible
 from tapestry.exports.xla_faults import wrong_in_xla
 from tapestry.interop.placement import held, layout_of_boxes
-from tapestry.ir.graph import Block, Op
+from tapestry.ir.graph import Block, Graph, Op
 from tapestry.ir.kernel import Box, inside, size
 from tapestry.ir.monoid import primitive_of
 from tapestry.ir.naming.author_names import dim_names, operation_names, tensor_names
 from tapestry.ir.plan import Layout, Mesh, Strategy
 from tapestry.ir.program import Buffer, Launch, Load, Reduce, Transfer, transfer_bytes
 from tapestry.ir.types import itemsize
+from tapestry.plan.layout_constraints import Sayable
+from tapestry.plan.search.priced_plan import PricedPlan
 
 SCHEMA = "tapestry-layouts/1"
+FOLDED = re.compile(r"val_\d+|_?(lifted_tensor|tensor_constant).*")  # initializers that torch's exporter makes: of no module
 Boxes = tuple[Box | None, ...]
 
 
@@ -176,16 +180,17 @@ def as_partition_spec(layout: Layout, rank: int, mesh: Mesh) -> list[Any]:
 
 
 def export_places(build: Build, target: Path, form: str, *, nearest_will_do: bool) -> dict[str, Any]:
-    """``dtensor`` or ``jax``: a place for each parameter, input, output and activation, by its name in the model.
+    """``dtensor`` or ``jax``: a place for each parameter, constant, input, output and activation, by its name in the model.
 
     Raises:
         NotExpressible: some tensor has none, and the nearest is not asked for; the plan has stages, or an order of devices.
     """
     graph, mesh, say = build.plan.graph, build.plan.mesh, as_placements if form == "dtensor" else as_partition_spec
     found, names = places(build, form, nearest_will_do=nearest_will_do), tensor_names(build.plan.graph)
-    said: dict[str, dict[str, Any]] = {"parameters": {}, "inputs": {}, "outputs": {}, "activations": {}}
+    said: dict[str, dict[str, Any]] = {"parameters": {}, "constants": {}, "inputs": {}, "outputs": {}, "activations": {}}
     for t, layout in found.first.items():
         kind = "parameters" if t in graph.weights else "inputs" if t in graph.inputs else "activations"
+        kind = "constants" if t in build.constants or (t in graph.weights and FOLDED.fullmatch(t)) else kind
         said[kind][names[t] if kind == "activations" else t] = say(layout, len(graph.tensors[t].shape), mesh)
     said["outputs"] = {t: say(layout, len(graph.tensors[t].shape), mesh) for t, layout in found.last.items()}
     called = operation_names(graph)
@@ -229,7 +234,18 @@ class Placed:
         return self.reads.get((op, tensor), self.first[tensor])
 
 
-def places(build: Build, form: str, *, nearest_will_do: bool) -> Placed:
+def language(graph: Graph, mesh: Mesh) -> list[Sayable]:
+    """What a place for each tensor can say: parts are equal, and inputs and weights are held in a layout."""
+    del mesh
+    outside = {*graph.inputs, *graph.weights}
+    return [
+        Sayable(placed=frozenset(k for k, t in enumerate(r.tensor for r in op.reads) if t in outside) if isinstance(op, Block)
+                else frozenset(k for k, t in enumerate(op.ins) if t in outside))
+        for op in graph.ops
+    ]  # fmt: skip
+
+
+def places(build: Build | PricedPlan, form: str, *, nearest_will_do: bool) -> Placed:
     """A layout for each tensor that devices hold.
 
     Raises:
@@ -273,6 +289,8 @@ def _place(
         NotExpressible: it has none; says what is held.
     """
     at = nearest(tuple(held_boxes), shape, mesh, width, form != "dtensor")
+    if all(len({*boxes}) == 1 for boxes in held_boxes):  # of what no device cuts each may have all
+        return at
     alone = len(held_boxes) == 1 and layout_of(held_boxes[0], shape, mesh) is not None
     if not nearest_will_do and (at.extra or not alone):
         first = next(b for b in held_boxes[0] if b is not None)

@@ -22,13 +22,33 @@ from tapestry.exports.onnx_blocks.onnx_nodes import COLLECTIVE, Nodes, NotExpres
 from tapestry.exports.onnx_files import DataFile, checked, model_of, refused, stored, weights_of
 from tapestry.exports.rank_collectives import Exchange, Places, assembled, broadcast, moved, reduced
 from tapestry.interop.placement import layout_of_boxes
-from tapestry.ir.graph import Graph
+from tapestry.ir.graph import Block, Graph
 from tapestry.ir.kernel import Box, Kernel, shape, size, whole
+from tapestry.ir.monoid import MONOIDS, ByPrimitive, Monoid, Product
 from tapestry.ir.naming.author_names import operation_names
+from tapestry.ir.plan import Mesh
 from tapestry.ir.program import Free, Launch, Load, Program, Reduce, Transfer, transfer_bytes
 from tapestry.ir.types import itemsize
+from tapestry.plan.layout_constraints import Sayable
 
 MARK, DATA = "program.json", "weights.data"
+
+
+def language(graph: Graph, mesh: Mesh) -> list[Sayable]:
+    """What collectives of ONNX can say: equal parts, no merge in order, and only plain sums and extremes scattered."""
+    del mesh
+    out = list[Sayable]()
+    for op in graph.ops:
+        monoid = MONOIDS[op.monoid] if isinstance(op, Block) and op.monoid is not None else None
+        maps = frozenset(d.name for d in op.dims) if monoid and not monoid.commutative else None
+        out.append(Sayable(dims=maps, scatters=monoid is None or _is_plain(monoid)))
+    return out
+
+
+def _is_plain(monoid: Monoid) -> bool:
+    """Whether each field is merged by itself, by an operation that a collective has."""
+    s = monoid.structure
+    return isinstance(s, ByPrimitive) or (isinstance(s, Product) and all(map(_is_plain, s.parts)))
 
 
 def export(build: Build, constants: bytes, target: Path, *, nearest: bool) -> dict[str, Any]:

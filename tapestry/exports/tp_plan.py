@@ -11,11 +11,11 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -23,15 +23,18 @@ from tapestry.build.atomic import new_file
 from tapestry.build.store import Build
 from tapestry.exports.onnx_blocks.onnx_nodes import NotExpressible
 from tapestry.ir.expr import Index, distinct
-from tapestry.ir.graph import Block, Op, Read
+from tapestry.ir.graph import Block, Graph, Op, Read
 from tapestry.ir.index import Aff, dim, dims_of, evaluate, substitute
 from tapestry.ir.naming.author_names import PARAMETER, operation_names, parts
 from tapestry.ir.plan import Mesh, MeshAxis
-from tapestry.ir.program import Reduce, Transfer, transfer_bytes
+from tapestry.ir.program import Launch, Reduce, Transfer, transfer_bytes
 from tapestry.ir.recognise.contraction import only_sums
 from tapestry.ir.recognise.selection_sum import selection
+from tapestry.plan.layout_constraints import Sayable
+from tapestry.plan.search.priced_plan import PricedPlan
 from tapestry.plan.strategy import Boxes, Strategy, footprints, tensor_boxes
 
+X = TypeVar("X")
 AXES = {
     "colwise": 0, "colwise_gather_output": 0, "rowwise": 1, "rowwise_split_input": 1, "embedding_rowwise": 0,
     "embedding_colwise": 1,
@@ -93,16 +96,60 @@ def export(build: Build, target: Path, *, nearest: bool) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def language(graph: Graph, mesh: Mesh) -> list[Sayable]:
+    """What styles can cut: layers along their weights, and what is computed of a layer's features along these.
+
+    More than that is left out only once a plan is there (`said`).
+
+    Raises:
+        NotExpressible: the mesh has several axes.
+    """
+    if sum(a.size > 1 for a in mesh) > 1:
+        what = "a tp_plan has one axis"
+        raise NotExpressible(what, where="--for tp-plan", why=f"the mesh has {len(mesh)}", hint="--mesh tp=N, or --devices N")
+    features, out = dict[str, set[int]](), list[Sayable]()
+    for op in graph.ops:
+        reads = op.reads if isinstance(op, Block) else ()
+        dims = {d for r in reads for k in features.get(r.tensor, ()) for d in dims_of(r.index[k])} & {d.name for d in op.dims}
+        dims |= {d for x in _layers(op, graph) for d in (x.out, x.into)}
+        for t in op.outs if isinstance(op, Block) else ():
+            features[t] = {k for k, d in enumerate(op.dims) if d.name in dims}
+        out.append(Sayable(dims=frozenset(dims), scatters=False, ends_whole=True))
+    return out
+
+
+def said(plan: PricedPlan) -> list[tuple[Strategy, ...]]:
+    """What transformers does with the styles of a plan, and with fewer, without those whose results it gathers at once.
+
+    Raises:
+        NotExpressible: it cuts no layer, or an operation that it runs otherwise is cut as it should be.
+    """
+    if not any(
+        d for op, s in zip(plan.plan.graph.ops, plan.plan.strategies) if [*_layers(op, plan.plan.graph)] for d in s.dims
+    ):
+        why = "of the plans that styles can say, the one that cuts no weight is the fastest"
+        hint = "larger sizes, less --memory, or --pin 'layers.*.mlp.up_proj:out=tp'"
+        raise NotExpressible("tensor parallelism does not pay", where="--for tp-plan", why=why, hint=hint)
+    maker, out = _Maker(plan), list[tuple[Strategy, ...]]()
+    parts = maker.parts()
+    for found in (parts, maker.parts({p for p, s in parts.styles.items() if s == {"colwise_gather_output"}})):
+        axes = [next((k for k, x in enumerate(op.dims) if x.name == d), None) for op, d in zip(maker.graph.ops, found.dims)]
+        out.append(tuple(Strategy(maker.along(d), maker.along(k)) for d, k in zip(found.dims, axes, strict=True)))
+    if out[0] == plan.plan.strategies and (different := maker.differences(parts)):
+        raise NotExpressible("no style does what the plan does", where=f"operation '{different[0][0]}'", why=different[0][1])
+    return out
+
+
 class _Maker:
     """Styles of a build's plan."""
 
-    def __init__(self, build: Build) -> None:
+    def __init__(self, build: Build | PricedPlan) -> None:
         self.build, self.graph = build, build.plan.graph
         if build.plan.stages:
             raise NotExpressible("a tp_plan cannot say pipeline stages", hint="compile with --stages 1, or onnx-ranks")
         if any(a.order for a in build.plan.mesh):
             raise NotExpressible("a tp_plan cannot say an order of devices", hint="onnx, onnx-ranks or json")
-        self.layers = _called_apart([list(_layers(op, build)) for op in self.graph.ops], parts(self.graph))
+        self.layers = _called_apart([list(_layers(op, self.graph)) for op in self.graph.ops], parts(self.graph))
         self.at = self._axis()
         self.axis = build.plan.mesh[self.at]
         self.ranks, self.mesh = self.axis.size, (MeshAxis(self.axis.name, self.axis.size),)
@@ -129,8 +176,14 @@ class _Maker:
             raise NotExpressible("a tp_plan has one axis", why=why, hint="a mesh with one such axis")
         return next(iter(found))
 
-    def parts(self) -> Parts:
-        """Parts under the plan's cuts. Where an operation cannot be run on them, a layer's result is gathered, and so on."""
+    def along(self, x: X) -> tuple[X | None, ...]:
+        """Something for the mesh axis of the styles, nothing for the others."""
+        return tuple(x if a == self.at else None for a in range(len(self.build.plan.mesh)))
+
+    def parts(self, kept: Set[str] = frozenset()) -> Parts:
+        """Parts under the plan's cuts. Where an operation cannot be run on them, a layer's result is gathered, and so on;
+        layers of ``kept`` patterns are whole."""
+        self.kept |= kept
         while True:
             known = len(self.gathered) + len(self.kept)
             found = self._walked()
@@ -276,9 +329,9 @@ class _Maker:
 
     def _is_gathered(self, op: Op) -> bool:
         """Whether every device has all of a result at the end, or whenever it is read."""
-        whole = [t for t in op.outs if t in self.build.program.outputs]
-        buffers = self.build.program.buffers
-        return bool(whole) and all(len(set(buffers[self.build.program.outputs[t]].boxes)) == 1 for t in whole)
+        program = self.build.program
+        held = {*program.outputs.values(), *(b for s in program.steps if isinstance(s, Launch) for b in s.ins if b)}
+        return all(len(set(program.buffers[b].boxes)) == 1 for b in held if program.buffers[b].tensor in op.outs)
 
 
 def _called_apart(layers: list[list[Layer]], scopes: Sequence[str]) -> list[list[Layer]]:
@@ -331,9 +384,8 @@ def _equal(a: Aff, b: Aff, ranges: Mapping[str, int]) -> bool:
     return bool(np.all(evaluate(a, at) == evaluate(b, at)))
 
 
-def _layers(op: Op, build: Build) -> Iterator[Layer]:
+def _layers(op: Op, graph: Graph) -> Iterator[Layer]:
     """The linear layers that an operation computes by their weights' names, or the table that it looks up."""
-    graph = build.plan.graph
     if not isinstance(op, Block) or op.monoid is None or not only_sums(op.monoid) or len(op.reduce) != 1 or op.inner:
         return
     reduced, maps, table = op.reduce[0].name, {d.name for d in op.dims}, selection(op) is not None

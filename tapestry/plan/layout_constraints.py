@@ -2,18 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from math import prod
 
 from tapestry.errors import PlanError
+from tapestry.interop.placement import layout_of_boxes
 from tapestry.ir.canonical_parts import may_cut
 from tapestry.ir.graph import Block, Graph, Op
 from tapestry.ir.index import dims_of
 from tapestry.ir.plan import Layout, Mesh, Strategy
-from tapestry.plan.strategy import Pin, out_layout
+from tapestry.plan.strategy import Pin, footprints, out_layout
 
 Dims = tuple[str | None, ...]
 Key = tuple[tuple[tuple[int, Layout], ...], tuple[tuple[int, Layout], ...], Dims | None, bool]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sayable:
+    """What a format can say of an operation's cuts. Parts are equal in every format.
+
+    Attributes:
+        dims: the dimensions that may be cut; None: any.
+        scatters: whether a sum that is cut may end in parts.
+        placed: positions of reads of inputs and weights, of which each device holds a layout's part, or all the same.
+        ends_whole: whether results that are the model's outputs end whole on every device.
+    """
+
+    dims: frozenset[str] | None = None
+    scatters: bool = True
+    placed: frozenset[int] = frozenset()
+    ends_whole: bool = False
+
+    def of(self, op: Op, s: Strategy, graph: Graph, mesh: Mesh) -> bool:
+        """Whether it can say a strategy."""
+        cut = {d.name: [a.size for a, n in zip(mesh, s.dims, strict=True) if n == d.name] for d in op.space}
+        ends = [[a.size for a, k in zip(mesh, s.out, strict=True) if k == n] for n in range(len(op.dims))]
+        sizes = [(op.ranges[d], n) for d, n in cut.items()] + [(d.size, n) for d, n in zip(op.dims, ends, strict=True)]
+        summed = {d.name for d in op.reduce} if isinstance(op, Block) else set[str]()
+        if any(size % prod(parts) for size, parts in sizes):
+            return False
+        if self.dims is not None and not {d for d in s.dims if d is not None} <= self.dims:
+            return False
+        if not self.scatters and any(d in summed and k is not None for d, k in zip(s.dims, s.out, strict=True)):
+            return False
+        held = [(t, [tuple((lo, hi) for lo, hi in b) for b in boxes.tolist()]) for k, t, boxes in footprints(op, graph, s, mesh)
+                if k in self.placed]  # fmt: skip
+        return all(len({*b}) == 1 or layout_of_boxes(tuple(b), graph.tensors[t].shape, mesh) is not None for t, b in held)
+
+
+Language = Callable[[Graph, Mesh], Sequence[Sayable]]
+"""What a format can say of each operation of a graph."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,12 +65,14 @@ class LayoutConstraints:
             cut a dimension that walks it.
         dims: first output of an operation to exactly what each mesh axis cuts.
         exact: only cuts that leave every bit as it is on one device (`ir.canonical_parts`).
+        language: only what a format can say.
     """
 
     outs: Mapping[str, Layout] = field(default_factory=dict[str, Layout])
     reads: Mapping[tuple[str, str], Layout] = field(default_factory=dict[tuple[str, str], Layout])
     dims: Mapping[str, Dims] = field(default_factory=dict[str, Dims])
     exact: bool = False
+    language: Language | None = None
 
     def __bool__(self) -> bool:
         return bool(self.outs or self.reads or self.dims or self.exact)

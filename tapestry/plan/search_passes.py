@@ -243,6 +243,9 @@ def fit_in_time(candidate: Candidate, task: Task, budget: Budget) -> Candidate:
         return _beside_space(candidate, result, task, budget)
     if task.request.explicit:  # stages may still fit, also of a graph that is kept as it is
         return candidate
+    if task.fixed.language:
+        result.hint += ", or no --for: a format says nothing of weights that are streamed"
+        raise result
     if not task.rewritable:
         result.hint += "; pins, annotations and --exact keep the graph as it is: without them weights may be streamed"
         raise result
@@ -258,7 +261,7 @@ def _beside_space(candidate: Candidate, result: PricedPlan, task: Task, budget: 
     free, graph = result.unlimited, candidate.form.graph
     dear = free is not None and free.objective < result.objective * (1 - NEAR)
     asked = bool(task.previous_plan) or (dear and len(graph.ops) <= SMALL and not budget.over())  # (what is found stays)
-    if not asked or not task.rewritable or task.request.explicit:
+    if not asked or not task.rewritable or task.request.explicit or task.fixed.language:
         return candidate
     fitted = _fitted(graph, free if free and dear else result, task, budget.part(BESIDE))
     candidate = replace(candidate, scope=replace(candidate.scope, in_time=True))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +20,7 @@ from tapestry.exports.onnx_blocks.onnx_nodes import NotExpressible
 from tapestry.interop.placement import held
 from tapestry.ir.program import Launch
 from tests.support.small_models import save
+from tests.support.two_hosts import free_port
 
 NET = """
 import torch
@@ -79,10 +79,7 @@ def test_dtensor_runs_with_the_placements(tmp_path):
     said = json.loads((tmp_path / "d.json").read_text())
     assert said["parameters"]["up.weight"] == ["Shard(0)"] and said["parameters"]["down.weight"] == ["Shard(1)"]
     (tmp_path / "rank.py").write_text(RANK)
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    env = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    env = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     given = [str(tmp_path / n) for n in ("d.json", "data.pt", "out.pt")]
     ranks = [
         subprocess.Popen([sys.executable, str(tmp_path / "rank.py"), *given], env={**env, "RANK": str(r)}) for r in range(2)

@@ -6,20 +6,21 @@ the number of distinct operations, not with the number of layers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
 import numpy as np
 
+from tapestry.errors import PlanError
 from tapestry.ir.graph import Block, Graph, Op
 from tapestry.ir.plan import Layout, Strategy, coordinates, device_count
 from tapestry.ir.syntax.printer import signature
 from tapestry.ir.types import itemsize
 from tapestry.plan.cost import compute, transfer
 from tapestry.plan.cost.collective import merge, reductions
-from tapestry.plan.layout_constraints import Key, LayoutConstraints, allowed, stated
+from tapestry.plan.layout_constraints import Key, LayoutConstraints, Sayable, allowed, stated
 from tapestry.plan.schedule.ring_floor import ring_floors
 from tapestry.plan.solver.network import Factor, Network
 from tapestry.plan.strategy import (
@@ -146,24 +147,33 @@ def build(
 ) -> Problem:
     """The network of a graph on a topology; ``pins`` by operation, fixed layouts by tensor; ``streamed`` weights; ``known``
     tables of other graphs on the same topology."""
+    sayable = fixed.language(graph, topo.mesh) if fixed.language else [None] * len(graph.ops)
+    ends = {
+        t: (None,) * len(topo.mesh) for op, s in zip(graph.ops, sayable, strict=True) if s and s.ends_whole for t in op.outs
+    }
+    outputs = {t: whole for t, whole in ends.items() if t in graph.outputs} | dict(outputs)
     problem, tables = Problem(graph, topo, inputs, outputs, streamed), Tables() if known is None else known
     before, kinds, keys = tables.work(), tables.menus, list[str]()
     for i, op in enumerate(graph.ops):
         given = fixed.key(op)
-        key = f"{signature(op, graph)} {pins.get(i, ())} {given}"
+        key = f"{signature(op, graph)} {pins.get(i, ())} {given} {sayable[i] or ''}"
         keys.append(key)
         if key not in kinds:
-            kinds[key] = _menu(op, graph, topo, pins.get(i, ()), given)
+            kinds[key] = _menu(op, graph, topo, pins.get(i, ()), given, sayable[i])
         problem.menus.append(kinds[key])
     problem.distinct = len(set(keys))
     _edges(problem, keys, tables)
+    _held_alike(problem, sayable)
     problem.work = tables.work() - before + OPERATION * len(graph.ops)
     return problem
 
 
-def _menu(op: Op, graph: Graph, topo: Topology, pins: tuple[Pin, ...], given: Key) -> Menu:
+def _menu(op: Op, graph: Graph, topo: Topology, pins: tuple[Pin, ...], given: Key, sayable: Sayable | None) -> Menu:
     pins = (*pins, *stated(given, {p.axis for p in pins}))
     every = allowed(op, given, every_strategy(op, topo.mesh, pins), graph, topo.mesh)
+    if sayable and not (every := [s for s in every if sayable.of(op, s, graph, topo.mesh)]):
+        where, hint = f"node '{', '.join(op.source)}'", "compile without --for, or without the pin or layout"
+        raise PlanError("no split that is asked for can be said in the format", where=where, hint=hint)
     offered = every[:MAX_STRATEGIES]
     skipped = len(every) - len(offered) + left_out(op, topo.mesh, pins)
     blocks = np.stack([op_boxes(op, s.dims, topo.mesh) for s in offered])
@@ -241,6 +251,26 @@ def _edges(problem: Problem, keys: list[str], tables: Tables) -> None:
             unary[maker] += seconds
             problem.flows += [Flow(maker, -1, t, least)] if least.any() else []
     problem.factors += [Factor((i,), u) for i, u in enumerate(unary)]
+
+
+def _held_alike(problem: Problem, sayable: Sequence[Sayable | None]) -> None:
+    """An input or weight that must be held in a layout has one: all readers hold the same of it."""
+    last: dict[str, tuple[int, int]] = {}
+    for i, (op, says) in enumerate(zip(problem.graph.ops, sayable, strict=True)):
+        for k in sorted(says.placed) if says else ():
+            t = op.reads[k].tensor if isinstance(op, Block) else op.ins[k]
+            before, at = last.get(t, (i, k))
+            last[t] = i, k
+            theirs, mine = ([_part(r[n]) for r in problem.menus[j].reads] for j, n in ((before, at), (i, k)))
+            if before != i:
+                problem.factors.append(Factor((before, i), np.where(np.array(theirs)[:, None] == np.array(mine), 0.0, np.inf)))
+            elif at != k:
+                problem.factors.append(Factor((i,), np.where(np.array(theirs) == np.array(mine), 0.0, np.inf)))
+
+
+def _part(boxes: Boxes) -> bytes:
+    """Boxes as something to compare; nothing where all devices have the same, whatever of a tensor that is."""
+    return b"" if (boxes == boxes[:1]).all() else boxes.tobytes()
 
 
 def _layouts(problem: Problem, maker: int, tensor: str) -> list[Layout]:
