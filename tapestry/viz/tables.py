@@ -283,6 +283,8 @@ def accumulate_lines(report: Mapping[str, Any]) -> list[str]:
     """In what products of f16 are summed, and the measured error of that."""
     finite = report.get("assume_finite")
     lines = [f"values are assumed to be finite: {finite['operations']} operations without their tests for it"] if finite else []
+    if form := report.get("for_format"):
+        lines.append(f"only plans that {form} can say were searched; the bound is of these")
     a = report.get("accumulate")
     if not a:
         return lines
