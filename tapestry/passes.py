@@ -20,7 +20,6 @@ from tapestry.build import store
 from tapestry.codegen import kernel_sources
 from tapestry.codegen.triton.run.tuned import cache_of_target, recorded
 from tapestry.errors import LawError, PlanError, TapestryError
-from tapestry.exports import formats
 from tapestry.ir.graph import Graph, Op, changes
 from tapestry.ir.plan import Layout, Plan
 from tapestry.ir.program import peak_bytes
@@ -30,7 +29,7 @@ from tapestry.lift.onnx_to_graph import Lifted, ModelSource, Symbols
 from tapestry.model_evidence import QUICKLY, Evidence, compare
 from tapestry.plan.fusion import Machine
 from tapestry.plan.hoist_transfers import early, in_better_order
-from tapestry.plan.layout_constraints import LayoutConstraints
+from tapestry.plan.layout_constraints import Language, LayoutConstraints
 from tapestry.plan.pipelines.stage_choice import Request
 from tapestry.plan.pipelines.stage_constraints import asked_of
 from tapestry.plan.requests import parse_layouts, parse_pins, scan_blocks
@@ -229,7 +228,7 @@ def state_task(
     """Everything that the search is asked for but the graph, and how long it may take."""
     given, free = constraints.given, constraints.rewritable
     same_model = earlier is not None and model_hash(lifted) == earlier.model_sha256
-    language = formats.language(for_format)
+    language = _format_language(for_format)
     equal_parts = bool(constraints.layouts or given or exact or language)  # a layout that is given has equal parts
     budget = Budget.of(time_limit, interrupt, found)
     fixed = replace(given.fixed if given else LayoutConstraints(), exact=exact, language=language)
@@ -253,6 +252,15 @@ def state_task(
         meter=budget.meter,
     )  # fmt: skip
     return task, budget
+
+
+def _format_language(for_format: str | None) -> Language | None:
+    """What a plan for a format of export keeps to; formats are imported where one is asked for."""
+    if for_format is None:
+        return None
+    from tapestry.exports import formats
+
+    return formats.language(for_format)
 
 
 def _folded(lifted: Lifted) -> list[str]:
@@ -285,17 +293,21 @@ def say(plan: PricedPlan, task: Task, budget: Budget, for_format: str | None) ->
         PlanError: it does not fit then; NotExpressible: the format has nothing to say of it.
     """
 
+    if for_format is None:
+        return plan
+    from tapestry.exports import formats
+
     def beyond(plan: PricedPlan) -> bool:
         return any(n > most for n, most in zip(peak_bytes(plan.program)[0], task.topology.memories(), strict=True))
 
-    while for_format and plan.plan.strategies not in (choices := formats.said(for_format, plan)):
+    while plan.plan.strategies not in (choices := formats.said(for_format, plan)):
         problem, others = task.problems(plan.plan.graph)[0], list[PricedPlan]()
         for strategies in choices:
             new = replace(plan.plan, strategies=strategies)
             program, timed = on_the_clock(problem, new)
             others.append(replace(plan, plan=new, program=program, objective=timed.total, bound=min(plan.bound, timed.total)))
         plan = min(others, key=lambda p: (beyond(p), p.objective))
-    if for_format and beyond(plan):
+    if beyond(plan):
         raise too_big(plan, task.topology.device.memory, budget, f"; a plan that {for_format} cannot say fits")
     return plan
 

@@ -67,14 +67,12 @@ class Format:
     said: Callable[[PricedPlan], Sequence[tuple[Strategy, ...]]] | None = None
 
 
-def language(form: str | None) -> Language | None:
+def language(form: str) -> Language | None:
     """What a plan for a format keeps to.
 
     Raises:
         TapestryError: there is no such format, or it says a plan as it is.
     """
-    if form is None:
-        return None
     known = [name for name, f in FORMATS.items() if f.language]
     if form not in known:
         hint = similar(form, known) or f"one of {', '.join(known)}"
