@@ -122,14 +122,16 @@ def _of_tensors() -> list[type]:
             windows = [slice(max(0, c - before), c - before + size) for c in range(channels)]
             sums = [np.sum(x[:, w] ** 2, axis=1, keepdims=True) for w in windows]
             squares = np.concatenate(sums, axis=1) if sums else x
-            return ((x / (bias + alpha / size * squares) ** beta).astype(x.dtype),)
+            return ((x / (bias + float(alpha) / size * squares) ** beta).astype(x.dtype),)
 
     class BatchNormalization(BatchNormalization_14):
-        """Theirs of opsets 7 to 13 takes the batch's own mean and variance."""
+        """Theirs of opsets 7 to 13 takes the batch's own mean and variance, and none for every cell (``spatial=0``)."""
 
-        def _run(self: Any, *ins: Any, training_mode: Any = 0, is_test: Any = 1, **more: Any) -> tuple[Any, ...]:
+        def _run(self: Any, x: Any, *of: Any, training_mode: Any = 0, is_test: Any = 1, **more: Any) -> tuple[Any, ...]:
+            flat = x if more.get("spatial", 1) else x.reshape(len(x), np.prod(x.shape[1:], dtype=int))
             more = {k: more.get(k) for k in ("epsilon", "momentum")}
-            return super()._run(*ins, training_mode=int(training_mode or not is_test), **more)
+            y, *rest = super()._run(flat, *map(np.ravel, of), training_mode=int(training_mode or not is_test), **more)
+            return (y.reshape(x.shape), *rest)
 
     return [AveragePool, LpPool, OneHot, LRN, BatchNormalization]
 

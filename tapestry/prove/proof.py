@@ -37,6 +37,7 @@ class Comparison:
         outputs: per output of the model its state: ``proved``, or what is not.
         placed: per output, where each rank's part of it begins (None where the rank has none).
         wrong: the first output that is not the model's: what the rank calls it, and the rank.
+        meetings: the collectives in the order in which ranks met in them, one of each member of the group.
         unread: tensors of ranks that are no values, because they stay on the host or depend on one that does.
     """
 
@@ -49,6 +50,7 @@ class Comparison:
     wrong: tuple[str, int] | None = None
     stuck: Stuck | None = None
     unread: list[tuple[int, str]] = field(default_factory=list[tuple[int, str]])
+    meetings: list[list[Collective]] = field(default_factory=list[list[Collective]])
 
     @property
     def proved(self) -> bool:
@@ -199,6 +201,7 @@ class _Ranks:
             if (c.kind, c.op, c.root) != (mine.kind, mine.op, mine.root):
                 raise Stuck(r, c.name, f"it does {c.kind} {c.op} where rank {rank} does {mine.kind} {mine.op} ('{mine.name}')")
         self._do(each)
+        self.out.meetings.append(each)
         return True
 
     def _do(self, each: list[Collective]) -> None:

@@ -96,16 +96,16 @@ def _run_ranks(program: Program, found: Comparison, model: Mapping[str, Array], 
             if t not in targets:
                 mine[t] = _given(found, file, rank, t, model)
         values.append(mine)
-    done = [0] * len(values)
+    for meeting in found.meetings:
+        group = meeting[0].group
+        for r in group:
+            _advance(program.ranks[r], values[r], wide)
+        results = collective(meeting[0], [values[r].get(c.source) for r, c in zip(group, meeting, strict=True)])
+        for r, c, a in zip(group, meeting, results, strict=True):
+            if c.target and a is not None:
+                values[r][c.target] = a
     for rank, file in enumerate(program.ranks):
         _advance(file, values[rank], wide)
-    while any(n < len(f.collectives) for n, f in zip(done, program.ranks, strict=True)):
-        before = list(done)
-        for rank, file in enumerate(program.ranks):
-            if done[rank] < len(file.collectives):
-                _meet(program, values, done, file.collectives[done[rank]], wide)
-        if done == before:
-            break
     return values
 
 
@@ -135,24 +135,6 @@ def _advance(file: OneFile, values: dict[str, Array], wide: bool) -> None:
     outs = tuple(t for op in ready for t in op.outs)
     part = replace(graph, ops=tuple(ready), inputs=tuple(used), outputs=outs)
     values.update(interp.run(part, {t: values[t] for t in used}, wide=wide))
-
-
-def _meet(program: Program, values: list[dict[str, Array]], done: list[int], first: Collective, wide: bool) -> None:
-    each: list[Collective] = []
-    for r in first.group:
-        here = program.ranks[r].collectives
-        c = here[done[r]] if done[r] < len(here) else None
-        if c is None or c.group != first.group or (c.source and c.source not in values[r]):
-            return
-        each.append(c)
-    arrays = [values[r].get(c.source) for r, c in zip(first.group, each, strict=True)]
-    results = collective(first, arrays)
-    for r, c, a in zip(first.group, each, results, strict=True):
-        done[r] += 1
-        if c.target and a is not None:
-            values[r][c.target] = a
-    for r in first.group:
-        _advance(program.ranks[r], values[r], wide)
 
 
 def collective(c: Collective, arrays: Sequence[Array | None]) -> list[Array | None]:

@@ -110,6 +110,18 @@ def test_an_early_file_is_verified_and_checked(tmp_path):
     assert [main(["verify", str(build)]), main(["run", str(build), "--check", "--processes", "2"])] == [0, 0]
 
 
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+def test_a_statistic_for_every_cell_is_compared_with_the_file(tmp_path, dtype):
+    x, place = X.astype(dtype), PLACE.astype(dtype)
+    node = N("BatchNormalization", ["x", "s", "s", "s", "v"], ["y"], spatial=0)
+    kind = helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
+    proto = net([node], {"x": (kind, x.shape)}, {"y": kind}, {"s": place, "v": place**2}, opset=7)
+    plan = compiled(tmp_path, proto, 2)
+    np.testing.assert_allclose(plan.run({"x": x})["y"], norm(x, *[place] * 3, place**2), rtol=1e-2, atol=1e-2)
+    plan.save(tmp_path / "build")
+    assert main(["verify", str(tmp_path / "build")]) == 0
+
+
 @pytest.mark.parametrize(
     ("op", "opset", "ins", "attributes", "why"),
     [

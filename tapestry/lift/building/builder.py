@@ -192,9 +192,9 @@ class Node:
 
     # what the node is
     def attr(self, name: str, default: Any = None) -> Any:
-        """An attribute's Python value (strings decoded), or the default."""
+        """An attribute's Python value (strings decoded), or the default; a fraction in float32, as attributes are."""
         if name not in self._attrs:
-            return default
+            return float(np.float32(default)) if isinstance(default, float) else default
         value = onnx.helper.get_attribute_value(self._attrs[name])
         try:
             return value.decode() if isinstance(value, bytes) else value

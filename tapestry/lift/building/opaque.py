@@ -20,8 +20,8 @@ Axes = Mapping[int, Sequence[int | None]]
 MOVES = frozenset(
     {"Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity", "Transpose", "Expand", "Tile", "Slice", "Split", "Concat"}
 )
-WIDENING = frozenset({"Cast", "CastLike", "DequantizeLinear"})
-CELL_BY_CELL = frozenset({"Cast", "CastLike", "BitCast", "QuantizeLinear", "DequantizeLinear"})
+WIDENING = frozenset({"Cast", "DequantizeLinear"})
+CELL_BY_CELL = frozenset({"Cast", "BitCast", "QuantizeLinear", "DequantizeLinear"})
 
 
 def emit_opaque(n: Node, why: str, dims: Sequence[Dim] = (), in_axes: Axes = {}, out_axes: Axes = {}) -> None:  # noqa: B006
@@ -123,7 +123,7 @@ def emit_cells(n: Node, why: str) -> None:
     in_axes: dict[int, list[int | None]] = {0: list(range(len(dims)))}
     blocked = bool(n.attr("block_size", 0))
     for k in range(1, len(n.ins)):
-        if not n.has(k) or n.kind == "CastLike":
+        if not n.has(k):
             continue
         shape = n.shape(k)
         if blocked and len(shape) == len(dims):

@@ -130,10 +130,10 @@ def lift_shift(n: Node) -> None:
     emit_map(n, _primitive("shl" if n.attr("direction") == "LEFT" else "shr"))
 
 
-@lifts("Cast", "CastLike", since=6)
+@lifts("Cast", since=6)
 def lift_cast(n: Node) -> None:
     """Conversion between supported dtypes (strings stay with ONNX)."""
-    if n.kind == "Cast" and int(n.attr("to")) not in DTYPE_OF:
+    if int(n.attr("to")) not in DTYPE_OF:
         raise Declined
     emit_map(n, lambda x: cast(x, n.out().dtype), 1)
 

@@ -140,14 +140,14 @@ def lift_group_norm(n: Node) -> None:
 
 @lifts("BatchNormalization")
 def lift_batch_norm(n: Node) -> None:
-    """Inference: (x - mean) * (scale / sqrt(var + epsilon)) + bias, with statistics per channel."""
+    """Inference: (x - mean) * (scale / sqrt(var + epsilon)) + bias, with statistics per channel (per cell: ``spatial=0``)."""
     training = n.attr("training_mode", 0) if n.version >= 14 else n.version < 7 and not n.attr("is_test", 0)
-    if training or n.attr("spatial", 1) != 1 or any(n.wants(k) for k in range(1, 5)):
+    if training or any(n.wants(k) for k in range(1, 5)):
         raise Declined
     x = n.tensor(0)
     dims = axes(x.shape)
     wide = accumulator(x.dtype)
-    channel = [dim("x1") if len(x.shape) > 1 else const(0)]
+    channel = [dim("x1") if len(x.shape) > 1 else const(0)] if n.attr("spatial", 1) else here(dims[1:])
     reads = [n.read(x.name, here(dims)), *(n.read(n.ins[k], channel) for k in range(1, 5))]
     eps = literal(float(n.attr("epsilon", 1e-5)), wide)
 

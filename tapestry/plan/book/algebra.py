@@ -97,14 +97,12 @@ class Book:
         meter: of work; at most ``units`` of it are done here.
         known: of regions that were searched, by their text: the cheapest form, if any pays.
         disabled: rules that are left out.
-        pays: of a region's price, under which a form of it is a derivation.
     """
 
     topology: Topology
     meter: Meter
     units: float
     disabled: frozenset[str] = _NONE
-    pays: float = PAYS
     known: dict[Cone, Cheaper | None] = field(default_factory=dict[Cone, Cheaper | None])
     cones: Cones = field(default_factory=Cones)
     looked_at: int = 0
@@ -187,7 +185,7 @@ class Book:
         """The cheapest form of a region, of equally cheap ones that of the fewest moves; ``None`` where none pays."""
         begin, *others = self.forms(region)
         best = min(others, key=lambda f: (f.price, len(f.moves)), default=begin)
-        if best.price >= begin.price * self.pays:
+        if best.price >= begin.price * PAYS:
             return None
         stay = {op.outs[0]: op for op in best.graph.ops}
         touched = frozenset(t for op in region.ops if stay.get(op.outs[0]) != op for t in op.outs)

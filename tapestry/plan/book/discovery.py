@@ -29,20 +29,8 @@ from tapestry.rewrites.equations.instances import instance, proof_of, prove
 from tapestry.rewrites.equations.pattern import RuleText, parse_rules
 from tapestry.rewrites.equations.rounding import rounding
 from tapestry.rewrites.equations.rule_texts import WORDS, equation
-from tapestry.rewrites.equations.small_terms import (
-    FAMILIES,
-    Enumeration,
-    Family,
-    Term,
-    alike,
-    joins,
-    leaves_of,
-    ordered,
-    reduces,
-    rewritten,
-    work,
-)
-from tapestry.rewrites.equations.term_rules import is_reduction, passes, rule_text
+from tapestry.rewrites.equations.small_terms import FAMILIES, REDUCTIONS, Enumeration, Family, Term, ordered, reduces, rewritten
+from tapestry.rewrites.equations.term_rules import passes, rule_text
 from tapestry.verify.rewriting import normal_form
 
 OPERATIONS = 3  # of a term at most
@@ -64,16 +52,10 @@ class Saving:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """A new equation, most saved first.
-
-    Attributes:
-        plain: its text as it was found; ``rule`` may be more general.
-        shown: on instances, how many results by what evidence.
-    """
+    """A new equation, most saved first; ``shown`` says on instances how many results by what evidence."""
 
     rule: RuleText
     family: str
-    plain: str
     shown: Mapping[str, int]
     savings: tuple[Saving, ...]
 
@@ -100,7 +82,6 @@ class _New:
     family: Family
     before: Term
     after: Term
-    plain: RuleText
     sides: tuple[Graph, Graph]
 
 
@@ -125,61 +106,47 @@ class Discovery:
 
     def found(self) -> list[Found]:
         """All of them; those that save something on a model first, by how much."""
-        new = dict[str, _New]()
-        count = itertools.count(1)
-        table = dict(RULES)
+        new, table = dict[str, _New](), dict(RULES)
         try:
             for name in self.without:
                 RULES.pop(name)
             for family in self.families:
                 for before, after in self._candidates(family):
-                    (plain,) = parse_rules(rule_text(family, before, after, f"found_{next(count)}"), family.name, WORDS)
-                    sides = self._new(plain)
+                    name = f"found_{len(new) + 1}"
+                    sides = self._new(_rule(family, before, after, name))
                     if sides is not None:
-                        new[plain.name] = _New(family, before, after, plain, sides)
-            out = [self._made(new[name]) for name in self._independent(new)]
+                        new[name] = _New(family, before, after, sides)
+            for name in list(new):
+                rule = RULES.pop(name)
+                if any(derives(*sides) for sides in (new[name].sides, new[name].sides[::-1])):
+                    del new[name]
+                    self.counts["derived by others"] += 1
+                else:
+                    RULES[name] = rule
+            self.counts["new"] = len(new)
+            out = [self._made(name, found) for name, found in new.items()]
         finally:
             RULES.clear()
             RULES.update(table)
         return sorted(out, key=lambda f: -max((s.before - s.after for s in f.savings), default=0.0))
 
-    def _independent(self, new: dict[str, _New]) -> list[str]:
-        """Those that the book and the others do not derive."""
-        for name in list(new):
-            rule = RULES.pop(name)
-            if _derived(new[name].sides):
-                del new[name]
-                self.counts["derived by others"] += 1
-            else:
-                RULES[name] = rule
-        self.counts["new"] = len(new)
-        return list(new)
-
-    def _made(self, new: _New) -> Found:
-        general, shown = self._general(new.family, new.before, new.after, new.plain)
-        return Found(rule=general, family=new.family.name, plain=new.plain.text, shown=shown, savings=self._savings(general))
-
     def _candidates(self, family: Family) -> Iterator[tuple[Term, Term]]:
         """Pairs that are proved, the side of more work first, none an instance of those before."""
         known = list[tuple[Term, Term]]()
-        seen = set[str]()
         enumeration = Enumeration(family, self.terms)
         for pair in enumeration.equations(OPERATIONS):
-            before, after = sorted(pair, key=lambda t: -work(family, t))
+            before, after = sorted(pair, key=lambda t: -family.work(t))
             self.counts["equal values"] += 1
-            if not _useful(family, before, after) or (key := alike(family, (before, after))) in seen:
+            if not _useful(family, before, after):
                 continue
-            seen.add(key)
             self.counts["candidates"] += 1
             if ordered(rewritten(family, before, known)) == ordered(rewritten(family, after, known)):
                 self.counts["instances of others"] += 1
-                continue
-            (rule,) = parse_rules(rule_text(family, before, after, "found"), "found", WORDS)
-            if not all_sizes.proved(rule):
+            elif not all_sizes.proved(_rule(family, before, after, "found")):
                 self.counts["not proved"] += 1
-                continue
-            known.append((before, after))
-            yield before, after
+            else:
+                known.append((before, after))
+                yield before, after
         self.counts["terms"] += enumeration.tried
 
     def _new(self, text: RuleText) -> tuple[Graph, Graph] | None:
@@ -194,7 +161,7 @@ class Discovery:
             if graph is None or move is None:
                 continue
             before, after = (replace(simplify(g), log=None) for g in (graph, rule.apply(graph, move)))
-            if _derived((before, after)):
+            if derives(before, after) or derives(after, before):
                 self.counts["derived by the book"] += 1
                 return None
             try:
@@ -206,29 +173,19 @@ class Discovery:
         self.counts["not met"] += 1
         return None
 
-    def _general(self, family: Family, before: Term, after: Term, plain: RuleText) -> tuple[RuleText, Mapping[str, int]]:
+    def _made(self, name: str, new: _New) -> Found:
         """The most general rule of those tried that is still proved, for all sizes and on instances."""
-        shown = _shown(plain)
-        opened: dict[str, str] = {}
-        best = plain
-        single = [
-            n
-            for n in sorted(leaves_of(family, before), key=lambda n: (-len(family.leaves[n]), n))
-            if _count(before, n) == 1 and _count(after, n) <= 1
-        ]
-        for opened_now, rest in ((o, r) for r in (is_reduction(before), False) for o in ({}, *({n: "F"} for n in single))):
-            if rest and best is not plain and not opened_now:
-                continue
+        texts, leaves = (repr(new.before), repr(new.after)), new.family.leaves
+        once = [n for n in leaves if texts[0].count(repr((n,))) == 1 and texts[1].count(repr((n,))) <= 1]
+        once.sort(key=lambda n: (-len(leaves[n]), n))
+        for rest, leaf in itertools.product((True, False) if new.before[0] in REDUCTIONS else (False,), (*once, "")):
             try:
-                (text,) = parse_rules(rule_text(family, before, after, plain.name, opened_now, rest=rest), "found", WORDS)
-                if all_sizes.proved(text) and (found := _shown(text)):
-                    best, shown, opened = text, found, opened_now
-                    if opened:
-                        break
-            except TapestryError:
+                text = _rule(new.family, new.before, new.after, name, leaf, rest)
+                if all_sizes.proved(text) and (shown := _shown(text)):
+                    return Found(rule=text, family=new.family.name, shown=shown, savings=self._savings(text))
+            except TapestryError:  # no instance of so general a rule, or one that refutes it
                 continue
-        _put(best)
-        return best, shown
+        raise AssertionError("it was proved, and shown, as it was found")
 
     def _savings(self, text: RuleText) -> tuple[Saving, ...]:
         others = frozenset(r.name for r in rules_of("algebra") if r.name != text.name)
@@ -242,28 +199,17 @@ class Discovery:
         return tuple(sorted(out, key=lambda s: s.after - s.before))
 
 
+def _rule(family: Family, before: Term, after: Term, name: str, opened: str = "", rest: bool = False) -> RuleText:
+    (rule,) = parse_rules(rule_text(family, before, after, name, opened, rest=rest), family.name, WORDS)
+    return rule
+
+
 def _useful(family: Family, before: Term, after: Term) -> bool:
     """Whether a pair can be a rule that makes less work of a reduction."""
-    less = work(family, before) >= LESS * work(family, after) or passes(family, before) > passes(family, after)
+    less = family.work(before) >= LESS * family.work(after) or passes(family, before) > passes(family, after)
     same = family.dims_of(before) == family.dims_of(after) and ordered(before) != ordered(after)
-    bound = leaves_of(family, after) and leaves_of(family, after) <= leaves_of(family, before)
-    placed = not (joins(before) or joins(after)) or "join" in repr(
-        before
-    )  # where a concat changes is a number of the left-hand side
-    return bool(less and same and bound and placed and (not family.reductions or reduces(before)))
-
-
-def _count(t: Term, leaf: str) -> int:
-    return (t[0] == leaf) + sum(_count(a, leaf) for a in t[1:] if not isinstance(a, str))
-
-
-def _put(text: RuleText) -> Equation:
-    """A rule in the table, in the place of one of the same name."""
-    RULES.pop(text.name, None)
-    register(equation(text))
-    rule = RULES[text.name]
-    assert isinstance(rule, Equation)
-    return rule
+    bound = family.leaves_of(after) and family.leaves_of(after) <= family.leaves_of(before)
+    return bool(less and same and bound and reduces(before))
 
 
 def _shown(text: RuleText) -> Mapping[str, int]:
@@ -272,11 +218,9 @@ def _shown(text: RuleText) -> Mapping[str, int]:
     Raises:
         TapestryError: none meets its conditions, or it is refuted.
     """
-    return dict(prove(_put(text), np.random.default_rng(0), enough=6).shown)
-
-
-def _derived(sides: tuple[Graph, Graph]) -> bool:
-    return derives(*sides) or derives(*sides[::-1])
+    RULES.pop(text.name, None)
+    register(rule := equation(text))
+    return dict(prove(rule(), np.random.default_rng(0), enough=6).shown)
 
 
 def derives(begin: Graph, end: Graph) -> bool:

@@ -285,6 +285,21 @@ def test_hardmax(tmp_path, opset, axis):
     agree(node("Hardmax", "x", axis=axis), {"x": x}, ["y"], opset=opset, folder=tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("op", "more", "attributes"),
+    [("BatchNormalization", 4, {}), ("InstanceNormalization", 2, {}), ("LayerNormalization", 1, {"axis": 1}),
+     ("RMSNormalization", 1, {"axis": 1}), ("LRN", 0, {"size": 3})],
+)  # fmt: skip
+def test_defaults_are_numbers_of_float32_where_the_model_computes_in_float64(tmp_path, op, more, attributes):
+    """… as attributes are: compilation compares every cell with the model's in float64."""
+    consts = {f"w{k}": np.abs(data(3, *([4, 4] if "axis" in attributes else []))).astype(np.float64) for k in range(more)}
+    made = build(
+        [node(op, " ".join(["x", *consts]), **attributes)], {"x": data(2, 3, 4, 4).astype(np.float64)}, ["y"], consts, opset=23
+    )
+    onnx.save(made, tmp_path / "m.onnx")
+    assert tapestry.compile(tmp_path / "m.onnx", devices=2).build.report
+
+
 # ai.onnx.ml
 
 
