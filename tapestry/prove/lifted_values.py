@@ -53,12 +53,13 @@ class _Block:
 
     def call(self, fn: str, args: Sequence[Value], dtype: str) -> Value:
         """A primitive of values over this operation's space."""
-        if not self.table.building and self.table.applied_before((fn, dtype), ordered(fn, args), self.ranges) is None:
+        known = None if self.table.building else self.table.applied_before((fn, dtype), ordered(fn, args), self.ranges)
+        if not self.table.building and known is None:
             for way in with_padding(self.table, args, self.ranges):
                 found = self.table.applied_before((fn, dtype), ordered(fn, way), self.ranges)
                 if found is not None:
                     return found
-        if fn == "where" and not self.table.building:
+        if fn == "where" and not self.table.building and not (known is not None and self.table.nodes[known.node].model):
             found = chosen(self.table, args, dtype, self.ranges)
             if found is not None:
                 return found

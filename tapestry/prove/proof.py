@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from math import prod
 
 from tapestry.errors import TapestryError
@@ -15,6 +16,7 @@ from tapestry.prove.lifted_values import block_values, opaque_values
 from tapestry.prove.rank_leaves import Leaves, here
 from tapestry.prove.rank_parts import said, starts_in_order
 from tapestry.prove.rank_programs import OneFile, Program
+from tapestry.prove.reductions import alike
 from tapestry.prove.values import Miss, Ref, Table, Value, same
 
 Values = dict[str, Value]
@@ -174,9 +176,25 @@ class _Ranks:
             _add(table, op, graph, values)
             for t in op.outs:
                 if t in values:
-                    self._have(rank, t, values[t])
+                    self._have(rank, t, self._named(rank, t, values[t]))
                 else:
                     self.out.unread.append((rank, t))
+
+    def _named(self, rank: int, name: str, v: Value) -> Value:
+        """A value as a part of the model's of the same name, if it is one: a rank may have no cell of what the model joins."""
+        table, whole = self.out.table, self.out.model.get(name)
+        if not isinstance(whole, Ref) or not isinstance(v, Ref) or table.nodes[v.node].model:
+            return v
+        shape, extents = (g.tensors[name].shape for g in (self.program.ranks[rank].graph, self.out.leaves.model.graph))
+        if len(shape) == len(extents) and all(0 < n <= w for n, w in zip(shape, extents, strict=True)):
+            ranges = {f"y{k}": n for k, n in enumerate(shape) if n != 1}
+            parts = [[k * w // p for p in (round(w / n),) for k in range(p)] for n, w in zip(shape, extents, strict=True)]
+            for start in product(*parts):
+                env = {f"y{k}": e + s for k, (e, s) in enumerate(zip(here(shape), start, strict=True))}
+                want = table.read(whole, env, ranges)
+                if alike(table, want, v, ranges):
+                    return want
+        return v
 
     def _at(self, rank: int) -> Collective | None:
         found = self.program.ranks[rank].collectives

@@ -16,7 +16,7 @@ from tapestry.ir.monoid import MONOIDS
 from tapestry.ir.types import FLOATS
 from tapestry.prove.domains import Domain, ranges_of
 from tapestry.prove.padded_reads import with_padding
-from tapestry.prove.values import MERGES, Node, Ranges, Ref, Table, Value, moved, same
+from tapestry.prove.values import MERGES, Node, Ranges, Ref, Table, Value, moved, ordered, same
 
 DEEP = 6  # steps from a read down to a choice of what it reads: a bias, a scale and a cast after a matrix product
 MOST_POINTS = 1 << 22  # of a reduced dimension, where places are listed
@@ -90,6 +90,21 @@ def opened(table: Table, ref: Ref, ranges: Ranges) -> tuple[tuple[Dim, ...], lis
     wide = {**ranges, **{d.name: d.size for d in dims}}
     env = {f"v{k}": e for k, e in enumerate(ref.index)} | {f"r{k}": dim(d.name) for k, d in enumerate(dims)}
     return dims, [table.read(a, env, wide) for a in node.args], wide
+
+
+def alike(table: Table, a: Value, b: Value, ranges: Ranges, deep: int = DEEP) -> bool:
+    """Whether two values are equal: the same at the same places, or the same function of equal values, up to so many steps."""
+    a, b = (table.resolved(v, ranges) if isinstance(v, Ref) else v for v in (a, b))
+    if not isinstance(a, Ref) or not isinstance(b, Ref):
+        return a == b
+    m, n = table.nodes[a.node], table.nodes[b.node]
+    if a.node == b.node and all(same(x, y, ranges) for x, y in zip(a.index, b.index, strict=True)):
+        return True
+    if not deep or m.kind not in ("call", "reduce") or (m.kind, m.label, m.bound) != (n.kind, n.label, n.bound):
+        return False
+    (_, xs, wide), (_, ys, _) = (opened(table, v, ranges) for v in (a, b))
+    orders = (ys, ys[::-1]) if m.kind == "call" and ordered(m.label[0], xs) != xs else (ys,)
+    return any(all(alike(table, x, y, wide, deep - 1) for x, y in zip(xs, order, strict=True)) for order in orders)
 
 
 def settled(table: Table, v: Value, ranges: Ranges, deep: int = DEEP) -> Value:

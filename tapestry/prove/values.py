@@ -252,9 +252,10 @@ class Table:
                 return self.call("where", (test, *inner), dtype, ranges)
         node = self.nodes[test.node]
         if node.label[0] == "eq" and node.kind == "call":
-            a, b = self.arguments(test)
-            if any(isinstance(x, Const) and x.value == float("inf") for x in (a, b)):
-                return no  # of finite numbers
+            ends = {x.value for x in self.arguments(test) if isinstance(x, Const)}
+            rows = [self.nodes[x.node] for x in self.arguments(test) if isinstance(x, Ref)]
+            if float("inf") in ends or (float("-inf") in ends and any(n.model and n.label == ("max", 0) for n in rows)):
+                return no  # of finite numbers, and of rows that have a value
         return None
 
     def _placed(self, fn: str, places: list[Aff], dtype: str, ranges: Ranges) -> Value | None:
