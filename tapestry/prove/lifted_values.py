@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from tapestry.ir.expr import Acc, Arg, Call, Const, Expr, Index, Let
 from tapestry.ir.graph import Block, Dim, Guard, Opaque, Read
@@ -53,13 +54,11 @@ class _Block:
 
     def call(self, fn: str, args: Sequence[Value], dtype: str) -> Value:
         """A primitive of values over this operation's space."""
-        known = None if self.table.building else self.table.applied_before((fn, dtype), ordered(fn, args), self.ranges)
-        if not self.table.building and known is None:
-            for way in with_padding(self.table, args, self.ranges):
-                found = self.table.applied_before((fn, dtype), ordered(fn, way), self.ranges)
-                if found is not None:
-                    return found
-        if fn == "where" and not self.table.building and not (known is not None and self.table.nodes[known.node].model):
+        for way in () if self.table.building else chain([args], with_padding(self.table, args, self.ranges)):
+            found = self.table.applied_before((fn, dtype), ordered(fn, way), self.ranges)
+            if found is not None and (way is not args or self.table.nodes[found.node].model):
+                return found
+        if fn == "where":
             found = chosen(self.table, args, dtype, self.ranges)
             if found is not None:
                 return found

@@ -152,16 +152,8 @@ def _agree(a: Aff, b: Aff, hold: Sequence[Aff], ranges: Ranges) -> bool:
 
 def _within(table: Table, v: Value, hold: Sequence[Aff], ranges: Ranges) -> Value:
     """A value where some expressions are at least 0: choices by place that are known there are made."""
-    while isinstance(v, Ref) and (node := table.nodes[v.node]).kind == "call" and node.label[0] == "where":
-        test, yes, no = table.arguments(v)
-        place = table.tested(test)
-        if place is None:
-            return v
-        if nowhere(ranges, hold, place):
-            v = yes
-        elif nowhere(ranges, hold, place * -1 - 1):
-            v = no
-        else:
-            made = None if node.model else chosen(table, (test, yes, no), node.dtype, ranges, hold)
-            return v if made is None else made
-    return v
+    v = table.given(v, lambda e: nowhere(ranges, hold, e))
+    node = table.nodes[v.node] if isinstance(v, Ref) else None
+    if node is None or node.model or (node.kind, node.label[0]) != ("call", "where") or not isinstance(v, Ref):
+        return v
+    return chosen(table, table.arguments(v), node.dtype, ranges, hold) or v

@@ -10,14 +10,13 @@ from math import prod
 
 from tapestry.errors import TapestryError
 from tapestry.ir.graph import Block, Graph, Op
-from tapestry.ir.index import const, dim
 from tapestry.prove.collectives import Collective, results
 from tapestry.prove.lifted_values import block_values, opaque_values
 from tapestry.prove.rank_leaves import Leaves, here
 from tapestry.prove.rank_parts import said, starts_in_order
 from tapestry.prove.rank_programs import OneFile, Program
 from tapestry.prove.reductions import alike
-from tapestry.prove.values import Miss, Ref, Table, Value, same
+from tapestry.prove.values import Miss, Ref, Table, Value
 
 Values = dict[str, Value]
 
@@ -187,13 +186,8 @@ class _Ranks:
             return v
         shape, extents = (g.tensors[name].shape for g in (self.program.ranks[rank].graph, self.out.leaves.model.graph))
         if len(shape) == len(extents) and all(0 < n <= w for n, w in zip(shape, extents, strict=True)):
-            ranges = {f"y{k}": n for k, n in enumerate(shape) if n != 1}
             parts = [[k * w // p for p in (round(w / n),) for k in range(p)] for n, w in zip(shape, extents, strict=True)]
-            for start in product(*parts):
-                env = {f"y{k}": e + s for k, (e, s) in enumerate(zip(here(shape), start, strict=True))}
-                want = table.read(whole, env, ranges)
-                if alike(table, want, v, ranges):
-                    return want
+            return next((found for at in product(*parts) if (found := _as_part(table, whole, v, shape, at)) is not None), v)
         return v
 
     def _at(self, rank: int) -> Collective | None:
@@ -315,9 +309,11 @@ def _is_part(out: Comparison, name: str, rank: int, mine: str, shape: Sequence[i
     theirs, value = out.model.get(name), out.ranks[rank].get(mine)
     if theirs is None or value is None:
         return False
+    return _as_part(out.table, theirs, value, shape, start) is not None
+
+
+def _as_part(table: Table, whole: Value, v: Value, shape: Sequence[int], start: Sequence[int]) -> Value | None:
+    """The box of a tensor of the model that begins at a place, if a value is that."""
     ranges = {f"y{k}": n for k, n in enumerate(shape) if n != 1}
-    env = {f"y{k}": (dim(f"y{k}") if n != 1 else const(0)) + s for k, (n, s) in enumerate(zip(shape, start, strict=True))}
-    want = out.table.read(theirs, env, ranges)
-    if not isinstance(want, Ref) or not isinstance(value, Ref):
-        return want == value
-    return want.node == value.node and all(same(a, b, ranges) for a, b in zip(want.index, value.index, strict=True))
+    want = table.read(whole, {f"y{k}": e + s for k, (e, s) in enumerate(zip(here(shape), start, strict=True))}, ranges)
+    return want if alike(table, want, v, ranges) else None
