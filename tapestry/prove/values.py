@@ -21,7 +21,7 @@ from typing import Any, cast
 import numpy as np
 
 from tapestry.ir.expr import PRIMITIVES, Call, Const
-from tapestry.ir.index import Aff, Floor, Mod, bounds, const, dim, modulo, substitute
+from tapestry.ir.index import Aff, Floor, Mod, bounds, const, dim, dims_of, modulo, substitute
 from tapestry.ir.types import FLOATS, numpy_dtype
 from tapestry.prove.domains import Domain
 from tapestry.verify.interp import value as evaluate_expression
@@ -444,7 +444,7 @@ def moved(e: Aff, env: Mapping[str, Aff], ranges: Ranges) -> Aff:
         return env.get(e.terms[0][0], e)
     if not e.terms:
         return e
-    key = (e, tuple(env.items()), tuple(ranges.items()))
+    key = (e, tuple((n, env[n]) for n in sorted(dims_of(e)) if n in env), tuple(ranges.items()))
     found = _MOVED.get(key)
     if found is None:
         found = _MOVED[key] = substitute(e, env, ranges)
