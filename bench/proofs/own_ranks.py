@@ -60,6 +60,8 @@ def _decided(path: Path, way: str, place: Path) -> record.Row:
         shapes = sizes_of(path, 1)
         graph = simplify(lift(path, shapes, weights=False).graph)
     asked = pins(graph, _size(graph, way))
+    if not asked:
+        raise TapestryError("no operation can be cut by that", why=f"none has a dimension of {_size(graph, way)}")
     there = all((path.parent / w.file).is_file() for w in graph.weights.values() if w.file)
     room = None if there else "1TiB"  # nothing is run
     c = tapestry.compile(path, mesh={"tp": 2}, topology="cpu", stages=1, shapes=shapes, pins=asked, weights=there, memory=room)

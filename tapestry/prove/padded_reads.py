@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 
 from tapestry.ir.expr import Const
 from tapestry.ir.graph import Guard
-from tapestry.ir.index import Aff, dim, modulo
+from tapestry.ir.index import Aff, dim, floordiv, modulo
 from tapestry.ir.space import nowhere
 from tapestry.prove.values import Node, Ranges, Ref, Table, Value, low
 
@@ -138,11 +138,14 @@ def chosen(table: Table, args: Sequence[Value], dtype: str, ranges: Ranges, hold
 
 
 def _both(a: Aff, b: Aff, there: Sequence[Aff], elsewhere: Sequence[Aff], ranges: Ranges) -> Aff | None:
-    """One expression that is ``a`` in one place and ``b`` elsewhere: either of them, or what goes around a circle (a rotation
-    of halves); None where it is none of these."""
-    ways, turn = [a, b], (a - b).const if not (a - b).terms else 0
+    """One expression that is ``a`` in one place and ``b`` elsewhere: either of them, what goes around a circle (a rotation of
+    halves), or a step (from row to row); None where it is none of these."""
+    ways, turn, over = [a, b], (a - b).const if not (a - b).terms else 0, there[-1] * -1 - 1
     if turn > 1:
         ways.append(modulo(a, turn, ranges) + Aff(tuple((n, c) for n, c in a.terms if not c % turn), a.const // turn * turn))
+    if turn:
+        n = max(-low(over, ranges), 1 - low(over * -1, ranges))
+        ways.append(a - floordiv(over + n, n, ranges) * turn)
     return next((e for e in ways if _agree(e, a, there, ranges) and _agree(e, b, elsewhere, ranges)), None)
 
 

@@ -187,7 +187,9 @@ class _Ranks:
         shape, extents = (g.tensors[name].shape for g in (self.program.ranks[rank].graph, self.out.leaves.model.graph))
         if len(shape) == len(extents) and all(0 < n <= w for n, w in zip(shape, extents, strict=True)):
             parts = [[k * w // p for p in (round(w / n),) for k in range(p)] for n, w in zip(shape, extents, strict=True)]
-            return next((found for at in product(*parts) if (found := _as_part(table, whole, v, shape, at)) is not None), v)
+            for at in product(*parts):
+                if (found := _as_part(table, whole, v, shape, at)) is not None:
+                    return found
         return v
 
     def _at(self, rank: int) -> Collective | None:
@@ -295,21 +297,14 @@ def _output(
         start = starts[min(order, len(starts) - 1)]
         placed.append(start)
         sizes.add(shape)
-        if wrong is None and not _is_part(out, name, rank, mine, shape, start):
+        theirs, value = out.model.get(name), out.ranks[rank].get(mine)
+        if wrong is None and (theirs is None or value is None or _as_part(out.table, theirs, value, shape, start) is None):
             wrong = (f"not proved of rank {rank}", rank)
     if wrong is not None:
         return *wrong, placed
     if len(sizes) != 1 or len({p for p in placed if p is not None}) * prod(next(iter(sizes))) != prod(whole):
         return "the ranks do not have all of it", 0, placed
     return "proved", 0, placed
-
-
-def _is_part(out: Comparison, name: str, rank: int, mine: str, shape: Sequence[int], start: Sequence[int]) -> bool:
-    """Whether a rank's output is the box of the model's that begins at a place."""
-    theirs, value = out.model.get(name), out.ranks[rank].get(mine)
-    if theirs is None or value is None:
-        return False
-    return _as_part(out.table, theirs, value, shape, start) is not None
 
 
 def _as_part(table: Table, whole: Value, v: Value, shape: Sequence[int], start: Sequence[int]) -> Value | None:
