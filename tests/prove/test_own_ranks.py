@@ -104,9 +104,20 @@ def test_reads_that_begin_inside_a_row(what: str, tmp_path: Path) -> None:
     """The second rank of the first has no cell of what the model puts before the image."""
     text, weights, pins = PIECES[what]
     model = saved(text, tmp_path / "m.onnx", weights, opset=23)
-    folder = ranks(model, pins)
-    verdict = prove(model, [folder])
+    verdict = prove(model, [ranks(model, pins)])
     assert verdict.status == PROVED, verdict.text()
+
+
+@pytest.mark.parametrize("what", PIECES)
+def test_pieces_in_another_order_are_refuted(what: str, tmp_path: Path) -> None:
+    text, weights, pins = PIECES[what]
+    model = saved(text, tmp_path / "m.onnx", weights, opset=23)
+    folder = ranks(model, pins)
+    file = onnx.load(folder / "rank0.onnx")
+    joined = next(n for n in file.graph.node if n.op_type == "Concat")
+    joined.input[:] = reversed(joined.input)
+    onnx.save(file, folder / "rank0.onnx")
+    assert prove(model, [folder]).status == REFUTED
 
 
 def _constant(rank: onnx.ModelProto) -> None:
@@ -193,6 +204,9 @@ RIGHT = {
     "a bias that is added later": (
         "float[2, 3, 4] x, float[3, 2, 2] v, float[2] b", "y = ConvTranspose<strides = [2]>(x, v, b)",
         "c = ConvTranspose<strides = [2]>(x, v)\n s = Constant<value = int64[2] {2, 1}>()\n d = Reshape(b, s)\n y = Add(c, d)",
+    ),
+    "a number as its type has it": (
+        "float[4, 6] x, float[6] s", "y = LayerNormalization(x, s)", "y = LayerNormalization<epsilon = 0.00001>(x, s)",
     ),
     "a greatest value that there is": (
         "float[4, 6] x", "l = Constant<value = int64[1] {1}>()\n m = ReduceMax(x, l)\n i = Constant<value = float {inf}>()\n"
