@@ -2,23 +2,33 @@
 
 A cut is asked for by pins: each operation that has a dimension of the size is cut along it, in two. Models of images have
 channels in place of heads and rows in place of a sequence. The answer must be `proved`, or `undecided` with what is in the way.
+
+A model whose data is not there is planned and written without it: where its weights lie is taken from the order of the ranks.
 """
 
 from __future__ import annotations
 
+import io
+import json
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import onnx
 
 import tapestry
 from bench.support import record
+from tapestry.build.store import Build
 from tapestry.errors import TapestryError
 from tapestry.exports import rank_onnx
+from tapestry.exports.onnx_files import DataFile, weights_of
 from tapestry.ir.graph import Block, Graph, Split
+from tapestry.ir.kernel import Box, shape
+from tapestry.ir.types import numpy_dtype
 from tapestry.lift.onnx_to_graph import lift
 from tapestry.prove.verdict import prove
 from tapestry.rewrites.core.driver import simplify
@@ -50,13 +60,45 @@ def _decided(path: Path, way: str, place: Path) -> record.Row:
         shapes = sizes_of(path, 1)
         graph = simplify(lift(path, shapes, weights=False).graph)
     asked = pins(graph, _size(graph, way))
-    c = tapestry.compile(path, mesh={"tp": 2}, topology="cpu", stages=1, shapes=shapes, pins=asked)
-    rank_onnx.export(c.build, b"".join(c.constants.values()), place / "ranks", nearest=True)
+    if not asked:
+        raise TapestryError("no operation can be cut by that", why=f"none has a dimension of {_size(graph, way)}")
+    there = all((path.parent / w.file).is_file() for w in graph.weights.values() if w.file)
+    room = None if there else "1TiB"  # nothing is run
+    c = tapestry.compile(path, mesh={"tp": 2}, topology="cpu", stages=1, shapes=shapes, pins=asked, weights=there, memory=room)
+    if there:
+        rank_onnx.export(c.build, b"".join(c.constants.values()), place / "ranks", nearest=True)
+    else:
+        _without_data(c.build, b"".join(c.constants.values()), place / "ranks")
     written = time.perf_counter()
     v = prove(path, [place / "ranks"], shapes)
     said = {"status": v.status, "reason": (v.witness or {}).get("text", v.reason)[:400], "pins": len(asked)}
     kept = {k: v.document[k] for k in ("operations", "collectives")}
     return said | kept | {"write_s": round(written - begin, 1), "seconds": round(time.perf_counter() - written, 1)}
+
+
+class _NoData(DataFile):
+    """Places of weights in a file that is not written."""
+
+    def place(self, tensor: str, box: Box) -> tuple[int, int]:
+        return 0, self.read(tensor, box).nbytes
+
+
+def _without_data(build: Build, constants: bytes, folder: Path) -> None:
+    """The ranks' files as `rank_onnx.export` writes them, without data of the model's weights."""
+    graph, there = build.plan.graph, {t: w for t, w in build.plan.graph.weights.items() if w.sha256}
+    read = weights_of(replace(build, plan=replace(build.plan, graph=replace(graph, weights=there))), constants)
+
+    def data(tensor: str, box: Box) -> np.ndarray:
+        nothing = np.zeros((), numpy_dtype(graph.tensors[tensor].dtype))
+        return read(tensor, box) if tensor in there else np.broadcast_to(nothing, shape(box))
+
+    store = _NoData(rank_onnx.DATA, io.BytesIO(), data)
+    ranks = [rank_onnx.RankFile(build, rank, True) for rank in range(build.program.devices)]
+    folder.mkdir()
+    for rank in ranks:
+        rank.walk()
+        (folder / f"rank{rank.rank}.onnx").write_bytes(rank.model(store).SerializeToString())
+    (folder / rank_onnx.MARK).write_text(json.dumps(rank_onnx.document(build, ranks)))
 
 
 def sizes_of(path: Path, batch: int = BATCH) -> dict[str, int]:

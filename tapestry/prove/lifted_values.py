@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
+
+import numpy as np
 
 from tapestry.ir.expr import Acc, Arg, Call, Const, Expr, Index, Let
 from tapestry.ir.graph import Block, Dim, Guard, Opaque, Read
 from tapestry.ir.index import Aff, const, dim, dims_of, substitute
 from tapestry.ir.monoid import MONOIDS, Moments, Monoid, Product, Rebased
-from tapestry.ir.types import FLOATS, Tensor
+from tapestry.ir.types import FLOATS, Tensor, numpy_dtype
 from tapestry.prove.padded_reads import chosen, padded, with_padding
 from tapestry.prove.reductions import Reduction, reduced, settled
 from tapestry.prove.rescaling import rescaled
@@ -39,8 +42,8 @@ class _Block:
         return self.known[key]
 
     def _value(self, e: Expr, small: bool) -> Value:
-        if isinstance(e, Const):
-            return e
+        if isinstance(e, Const):  # as its type has it: 1e-5 of one file is 9.99999974737875e-06 in another
+            return Const(np.asarray(e.value).astype(numpy_dtype(e.dtype)).item(), e.dtype) if e.dtype in FLOATS else e
         if isinstance(e, Arg):
             return self.reads[e.pos]
         if isinstance(e, Index):
@@ -53,12 +56,11 @@ class _Block:
 
     def call(self, fn: str, args: Sequence[Value], dtype: str) -> Value:
         """A primitive of values over this operation's space."""
-        if not self.table.building and self.table.applied_before((fn, dtype), ordered(fn, args), self.ranges) is None:
-            for way in with_padding(self.table, args, self.ranges):
-                found = self.table.applied_before((fn, dtype), ordered(fn, way), self.ranges)
-                if found is not None:
-                    return found
-        if fn == "where" and not self.table.building:
+        for way in () if self.table.building else chain([args], with_padding(self.table, args, self.ranges)):
+            found = self.table.applied_before((fn, dtype), ordered(fn, way), self.ranges)
+            if found is not None and (way is not args or self.table.nodes[found.node].model):
+                return found
+        if fn == "where":
             found = chosen(self.table, args, dtype, self.ranges)
             if found is not None:
                 return found

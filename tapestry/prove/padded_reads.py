@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 
 from tapestry.ir.expr import Const
 from tapestry.ir.graph import Guard
-from tapestry.ir.index import Aff, dim
+from tapestry.ir.index import Aff, dim, floordiv, modulo
 from tapestry.ir.space import nowhere
 from tapestry.prove.values import Node, Ranges, Ref, Table, Value, low
 
@@ -131,10 +131,22 @@ def chosen(table: Table, args: Sequence[Value], dtype: str, ranges: Ranges, hold
     there, elsewhere = [*hold, place], [*hold, place * -1 - 1]
     yes, no = _within(table, yes, there, ranges), _within(table, no, elsewhere, ranges)
     if isinstance(yes, Ref) and isinstance(no, Ref) and yes.node == no.node:
-        for kept, other, where in ((yes, no, elsewhere), (no, yes, there)):
-            if all(_agree(a, b, where, ranges) for a, b in zip(kept.index, other.index, strict=True)):
-                return kept
+        both = [_both(a, b, there, elsewhere, ranges) for a, b in zip(yes.index, no.index, strict=True)]
+        if None not in both:
+            return Ref(yes.node, tuple(e for e in both if e is not None))
     return table.call("where", (test, yes, no), dtype, ranges)
+
+
+def _both(a: Aff, b: Aff, there: Sequence[Aff], elsewhere: Sequence[Aff], ranges: Ranges) -> Aff | None:
+    """One expression that is ``a`` in one place and ``b`` elsewhere: either of them, what goes around a circle (a rotation of
+    halves), or a step (from row to row); None where it is none of these."""
+    ways, turn, over = [a, b], (a - b).const if not (a - b).terms else 0, there[-1] * -1 - 1
+    if turn > 1:
+        ways.append(modulo(a, turn, ranges) + Aff(tuple((n, c) for n, c in a.terms if not c % turn), a.const // turn * turn))
+    if turn:
+        n = max(-low(over, ranges), 1 - low(over * -1, ranges))
+        ways.append(a - floordiv(over + n, n, ranges) * turn)
+    return next((e for e in ways if _agree(e, a, there, ranges) and _agree(e, b, elsewhere, ranges)), None)
 
 
 def _agree(a: Aff, b: Aff, hold: Sequence[Aff], ranges: Ranges) -> bool:
@@ -143,16 +155,8 @@ def _agree(a: Aff, b: Aff, hold: Sequence[Aff], ranges: Ranges) -> bool:
 
 def _within(table: Table, v: Value, hold: Sequence[Aff], ranges: Ranges) -> Value:
     """A value where some expressions are at least 0: choices by place that are known there are made."""
-    while isinstance(v, Ref) and (node := table.nodes[v.node]).kind == "call" and node.label[0] == "where" and not node.model:
-        test, yes, no = table.arguments(v)
-        place = table.tested(test)
-        if place is None:
-            return v
-        if nowhere(ranges, hold, place):
-            v = yes
-        elif nowhere(ranges, hold, place * -1 - 1):
-            v = no
-        else:
-            made = chosen(table, (test, yes, no), table.nodes[v.node].dtype, ranges, hold)
-            return v if made is None else made
-    return v
+    v = table.given(v, lambda e: nowhere(ranges, hold, e))
+    node = table.nodes[v.node] if isinstance(v, Ref) else None
+    if node is None or node.model or (node.kind, node.label[0]) != ("call", "where") or not isinstance(v, Ref):
+        return v
+    return chosen(table, table.arguments(v), node.dtype, ranges, hold) or v

@@ -5,17 +5,18 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from math import prod
 
 from tapestry.errors import TapestryError
 from tapestry.ir.graph import Block, Graph, Op
-from tapestry.ir.index import const, dim
 from tapestry.prove.collectives import Collective, results
 from tapestry.prove.lifted_values import block_values, opaque_values
 from tapestry.prove.rank_leaves import Leaves, here
 from tapestry.prove.rank_parts import said, starts_in_order
 from tapestry.prove.rank_programs import OneFile, Program
-from tapestry.prove.values import Miss, Ref, Table, Value, same
+from tapestry.prove.reductions import alike
+from tapestry.prove.values import Miss, Ref, Table, Value
 
 Values = dict[str, Value]
 
@@ -176,9 +177,22 @@ class _Ranks:
             _add(table, op, graph, values)
             for t in op.outs:
                 if t in values:
-                    self._have(rank, t, values[t])
+                    self._have(rank, t, self._named(rank, t, values[t]))
                 else:
                     self.out.unread.append((rank, t))
+
+    def _named(self, rank: int, name: str, v: Value) -> Value:
+        """A value as a part of the model's of the same name, if it is one: a rank may have no cell of what the model joins."""
+        table, whole = self.out.table, self.out.model.get(name)
+        if not isinstance(whole, Ref) or not isinstance(v, Ref) or table.nodes[v.node].model:
+            return v
+        shape, extents = (g.tensors[name].shape for g in (self.program.ranks[rank].graph, self.out.leaves.model.graph))
+        if len(shape) == len(extents) and all(0 < n <= w for n, w in zip(shape, extents, strict=True)):
+            parts = [[k * w // p for p in (round(w / n),) for k in range(p)] for n, w in zip(shape, extents, strict=True)]
+            for at in product(*parts):
+                if (found := _as_part(table, whole, v, shape, at)) is not None:
+                    return found
+        return v
 
     def _at(self, rank: int) -> Collective | None:
         found = self.program.ranks[rank].collectives
@@ -286,7 +300,8 @@ def _output(
         start = starts[min(order, len(starts) - 1)]
         placed.append(start)
         sizes.add(shape)
-        if wrong is None and not _is_part(out, name, rank, mine, shape, start):
+        theirs, value = out.model.get(name), out.ranks[rank].get(mine)
+        if wrong is None and (theirs is None or value is None or _as_part(out.table, theirs, value, shape, start) is None):
             wrong = (f"not proved of rank {rank}", rank)
     if wrong is not None:
         return *wrong, placed
@@ -295,14 +310,8 @@ def _output(
     return "proved", 0, placed
 
 
-def _is_part(out: Comparison, name: str, rank: int, mine: str, shape: Sequence[int], start: Sequence[int]) -> bool:
-    """Whether a rank's output is the box of the model's that begins at a place."""
-    theirs, value = out.model.get(name), out.ranks[rank].get(mine)
-    if theirs is None or value is None:
-        return False
+def _as_part(table: Table, whole: Value, v: Value, shape: Sequence[int], start: Sequence[int]) -> Value | None:
+    """The box of a tensor of the model that begins at a place, if a value is that."""
     ranges = {f"y{k}": n for k, n in enumerate(shape) if n != 1}
-    env = {f"y{k}": (dim(f"y{k}") if n != 1 else const(0)) + s for k, (n, s) in enumerate(zip(shape, start, strict=True))}
-    want = out.table.read(theirs, env, ranges)
-    if not isinstance(want, Ref) or not isinstance(value, Ref):
-        return want == value
-    return want.node == value.node and all(same(a, b, ranges) for a, b in zip(want.index, value.index, strict=True))
+    want = table.read(whole, {f"y{k}": e + s for k, (e, s) in enumerate(zip(here(shape), start, strict=True))}, ranges)
+    return want if alike(table, want, v, ranges) else None

@@ -5,18 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from itertools import chain
 from math import prod
 
 import numpy as np
 
-from tapestry.ir.expr import Const
+from tapestry.ir.expr import PRIMITIVES, Const
 from tapestry.ir.graph import Dim
 from tapestry.ir.index import Aff, Atom, Floor, Mod, const, dim, dims_of, evaluate, substitute
 from tapestry.ir.monoid import MONOIDS
 from tapestry.ir.types import FLOATS
 from tapestry.prove.domains import Domain, ranges_of
 from tapestry.prove.padded_reads import with_padding
-from tapestry.prove.values import MERGES, Node, Ranges, Ref, Table, Value, moved, same
+from tapestry.prove.values import MERGES, Node, Ranges, Ref, Table, Value, keyed, moved, same
 
 DEEP = 6  # steps from a read down to a choice of what it reads: a bias, a scale and a cast after a matrix product
 MOST_POINTS = 1 << 22  # of a reduced dimension, where places are listed
@@ -45,24 +46,17 @@ def reduced(table: Table, r: Reduction) -> Value:
     if MERGES.get(r.monoid) == "add" and isinstance(v := r.values[0], Const):
         return Const(v.value * prod(d.size for d in r.reduce), v.dtype)
     if r.monoid == "sum" and isinstance(v := r.values[0], Ref) and table.dtype(v) in FLOATS:
-        wide = {**r.ranges, **{d.name: d.size for d in r.reduce}}
-        term, factor = _without_numbers(table, v, wide)
+        term, factor = _without_numbers(table, v, {**r.ranges, **{d.name: d.size for d in r.reduce}})
         if factor != 1:
             return table.multiple(reduced(table, replace(r, values=(term,))), factor, table.dtype(v), r.ranges)
     label = (r.monoid, r.field)
-    key = ("reduce", label, tuple(a.node if isinstance(a, Ref) else repr(a) for a in r.values))
-    why = ""
-    for at in table.known.get(key, ()):
-        found = _matched(table.nodes[at], r)
-        if not isinstance(found, str):
-            return table.part(at, found[1], found[0])
-        why = why or (found if table.nodes[at].model else "")
-    if not table.building:
-        for way in with_padding(table, r.values, {**r.ranges, **{d.name: d.size for d in r.reduce}}):
-            for at in table.known.get(("reduce", label, tuple(a.node if isinstance(a, Ref) else repr(a) for a in way)), ()):
-                found = _matched(table.nodes[at], replace(r, values=way))
-                if not isinstance(found, str):
-                    return table.part(at, found[1], found[0])
+    wide, why, key = {**r.ranges, **{d.name: d.size for d in r.reduce}}, "", keyed("reduce", label, r.values)
+    for way in chain([r.values], () if table.building else with_padding(table, r.values, wide)):
+        for at in table.known.get(keyed("reduce", label, way), ()):
+            found = _matched(table.nodes[at], replace(r, values=way))
+            if not isinstance(found, str):
+                return table.part(at, found[1], found[0])
+            why = why or (found if table.nodes[at].model and way is r.values else "")
     if why and not table.building:
         table.miss(why, table.origin(table.known[key][0]))
     if not r.reduce and r.monoid in MERGES:
@@ -90,6 +84,22 @@ def opened(table: Table, ref: Ref, ranges: Ranges) -> tuple[tuple[Dim, ...], lis
     wide = {**ranges, **{d.name: d.size for d in dims}}
     env = {f"v{k}": e for k, e in enumerate(ref.index)} | {f"r{k}": dim(d.name) for k, d in enumerate(dims)}
     return dims, [table.read(a, env, wide) for a in node.args], wide
+
+
+def alike(table: Table, a: Value, b: Value, ranges: Ranges, deep: int = DEEP) -> bool:
+    """Whether two values are equal: the same at the same places, or the same function of equal values, up to so many steps."""
+    a, b = (table.resolved(v, ranges) if isinstance(v, Ref) else v for v in (a, b))
+    if not isinstance(a, Ref) or not isinstance(b, Ref):
+        return a == b
+    m, n = table.nodes[a.node], table.nodes[b.node]
+    if a.node == b.node and all(same(x, y, ranges) for x, y in zip(a.index, b.index, strict=True)):
+        return True
+    if not deep or m.kind not in ("call", "reduce") or (m.kind, m.label, m.bound) != (n.kind, n.label, n.bound):
+        return False
+    (_, xs, wide), (_, ys, _) = (opened(table, v, ranges) for v in (a, b))
+    turned = m.kind == "call" and m.label[0] in PRIMITIVES and PRIMITIVES[m.label[0]].commutative
+    orders = (ys, ys[::-1]) if turned else (ys,)
+    return any(all(alike(table, x, y, wide, deep - 1) for x, y in zip(xs, order, strict=True)) for order in orders)
 
 
 def settled(table: Table, v: Value, ranges: Ranges, deep: int = DEEP) -> Value:

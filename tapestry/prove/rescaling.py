@@ -13,8 +13,8 @@ from itertools import islice
 from tapestry.ir.graph import Dim
 from tapestry.ir.index import dim
 from tapestry.ir.types import FLOATS
-from tapestry.prove.reductions import Reduction, opened, reduced
-from tapestry.prove.values import Ranges, Ref, Table, Value, same
+from tapestry.prove.reductions import Reduction, alike, opened, reduced
+from tapestry.prove.values import Ranges, Ref, Table, Value
 
 Terms = Callable[[Value, Ranges], Iterator[Value]]  # forms of what is summed with the factor in it, over the sum's own space
 SUM = ("sum", 0)
@@ -115,12 +115,6 @@ def _difference(table: Table, v: Value) -> tuple[Value, Value] | None:
     return None
 
 
-def _equal(a: Value, b: Value, ranges: Ranges) -> bool:
-    if not isinstance(a, Ref) or not isinstance(b, Ref):
-        return a == b
-    return a.node == b.node and all(same(x, y, ranges) for x, y in zip(a.index, b.index, strict=True))
-
-
 def _factors(table: Table, v: Value, ranges: Ranges) -> Iterator[tuple[Value, Callable[[Value], Value]]]:
     """The factors of a term, each with what makes the term with another one in its place."""
     yield v, lambda x: x
@@ -140,7 +134,7 @@ def _moved(table: Table, term: Value, a: Value, b: Value, wide: Ranges) -> Itera
     """A term with ``exp(x - a)`` made ``exp(x - b)``."""
     for f, put in islice(_factors(table, term, wide), MOST_FACTORS):
         ends = _difference(table, f)
-        if ends is not None and _equal(ends[1], a, wide):
+        if ends is not None and alike(table, ends[1], a, wide, 0):
             dtype = table.dtype(f)
             yield put(table.call("exp", (table.call("sub", (ends[0], b), dtype, wide),), dtype, wide))
 

@@ -11,7 +11,7 @@ are a partition, and rounding is not looked at. Nothing here runs a model or sea
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import lru_cache
@@ -21,7 +21,7 @@ from typing import Any, cast
 import numpy as np
 
 from tapestry.ir.expr import PRIMITIVES, Call, Const
-from tapestry.ir.index import Aff, Floor, Mod, bounds, const, dim, modulo, substitute
+from tapestry.ir.index import Aff, Floor, Mod, bounds, const, dim, dims_of, modulo, substitute
 from tapestry.ir.types import FLOATS, numpy_dtype
 from tapestry.prove.domains import Domain
 from tapestry.verify.interp import value as evaluate_expression
@@ -147,7 +147,7 @@ class Table:
         found = self.applied_before(label, args, ranges)
         if found is not None:
             return found
-        key, places = _key(label, args), [e for a in args if isinstance(a, Ref) for e in a.index]
+        key, places = keyed("call", label, args), [e for a in args if isinstance(a, Ref) for e in a.index]
         number: dict[Aff, int] = {}
         slots = [number.setdefault(e, len(number)) for e in places]
         take = iter(slots)
@@ -157,7 +157,7 @@ class Table:
     def applied_before(self, label: tuple[Any, ...], args: Sequence[Value], ranges: Ranges) -> Ref | None:
         """The known call of a label; None where there is none."""
         places = [e for a in args if isinstance(a, Ref) for e in a.index]
-        for at in self.known.get(_key(label, args), ()):
+        for at in self.known.get(keyed("call", label, args), ()):
             found = self._slots_of(at, places, ranges)
             if found is not None:
                 return Ref(at, found)
@@ -224,19 +224,14 @@ class Table:
             return None
         return self.is_place(self.arguments(test)[0])  # pyright: ignore[reportArgumentType]
 
-    def _given(self, v: Value, place: Aff, ranges: Ranges) -> Value:
-        """A value where an index expression is known to be at least 0: choices by what follows are made."""
+    def given(self, v: Value, holds: Callable[[Aff], bool]) -> Value:
+        """A value where some index expressions are known to be at least 0: choices by what follows are made."""
         while isinstance(v, Ref) and self.nodes[v.node].kind == "call" and self.nodes[v.node].label[0] == "where":
             test, yes, no = self.arguments(v)
             asked = self.tested(test)
-            if asked is None:
+            if asked is None or not (holds(asked) or holds(asked * -1 - 1)):
                 return v
-            if low(asked - place, ranges) >= 0:
-                v = yes
-            elif low((asked + place) * -1 - 1, ranges) >= 0:
-                v = no
-            else:
-                return v
+            v = yes if holds(asked) else no
         return v
 
     def _choice(self, args: Sequence[Value], dtype: str, ranges: Ranges) -> Value | None:
@@ -247,14 +242,16 @@ class Table:
             return yes
         place = self.tested(test)
         if place is not None:
-            inner = self._given(yes, place, ranges), self._given(no, place * -1 - 1, ranges)
+            sides = (yes, place), (no, place * -1 - 1)
+            inner = tuple(self.given(v, lambda e, known=known: low(e - known, ranges) >= 0) for v, known in sides)
             if inner != (yes, no):
                 return self.call("where", (test, *inner), dtype, ranges)
         node = self.nodes[test.node]
         if node.label[0] == "eq" and node.kind == "call":
-            a, b = self.arguments(test)
-            if any(isinstance(x, Const) and x.value == float("inf") for x in (a, b)):
-                return no  # of finite numbers
+            ends = {x.value for x in self.arguments(test) if isinstance(x, Const)}
+            rows = [self.nodes[x.node] for x in self.arguments(test) if isinstance(x, Ref)]
+            if float("inf") in ends or (float("-inf") in ends and any(n.model and n.label == ("max", 0) for n in rows)):
+                return no  # of finite numbers, and of rows that have a value
         return None
 
     def _placed(self, fn: str, places: list[Aff], dtype: str, ranges: Ranges) -> Value | None:
@@ -424,8 +421,9 @@ def _multiple(factor: Fraction, dtype: str) -> tuple[str, Const]:
     return "mul", Const(float(factor), dtype)
 
 
-def _key(label: tuple[Any, ...], args: Sequence[Value]) -> Any:
-    return "call", label, tuple(a.node if isinstance(a, Ref) else (repr(a.value), a.dtype) for a in args)
+def keyed(kind: str, label: tuple[Any, ...], args: Sequence[Value]) -> Any:
+    """What a call or a reduction is found by."""
+    return kind, label, tuple(a.node if isinstance(a, Ref) else (repr(a.value), a.dtype) for a in args)
 
 
 def ordered(fn: str, args: Sequence[Value]) -> list[Value]:
@@ -446,7 +444,7 @@ def moved(e: Aff, env: Mapping[str, Aff], ranges: Ranges) -> Aff:
         return env.get(e.terms[0][0], e)
     if not e.terms:
         return e
-    key = (e, tuple(env.items()), tuple(ranges.items()))
+    key = (e, tuple((n, env[n]) for n in sorted(dims_of(e)) if n in env), tuple(ranges.items()))
     found = _MOVED.get(key)
     if found is None:
         found = _MOVED[key] = substitute(e, env, ranges)

@@ -14,6 +14,7 @@ from tapestry.exports.onnx_files import model_of
 from tapestry.ir.graph import Guard, Read
 from tapestry.ir.index import dim
 from tapestry.ir.syntax.parser import parse
+from tapestry.verify import interp
 
 HALVES = """graph halves
 input x: f32[2, 4, 8, 8]
@@ -88,3 +89,27 @@ def test_strides_that_divide_are_a_transposed_convolution(more, kind):
     whole = np.zeros((2, 3, 13, 20), np.float32)
     whole[:, :, : want.shape[2], : want.shape[3]] = want.numpy()
     assert np.allclose(y, whole[:, :, 1:11, 2:19], atol=1e-5) == (not more)  # (the last guard cuts off more than the borders)
+
+
+BEGINS_INSIDE = {
+    "round a circle": ("4, 32", "x[floor((i)/2), ((j + 5) mod 12)]", 0),
+    "a row that is not there comes first": ("2, 30", "x[floor((j + 11)/12) - 1, ((j + 11) mod 12)] else 0.5", 0),
+    "from the middle of a row to that of another": ("4, 25", "x[floor((j + 7)/12), ((j + 7) mod 12)]", 0),
+    "every second cell": ("4, 11", "x[floor((i)/2), ((2*j + 6) mod 12)]", 0),
+    "along both axes, with a guard": ("4, 14", "x[floor((i + 1)/2), ((j + 3) mod 12)] when j - 2 >= 0 else -1.0", 0),
+    "against the row": ("3, 9", "x[i, ((-j + 10) mod 12)]", 1),  # places in a table
+}
+
+
+@pytest.mark.parametrize("what", BEGINS_INSIDE)
+def test_reads_that_begin_inside_a_row_are_pieces(what):
+    """No table of places where a floor or mod begins anew at a few places; and the cells are the graph's."""
+    shape, read, tables = BEGINS_INSIDE[what]
+    m, n = shape.split(", ")
+    text = f"graph g\ninput x: f32[3, 12]\ny: f32[{shape}] = op [i: {m}, j: {n}]\n  reads {read}\n  body x\noutput y\n"
+    graph, x = parse(text, "g.tap"), np.random.default_rng(0).standard_normal((3, 12), np.float32)
+    nodes, values = graph_nodes(graph)
+    model = model_of(nodes, "m", [values["x"]], [values["y"]], [], opset_of(graph))
+    (y,) = onnxruntime.InferenceSession(model.SerializeToString()).run(None, {"x": x})
+    assert np.array_equal(y, interp.run(graph, {"x": x})["y"])
+    assert sum(node.op_type == "Gather" for node in model.graph.node) == tables

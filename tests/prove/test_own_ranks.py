@@ -39,9 +39,9 @@ BUCKETS = """g (float[4, 64] x) => (float[4, 32] y) <float[1] eight = {8}, float
 }"""
 
 
-def saved(text: str, path: Path, weights: dict[str, tuple[int, ...]], cleared: bool = False) -> Path:
+def saved(text: str, path: Path, weights: dict[str, tuple[int, ...]], cleared: bool = False, opset: int = 18) -> Path:
     """A model in a file, with random weights; ``cleared``: the output's shape is left to inference."""
-    model, rng = parser.parse_model(HEAD + text), np.random.default_rng(0)
+    model, rng = parser.parse_model(HEAD.replace("18", str(opset)) + text), np.random.default_rng(0)
     data = {n: rng.standard_normal(s).astype(np.float32) for n, s in weights.items()}
     model.graph.initializer.extend(numpy_helper.from_array(a, n) for n, a in data.items())
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -70,6 +70,54 @@ def test_a_look_up_of_a_part_of_the_rows(way: str, tmp_path: Path) -> None:
     model = saved(LOOKED_UP, tmp_path / "m.onnx", WEIGHTS)
     verdict = prove(model, [ranks(model, CUTS[way])])
     assert verdict.status == PROVED, verdict.text()
+
+
+PATCHES = """g (float[1, 8, 3, 5] x) => (float[1, 16, 8] y) {
+  rows = Constant<value = int64[3] {1, 8, 15}>()
+  r = Reshape(x, rows)
+  t = Transpose<perm = [0, 2, 1]>(r)
+  c = Concat<axis = 1>(first, t)
+  p = Add(c, places)
+  n = LayerNormalization(p, scale)
+  k = Transpose<perm = [0, 2, 1]>(n)
+  s = MatMul(n, k)
+  w = Softmax(s)
+  y = MatMul(w, n)
+}"""
+ROTATED = """g (float[2, 4, 6, 8] x) => (float[2, 4, 6, 8] y) {
+  e = Exp(x)
+  r = RotaryEmbedding(e, cos, sin)
+  y = Relu(r)
+}"""
+PIECES = {
+    "a row before those of an image, cut by rows": (
+        PATCHES, {"first": (1, 1, 8), "places": (1, 16, 8), "scale": (8,)},
+        ["p:x1=2@tp", "y:i=2@tp"],
+    ),
+    "rotated halves, cut by heads": (ROTATED, {"cos": (2, 6, 4), "sin": (2, 6, 4)}, ["e:x1=2@tp", "y:x1=2@tp"]),
+    "rotated halves, cut by batch": (ROTATED, {"cos": (2, 6, 4), "sin": (2, 6, 4)}, ["e:x0=2@tp", "y:x0=2@tp"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", PIECES)
+def test_reads_that_begin_inside_a_row(what: str, tmp_path: Path) -> None:
+    """The second rank of the first has no cell of what the model puts before the image."""
+    text, weights, pins = PIECES[what]
+    model = saved(text, tmp_path / "m.onnx", weights, opset=23)
+    verdict = prove(model, [ranks(model, pins)])
+    assert verdict.status == PROVED, verdict.text()
+
+
+@pytest.mark.parametrize("what", PIECES)
+def test_pieces_in_another_order_are_refuted(what: str, tmp_path: Path) -> None:
+    text, weights, pins = PIECES[what]
+    model = saved(text, tmp_path / "m.onnx", weights, opset=23)
+    folder = ranks(model, pins)
+    file = onnx.load(folder / "rank0.onnx")
+    joined = next(n for n in file.graph.node if n.op_type == "Concat")
+    joined.input[:] = reversed(joined.input)
+    onnx.save(file, folder / "rank0.onnx")
+    assert prove(model, [folder]).status == REFUTED
 
 
 def _constant(rank: onnx.ModelProto) -> None:
@@ -156,6 +204,14 @@ RIGHT = {
     "a bias that is added later": (
         "float[2, 3, 4] x, float[3, 2, 2] v, float[2] b", "y = ConvTranspose<strides = [2]>(x, v, b)",
         "c = ConvTranspose<strides = [2]>(x, v)\n s = Constant<value = int64[2] {2, 1}>()\n d = Reshape(b, s)\n y = Add(c, d)",
+    ),
+    "a number as its type has it": (
+        "float[4, 6] x, float[6] s", "y = LayerNormalization(x, s)", "y = LayerNormalization<epsilon = 0.00001>(x, s)",
+    ),
+    "a greatest value that there is": (
+        "float[4, 6] x", "l = Constant<value = int64[1] {1}>()\n m = ReduceMax(x, l)\n i = Constant<value = float {inf}>()\n"
+        "g = Neg(i)\n q = Equal(m, g)\n z = Constant<value = float {0.0}>()\n k = Where(q, z, m)\n d = Sub(x, k)\n y = Exp(d)",
+        "l = Constant<value = int64[1] {1}>()\n m = ReduceMax(x, l)\n d = Sub(x, m)\n y = Exp(d)",
     ),
     "nothing beyond a place that is asked for": (
         "float[4, 6] x", "m = Constant<value = bool[6] {0,0,1,1,1,1}>()\n z = Constant<value = float {0.0}>()\n y = Where(m, x, z)",

@@ -98,8 +98,7 @@ class _Launch:
             if (k, frame) not in self.known:
                 r, buffer, box = self.op.reads[k], self.ins[k], self.kernel.ins[k]
                 assert buffer is not None and box is not None, "a read that the kernel uses has no buffer"
-                extents = self.graph.tensors[r.tensor].shape
-                self.known[k, frame] = read_value(self.nodes, r, frame, box, extents, buffer)
+                self.known[k, frame] = read_value(self.nodes, r, frame, box, buffer)
             return self.known[k, frame]
 
         return read

@@ -7,8 +7,8 @@ an axis for each dimension of the frame, of one cell where the read does not dep
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import gcd, prod
 
@@ -18,6 +18,8 @@ from tapestry.exports.onnx_blocks.onnx_nodes import MOST_CELLS, Nodes, NotExpres
 from tapestry.ir.graph import Guard, Read
 from tapestry.ir.index import Aff, Atom, Floor, const, dim, dims_of, evaluate, span, substitute
 from tapestry.ir.kernel import Box
+
+MOST_CUTS = 4  # of a read, one inside another
 
 
 @dataclass(frozen=True)
@@ -60,11 +62,11 @@ class Frame:
         }
 
 
-def read_value(nodes: Nodes, read: Read, frame: Frame, held: Box, extents: Sequence[int], buffer: Value) -> Value:
+def read_value(nodes: Nodes, read: Read, frame: Frame, held: Box, buffer: Value, cuts: int = MOST_CUTS) -> Value:
     """The values of a read over a frame.
 
     Args:
-        held: the box of the tensor that the buffer holds; ``extents``: of the whole tensor.
+        held: the box of the tensor that the buffer holds.
     """
     fill = 0 if read.other is None else read.other
     guards = [Guard(frame.place(g.aff), g.op) for g in read.when]
@@ -76,6 +78,15 @@ def read_value(nodes: Nodes, read: Read, frame: Frame, held: Box, extents: Seque
     index = [frame.place(e) - lo for e, (lo, _) in zip(read.index, held, strict=True)]
     shape = tuple(hi - lo for lo, hi in held)
     value = _strided(nodes, index, frame, shape, buffer, fill)
+    name, at = next(_cuts(index, frame.ranges), ("", 0)) if value is None and cuts else ("", 0)
+    if name:
+        k = frame.names.index(name)
+        lo, hi = frame.box[k]
+        pieces = [replace(frame, box=(*frame.box[:k], p, *frame.box[k + 1 :])) for p in ((lo, lo + at), (lo + at, hi))]
+        parts = [read_value(nodes, read, f, held, buffer, cuts - 1) for f in pieces]
+        wide = np.broadcast_shapes(*((*p.shape[:k], 1, *p.shape[k + 1 :]) for p in parts))
+        sizes = [(*wide[:k], f.extents[k], *wide[k + 1 :]) for f in pieces]
+        return nodes.concat([nodes.expand(p, n) for p, n in zip(parts, sizes, strict=True)], k)
     if value is None:
         value = _flat(nodes, index, frame, shape, buffer, fill)
     keep = mask(nodes, left, frame)
@@ -124,6 +135,17 @@ def mask(nodes: Nodes, guards: Sequence[Guard], frame: Frame) -> Value | None:
         test = nodes.apply("GreaterOrEqual" if g.op == "ge" else "Equal", [_index(nodes, g.aff, frame), zero], "bool")
         out = test if out is None else nodes.apply("And", [out, test])
     return out
+
+
+def _cuts(index: Sequence[Aff], ranges: Mapping[str, int]) -> Iterator[tuple[str, int]]:
+    """Places inside a dimension where a floor or mod of it begins anew: the first, or the last where it begins with one."""
+    for atom in (a for e in index for a, _ in e.terms if not isinstance(a, str)):
+        (name, step), *more = atom.arg.terms
+        if isinstance(name, str) and not more and step > 0 and not atom.div % step and not atom.arg.const % step:
+            n, every = ranges[name], atom.div // step
+            at = -(atom.arg.const // step) % every or n - n % every
+            if 0 < at < n:
+                yield name, at
 
 
 # strided reads
