@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import logging
 import re
 import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -96,6 +97,7 @@ def _explained(what: object) -> Generator[None]:
     """
     collects = gc.isenabled()
     gc.disable()
+    logging.getLogger("torch.onnx._internal.exporter._registration").setLevel(logging.ERROR)  # torchvision may be absent
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
