@@ -14,19 +14,9 @@ from pathlib import Path
 from typing import Any, NoReturn, TextIO, cast
 
 FORMATS = (
-    "onnx",
-    "onnx-ranks",
-    "onnx-fused",
-    "tp-plan",
-    "dtensor",
-    "jax",
-    "shardy",
-    "shardy-ranks",
-    "json",
-    "kernels",
-    "ir",
+    "onnx", "onnx-ranks", "onnx-fused", "tp-plan", "dtensor", "jax", "shardy", "shardy-ranks", "json", "kernels", "ir",
     "history",
-)
+)  # fmt: skip
 
 
 def whole(low: int, high: int = 1 << 63) -> Callable[[str], int]:
@@ -175,13 +165,7 @@ def export(p: argparse.ArgumentParser) -> None:
     p.add_argument("--format", choices=FORMATS, default="onnx", help=text)
     text = "where the format cannot say the plan, write the nearest one that it can, and how many bytes more that is"
     p.add_argument("--nearest", action="store_true", help=text)
-    p.add_argument(
-        "-o",
-        "--output",
-        type=Path,
-        metavar="PATH",
-        help="a file (default: that of --into), or a folder for several",
-    )
+    p.add_argument("-o", "--output", type=Path, metavar="PATH", help="a file (default: that of --into), or a folder of several")
     p.add_argument("--into", type=Path, metavar="MODEL", help="onnx: keep the configurations of this file of the model")
     p.add_argument("--configuration", default="tapestry", metavar="NAME", help="onnx: the name of the plan's (tapestry)")
     p.add_argument("--copy-data", action="store_true", help="onnx, ir: copy external data that would be out of reach")
@@ -227,14 +211,8 @@ def run(p: argparse.ArgumentParser) -> None:
     build(p)
     moved(p)
     p.add_argument("--input", action="append", default=[], metavar="NAME=FILE.npy")
-    p.add_argument(
-        "--inputs",
-        nargs="+",
-        type=Path,
-        default=[],
-        metavar="DIR_OR_NPZ",
-        help="folders or .npz files, one batch each; finished ones are skipped",
-    )
+    text = "folders or .npz files, one batch each; finished ones are skipped"
+    p.add_argument("--inputs", nargs="+", type=Path, default=[], metavar="DIR_OR_NPZ", help=text)
     p.add_argument("--output", type=Path, metavar="DIR", help="write every output as a .npy file")
     p.add_argument("--seed", type=whole(0), default=0, help="seed of the random inputs that stand in for missing ones")
     p.add_argument("--weights", type=Path, metavar="DIR", help="slices written by tapestry shard-weights")
@@ -284,9 +262,7 @@ def generate(p: argparse.ArgumentParser) -> None:
     p.add_argument("--sampler", choices=("greedy", "seeded"), default="greedy")
     p.add_argument("--seed", type=whole(0), default=0, help="seed of the seeded sampler")
     p.add_argument("--temperature", type=float, default=1.0, metavar="T", help="temperature of the seeded sampler")
-    p.add_argument(
-        "--top-k", type=whole(0), default=0, metavar="K", help="choices of the seeded sampler: the likeliest K; 0 is all"
-    )
+    p.add_argument("--top-k", type=whole(0), default=0, metavar="K", help="seeded: choose among the likeliest K; 0 is all")
     p.add_argument("--stop", type=int, metavar="TOKEN", help="ends a row")
     p.add_argument("--output", type=Path, metavar="FILE.npy", help="write the new tokens [rows, N]")
 
@@ -356,9 +332,7 @@ def rules(p: argparse.ArgumentParser) -> None:
     p.add_argument("--ablate", action="append", type=Path, default=[], metavar="MODEL", help=text)
     text = "equations that the book does not have: found by their values, proved, ranked by what they save on the models"
     p.add_argument("--discover", nargs="*", type=Path, metavar="MODEL", help=text)
-    p.add_argument(
-        "--terms", type=whole(1), default=12_000, metavar="N", help="with --discover: terms of a family that are tried"
-    )
+    p.add_argument("--terms", type=whole(1), default=12_000, metavar="N", help="with --discover: terms tried of a family")
     shape(p)
     own_rules(p)
 
@@ -415,9 +389,7 @@ def compile(p: argparse.ArgumentParser) -> None:
     text = "what of a device's memory stays free (8%% of a GPU preset's own; 0 where --memory or a file says how much)"
     p.add_argument("--memory-reserve", metavar="8%%|2GiB", help=text)
     p.add_argument("--target", default="torch-cpu", help="torch-cpu, triton:sm90, …")
-    p.add_argument(
-        "--precision", default="ieee", metavar="ieee|tf32x3|tf32", help="precision of products of float32 in generated kernels"
-    )
+    p.add_argument("--precision", default="ieee", metavar="ieee|tf32x3|tf32", help="precision of float32 products in kernels")
     p.add_argument("--accumulate", choices=("f32", "f16"), help="how sums of products of f16 are held (f32)")
     text = (
         "how partial sums of 16-bit floats travel (f32); native: each rounded once to the tensor's type, as NCCL has them: "
@@ -451,12 +423,8 @@ def _machines(p: argparse.ArgumentParser) -> None:
     text = "what is minimised: seconds + 2e-3*devices; over seconds, devices, bytes, energy, money, with + - * / min max"
     p.add_argument("--objective", metavar="EXPRESSION", help=text)
     several(p, "--limit", "TERM<=VALUE", "what a plan may take at most: energy<=5, money<=1e-6, bytes<=2GiB")
-    p.add_argument(
-        "--topology",
-        default="auto",
-        metavar="FILE_OR_PRESET",
-        help="devices and links: auto (this machine, as measured), cpu, h100, h200, a100-pcie, tpu, or a file",
-    )
+    text = "devices and links: auto (this machine, as measured), cpu, h100, h200, a100-pcie, tpu, or a file"
+    p.add_argument("--topology", default="auto", metavar="FILE_OR_PRESET", help=text)
 
 
 def _search(p: argparse.ArgumentParser) -> None:
@@ -470,6 +438,4 @@ def _search(p: argparse.ArgumentParser) -> None:
     p.add_argument("--resume", type=Path, metavar="BUILD", help="go on from a build's plan and bound; BUILD may be the output")
     p.add_argument("--seed", type=int, default=0, help="seed of the model's own random operators")
     p.add_argument("--print-passes", action="store_true", help="what ran, in which order, with seconds and sizes")
-    p.add_argument(
-        "--print-after", action="append", default=[], metavar="PASS", help="the IR after a pass, as text that reads back"
-    )
+    p.add_argument("--print-after", action="append", default=[], metavar="PASS", help="the IR after a pass, which reads back")

@@ -25,7 +25,7 @@ def compiled(report: Mapping[str, Any]) -> RenderableType:
     facts.add_column(style="bold")
     facts.add_column()
     size = f"{some(report['nodes'], 'node')} → {some(report['ops'], 'operation')}"
-    facts.add_row("model", f"{size} → {report['signatures']} distinct")
+    facts.add_row("model", f"{size} → {report['signatures']} distinct signatures")
     gap = f"gap {report['gap']:.2%}{proof(report)}"
     costs = f"objective {duration(report['objective_s'])}, lower bound {duration(report['lower_bound_s'])}"
     facts.add_row("plan", f"{costs}, {gap}")
@@ -109,7 +109,7 @@ def rewrites_text(rewrites: Mapping[str, Any] | None) -> str:
     if rewrites is None:
         return "no log of rewrites: nothing is shown of how the graph was made"
     steps = some(rewrites["steps"], "rewrite")
-    return f"{steps} of the lifted graph, results compared before and after: {shown_text(rewrites['shown'])}"
+    return f"{steps} of the lifted graph, compared before and after: {shown_text(rewrites['shown'])}"
 
 
 def transfers(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
