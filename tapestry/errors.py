@@ -65,7 +65,7 @@ def similar(word: str, known: Iterable[str], most: int = 12) -> str:
 
 def some(n: int, what: str) -> str:
     """``1 weight``, ``1,024 weights``."""
-    return f"{n:,} {what}" + ("" if n == 1 else "es" if what.endswith("ch") else "s")
+    return f"{n:,} {what}" + ("" if n == 1 else "es" if what.endswith(("ch", "ss")) else "s")
 
 
 class ModelError(TapestryError):
