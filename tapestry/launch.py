@@ -254,9 +254,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             arguments.print_json(document, out)
     if document and not args.json and not args.quiet:
         ranks, total = len(document["ranks"]), sum(t["bytes"] for t in document["transfers"])
-        print(
-            f"{some(document['batches'], 'batch')} on {some(ranks, 'process')}, {document['seconds']:.4f} s, {total:,} bytes between devices"
-        )
+        done = f"{some(document['batches'], 'batch')} on {some(ranks, 'process')}"
+        print(f"{done}, {document['seconds']:.4f} s, {total:,} bytes between devices")
     if document and not document.get("passed", True):
         print(f"tapestry.runtime: {document.get('reason', 'results are not those of the reference')}", file=sys.stderr)
         return 1
