@@ -134,7 +134,8 @@ class Session:
         """
         prompts = prompts_of(ids, mask)
         if not prompts or not all(prompts) or max_new_tokens < 1:
-            what = f"{some(len(prompts), 'prompt')}, one of no token, or no new ones" if prompts else "no prompts"
+            empty = ", one without tokens" if not all(prompts) else ""
+            what = f"{some(len(prompts), 'prompt')}{empty}, and {some(max_new_tokens, 'new token')}"
             raise TapestryError(what, where="generate", hint="prompts of a token at least, and a new token")
         draw, end = sampler_of(sampler), -1 if stop is None else stop  # no token is -1
         requests = [Request(p, len(p), max_new_tokens, end, draw(k)) for k, p in enumerate(prompts)]
