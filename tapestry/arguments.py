@@ -14,19 +14,9 @@ from pathlib import Path
 from typing import Any, NoReturn, TextIO, cast
 
 FORMATS = (
-    "onnx",
-    "onnx-ranks",
-    "onnx-fused",
-    "tp-plan",
-    "dtensor",
-    "jax",
-    "shardy",
-    "shardy-ranks",
-    "json",
-    "kernels",
-    "ir",
+    "onnx", "onnx-ranks", "onnx-fused", "tp-plan", "dtensor", "jax", "shardy", "shardy-ranks", "json", "kernels", "ir",
     "history",
-)
+)  # fmt: skip
 
 
 def whole(low: int, high: int = 1 << 63) -> Callable[[str], int]:
@@ -175,13 +165,7 @@ def export(p: argparse.ArgumentParser) -> None:
     p.add_argument("--format", choices=FORMATS, default="onnx", help=text)
     text = "where the format cannot say the plan, write the nearest one that it can, and how many bytes more that is"
     p.add_argument("--nearest", action="store_true", help=text)
-    p.add_argument(
-        "-o",
-        "--output",
-        type=Path,
-        metavar="PATH",
-        help="a file (default: that of --into), or a folder for several",
-    )
+    p.add_argument("-o", "--output", type=Path, metavar="PATH", help="a file (default: that of --into), or a folder of several")
     p.add_argument("--into", type=Path, metavar="MODEL", help="onnx: keep the configurations of this file of the model")
     p.add_argument("--configuration", default="tapestry", metavar="NAME", help="onnx: the name of the plan's (tapestry)")
     p.add_argument("--copy-data", action="store_true", help="onnx, ir: copy external data that would be out of reach")
@@ -190,7 +174,7 @@ def export(p: argparse.ArgumentParser) -> None:
 def tiles(p: argparse.ArgumentParser) -> None:
     """A tensor's shape with a pattern, a model with tilings, or a map of links."""
     p.add_argument("model", type=Path, nargs="?", help="an ONNX file whose tensors carry tilings: both evaluations, with bytes")
-    several(p, "--shape", "7x4|SYMBOL=SIZE", "of the tensor; of a model's symbols SYMBOL=SIZE")
+    several(p, "--shape", "7x4|SYMBOL=SIZE", "shape of the tensor, or sizes of a model's symbols")
     p.add_argument("--pattern", metavar="5,1", help="tiles per axis; leading ones may be left out; {2,1: 0,1} with instances")
     text = "the instance of each tile, -1 for none (--assign=-1,0); of the pattern 1 all that have the tensor"
     p.add_argument("--assign", metavar="3,2,4,1,0", help=text)
@@ -227,13 +211,14 @@ def run(p: argparse.ArgumentParser) -> None:
     build(p)
     moved(p)
     p.add_argument("--input", action="append", default=[], metavar="NAME=FILE.npy")
-    p.add_argument("--inputs", nargs="+", type=Path, default=[], metavar="DIR_OR_NPZ", help="many batches; a rerun goes on")
+    text = "folders or .npz files, one batch each; finished ones are skipped"
+    p.add_argument("--inputs", nargs="+", type=Path, default=[], metavar="DIR_OR_NPZ", help=text)
     p.add_argument("--output", type=Path, metavar="DIR", help="write every output as a .npy file")
     p.add_argument("--seed", type=whole(0), default=0, help="seed of the random inputs that stand in for missing ones")
     p.add_argument("--weights", type=Path, metavar="DIR", help="slices written by tapestry shard-weights")
     p.add_argument("--timeout", type=seconds, default=30.0, metavar="S", help="silence for so long is a failure (30)")
     p.add_argument("--trace", type=Path, metavar="FILE", help="the real run on a clock, for https://ui.perfetto.dev")
-    p.add_argument("--threads", type=whole(1), metavar="T", help="of each process (default: the cores, shared evenly)")
+    p.add_argument("--threads", type=whole(1), metavar="T", help="threads of each process (default: the cores, shared evenly)")
 
 
 def checked(p: argparse.ArgumentParser) -> None:
@@ -249,7 +234,7 @@ def processes(p: argparse.ArgumentParser) -> None:
     text = "when a rank is killed: end, or start again as --max-restarts says; or the others compute what is lost, and go on"
     p.add_argument("--on-loss", choices=("restart", "recompute"), default="restart", help=text)
     p.add_argument("--max-restarts", type=whole(0), default=0, metavar="R", help="start again after a failure")
-    p.add_argument("--port", type=whole(0, 65535), default=0, help="of the rendezvous; a free one by default")
+    p.add_argument("--port", type=whole(0, 65535), default=0, help="port of the rendezvous; a free one by default")
 
 
 def session(p: argparse.ArgumentParser) -> None:
@@ -257,7 +242,7 @@ def session(p: argparse.ArgumentParser) -> None:
     build(p)
     p.add_argument("--also", nargs="+", type=Path, default=[], metavar="BUILD", help="builds of the same model at other sizes")
     p.add_argument("--processes", type=whole(1), metavar="N", help="on N ranks, which stay (default: in this process)")
-    p.add_argument("--threads", type=whole(1), metavar="T", help="of each process (default: the cores, shared evenly)")
+    p.add_argument("--threads", type=whole(1), metavar="T", help="threads of each process (default: the cores, shared evenly)")
     p.add_argument("--restart", action="store_true", help="start ranks that fail again, and repeat the step")
     p.add_argument("--weights", type=Path, metavar="DIR", help="slices written by tapestry shard-weights")
     p.add_argument("--timeout", type=seconds, default=30.0, metavar="S", help="silence of a rank for so long is a failure (30)")
@@ -275,9 +260,9 @@ def generate(p: argparse.ArgumentParser) -> None:
     p.add_argument("--mask", type=Path, metavar="FILE.npy", help="which of them count: 0 or 1, of the same shape")
     p.add_argument("--max-new", type=whole(1), required=True, metavar="N", help="how many tokens to add")
     p.add_argument("--sampler", choices=("greedy", "seeded"), default="greedy")
-    p.add_argument("--seed", type=whole(0), default=0, help="of the seeded sampler")
-    p.add_argument("--temperature", type=float, default=1.0, metavar="T", help="of the seeded sampler")
-    p.add_argument("--top-k", type=whole(0), default=0, metavar="K", help="of the seeded sampler: the likeliest K; 0 is all")
+    p.add_argument("--seed", type=whole(0), default=0, help="seed of the seeded sampler")
+    p.add_argument("--temperature", type=float, default=1.0, metavar="T", help="temperature of the seeded sampler")
+    p.add_argument("--top-k", type=whole(0), default=0, metavar="K", help="seeded: choose among the likeliest K; 0 is all")
     p.add_argument("--stop", type=int, metavar="TOKEN", help="ends a row")
     p.add_argument("--output", type=Path, metavar="FILE.npy", help="write the new tokens [rows, N]")
 
@@ -303,8 +288,8 @@ def calibrate(p: argparse.ArgumentParser) -> None:
     to = p.add_mutually_exclusive_group(required=True)
     to.add_argument("-o", "--output", type=Path, metavar="FILE.json")
     to.add_argument("--auto", action="store_true", help="measure again what --topology auto takes for a plan of N devices")
-    p.add_argument("--processes", type=whole(1, 64), default=1, metavar="N", help="that work at the same time on this machine")
-    p.add_argument("--threads", type=whole(1), metavar="T", help="of each process (default: the cores, shared evenly)")
+    p.add_argument("--processes", type=whole(1, 64), default=1, metavar="N", help="processes to measure with, at the same time")
+    p.add_argument("--threads", type=whole(1), metavar="T", help="threads of each process (default: the cores, shared evenly)")
     p.add_argument("--seconds", type=seconds, metavar="S", help="about how long it may take (40; each round of --auto 3)")
     p.add_argument("--device", metavar="FILE_OR_PRESET", help="take the device from there and measure calls alone (GPUs: NCCL)")
     p.add_argument("--from-trace", type=Path, metavar="FILE", help="fit to the trace of a real run (run --trace) instead")
@@ -318,17 +303,17 @@ def fuzz(p: argparse.ArgumentParser) -> None:
     p.add_argument("--time", type=seconds, default=float("inf"), metavar="S", help="seconds after which no case is begun")
     p.add_argument("--stop", type=whole(1), default=20, metavar="N", help="different failures after which to end")
     p.add_argument("--output", type=Path, metavar="DIR", help="a folder for what failed, shrunk: model.onnx, case.json, data")
-    p.add_argument("--jobs", type=whole(1), metavar="J", help="in so many processes at a time, some on Triton's interpreter")
+    p.add_argument("--jobs", type=whole(1), metavar="J", help="processes at a time, some on Triton's interpreter")
     p.add_argument("--log", type=Path, metavar="FILE", help="a line per 250 cases; with the same file a series goes on")
 
 
 def tune(p: argparse.ArgumentParser) -> None:
     """What is measured, and for how long."""
     build(p)
-    p.add_argument("--library", action="store_true", help="also the vendor's library, for run --library")
-    p.add_argument("--again", action="store_true", help="also what was measured before")
+    p.add_argument("--library", action="store_true", help="measure the vendor's library as well, for run --library")
+    p.add_argument("--again", action="store_true", help="measure again what was measured before")
     p.add_argument("--time-limit", type=seconds, default=600.0, metavar="S", help="seconds for everything")
-    p.add_argument("--seed", type=whole(0), default=0, help="of the random data")
+    p.add_argument("--seed", type=whole(0), default=0, help="seed of the random data")
 
 
 def rules(p: argparse.ArgumentParser) -> None:
@@ -347,9 +332,7 @@ def rules(p: argparse.ArgumentParser) -> None:
     p.add_argument("--ablate", action="append", type=Path, default=[], metavar="MODEL", help=text)
     text = "equations that the book does not have: found by their values, proved, ranked by what they save on the models"
     p.add_argument("--discover", nargs="*", type=Path, metavar="MODEL", help=text)
-    p.add_argument(
-        "--terms", type=whole(1), default=12_000, metavar="N", help="with --discover: terms of a family that are tried"
-    )
+    p.add_argument("--terms", type=whole(1), default=12_000, metavar="N", help="with --discover: terms tried of a family")
     shape(p)
     own_rules(p)
 
@@ -365,14 +348,14 @@ def auto_shard(p: argparse.ArgumentParser) -> None:
                    help="with --measure: compiled at most (24); 0: all that the traversal comes to")  # fmt: skip
     p.add_argument("--output-model", type=Path, metavar="FILE", help="default: MODEL.auto_sharded.onnx beside the model")
     p.add_argument("--optimal-perf", action="store_true", help="the heuristic goes on after the first scheme that fits")
-    p.add_argument("--num-processes", type=int, default=2, metavar="P", help="for evaluating or compiling schemes")
+    p.add_argument("--num-processes", type=int, default=2, metavar="P", help="processes that evaluate or compile schemes")
     p.add_argument(
         "--memory-proportion", type=float, nargs="+", metavar="SHARE",
-        help="of a device's memory, for weights and activations; the next one is tried when nothing fits (0.4 0.7 0.9)",
+        help="share of a device's memory for weights and activations; the next one is tried when nothing fits (0.4 0.7 0.9)",
     )  # fmt: skip
     shape(p)
     p.add_argument("--topology", default="cpu", metavar="FILE_OR_PRESET")
-    p.add_argument("--memory", metavar="16GiB", help="per device, instead of the topology's")
+    p.add_argument("--memory", metavar="16GiB", help="memory of a device, instead of the topology's")
 
 
 def explain(p: argparse.ArgumentParser) -> None:
@@ -402,13 +385,11 @@ def compile(p: argparse.ArgumentParser) -> None:
     p.add_argument("-o", "--output", type=Path, required=True, metavar="BUILD", help="the folder to write")
     _machines(p)
     shape(p)
-    p.add_argument("--memory", metavar="16GiB", help="per device; the plan keeps to it")
-    text = "of a device's memory, left free by the plan (8%% of a GPU preset's own; 0 where --memory or a file says how much)"
+    p.add_argument("--memory", metavar="16GiB", help="memory of a device; the plan keeps to it")
+    text = "what of a device's memory stays free (8%% of a GPU preset's own; 0 where --memory or a file says how much)"
     p.add_argument("--memory-reserve", metavar="8%%|2GiB", help=text)
     p.add_argument("--target", default="torch-cpu", help="torch-cpu, triton:sm90, …")
-    p.add_argument(
-        "--precision", default="ieee", metavar="ieee|tf32x3|tf32", help="of products of float32 in generated kernels"
-    )
+    p.add_argument("--precision", default="ieee", metavar="ieee|tf32x3|tf32", help="precision of float32 products in kernels")
     p.add_argument("--accumulate", choices=("f32", "f16"), help="how sums of products of f16 are held (f32)")
     text = (
         "how partial sums of 16-bit floats travel (f32); native: each rounded once to the tensor's type, as NCCL has them: "
@@ -440,16 +421,12 @@ def _machines(p: argparse.ArgumentParser) -> None:
     """The devices, how many they are, and what is minimised."""
     p.add_argument("--devices", type=int, metavar="N", help="a mesh of one axis, d0")
     p.add_argument("--mesh", metavar="2x4", help="a mesh of several axes, or with names: dp=2,tp=4")
-    p.add_argument("--max-devices", type=int, metavar="N", help="as many devices of these as the objective prefers")
+    p.add_argument("--max-devices", type=int, metavar="N", help="at most N devices; the objective decides how many")
     text = "what is minimised: seconds + 2e-3*devices; over seconds, devices, bytes, energy, money, with + - * / min max"
     p.add_argument("--objective", metavar="EXPRESSION", help=text)
     several(p, "--limit", "TERM<=VALUE", "what a plan may take at most: energy<=5, money<=1e-6, bytes<=2GiB")
-    p.add_argument(
-        "--topology",
-        default="auto",
-        metavar="FILE_OR_PRESET",
-        help="devices and links: auto (this machine, as measured), cpu, h100, h200, a100-pcie, tpu, or a file",
-    )
+    text = "devices and links: auto (this machine, as measured), cpu, h100, h200, a100-pcie, tpu, or a file"
+    p.add_argument("--topology", default="auto", metavar="FILE_OR_PRESET", help=text)
 
 
 def _search(p: argparse.ArgumentParser) -> None:
@@ -461,8 +438,6 @@ def _search(p: argparse.ArgumentParser) -> None:
     p.add_argument("--pareto", action="store_true", help="also show the front of latency against memory")
     p.add_argument("--time-limit", type=float, metavar="S", help="seconds for the search (by default: an amount of work)")
     p.add_argument("--resume", type=Path, metavar="BUILD", help="go on from a build's plan and bound; BUILD may be the output")
-    p.add_argument("--seed", type=int, default=0, help="of the model's own random operators")
+    p.add_argument("--seed", type=int, default=0, help="seed of the model's own random operators")
     p.add_argument("--print-passes", action="store_true", help="what ran, in which order, with seconds and sizes")
-    p.add_argument(
-        "--print-after", action="append", default=[], metavar="PASS", help="the IR after a pass, as text that reads back"
-    )
+    p.add_argument("--print-after", action="append", default=[], metavar="PASS", help="the IR after a pass, which reads back")

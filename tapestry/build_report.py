@@ -240,17 +240,8 @@ def _search_record(runner: Runner) -> dict[str, Any]:
     """How the search ended, and what a later one needs to go on."""
     priced, budget, earlier = runner.get("plan", PricedPlan), runner.get("budget", Budget), runner.values["earlier"]
     spent = float(search_of(earlier).get("seconds", 0.0)) if earlier else 0.0
-    ended = (
-        "proved"
-        if priced.proved
-        else "interrupted"
-        if budget.interrupted()
-        else "time"
-        if budget.late()
-        else "work"
-        if budget.over()
-        else "stalled"
-    )
+    ends = {"proved": priced.proved, "interrupted": budget.interrupted(), "time": budget.late(), "work": budget.over()}
+    ended = next((how for how, so in ends.items() if so), "stalled")
     return {
         "ended": ended, "interrupted": budget.interrupted(), "work": round(budget.meter.spent),
         "seconds": round(spent + runner.seconds["search"], 4),

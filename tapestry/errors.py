@@ -63,6 +63,11 @@ def similar(word: str, known: Iterable[str], most: int = 12) -> str:
     return f"'{close[0]}' is similar" if close else f"one of {', '.join(there)}" if len(there) <= most else ""
 
 
+def some(n: int, what: str) -> str:
+    """``1 weight``, ``1,024 weights``."""
+    return f"{n:,} {what}" + ("" if n == 1 else "es" if what.endswith(("ch", "ss")) else "s")
+
+
 class ModelError(TapestryError):
     """The ONNX file is malformed, unsafe or not supported."""
 

@@ -16,7 +16,7 @@ import numpy as np
 from tapestry import api, arguments, flags
 from tapestry.build import store
 from tapestry.build.store import Build
-from tapestry.errors import RunError, TapestryError
+from tapestry.errors import RunError, TapestryError, some
 from tapestry.ir.types import numpy_dtype
 from tapestry.onnx_eval.value_kinds import is_array
 from tapestry.plan.topology import PRESETS
@@ -254,9 +254,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             arguments.print_json(document, out)
     if document and not args.json and not args.quiet:
         ranks, total = len(document["ranks"]), sum(t["bytes"] for t in document["transfers"])
-        print(
-            f"{document['batches']} batches on {ranks} processes, {document['seconds']:.4f} s, {total:,} bytes between devices"
-        )
+        done = f"{some(document['batches'], 'batch')} on {some(ranks, 'process')}"
+        print(f"{done}, {document['seconds']:.4f} s, {total:,} bytes between devices")
     if document and not document.get("passed", True):
         print(f"tapestry.runtime: {document.get('reason', 'results are not those of the reference')}", file=sys.stderr)
         return 1

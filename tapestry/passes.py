@@ -19,7 +19,7 @@ from tapestry import flags
 from tapestry.build import store
 from tapestry.codegen import kernel_sources
 from tapestry.codegen.triton.run.tuned import cache_of_target, recorded
-from tapestry.errors import LawError, PlanError, TapestryError
+from tapestry.errors import LawError, PlanError, TapestryError, some
 from tapestry.ir.graph import Graph, Op, changes
 from tapestry.ir.plan import Layout, Plan
 from tapestry.ir.program import peak_bytes
@@ -94,7 +94,7 @@ def check_memory(source: ModelSource, topology: Topology, memory: str | None) ->
     need = sum(_nbytes(i.type.tensor_type) for i in source.model.graph.input if i.name in {*source.inputs} & read)
     if need > sum(topology.memories()):
         what = f"{memory} bytes per device cannot hold the model's inputs: no plan fits"
-        why = f"they take {need:,} bytes, the {len(topology.memories())} device(s) have {sum(topology.memories()):,}"
+        why = f"they take {need:,} bytes, {some(len(topology.memories()), 'device')} can hold {sum(topology.memories()):,}"
         raise PlanError(what, where="--memory", why=why, hint=f"{memory} is bytes; write {memory}MiB")
 
 

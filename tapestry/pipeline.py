@@ -16,7 +16,7 @@ from typing import Any
 
 from tapestry import build_report, passes
 from tapestry.build import store
-from tapestry.errors import TapestryError
+from tapestry.errors import TapestryError, some
 from tapestry.interop.tile_metadata import ModelTopology
 from tapestry.ir.canonical_parts import PARTS
 from tapestry.ir.graph import Graph
@@ -332,7 +332,7 @@ def _stages(options: Options, topo: Topology, marks: Annotations | None) -> tupl
     if options.stage_at:
         asked, stages = stages, str(len(options.stage_at) + 1)
         if options.stages not in ("auto", stages):
-            why = f"{len(options.stage_at)} cut(s) make {stages} stages"
+            why = f"{some(len(options.stage_at), 'cut')} would make {stages} stages"
             raise TapestryError(f"{asked} stages", where="--stages", why=why, hint="leave --stages out")
     if not options.exact:
         return _of_one_order(options, topo, stages), micro

@@ -26,7 +26,7 @@ from tapestry.plan.simulate import simulate
 from tapestry.plan.solver.network import Factor, Network, solve
 from tapestry.plan.strategy import footprints
 from tapestry.plan.topology import Topology, to_data, topology
-from tapestry.plan.whole_graph import batch_axes, batch_dim
+from tapestry.plan.whole_graph import batch_dims
 from tapestry.verify import certificate
 
 LARGE = 1 << 12  # cells; smaller weights are nobody's load
@@ -44,8 +44,7 @@ class Competitors:
     def named(self, seed: int) -> Iterator[tuple[str, Plan]]:
         """Batch (where there is one), tensor and random."""
         graph, problem = self.graph, build(self.graph, self.topo, {}, {}, {})
-        carried = batch_axes(graph)
-        batched = [batch_dim(op, graph, carried) for op in graph.ops]
+        batched = batch_dims(graph)
         if any(batched):
             yield "batch", preferred(problem, lambda i, s: set(s.dims) == ({batched[i]} if batched[i] else {None}))
         yield "tensor", preferred(problem, lambda i, s: batched[i] not in s.dims and _cuts_weights(problem, i, s))

@@ -380,9 +380,8 @@ def identity(folder: Path) -> str:
 def _read_certificate(folder: Path) -> tuple[dict[str, int], dict[str, str]]:
     path = folder / "certificate.json"
     if not folder.is_dir() or not path.is_file() or path.is_symlink():
-        raise BuildError(
-            "not a build directory: no certificate.json", where=str(folder), hint="tapestry compile MODEL -o BUILD"
-        )
+        why = "no certificate.json" if folder.exists() else "there is no such folder"
+        raise BuildError(f"not a build directory: {why}", where=str(folder), hint="tapestry compile MODEL -o BUILD")
     if path.stat().st_size > MAX_CERTIFICATE_BYTES:
         raise BuildError("certificate.json is not of a sane size", where=str(folder), hint="compile the model again")
     try:

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 from tapestry.cli.outcome import Outcome, bar, shapes
-from tapestry.errors import TapestryError
+from tapestry.errors import TapestryError, some
 
 
 def compile_model(args: argparse.Namespace) -> Outcome:
@@ -159,7 +159,7 @@ def check_sharding(args: argparse.Namespace) -> Outcome:
             if f in errors or not args.quiet:
                 print(f)
         if not args.quiet:
-            print(f"{args.model}: {len(errors)} errors, {len(findings) - len(errors)} warnings")
+            print(f"{args.model}: {some(len(errors), 'error')}, {some(len(findings) - len(errors), 'warning')}")
 
     document = {"model": str(args.model), "passed": not errors, **rows}
     return Outcome(document, text, status=1 if errors else 0, insist=True)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from tapestry.cli import rule_lab
 from tapestry.cli.outcome import Outcome, shapes
-from tapestry.errors import TapestryError, similar
+from tapestry.errors import TapestryError, similar, some
 
 if TYPE_CHECKING:
     from tapestry.ir.graph import Graph
@@ -27,7 +27,7 @@ def opt(args: argparse.Namespace) -> Outcome:
     from tapestry.rewrites.core.applied import apply_moves
     from tapestry.rewrites.core.driver import SIMPLIFIED, simplify
     from tapestry.rewrites.core.rule import parse_move
-    from tapestry.verify.rewriting.proofs import prove_steps
+    from tapestry.verify.rewriting.proofs import prove_steps, shown_text
 
     if args.replay is not None:
         return _replayed(args)
@@ -51,7 +51,7 @@ def opt(args: argparse.Namespace) -> Outcome:
     def show() -> None:
         print("\n".join(texts), end="")
         for p in () if args.quiet else proved:
-            print(f"{p['move']}: before against after by {'; '.join(p['shown']) or 'nothing that changed'}", file=sys.stderr)
+            print(f"{p['move']}: compared before and after: {shown_text(p['shown'])}", file=sys.stderr)
 
     return Outcome(document, show, insist=True)
 
@@ -75,6 +75,7 @@ def _replayed(args: argparse.Namespace) -> Outcome:
     """``tapestry opt --replay``: a history of rewrites, applied and proved once more."""
     from tapestry.ir.syntax.printer import to_text
     from tapestry.verify.rewriting.history import from_document
+    from tapestry.verify.rewriting.proofs import shown_text
 
     if args.graph is not None or args.rule:
         raise TapestryError("a history has its own graph and moves", where="--replay", hint="leave GRAPH and -r out")
@@ -85,8 +86,7 @@ def _replayed(args: argparse.Namespace) -> Outcome:
     def show() -> None:
         print(text, end="")
         if not args.quiet:
-            shown = "; ".join(f"{n} by {kind}" for kind, n in done.shown.items())
-            print(f"{done.steps} rewrites: results before against after: {shown or 'none'}", file=sys.stderr)
+            print(f"{some(done.steps, 'rewrite')}, compared before and after: {shown_text(done.shown)}", file=sys.stderr)
             print(f"SHA-256 of the operations: {done.end_sha256}", file=sys.stderr)
 
     return Outcome(document, show, insist=True)
@@ -133,14 +133,16 @@ def rules(args: argparse.Namespace) -> Outcome:
 def _checked(paths: Sequence[Path]) -> Outcome:
     """``tapestry rules --check``: what every rule of some files was shown to keep, and by what."""
     from tapestry.rewrites.rule_proofs import checked
+    from tapestry.verify.rewriting.proofs import shown_text
 
     rows = [asdict(c) for path in paths for c in checked(path)]
 
     def text() -> None:
         for r in rows:
-            how = "; ".join(f"{n} by {kind}" for kind, n in r["shown"].items())
-            what = f"{r['moves']} moves on {r['instances']} {r['of']}: results before against after, {how}"
-            print(f"{r['rule']}: {what if r['moves'] else 'NOT PROVED: no example in its docstring'}")
+            of = r["of"].removesuffix("s")
+            on = some(r["instances"], of) if r["instances"] > 1 else f"its one {of} only"
+            what = f"{some(r['moves'], 'move')} on {on}, compared before and after: {shown_text(r['shown'])}"
+            print(f"{r['rule']}: {what if r['moves'] else 'not proved: no example in its docstring'}")
             if r["rounding"]:
                 print(f"  the rule itself: {r['proof']}; rounding: {r['rounding']}")
 

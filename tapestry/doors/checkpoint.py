@@ -87,13 +87,14 @@ def architecture(folder: Path) -> torch.nn.Module:
     Raises:
         TapestryError: transformers is not installed; ModelError: the configuration names no architecture of transformers'.
     """
+    config_file = folder / "config.json"
+    if not config_file.is_file():
+        hint = "a folder with config.json and safetensors; names of the hub are not fetched (huggingface-cli download does)"
+        raise ModelError("not a checkpoint folder: no config.json", where=str(folder), hint=hint)
     try:
         transformers: Any = import_module("transformers")
     except ImportError:
         raise TapestryError("transformers is not installed", where=str(folder), hint="pip install transformers") from None
-    config_file = folder / "config.json"
-    if not config_file.is_file():
-        raise ModelError("not a checkpoint folder: no config.json", where=str(folder))
     with refusing(ModelError, "transformers cannot read the configuration", str(config_file), "save_pretrained writes one"):
         config: Any = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     names = [n for n in config.architectures or () if isinstance(getattr(transformers, n, None), type)]

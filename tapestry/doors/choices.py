@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypedDict, cast
 
 from tapestry import pipeline
-from tapestry.codegen.triton.task.chips import PRECISIONS, chip_of
+from tapestry.codegen.triton.task.chips import CHIPS, PRECISIONS, chip_of
 from tapestry.doors.model_sources import Opened
 from tapestry.errors import TapestryError
 from tapestry.plan.solver.budget import Found
@@ -173,7 +173,7 @@ def several(given: Choices, name: str) -> list[Any]:
 
 def _check_target(target: str, precision: str) -> None:
     if target != "torch-cpu" and not target.startswith("triton") and not plugins.has("targets", target):
-        known = ", ".join(("torch-cpu", "triton:sm90", *plugins.names("targets")))
+        known = ", ".join(("torch-cpu", *(f"triton:{c}" for c in CHIPS), *plugins.names("targets")))
         raise TapestryError(f"there is no target '{target}'", hint=f"one of {known}")
     chip_of(target)
     if precision not in PRECISIONS:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import logging
 import re
 import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -26,11 +27,7 @@ from tapestry.errors import ModelError, TapestryError
 
 INLINE = 1024  # bytes up to which a tensor stays in the ONNX file
 ABSENT = "absent.bin"
-LONG = (
-    "pkg.torch.onnx.stack_trace",
-    "pkg.torch.onnx.fx_node",
-    "namespace",
-)  # what the exporter says of a node that nobody reads here
+LONG = ("pkg.torch.onnx.stack_trace", "pkg.torch.onnx.fx_node", "namespace")  # what nobody reads here
 Stored = Callable[[str, ir.TensorProtocol], "ir.ExternalTensor | torch.Tensor | None"]
 """Where a weight's data is: in a file beside the model, in another tensor, or nowhere but in the tensor itself."""
 
@@ -96,6 +93,7 @@ def _explained(what: object) -> Generator[None]:
     """
     collects = gc.isenabled()
     gc.disable()
+    logging.getLogger("torch.onnx._internal.exporter._registration").setLevel(logging.ERROR)  # torchvision may be absent
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:

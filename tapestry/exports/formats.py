@@ -12,7 +12,7 @@ from typing import Any
 from tapestry.build import store
 from tapestry.build.atomic import new_file
 from tapestry.build.store import Build
-from tapestry.errors import BuildError, TapestryError, similar
+from tapestry.errors import BuildError, TapestryError, similar, some
 from tapestry.exports import fused_onnx, ir_text, kernel_package, layouts, rank_onnx, shardy, shardy_ranks, tp_plan
 from tapestry.interop.sharding_specs import OURS
 from tapestry.ir.plan import Strategy
@@ -155,7 +155,7 @@ def _annotated(d: dict[str, Any]) -> list[str]:
 def _ranks(d: dict[str, Any]) -> list[str]:
     kinds = ", ".join(f"{n} {kind}" for kind, n in d["by_kind"].items()) or "none"
     return [
-        f"{d['folder']}: {d['ranks']} files, {max(d['nodes'])} nodes; collectives of rank 0: {kinds}",
+        f"{d['folder']}: {some(d['ranks'], 'file')}, {some(max(d['nodes']), 'node')}; collectives of rank 0: {kinds}",
         f"  bytes moved: {d['bytes']:,}, by the plan {d['plan_bytes']:,}",
         *(f"  {n:,} bytes more: {why}" for why, n in d["extra"].items()),
         *textwrap.wrap(
@@ -167,10 +167,10 @@ def _ranks(d: dict[str, Any]) -> list[str]:
 def _styles(d: dict[str, Any]) -> list[str]:
     left = f"; {', '.join(d['left_out'])}: not said" if d["left_out"] else ""
     return [
-        f"{d['file']}: {len(d['styles'])} styles for {d['ranks']} ranks along {d['axis']}{left}",
+        f"{d['file']}: {some(len(d['styles']), 'style')} for {d['ranks']} ranks along {d['axis']}{left}",
         *(f"  {p}: {style}" for p, style in d["styles"].items()),
         f"  bytes moved: {d['bytes']:,}, by the plan {d['plan_bytes']:,}",
-        *([f"  run otherwise than in the plan: {len(d['different'])} operations"] if d["different"] else []),
+        *([f"  run otherwise than in the plan: {some(len(d['different']), 'operation')}"] if d["different"] else []),
     ]
 
 
@@ -291,7 +291,7 @@ FORMATS: dict[str, Format] = {
     ),
     "history": Format(
         "the rewrites from the lifted graph to the plan's, for tapestry opt --replay", _history,
-        lambda d: [f"{d['file']}: {d['steps']} rewrites to the graph of SHA-256 {d['end_sha256']}"],
+        lambda d: [f"{d['file']}: {some(d['steps'], 'rewrite')} to the graph of SHA-256 {d['end_sha256']}"],
     ),
 }  # fmt: skip
 NEAREST = frozenset({"onnx-ranks", "tp-plan", "dtensor", "jax", "shardy", "shardy-ranks"})

@@ -263,7 +263,8 @@ def places(build: Build | PricedPlan, form: str, *, nearest_will_do: bool) -> Pl
     last = {t: buffers[b].boxes for t, b in build.program.outputs.items()}
     for t, x in graph.tensors.items():
         if x.on_host:
-            raise NotExpressible("a value of the host has no place on devices", where=f"'{t}'", hint="onnx")
+            what = f"it stays on the host (its size is known only at run time); {form} cannot place it"
+            raise NotExpressible(what, where=f"'{t}'", hint="onnx")
         held_boxes = loaded.get(t) or found.get(t, [])[:1]
         for boxes, into, name in ((held_boxes, out.first, names[t]), ([last[t]] if t in last else [], out.last, t)):
             if boxes:

@@ -32,9 +32,7 @@ def export(build: Build, target: Path, *, nearest: bool) -> dict[str, Any]:
     graph, mesh = build.plan.graph, build.plan.mesh
     for op, name in zip(graph.ops, operation_names(graph), strict=True):
         if isinstance(op, Opaque):
-            raise NotExpressible(
-                "StableHLO has no form of a model's own node", where=f"'{name}'", why=op.kind, hint="onnx-ranks"
-            )
+            raise NotExpressible(f"StableHLO cannot express the opaque node {op.kind}", where=f"'{name}'", hint="onnx-ranks")
     placed = places(build, "shardy", nearest_will_do=nearest)
 
     def said(t: str, layout: Layout) -> str:

@@ -86,7 +86,7 @@ def export(build: Build, target: Path, *, nearest: bool) -> dict[str, Any]:
     if different and not nearest:
         name, why = different[0]
         hint = f"--nearest: {parts.moved:,} bytes are moved then, {planned:,} by the plan"
-        raise NotExpressible("no style does what the plan does", where=f"operation '{name}'", why=why, hint=hint)
+        raise NotExpressible("no tp_plan style does what the plan does", where=f"operation '{name}'", why=why, hint=hint)
     with new_file(target) as path:
         path.write_text(json.dumps(styles, indent=1) + "\n")
     return {

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from tapestry.errors import TapestryError
+from tapestry.errors import TapestryError, some
 from tapestry.fuzz.generate.random_model import Model, random_model
 from tapestry.fuzz.recipe import Recipe
 from tapestry.fuzz.shrink import outcome, shrink
@@ -161,7 +161,8 @@ def _arrays(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def text(tally: Tally) -> str:
     """As a person reads it."""
-    lines = [f"{tally.cases:,} cases of {tally.models:,} models in {tally.seconds:.1f} s, {len(tally.families)} families"]
+    cases = f"{some(tally.cases, 'case')} of {some(tally.models, 'model')}"
+    lines = [f"{cases} in {tally.seconds:.1f} s, {len(tally.families)} families"]
     for message, n in tally.refused.most_common():
         lines.append(f"  {n:6} models refused: {message}")
     if tally.free.total():

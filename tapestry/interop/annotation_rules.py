@@ -12,7 +12,7 @@ from math import prod
 
 from onnx import ModelProto, NodeProto
 
-from tapestry.errors import PlanError
+from tapestry.errors import PlanError, some
 from tapestry.interop import sharding_specs, tile_metadata
 from tapestry.interop.sharding_specs import DeviceConfiguration, NodeConfiguration, ShardedDim, ShardingSpec, name_of
 
@@ -232,7 +232,7 @@ def _dim_rules(s: ShardingSpec, context: Context) -> Iterator[Rule]:
     if all(n is not None and n > 0 for n in counts) and all(d.shards for d in s.dims):
         parts = prod(n for n in counts if n is not None)
         if s.devices and parts != len(s.devices):
-            yield "error", "devices-count", f"{parts} part(s) and a list of {len(s.devices)} device(s) or groups"
+            yield "error", "devices-count", f"{some(parts, 'part')} and a list of {some(len(s.devices), 'device')} or groups"
 
 
 def _shard_rules(d: ShardedDim, axis: int, dim: int | str | None, has_rank: bool, context: Context) -> Iterator[Rule]:
@@ -264,7 +264,7 @@ def _part_rules(d: ShardedDim, axis: int, size: int | None) -> Iterator[Rule]:
     """Parts that metadata gives: one interval for each, inside of the axis."""
     if d.parts and (len(d.shards) != 1 or d.shards[0].num_shards != len(d.parts)):
         counts = [s.num_shards for s in d.shards]
-        yield "error", "parts-count", f"{len(d.parts)} interval(s) are given for axis {axis}, its shards are {counts}"
+        yield "error", "parts-count", f"{some(len(d.parts), 'interval')} given for axis {axis}, its shards are {counts}"
     wrong = next(((lo, hi) for lo, hi in d.parts if not 0 <= lo <= hi <= (hi if size is None else size)), None)
     if wrong is not None:
         yield "error", "parts-range", f"the part [{wrong[0]}, {wrong[1]}) of axis {axis} is outside of its {size} cells"

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tapestry import pipeline
-from tapestry.errors import PlanError, TapestryError
+from tapestry.errors import PlanError, TapestryError, some
 from tapestry.ir.graph import Graph
 from tapestry.ir.plan import MeshAxis, device_count
 from tapestry.ir.program import peak_bytes
@@ -193,11 +193,11 @@ class _Search:
             )
             return PlanError(what, where="--objective", why=f"for a plan with {why}", hint="another objective")
         asked = " and ".join(map(str, self.asked.limits)) or "the memory"
-        why = "; ".join(f"{r['devices']} device(s): {r['because']}" for r in self.skipped[:4])
+        why = "; ".join(f"{some(r['devices'], 'device')}: {r['because']}" for r in self.skipped[:4])
         if self.tried:
             near = min(self.tried, key=lambda t: max(t.of[x.term] / max(x.most, 1e-300) for x in self.asked.limits))
             bad = self.asked.broken(near.of)[0]
-            why = f"the nearest, on {near.of['devices']:.0f} device(s), has {bad.term} {near.of[bad.term]:.6g}"
+            why = f"the nearest, on {some(round(near.of['devices']), 'device')}, has {bad.term} {near.of[bad.term]:.6g}"
         return PlanError(f"no plan keeps {asked}", where="--limit", why=why, hint="other limits, or a larger --max-devices")
 
     def document(self, best: _Tried) -> dict[str, Any]:

@@ -83,6 +83,7 @@ def read_pins(texts: Sequence[str], graph: Graph, mesh: Mesh, folded: Sequence[s
         m = re.fullmatch(r"(.+):(\w+)=(?:(\d+)@)?([\w+]+)", text)
         if not m:
             hint = "OPERATION:dim=parts@axis or OPERATION:dim=axis, as in conv1:h=8@d0 or layers.*.mlp.up_proj:out=d0"
+            hint += "; a pin for each dimension" if "," in text else ""
             raise PlanError(f"'{text}' is not a pin", where="--pin", hint=hint)
         _axes(m.group(4), None, mesh, text)
         for i, dim in _operations(m.group(1), m.group(2), graph, text, folded):

@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+from tapestry.errors import some
 from tapestry.ir.graph import Graph
 from tapestry.plan.book.algebra import Book
 from tapestry.plan.fusion import fused
@@ -80,7 +81,7 @@ class Scope:
 
     def text(self) -> str:
         """Which plans the bound is of."""
-        rewritten = f" and {self.rewritten} graphs that moves make of it" if self.rewritten else ""
+        rewritten = f" and {some(self.rewritten, 'rewritten graph')} of it" if self.rewritten else ""
         many = f"the best of {len(self.forms)} forms of the graph" if len(self.forms) > 1 else "one form of the graph"
         named = f" ({', '.join(self.forms)})" if len(self.forms) <= NAMED else ""
         return f"{many}{named}{rewritten}, over at most {self.strategies:,} strategies an operation"
@@ -89,9 +90,9 @@ class Scope:
         """What the bound is not of; ``stages``: pipeline stages among it."""
         found = [
             (self.left_out, f"up to {self.left_out:,} combinations of cuts of one operation"),
-            (self.untried, f"the forms {', '.join(self.untried)}"),
-            (self.unfinished, f"{self.unfinished} graphs that moves make of it, for want of work"),
-            (self.moves, "moves but one at a time"),
+            (self.untried, f"the forms of the graph that no work was left for ({', '.join(self.untried)})"),
+            (self.unfinished, f"{some(self.unfinished, 'rewritten graph')}, as the budget ran out"),
+            (self.moves, "combinations of rewrites"),
             (stages, "pipeline stages"),
             (self.in_time, "splits in time, but those that were tried"),
         ]

@@ -7,14 +7,14 @@ fusions, the rates of a device that works alone (where they were measured), and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from tapestry.ir.graph import Block, Graph, Op
-from tapestry.ir.index import Aff
+from tapestry.ir.graph import Block, Graph
 from tapestry.ir.plan import MeshAxis, Stage, Strategy, stages_refused
+from tapestry.ir.recognise.input_axes import NONE, input_axes
 from tapestry.plan.pipelines.staged_plan import lower_plan, stage_topology
 from tapestry.plan.search.planner import spatial
 from tapestry.plan.search.priced_plan import PricedPlan, peak, priced_plan
@@ -63,8 +63,7 @@ def idle_beside(found: PricedPlan, topo: Topology) -> PricedPlan | None:
 
 def within_tables(problem: Problem, budget: Budget) -> list[Alternative]:
     """The whole graph on every device, cut along the batch, and cut along the weights, as far as pins and layouts let it be."""
-    carried = batch_axes(problem.graph)
-    batched = [batch_dim(op, problem.graph, carried) for op in problem.graph.ops]
+    batched = batch_dims(problem.graph)
     out: list[Alternative] = []
     if not any(d for m in problem.menus for d in m.strategies[0].dims):
         out.append(_priced("replicated", problem, [0] * len(problem.menus), budget))
@@ -92,42 +91,15 @@ def _priced(name: str, problem: Problem, choice: Sequence[int], budget: Budget) 
     return Alternative(name=name, objective=found.objective, fits=fits, found=found)
 
 
-def batch_axes(graph: Graph) -> dict[str, int]:
-    """For every tensor that follows from the inputs, the axis that counts what axis 0 of the inputs counts (or axis 1, where
-    axis 0 of every input is 1 long): found by following projections."""
+def batch_dims(graph: Graph) -> list[str | None]:
+    """For each operation the dimension that counts what axis 0 of the inputs counts (or axis 1, where axis 0 of every input is
+    1 long)."""
     inputs = [t for t in graph.inputs if t not in graph.weights and graph.tensors[t].shape]
     at = 0 if any(graph.tensors[t].shape[0] > 1 for t in inputs) else 1
     long = max((graph.tensors[t].shape[at] for t in inputs if len(graph.tensors[t].shape) > at), default=1)
-    out = {t: at for t in inputs if graph.tensors[t].shape[at : at + 1] == (long,)}
-    for op in graph.ops:
-        dim = batch_dim(op, graph, out)
-        names = [d.name for d in op.dims]
-        for k, t in enumerate(op.outs):
-            if dim is None or dim not in names:
-                continue
-            axis = names.index(dim) if isinstance(op, Block) else op.out_axes[k][names.index(dim)]
-            if axis is not None:
-                out[t] = axis
-    return out
-
-
-def batch_dim(op: Op, graph: Graph, axes: Mapping[str, int]) -> str | None:
-    """The dimension of an operation that walks along the batch of what it reads."""
-    if not isinstance(op, Block):
-        found = (
-            d.name
-            for k, t in enumerate(op.ins)
-            if t in axes
-            for d, a in zip(op.dims, op.in_axes[k], strict=True)
-            if a == axes[t]
-        )
-        return next(found, None)
-    for r in op.reads:
-        e = r.index[axes[r.tensor]] if r.tensor in axes else Aff(())
-        names = [a for a, _ in e.terms if isinstance(a, str) and op.ranges[a] > 1]
-        if len(e.terms) == 1 and names and names[0] in {d.name for d in op.dims}:
-            return names[0]
-    return None
+    batch = {(t, at) for t in inputs if graph.tensors[t].shape[at : at + 1] == (long,)}
+    runs = zip(graph.ops, input_axes(graph), strict=True)
+    return [next((d.name for d in op.dims if d.size > 1 and along.get(d.name, NONE) & batch), None) for op, along in runs]
 
 
 def _held(problem: Problem, i: int, s: Strategy) -> float:

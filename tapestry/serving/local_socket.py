@@ -213,7 +213,7 @@ class Server:
         if all(asked != {p.name: p for p in known} for known, _ in self.sizes):
             what = ", ".join(f"{p.name} {p.dtype}{p.shape}" for p in pieces)[:500]
             known = "; ".join(", ".join(f"{p.name} {p.dtype}{p.shape}" for p in i) for i, _ in self.sizes)
-            raise frames.Closed(f"no build here takes {what or 'no input'}", hint=f"the inputs are {known}")
+            raise frames.Closed(f"no build here takes {what or 'no input'} alone", hint=f"all inputs, and no others: {known}")
         return {p.name: frames.fill_array(caller, p.shape, p.numpy) for p in pieces}
 
 
@@ -247,7 +247,9 @@ def _listen(path: Path) -> socket.socket:
         s.listen(MAX_CALLERS)
     except OSError as e:
         s.close()
-        raise TapestryError(f"no socket there: {e.strerror or e}", where=str(path), hint="107 bytes at most") from None
+        raise TapestryError(
+            f"no socket there: {e.strerror or e}", where=str(path), hint="a path of at most 107 bytes in a folder that is there"
+        ) from None
     except TapestryError:
         s.close()
         raise
@@ -256,7 +258,7 @@ def _listen(path: Path) -> socket.socket:
 
 def _clear(path: Path) -> None:
     if not stat.S_ISSOCK(path.lstat().st_mode):
-        raise TapestryError("there is something else", where=str(path), hint="another --socket")
+        raise TapestryError("it exists and is not a socket", where=str(path), hint="another --socket")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         try:
             probe.connect(str(path))

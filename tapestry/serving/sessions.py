@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tapestry.api import Compiled
-from tapestry.errors import RunError, TapestryError
+from tapestry.errors import RunError, TapestryError, some
 from tapestry.ir.types import DTYPES, Tensor
 from tapestry.serving.continuous_batch import SharedGeneration
 from tapestry.serving.engines import AnySize, Engine, InProcess
@@ -134,9 +134,8 @@ class Session:
         """
         prompts = prompts_of(ids, mask)
         if not prompts or not all(prompts) or max_new_tokens < 1:
-            what = (
-                f"{len(prompts)} prompts of {min(map(len, prompts), default=0)} tokens or more, and {max_new_tokens} new ones"
-            )
+            empty = ", one without tokens" if not all(prompts) else ""
+            what = f"{some(len(prompts), 'prompt')}{empty}, and {some(max_new_tokens, 'new token')}"
             raise TapestryError(what, where="generate", hint="prompts of a token at least, and a new token")
         draw, end = sampler_of(sampler), -1 if stop is None else stop  # no token is -1
         requests = [Request(p, len(p), max_new_tokens, end, draw(k)) for k, p in enumerate(prompts)]

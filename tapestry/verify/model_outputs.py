@@ -45,7 +45,8 @@ def reference(model: Path | ModelFile, feeds: Mapping[str, Array]) -> tuple[str,
     try:
         run = ReferenceValues(file, feeds, names)
     except Exception as e:  # the libraries raise many kinds; the message is passed on
-        raise ModelError(f"no reference evaluator runs the model: {e}", where=str(file.folder)) from None
+        hint = "for operators of a domain of your own: --ops FILE"
+        raise ModelError(f"no reference evaluator runs the model: {e}", where=str(file.folder), hint=hint) from None
     return run.by, {n: run.get(n) for n in names}
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from tapestry.errors import some
 from tapestry.ir.graph import Graph, Op, Opaque
 from tapestry.lift.examine import Examined
 from tapestry.rewrites.core.driver import simplify
@@ -66,7 +67,7 @@ def text(facts: Mapping[str, Any], *, all_nodes: bool = False) -> str:
 
 
 def _lines(facts: Mapping[str, Any], all_nodes: bool) -> Iterator[str]:
-    yield f"{facts['model']}: {facts['nodes']} nodes, opset {facts['opset']}"
+    yield f"{facts['model']}: {some(facts['nodes'], 'node')}, opset {facts['opset']}"
     for row in facts["unbound"]:
         places = ", ".join(row["where"])
         yield f"  unbound: {row['symbol']} in {places}; bind it with {row['bind']} (taken as {row['assumed']} here)"
@@ -78,7 +79,7 @@ def _lines(facts: Mapping[str, Any], all_nodes: bool) -> Iterator[str]:
         return
     s = facts["summary"]
     counts = ", ".join(f"{s[k]} {k}" for k in ("affine", "partly", "opaque"))
-    yield f"  {s['operations']} operations: {counts}; {s['splittable']} can be split"
+    yield f"  {some(s['operations'], 'operation')}: {counts}; {s['splittable']} can be split"
     opaque = [o for o in facts["operations"] if o["class"] != "affine"]
     if opaque:
         yield f"  not affine, run on onnxruntime or the ONNX reference: {len(opaque) / s['operations']:.0%} of the operations"
@@ -88,13 +89,12 @@ def _lines(facts: Mapping[str, Any], all_nodes: bool) -> Iterator[str]:
     if facts["host_values"]:
         yield "  on the host, of a size known only at run time:"
         yield from _cut([f"    {name}: {about}" for name, about in facts["host_values"].items()], all_nodes)
-    yield "  can be split (monoid: partial results are merged):"
     alike: dict[str, list[str]] = {}
     for o in facts["operations"]:
         if o["class"] == "affine" and o["dims"]:
             alike.setdefault(_dims(o), []).append(_node(o))
     rows = [f"    {dims} – {', '.join(n[:3])}{f' and {len(n) - 3} more' if len(n) > 3 else ''}" for dims, n in alike.items()]
-    yield from _cut(rows, all_nodes)
+    yield from ["  can be split (monoid: partial results are merged):", *_cut(rows, all_nodes)] if rows else []
 
 
 def _node(o: Mapping[str, Any]) -> str:

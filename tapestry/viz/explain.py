@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from tapestry.build.store import Build
-from tapestry.errors import PlanError
+from tapestry.errors import PlanError, some
 from tapestry.interop.placement import layout_of_boxes
 from tapestry.ir.graph import Opaque
 from tapestry.ir.kernel import shape, size
@@ -44,6 +44,7 @@ from tapestry.viz.summary import plan_lines, speed
 from tapestry.viz.tables import accumulate_lines, machine_lines, proof
 
 Document = dict[str, Any]
+UNFELT = 1e-8  # seconds: less than a hundredth of the quickest launch
 
 
 def explain(build: Build, *, why: bool = False, critical: bool = False, every: bool = False) -> str:
@@ -275,7 +276,7 @@ def trace_text(written: Mapping[str, Any]) -> str:
 def _head(build: Build, simulated: Document) -> Iterator[str]:
     r, plan = build.report, build.plan
     mesh = ", ".join(f"{a.name}={a.size}{shares_text(a)}" for a in plan.mesh) or "one device"
-    yield f"{r['nodes']} nodes, {r['ops']} operations, {r['signatures']} distinct"
+    yield f"{some(r['nodes'], 'node')}, {some(r['ops'], 'operation')}, {r['signatures']} distinct"
     d = (topo := from_data(build.topology)).device
     kept = f", {human(d.reserve)} kept back" if d.reserve else ""
     yield f"mesh {mesh} ({build.topology['name']}), memory {human(build.memory + d.reserve)} a device{kept}"
@@ -316,7 +317,7 @@ def _notes(build: Build, simulated: Document) -> Iterator[str]:
 
 def _equations_text(tried: Document) -> str:
     """What the book of equations derived, what it would save on one device, and what came of it."""
-    what = f"{tried['regions']} region(s), {duration(tried['before_s'])} → {duration(tried['after_s'])} on one device"
+    what = f"{some(tried['regions'], 'region')}, {duration(tried['before_s'])} → {duration(tried['after_s'])} on one device"
     planned = "no better plan" if tried["objective_s"] is None else f"planned {duration(tried['objective_s'])}"
     return f"equations {tried['equations']}: {what}; {planned}: {'taken' if tried['taken'] else 'lost'}"
 
@@ -363,7 +364,7 @@ def _stages_text(report: Mapping[str, Any]) -> Iterator[str]:
     for k, s in enumerate(report.get("stages", ())):
         where = f"devices {s['devices'][0]} to {s['devices'][-1]}" if len(s["devices"]) > 1 else f"device {s['devices'][0]}"
         took, peak = duration(s["seconds"]), human(max(s["peak_bytes"]))
-        yield f"stage {k}: {where} ({s['mesh']}), {s['ops']} operations, {took}{micro}, peak {peak}"
+        yield f"stage {k}: {where} ({s['mesh']}), {some(s['ops'], 'operation')}, {took}{micro}, peak {peak}"
     other = report.get("pipeline")
     if other:
         for name, key in (("with stages", ""), ("without stages", "spatial_")):
@@ -414,9 +415,9 @@ def why_text(other: Mapping[str, Any] | None, pinned: bool = False) -> str:
     if other is None:
         return "no other split is possible"
     more, excess = other["seconds_more"], other["bytes_over_memory"]
-    parts = ", ".join(map(_share_text, other["parts"][:3]))
+    parts = ", ".join(_share_text(p) for p in other["parts"][:3] if abs(p["seconds_more"]) >= UNFELT)
     head = f"next best: {other['split']}, "
-    if abs(more) < 1e-9:
+    if abs(more) < UNFELT:
         return f"{head}as fast ({parts})" if parts else f"{head}as fast"
     reason = ""
     if more < 0 and pinned:
@@ -458,7 +459,7 @@ def _fit_text(fit: Mapping[str, Any] | None) -> Iterator[str]:
         yield f"no plan in space fits: {short}"
     if fit["streamed"]:
         first = ", ".join(f"'{t}'" for t in fit["streamed"][:3]) + (", …" if len(fit["streamed"]) > 3 else "")
-        yield f"so {len(fit['streamed'])} weights, {human(fit['streamed_bytes'])}, are loaded for every use: {first}"
+        yield f"{some(len(fit['streamed']), 'weight')} ({human(fit['streamed_bytes'])}) loaded again at each use: {first}"
 
 
 def _memory_text(memory: Mapping[str, Any]) -> Iterator[str]:

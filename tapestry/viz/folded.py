@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from tapestry.build.store import Build
+from tapestry.errors import some
 from tapestry.ir.program import Launch
 from tapestry.viz.format import duration, human, wrapped
 from tapestry.viz.layer_folds import template, together
@@ -29,7 +30,7 @@ def folded(build: Build, facts: Mapping[str, Any]) -> list[str]:
             rows.append(facts["operations"][step.op])
     groups = together(rows, _key)
     total = facts["simulated"]["seconds"] or 1.0
-    lines = [f"{'×':>5} {'share':>6} {'time':>8}  {len(groups)} kinds of steps of {len(rows)}"]
+    lines = [f"{'×':>5} {'share':>6} {'time':>8}  {some(len(rows), 'step')}, {len(groups)} distinct"]
     for same in groups.values():
         seconds = sum(r["seconds"] for r in same)
         head = f"{len(same):>5} {seconds / total:>6.1%} {duration(seconds):>8}  "

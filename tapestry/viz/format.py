@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tapestry.errors import some
 from tapestry.ir.graph import Block, Op
 from tapestry.ir.plan import Mesh, Strategy
 from tapestry.ir.program import Free, Launch, Load, Program, Reduce, Step, Transfer
@@ -34,14 +35,14 @@ def evidence_text(row: Mapping[str, Any]) -> str:
 def kernels_text(rows: Sequence[Mapping[str, str]]) -> list[str]:
     """By what kernels were shown to be their operations, and those of which it was not the strongest way."""
     counts = Counter((r["value"], r["addresses"]) for r in rows)
-    lines = [f"  {n:,} kernels: value by {value}, addresses by {addresses}" for (value, addresses), n in counts.most_common()]
+    lines = [f"  {some(n, 'kernel')}: value by {by}, addresses by {at}" for (by, at), n in counts.most_common()]
     return lines + [f"    {r['kernel']}: {r['value']}: {r['why']}" for r in rows if r["why"]]
 
 
 def human(n: float) -> str:
     """Bytes for people, in powers of 1024."""
     for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(n) < 1024 or unit == "GiB":
+        if abs(n) < (1024 if unit == "B" else 1000) or unit == "GiB":
             return f"{n:,.0f} {unit}" if unit == "B" else f"{n:,.2f} {unit}"
         n /= 1024
     raise AssertionError

@@ -11,8 +11,9 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from tapestry.errors import some
 from tapestry.plan.solver.pairs import PROVED
-from tapestry.verify.rewriting.proofs import UNPROVED
+from tapestry.verify.rewriting.proofs import shown_text
 from tapestry.viz.format import count, duration, figures_text, human, wrapped
 from tapestry.viz.layer_folds import listed, moves_text, together
 from tapestry.viz.summary import beside_one_device
@@ -23,7 +24,8 @@ def compiled(report: Mapping[str, Any]) -> RenderableType:
     facts = Table(box=None, show_header=False, pad_edge=False)
     facts.add_column(style="bold")
     facts.add_column()
-    facts.add_row("model", f"{report['nodes']} nodes → {report['ops']} operations → {report['signatures']} distinct signatures")
+    size = f"{some(report['nodes'], 'node')} → {some(report['ops'], 'operation')}"
+    facts.add_row("model", f"{size} → {report['signatures']} distinct signatures")
     gap = f"gap {report['gap']:.2%}{proof(report)}"
     costs = f"objective {duration(report['objective_s'])}, lower bound {duration(report['lower_bound_s'])}"
     facts.add_row("plan", f"{costs}, {gap}")
@@ -35,8 +37,8 @@ def compiled(report: Mapping[str, Any]) -> RenderableType:
         facts.add_row("sizes", line)
     for k, s in enumerate(report.get("stages", ())):
         each = " per micro-batch" if report["micro_batches"] > 1 else ""
-        devices = f"{len(s['devices'])} device(s) from {s['devices'][0]}"
-        facts.add_row(f"stage {k}", f"{devices}, {s['ops']} operations, {duration(s['seconds'])}{each}")
+        devices = f"{some(len(s['devices']), 'device')} from number {s['devices'][0]} on"
+        facts.add_row(f"stage {k}", f"{devices}, {some(s['ops'], 'operation')}, {duration(s['seconds'])}{each}")
     for move in moves_text(report["moves"]):
         facts.add_row("rewrite", move)
     for line in beside_one_device(report):
@@ -46,10 +48,11 @@ def compiled(report: Mapping[str, Any]) -> RenderableType:
     facts.add_row("memory", f"peak {human(max(peaks))} per device, {share}")
     streamed = report.get("fit", {}).get("streamed", ())
     if streamed:
-        facts.add_row("streamed", f"{len(streamed)} weights, loaded for every use: {listed(streamed)}")
-    facts.add_row("host", f"{human(report['host_load_bytes'])} loaded by {report['devices']} device(s)")
+        facts.add_row("streamed", f"{some(len(streamed), 'weight')}, loaded again at each use: {listed(streamed)}")
+    facts.add_row("host", f"{human(report['host_load_bytes'])} loaded by {some(report['devices'], 'device')}")
     if report.get("host_values"):
-        facts.add_row("on the host", f"{len(report['host_values'])} value(s) of a size known only at run time, in no peak")
+        values = some(len(report["host_values"]), "value")
+        facts.add_row("on the host", f"{values} of a size known only at run time, not counted in the peak")
     laws = report["certificate"]["laws"]
     facts.add_row("verified", f"{sum(laws.values()):,} checks of {len(laws)} laws, the program against its graph, all hold")
     facts.add_row("", rewrites_text(report["rewrites"]))
@@ -105,8 +108,8 @@ def rewrites_text(rewrites: Mapping[str, Any] | None) -> str:
     """What was shown of the rewrites between the lifted graph and the plan's."""
     if rewrites is None:
         return "no log of rewrites: nothing is shown of how the graph was made"
-    rows = [f"{n} by {how}" if how != UNPROVED else f"{n} not proved" for how, n in rewrites["shown"].items()]
-    return f"{rewrites['steps']} rewrites of the lifted graph, results before against after: {'; '.join(rows) or 'none'}"
+    steps = some(rewrites["steps"], "rewrite")
+    return f"{steps} of the lifted graph, compared before and after: {shown_text(rewrites['shown'])}"
 
 
 def transfers(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
@@ -200,7 +203,11 @@ def calibrated(document: Mapping[str, Any], path: Path) -> RenderableType:
 
 def show(thing: RenderableType, *, stderr: bool = False) -> None:
     """Print to the terminal (or as plain text into a file)."""
-    Console(stderr=stderr, highlight=False, soft_wrap=False).print(thing)
+    console = Console(stderr=stderr, highlight=False, soft_wrap=False)
+    with console.capture() as text:
+        console.print(thing)
+    said = text.get() if console.is_terminal else "".join(f"{line.rstrip()}\n" for line in text.get().splitlines())
+    console.file.write(said)  # (in a file or a pipe lines are not padded)
 
 
 def ran_on_processes(document: Mapping[str, Any]) -> RenderableType:
@@ -213,7 +220,7 @@ def ran_on_processes(document: Mapping[str, Any]) -> RenderableType:
         table.add_row(str(r["rank"]), ", ".join(map(str, r["devices"])), *map(human, numbers), str(r["messages"]))
     again = f", started again {document['restarts']} times" if document["restarts"] else ""
     skipped = f", {document['skipped']} done before" if document["skipped"] else ""
-    line = f"{document['batches']} batches{skipped}{again}; the last took {document['seconds']:.3f} s"
+    line = f"{some(document['batches'], 'batch')}{skipped}{again}; the last took {document['seconds']:.3f} s"
     results = [ran(document)] if "outputs" in document else [of_batches(document["checked"])] if "checked" in document else []
     return Group(*results, table, line, *map(_loss, document.get("losses", ())), *document["warnings"])
 
@@ -282,7 +289,7 @@ def _model(m: Mapping[str, Any], precision: str) -> list[str]:
 def accumulate_lines(report: Mapping[str, Any]) -> list[str]:
     """In what products of f16 are summed, and the measured error of that."""
     finite = report.get("assume_finite")
-    lines = [f"values are assumed to be finite: {finite['operations']} operations without their tests for it"] if finite else []
+    lines = [f"assumed to be finite: {some(finite['operations'], 'operation')} without tests for it"] if finite else []
     if form := report.get("for_format"):
         lines.append(f"only plans that {form} can say were searched; the bound is of these")
     a = report.get("accumulate")

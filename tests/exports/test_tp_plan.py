@@ -140,7 +140,7 @@ def test_parts_that_do_not_divide_are_no_style(tmp_path, capsys):
 
 
 def test_what_is_no_tp_plan_is_refused(tmp_path):
-    with pytest.raises(NotExpressible, match=r"no style does what the plan does"):
+    with pytest.raises(NotExpressible, match=r"no tp_plan style does what the plan does"):
         made(tmp_path, {"tp": 2}, nearest=False, uneven=True, pins=MEGATRON)
     assert not (tmp_path / "plan.json").exists()
     with pytest.raises(NotExpressible, match=r"nothing for a tp_plan to say"):

@@ -186,7 +186,7 @@ def test_drawn_tokens_are_the_same_for_the_same_seed_and_end_where_asked():
     ("prompts", "count", "said"),
     [
         ([], 1, "0 prompts"),
-        ([[1], []], 1, "of 0 tokens"),
+        ([[1], []], 1, "2 prompts, one without tokens"),
         ([[1]], 0, "0 new"),
         ([[2], [1] * 20], 6, "need 25 cells; the caches have 24"),
     ],
@@ -318,7 +318,7 @@ def test_connections_to_a_server_share_the_rows(tmp_path):
             assert np.array_equal(c.generate(MANY[:2], 6, sampler=Seeded(5, 2.0)), alone(6, Seeded(5, 2.0))[:2])
             for asked, sampler, said in [
                 ([[VOCABULARY]], "greedy", "outside"), ([[1]] * 9000, "greedy", "9000 prompts"), ([[1]], "beam", "no sampler"),
-                ([[]], "greedy", "0 tokens"), ([[1]], Seeded(0, -1.0), "temperature"),
+                ([[]], "greedy", "1 prompt, one without tokens"), ([[1]], Seeded(0, -1.0), "temperature"),
             ]:  # fmt: skip
                 with pytest.raises(TapestryError, match=said):
                     c.generate(asked, 12, sampler=sampler)

@@ -391,7 +391,7 @@ def test_callers_beyond_the_limit_are_turned_away(served, monkeypatch):
 
 def test_a_file_is_not_replaced_by_a_socket(tmp_path):
     (tmp_path / "s").write_text("mine")
-    with tapestry.Session(compiled()) as session, pytest.raises(TapestryError, match="something else"):
+    with tapestry.Session(compiled()) as session, pytest.raises(TapestryError, match="is not a socket"):
         Server(session, tmp_path / "s")
     assert (tmp_path / "s").read_text() == "mine"
 

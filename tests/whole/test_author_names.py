@@ -186,7 +186,8 @@ def test_explain_says_what_the_plan_is_like_and_folds_layers() -> None:
     pins = tuple(f"layers.*.{p}:out=tp" for p in ("q_proj", "k_proj", "v_proj", "up"))
     pins += ("layers.*.o_proj:in=tp", "layers.0.down:in=tp", "layers.1.down:in=tp", "layers.2.down:out=tp")
     text = built(pins).explain()
-    assert "Megatron tensor parallel over tp in 3 of 3 layers" in text
+    assert "Megatron tensor parallel over tp in 2 of 3 layers" in text, "the third cuts both of a pair by columns"
+    assert "mixed (columns, rows) over tp in 1 of 3 layers" in text
     assert max(map(len, text.splitlines())) <= 80
     head, _, body = text.partition("\n\n")
     assert len(head.splitlines()) <= 20 + 8, "eight of them are pins"

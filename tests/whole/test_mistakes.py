@@ -19,10 +19,13 @@ from onnx import helper, numpy_helper
 
 import tapestry
 from tapestry.cli.entry import main, parsed
-from tapestry.errors import TapestryError
+from tapestry.errors import TapestryError, some
 from tapestry.ir.plan import MeshAxis
+from tapestry.plan.book.small_graphs import GRAPHS
 from tapestry.plan.solver.mip import Solver
+from tapestry.runtime.calibration.automatic import automatic
 from tapestry.viz import measured
+from tapestry.viz.format import human
 from tests.support.command_line import document, run
 from tests.support.small_models import net, save
 
@@ -73,6 +76,46 @@ def test_a_name_that_is_nearly_right(tmp_path: Path, capsys: pytest.CaptureFixtu
     ):
         assert right in said(capsys, *words).split("  try: ")[1], words
     assert not (tmp_path / "b").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "right"),
+    [
+        ("compile MODEL -o OUT --mesh tp=2,tp=4", "tp stands twice"),
+        ("compile MODEL -o OUT --devices 2 --pin up:b0=d0,n=d0", "a pin for each dimension"),
+        ("compile MODEL -o OUT --devices 2 --topology machine.json", "machine.json: not a topology: no such preset or file"),
+        ("compile MODEL -o OUT --target cuda", "triton:sm80, "),
+        ("run OUT", "there is no such folder"),
+        ("opt GRAPH -r fuse_map@y", "'fuse_maps' is similar"),
+    ],
+)
+def test_what_is_wrong_is_named(words: str, right: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "g.tap").write_text(GRAPHS["Linear"])
+    places = {"MODEL": save("mlp"), "OUT": tmp_path / "b", "GRAPH": tmp_path / "g.tap"}
+    assert right in said(capsys, *(places.get(w, w) for w in words.split()))
+
+
+def test_names_of_the_hub_are_not_fetched() -> None:
+    with pytest.raises(TapestryError) as e:
+        tapestry.from_pretrained("Qwen/Qwen2-0.5B")
+    assert "names of the hub are not fetched" in e.value.hint
+
+
+def test_auto_may_stand_for_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TAPESTRY_TOPOLOGY", "auto")
+    monkeypatch.setattr("tapestry.runtime.calibration.automatic.place", lambda devices: (tmp_path / "none" / "t.json", 1))
+    assert automatic(1) == "cpu"
+
+
+def test_what_is_no_terminal_gets_no_blanks(build: Path, tmp_path: Path) -> None:
+    words = ("compile", save("mlp"), "-o", tmp_path / "b", "--devices", "2", "--topology", "cpu")
+    for text in (run(*words)[1], run("run", build)[1]):
+        assert len(text.splitlines()) > 5 and all(line == line.rstrip() for line in text.splitlines())
+
+
+def test_one_thing_is_not_called_several() -> None:
+    assert [some(n, "batch") for n in (0, 1, 2000)] == ["0 batches", "1 batch", "2,000 batches"]
+    assert [human(n) for n in (1023, 1 << 20, 1_070_000_000)] == ["1,023 B", "1.00 MiB", "1.00 GiB"]
 
 
 def test_a_model_that_was_moved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

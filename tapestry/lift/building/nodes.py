@@ -61,7 +61,7 @@ def _lift_node(node: Node, hinted: frozenset[str]) -> None:
     why, lifter = node.beyond_blocks(), find(node.proto, node.version)
     declared = bool(node.outs) and node.outs[0] in hinted
     if declared and lifter is not None and node.proto.domain != ML:  # (onnx infers no shapes of that domain)
-        why = why or "its shape is declared, and depends on the data"
+        why = why or "its shape is only declared in the file"
     with refusing(ModelError, "the node does not fit its operator", node.where, SUSPECT):
         if not why and opaque.touches_stored(node) and node.kind not in opaque.MOVES:
             opaque.lift_stored(node)

@@ -39,7 +39,7 @@ class Place:
 
 
 def _refuse(tensor: str, why: str, hint: str = "export again, with the data file in the model's own folder") -> ModelError:
-    return ModelError("external data refused", where=f"initializer '{tensor}'", why=why, hint=hint)
+    return ModelError("cannot read external data", where=f"initializer '{tensor}'", why=why, hint=hint)
 
 
 def tensor_bytes(t: TensorProto) -> int:

@@ -46,7 +46,7 @@ class Lack:
     def why(self) -> str:
         """What takes them."""
         if self.together:
-            return "results stay to the end, and the last one is whole beside what it is made of, however that is cut"
+            return "outputs are held to the end, beside all that the last operation reads, however it is cut"
         return "one point of it reads and writes so much, which no cut in space or time makes smaller"
 
 

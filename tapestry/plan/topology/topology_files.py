@@ -133,7 +133,8 @@ def _document(source: str) -> dict[str, Any]:
         found = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError) as e:
         hint = f"{similar(source, ('auto', *PRESETS, *plugins.names(KIND)))}, or a JSON file"
-        raise TapestryError(f"not a topology: {e}", where=source, hint=hint) from None
+        why = "no such preset or file" if isinstance(e, FileNotFoundError) else e
+        raise TapestryError(f"not a topology: {why}", where=source, hint=hint) from None
     if not isinstance(found, dict):
         raise TapestryError("not a topology: not a JSON object", where=source)
     return cast(dict[str, Any], found)

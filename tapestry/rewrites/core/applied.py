@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from tapestry.errors import LawError, TapestryError
+from tapestry.errors import LawError, TapestryError, similar, some
 from tapestry.ir.graph import Graph, Rewrite
 from tapestry.rewrites.core.matching import Accept, MatchRule
 from tapestry.rewrites.core.rule import RULES, Move, Rule
@@ -24,7 +24,8 @@ def apply_moves(graph: Graph, moves: Iterable[Move]) -> Graph:
     """
     for move in moves:
         if move.rule not in RULES:
-            raise TapestryError(f"no rule named '{move.rule}'", hint=f"one of {', '.join(sorted(RULES))}")
+            hint = similar(move.rule, sorted(RULES)) or "`tapestry rules` lists them"
+            raise TapestryError(f"no rule named '{move.rule}'", hint=hint)
         rule = RULES[move.rule]
         graph = logged(rule, graph, rule.apply(graph, move), str(move))
     return graph
@@ -86,5 +87,5 @@ def logged(rule: Rule, before: Graph, after: Graph, by: str) -> Graph:
         return replace(after, log=before.log)
     step = Rewrite(by, before, after, rule.exact)
     if not rule.built_in and (n := prove_step(step)[UNPROVED]):
-        raise LawError("rewrites", f"{n} result(s) of a rule that is not the package's own cannot be proved", where=by)
+        raise LawError("rewrites", f"{some(n, 'result')} of a rule that is not the package's own cannot be proved", where=by)
     return replace(after, log=step)

@@ -146,7 +146,7 @@ def register(rule: R) -> R:
     if not isinstance(instance, Rule):
         raise TapestryError(f"{rule.__name__} is not a rule", hint="a subclass of Rule, with name, phase, find and apply")
     if instance.name in RULES:
-        raise TapestryError(f"a rule named '{instance.name}' is registered already")
+        raise TapestryError(f"a rule named '{instance.name}' is registered already", hint="another name")
     if instance.phase not in (phases := get_args(Phase)):
         raise TapestryError(f"rule '{instance.name}' has no phase '{instance.phase}'", hint=f"one of {', '.join(phases)}")
     RULES[instance.name] = instance

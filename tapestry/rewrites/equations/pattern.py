@@ -327,7 +327,7 @@ class _Parser(Tokens):
                 odd = next((n.fn for n in _applications(test) if n.fn not in self.properties | _OPERATORS), None)
                 if odd is not None or not isinstance(test, App):
                     raise self.error(
-                        f"'{odd or show(test)}' is no condition; there are {', '.join(sorted(self.properties))}", start
+                        f"unknown condition '{odd or show(test)}'; conditions: {', '.join(sorted(self.properties))}", start
                     )
                 out.append(Clause(test, self.string() if self.take("else") else ""))
         return tuple(out)
@@ -393,7 +393,7 @@ class _Parser(Tokens):
             loose += [n.fn for e in terms for n in _applications(e) if n.fn not in bodies]
             loose += [v.name for e in terms for v in names_in(e) if v.name not in read | dims | sizes and v.name[:3] != "acc"]
             if loose:
-                raise self.error(f"'{loose[0]}' stands on the right-hand side alone", p.at)
+                raise self.error(f"unknown function or name '{loose[0]}' on the right-hand side", p.at)
             tensors |= {o.name for o in p.outs}
 
 

@@ -46,7 +46,7 @@ def automatic(devices: int) -> str:
 
     ``TAPESTRY_TOPOLOGY`` says what else ``auto`` stands for: then nothing is measured.
     """
-    if fixed := flags.topology():
+    if (fixed := flags.topology()) and fixed != "auto":
         return fixed
     try:
         path, processes = place(devices)

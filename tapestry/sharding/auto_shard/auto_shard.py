@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tapestry.errors import PlanError, TapestryError
+from tapestry.errors import PlanError, TapestryError, some
 from tapestry.interop import onnx_annotations
 from tapestry.ir.plan import MeshAxis
 from tapestry.lift import lift
@@ -93,7 +93,7 @@ def check(options: Options) -> None:
     if not 1 <= options.devices <= MAX_DEVICES:
         raise TapestryError(f"{options.devices} devices", where="--num-devices", hint=f"1 to {MAX_DEVICES:,}")
     if options.cuts and options.devices != len(options.cuts) + 1:
-        what = f"{len(options.cuts)} cut(s) make {len(options.cuts) + 1} stages, not {options.devices}"
+        what = f"{some(len(options.cuts), 'cut')} would make {len(options.cuts) + 1} stages, not {options.devices}"
         raise TapestryError(what, where="--cut", hint="leave --num-devices out; A,B are several nodes of one stage")
     if not 1 <= options.processes <= 256:
         raise TapestryError(f"{options.processes} processes", where="--num-processes", hint="1 to 256")
@@ -235,7 +235,7 @@ def _search(graph: NodeGraph, options: Options, memory: int, clock: _Clock, *, i
             return attempt
     raise TapestryError(
         f"{options.devices} devices are more than the model has subgraphs", where="--num-devices",
-        why=f"{len(graph.names)} nodes make {most} subgraph(s), and every stage needs one", hint=f"at most {most}",
+        why=f"{len(graph.names)} nodes make {some(most, 'subgraph')}, and every stage needs one", hint=f"at most {most}",
     )  # fmt: skip
 
 
@@ -315,7 +315,7 @@ def _too_large(attempt: Attempt, graph: NodeGraph, options: Options, memory: int
     if share < 1:
         hint += ", or --memory-proportion 1"
     return PlanError(
-        f"the model does not fit in {n} stage(s): {cost.memory - capacity:,} bytes too many",
+        f"the model does not fit in {some(n, 'stage')}: {cost.memory - capacity:,} bytes too many",
         where=f"node '{graph.names[node]}'", why=why, hint=hint,
     )  # fmt: skip
 

@@ -7,7 +7,7 @@ The types of what others read are compared, then terms (`normal_form`); what has
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from tapestry.errors import LawError
@@ -20,7 +20,7 @@ from tapestry.verify.rewriting.trials import Trial
 
 FORM, REAL = "normal form", "normal form in real arithmetic"
 ISL, INSTANCES, SAMPLED = "isl", "exact arithmetic on instances", "sampled cells"
-UNREAD, UNPROVED = "nobody reads it", "not proved"
+UNREAD, UNPROVED = "unused", "not proved"
 FINITE = "the assumption that values are finite"
 
 
@@ -188,3 +188,8 @@ def whole(before: Graph, after: Graph, what: str, exact: bool = False) -> dict[s
         except LawError as e:
             raise _placed(e, what) from None
     return out
+
+
+def shown_text(counts: Mapping[str, int]) -> str:
+    """How many results were shown to be the same by what: ``120 by normal form; 1 unused``."""
+    return "; ".join(f"{n} {how}" if how in (UNPROVED, UNREAD) else f"{n} by {how}" for how, n in counts.items()) or "none"

@@ -11,7 +11,7 @@ export function choices(build, i, say) {
 }
 
 const option = (pin) => `--pin '${pin}'`;
-const pins = (list, say) => (list.length ? h("code", { role: "button", tabindex: 0, onclick: (e) => (e.stopPropagation(), copy(list, say)) }, list.map(option).join(" ")) : h("span", { class: "quiet" }, "no pin says so"));
+const pins = (list, say) => (list.length ? h("code", { role: "button", tabindex: 0, onclick: (e) => (e.stopPropagation(), copy(list, say)) }, list.map(option).join(" ")) : h("span", { class: "quiet" }, "cannot be pinned"));
 
 function copy(list, say) {
   if (!list.length) return;
@@ -37,7 +37,7 @@ function axes(svg, x, y, xs, ys, label) {
 function search(build) {
   const report = build.report;
   const history = report.search?.history ?? [];
-  const words = `${report.search?.ended ?? ""}: objective ${seconds(report.objective_s)}, lower bound ${seconds(report.lower_bound_s)}, gap ${(report.gap * 100).toFixed(2)}%`;
+  const words = `${{ stalled: "stopped without closing the gap" }[report.search?.ended] ?? report.search?.ended ?? ""}: objective ${seconds(report.objective_s)}, lower bound ${seconds(report.lower_bound_s)}, gap ${(report.gap * 100).toFixed(2)}%`;
   if (history.length < 1) return h("p", { "data-search": "" }, words);
   const work = Math.max(report.search.work, history[history.length - 1][0], 1);
   const values = history.flatMap(([, t, b]) => [t, b]).concat(report.objective_s, report.lower_bound_s).filter((v) => v > 0);

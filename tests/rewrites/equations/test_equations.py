@@ -119,10 +119,10 @@ def _text(name: str) -> str:
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("body s * c", "body s * d", "mine.tap:9:1: 'd' stands on the right-hand side alone"),
+        ("body s * c", "body s * d", "mine.tap:9:1: unknown function or name 'd' on the right-hand side"),
         ("=>", "->", "mine.tap:5:2: expected a name or a number, found '>'"),
         ("float(T)", "float(", "mine.tap:13:1: expected a name or a number, found 'end of text'"),
-        ("float(T)", "floats(T)", "mine.tap:12:7: 'floats' is no condition; there are "),
+        ("float(T)", "floats(T)", "mine.tap:12:7: unknown condition 'floats'; conditions: "),
         (
             "| m..: M.. sum]\n  reads x[i.., m..], c",
             "| m..: M..]\n  reads x[i.., m..], c",
