@@ -307,7 +307,7 @@ def test_attack_matrix(tmp_path, fields):
 
 @pytest.mark.parametrize("location", ["../w.bin", "/etc/passwd", "", "a/../../w.bin"])
 def test_unsafe_paths_without_weights(tmp_path, location):
-    refused(save(make([ADD], [X], [Y], [external(location=location)]), tmp_path), "refused", weights=False)
+    refused(save(make([ADD], [X], [Y], [external(location=location)]), tmp_path), "cannot read external data", weights=False)
 
 
 def test_absent_data_without_weights(tmp_path):
