@@ -6,13 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 from tapestry import flags
 from tapestry.errors import TapestryError
+from tapestry.plugins import tool
 
 if TYPE_CHECKING:
     from tapestry.api import Compiled, compile, from_pretrained, load
-    from tapestry.interop.tensor_dictionary import TensorDictionary
-    from tapestry.lift.building.own_operators import operator
-    from tapestry.serving.local_socket import Connection as connect
-    from tapestry.serving.sessions import Session
+    from tapestry.interop.sharding_specs import TensorDictionary
+    from tapestry.lift.own_operators import operator
+    from tapestry.tools.serving.local_socket import Connection as connect
+    from tapestry.tools.serving.sessions import Session
 
     __version__: str
 
@@ -32,21 +33,19 @@ def __getattr__(name: str) -> Any:
 
         return getattr(api, name)
     if name == "operator":
-        from tapestry.lift.building.own_operators import operator
+        from tapestry.lift.own_operators import operator
 
         return operator
     if name == "Session":
-        from tapestry.serving.sessions import Session
-
-        return Session
+        return tool("serving.sessions").Session
     if name == "TensorDictionary":
-        from tapestry.interop.tensor_dictionary import TensorDictionary
+        from tapestry.interop.sharding_specs import TensorDictionary
 
         return TensorDictionary
     if name == "connect":
-        from tapestry.serving.local_socket import Connection
-
-        return Connection
+        return tool("serving.local_socket").Connection
+    if name == "draw":
+        return tool("viewer.draw")
     if name == "__version__":
         from importlib import metadata
 

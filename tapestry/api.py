@@ -14,25 +14,25 @@ import numpy as np
 from tapestry import flags
 from tapestry.build import sized_builds, store
 from tapestry.build.sized_builds import SizedBuild
-from tapestry.codegen.triton.task.chips import plain
-from tapestry.doors.model_sources import Opened, files_of
+from tapestry.codegen.triton.task.primitives import plain
+from tapestry.doors.choices import Opened, files_of
 from tapestry.errors import BuildError, TapestryError
 from tapestry.ir.graph import Opaque
-from tapestry.ir.sizes.size_formula import Sizes
+from tapestry.ir.symbolic_plan import Sizes
 from tapestry.lift.file.structure import TEXT
+from tapestry.plugins import tool
 from tapestry.runtime import kept_state
 from tapestry.runtime.feeds import random_feeds
-from tapestry.runtime.session import MakeExecutor, Result, Session, Slices, largest_constant, shapes_of
-from tapestry.runtime.sized_sessions import SizedSessions
+from tapestry.runtime.session import MakeExecutor, Result, Session, SizedSessions, Slices, largest_constant, shapes_of
 from tapestry.runtime.target_protocol import Progress, Target
-from tapestry.sizes.sized_opener import SizedOpener
+from tapestry.sizes.sized_compile import SizedOpener
 from tapestry.verify import model_outputs
 from tapestry.verify.model.model_values import ModelFile
 from tapestry.viz.format import duration, human
 
 if TYPE_CHECKING:  # a build is loaded and run without the compiler
     from tapestry.doors.choices import Choices
-    from tapestry.viewer.shown import Page
+    from tapestry.tools.viewer.html_page import Page
 
 Array = np.ndarray[Any, Any]
 Values = Mapping[str, Any]
@@ -77,9 +77,8 @@ class Compiled:
 
     def view(self, other: Compiled | None = None) -> Page:
         """The plan as a page: shown in a notebook, or ``.save("plan.html")``, ``.open()``; with another plan beside it."""
-        from tapestry.viewer import shown
-
-        return shown.view([(c.build, c.laws, c.evidence, c.rewrites) for c in (self, other) if c is not None])
+        html_page = tool("viewer.html_page")
+        return html_page.view([(c.build, c.laws, c.evidence, c.rewrites) for c in (self, other) if c is not None])
 
     def __repr__(self) -> str:
         r, mesh = self.report, ", ".join(f"{a.name}={a.size}" for a in self.build.plan.mesh)
@@ -137,8 +136,7 @@ class Compiled:
         Raises:
             TapestryError: it cannot be written there, or the format cannot say the plan.
         """
-        from tapestry.exports import formats
-
+        formats = tool("exports.formats")
         asked = formats.Asked(
             build=self.build, constants=b"".join(self.constants.values()), rewrites=self.rewrites, target=Path(output),
             nearest=nearest, copy=copy_data, into=None if into is None else Path(into), configuration=configuration,
@@ -147,10 +145,10 @@ class Compiled:
 
     def trace(self, file: str | Path) -> Path:
         """Write the simulated schedule, for https://ui.perfetto.dev."""
-        from tapestry.viz import trace
+        from tapestry.viz import measured as trace
         from tapestry.viz.explain import schedule
 
-        trace.write(Path(file), self.build.plan, schedule(self.build))
+        trace.write_trace(Path(file), self.build.plan, schedule(self.build))
         return Path(file)
 
     def save(self, folder: str | Path, *, bundle: bool | None = None) -> None:
@@ -245,9 +243,9 @@ def compile(model: Any, *example_inputs: Any, **choices: Unpack[Choices]) -> Com
     Raises:
         TapestryError: with what, where, why and what to try.
     """
-    from tapestry.doors import compiling
+    from tapestry.doors import checkpoint
 
-    done, source, sized = compiling.planned(model, compiling.with_inputs(choices, example_inputs))
+    done, source, sized = checkpoint.planned(model, checkpoint.with_inputs(choices, example_inputs))
     build = done.build if (state := choices.get("state")) is None else _with_state(done.build, state)
     parts = (build, done.constants, done.kernels, done.laws, done.rewrites, done.evidence, done.printed)
     return Compiled(*parts, source=source, sized=sized)
@@ -310,7 +308,7 @@ def open_session(
     if build.target.startswith("triton"):
         return _triton_session(build, constants, weights, make, libraries)
     from tapestry.codegen.torch_cpu import TorchCpu
-    from tapestry.runtime.plugin_target import PluginTarget
+    from tapestry.runtime.target_protocol import PluginTarget
 
     if libraries:
         raise TapestryError("there is no library to choose", where="--library", hint="compile with --target triton:sm90")
@@ -323,8 +321,7 @@ def _triton_session(
 ) -> Session:
     """A session on a GPU, or in Triton's interpreter; a rank gets kernels on arrays, not bound ones."""
     from tapestry.codegen.triton.run.device_target import TritonTarget
-    from tapestry.codegen.triton.run.local_gpu import chip_name, find_device
-    from tapestry.codegen.triton.run.tuned import local_cache
+    from tapestry.codegen.triton.run.tuned import chip_name, find_device, local_cache
     from tapestry.runtime.one_process.gpu_devices import GpuExecutor
 
     device = find_device()
@@ -351,8 +348,7 @@ def tune(
         TapestryError: there is no GPU, or the interpreter is on.
     """
     from tapestry.codegen.triton.run import tune as tuner
-    from tapestry.codegen.triton.run.local_gpu import find_device
-    from tapestry.codegen.triton.run.tuned import local_cache
+    from tapestry.codegen.triton.run.tuned import find_device, local_cache
 
     build, _ = store.read(Path(folder))
     device = find_device()

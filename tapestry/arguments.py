@@ -295,18 +295,6 @@ def calibrate(p: argparse.ArgumentParser) -> None:
     p.add_argument("--from-trace", type=Path, metavar="FILE", help="fit to the trace of a real run (run --trace) instead")
 
 
-def fuzz(p: argparse.ArgumentParser) -> None:
-    """How many cases, and when to end."""
-    p.add_argument("--seed", type=whole(0), default=0)
-    p.add_argument("--count", type=int, default=1000, metavar="N", help="cases: a model, a mesh, moves, strategies, layouts")
-    p.add_argument("--first", type=int, default=0, metavar="N", help="number of the first case")
-    p.add_argument("--time", type=seconds, default=float("inf"), metavar="S", help="seconds after which no case is begun")
-    p.add_argument("--stop", type=whole(1), default=20, metavar="N", help="different failures after which to end")
-    p.add_argument("--output", type=Path, metavar="DIR", help="a folder for what failed, shrunk: model.onnx, case.json, data")
-    p.add_argument("--jobs", type=whole(1), metavar="J", help="processes at a time, some on Triton's interpreter")
-    p.add_argument("--log", type=Path, metavar="FILE", help="a line per 250 cases; with the same file a series goes on")
-
-
 def tune(p: argparse.ArgumentParser) -> None:
     """What is measured, and for how long."""
     build(p)

@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from tapestry.build import store
-from tapestry.codegen.unfused import unfused
+from tapestry.codegen.kernel_sources import unfused
 from tapestry.errors import LawError, TapestryError
 from tapestry.ir.program import Load, Program, Reduce, Transfer, device_bytes, payload_bytes, peak_bytes, transfer_bytes
 from tapestry.lift import Lifted
@@ -16,15 +16,15 @@ from tapestry.pass_runner import Runner
 from tapestry.passes import Constraints, Rewrites, as_planned, model_hash, search_of
 from tapestry.plan.cost import objective as costs
 from tapestry.plan.requests import parse_layouts
+from tapestry.plan.search.planner import fingerprint
 from tapestry.plan.search.priced_plan import PricedPlan
-from tapestry.plan.search.resume import fingerprint
 from tapestry.plan.search_passes import Planned
 from tapestry.plan.simulate import simulate
 from tapestry.plan.solver.budget import Budget
 from tapestry.plan.task import Task
 from tapestry.plan.topology import Topology, from_data, to_data
 from tapestry.rewrites.core.rule import parse_move
-from tapestry.verify.rewriting.finite import tests_dropped
+from tapestry.verify.rewriting.normal_form import tests_dropped
 
 
 def lifted_of(runner: Runner) -> Lifted:

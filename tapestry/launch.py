@@ -18,13 +18,13 @@ from tapestry.build import store
 from tapestry.build.store import Build
 from tapestry.errors import RunError, TapestryError, some
 from tapestry.ir.types import numpy_dtype
-from tapestry.onnx_eval.value_kinds import is_array
+from tapestry.onnx_eval.opaque_node import is_array
 from tapestry.plan.topology import PRESETS
+from tapestry.runtime.executor import places
 from tapestry.runtime.feeds import made_up
-from tapestry.runtime.outputs import places
-from tapestry.runtime.processes import batches as streams
 from tapestry.runtime.processes import weight_shards
-from tapestry.runtime.processes.batches import Batch
+from tapestry.runtime.processes import weight_shards as streams
+from tapestry.runtime.processes.weight_shards import Batch
 from tapestry.runtime.session import ModelFiles, Result, hold, shapes_of
 from tapestry.runtime.target_protocol import Measured
 from tapestry.viz import measured
@@ -95,8 +95,8 @@ def job_of(r: Request, world: int, batches: Sequence[Batch], compiled: api.Compi
     flags.before_torch()
     import tapestry.codegen.torch_cpu.kernels  # noqa: F401  # pyright: ignore[reportUnusedImport] (forked ranks find it imported)
     from tapestry.codegen.torch_cpu import native
+    from tapestry.runtime.executor import owners
     from tapestry.runtime.processes.worker import Job
-    from tapestry.runtime.step_messages import owners
 
     owners(build.program.devices, world)
     identity = store.identity(r.folder)
@@ -227,7 +227,7 @@ def analyze(folder: Path, processes: int | None, trace: Path | None, runs: int =
 def shard_weights(folder: Path, output: Path) -> Document:
     """Write the slices of a build's weights; see `runtime.processes.weight_shards`."""
     build, _ = store.read(folder)
-    return weight_shards.write(output, build, ModelFiles(build))
+    return weight_shards.write_shards(output, build, ModelFiles(build))
 
 
 # under torchrun
@@ -294,8 +294,7 @@ def as_rank(place: flags.World, job: Any) -> Document:
     Raises:
         RunError: this rank, or another one, has failed.
     """
-    from tapestry.runtime.processes.heartbeat import Heartbeat, describe, end_soon, shared
-    from tapestry.runtime.processes.rendezvous import join
+    from tapestry.runtime.processes.wire import Heartbeat, describe, end_soon, join, shared
     from tapestry.runtime.processes.worker import PARTING, Rank, cause, work
 
     slots = shared(place.world)

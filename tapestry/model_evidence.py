@@ -16,13 +16,13 @@ from tapestry.ir.graph import Graph
 from tapestry.ir.types import FLOATS, numpy_dtype
 from tapestry.lift.file.structure import TEXT, file_bytes, load, load_text
 from tapestry.lift.file.weight_data import read_weight
-from tapestry.lift.microsoft import contrib
 from tapestry.lift.normalize.opset_upgrade import upgrade
-from tapestry.onnx_eval.value_kinds import is_array
+from tapestry.lift.operators import microsoft
+from tapestry.onnx_eval.opaque_node import is_array
 from tapestry.plugins.entry_points import Plugin
 from tapestry.runtime.feeds import random_feeds
 from tapestry.verify import interp
-from tapestry.verify.model import model_laws, second_opinion
+from tapestry.verify.model import awkward_operands, model_laws
 from tapestry.verify.model.model_values import ModelFile, WrongSizes, subgraphs
 
 Array = np.ndarray[Any, Any]
@@ -147,7 +147,7 @@ def model_file(model: Path) -> tuple[ModelFile, bool]:
     """A model as evaluators are to run it: with the operators of plug-ins as their packages define them, and those of early
     opsets as later ones write them; whether there were such."""
     proto = load(model)
-    contrib.define(proto, vendor=False)
+    microsoft.define(proto, vendor=False)
     early = upgrade(proto)
     return ModelFile(proto, model.parent), early
 
@@ -155,13 +155,13 @@ def model_file(model: Path) -> tuple[ModelFile, bool]:
 def second_opinions(
     graph: Graph, model: Path, constants: Mapping[str, bytes], feeds: Mapping[str, Any], reference: str
 ) -> dict[str, Any]:
-    """Opaque nodes that a run and its reference give to one library, asked of another (`verify.model.second_opinion`)."""
+    """Opaque nodes that a run and its reference give to one library, asked of another (`verify.model.awkward_operands`)."""
     held = arrays(graph, constants)
 
     def read(name: str) -> Array:
         return read_weight(model, graph.weights[name], graph.tensors[name], constants=held)
 
-    return second_opinion.second_opinions(graph, model_file(model)[0], feeds, read, reference)
+    return awkward_operands.second_opinions(graph, model_file(model)[0], feeds, read, reference)
 
 
 def arrays(graph: Graph, constants: Mapping[str, bytes]) -> dict[str, Array]:

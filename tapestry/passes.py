@@ -24,29 +24,28 @@ from tapestry.ir.graph import Graph, Op, changes
 from tapestry.ir.plan import Layout, Plan
 from tapestry.ir.program import peak_bytes
 from tapestry.lift import onnx_to_graph
-from tapestry.lift.building.accumulation import Accumulated, accumulated
-from tapestry.lift.onnx_to_graph import Lifted, ModelSource, Symbols
+from tapestry.lift.onnx_to_graph import Accumulated, Lifted, ModelSource, Symbols, accumulated
 from tapestry.model_evidence import QUICKLY, Evidence, compare
 from tapestry.plan.fusion import Machine
 from tapestry.plan.hoist_transfers import early, in_better_order
-from tapestry.plan.layout_constraints import Language, LayoutConstraints
+from tapestry.plan.pipelines.segments import asked_of
 from tapestry.plan.pipelines.stage_choice import Request
-from tapestry.plan.pipelines.stage_constraints import asked_of
 from tapestry.plan.requests import parse_layouts, parse_pins, scan_blocks
-from tapestry.plan.search.pareto import Point, fronts, undominated
+from tapestry.plan.search.planner import Point, Start, fronts, start_of, undominated
 from tapestry.plan.search.priced_plan import PricedPlan, on_the_clock, too_big
-from tapestry.plan.search.resume import Start, start_of
 from tapestry.plan.search_passes import Planned
 from tapestry.plan.solver.budget import Budget, Found
+from tapestry.plan.strategy import Language, LayoutConstraints
 from tapestry.plan.task import STEPS, Task, staging
 from tapestry.plan.topology import Topology, shared
+from tapestry.plugins import tool
 from tapestry.rewrites.core import driver
 from tapestry.rewrites.core.rule import RULES, Move, parse_move
-from tapestry.sharding import given_stages
+from tapestry.sharding import annotation_constraints
 from tapestry.sharding.annotation_constraints import Given, constraints, with_apart
 from tapestry.sharding.annotations import Annotations, staged
 from tapestry.verify import certificate
-from tapestry.verify.rewriting import finite, rewrite_log
+from tapestry.verify.rewriting import normal_form, rewrite_log
 
 log = logging.getLogger("tapestry")
 RECURRENT = ("LSTM", "GRU", "RNN", "Scan", "Loop")
@@ -131,8 +130,8 @@ def drop_tests(lifted: Lifted, whole: Lifted | None, assume_finite: bool) -> tup
     """The model without its tests for NaN and infinities, where the user says that there are none."""
     if not assume_finite:
         return lifted, whole
-    other = None if whole is None else replace(whole, graph=finite.assume_finite(whole.graph))
-    return replace(lifted, graph=finite.assume_finite(lifted.graph)), other
+    other = None if whole is None else replace(whole, graph=normal_form.assume_finite(whole.graph))
+    return replace(lifted, graph=normal_form.assume_finite(lifted.graph)), other
 
 
 def simplify(lifted: Lifted, annotations: Annotations | None, exact: bool, without: frozenset[str]) -> Graph:
@@ -149,9 +148,9 @@ def constrain(
     pins: Sequence[str], exact: bool, stage_at: Sequence[str], request: Request, without: frozenset[str],
 ) -> tuple[Graph, Constraints]:  # fmt: skip
     """The layouts and stages that were asked for, and those of the model's annotations, with the graph that they are of."""
-    cuts = given_stages.at_nodes(stage_at, lifted.graph) if stage_at else dict[str, int]()
+    cuts = annotation_constraints.at_nodes(stage_at, lifted.graph) if stage_at else dict[str, int]()
     if annotations and not staged(annotations) and not stage_at and request.stages == annotations.stages > 1:
-        cuts = given_stages.of_file(annotations, lifted.graph)
+        cuts = annotation_constraints.of_file(annotations, lifted.graph)
     graph = with_apart(lifted.graph, (), without, cuts) if cuts else graph
     given = constraints(annotations, lifted.graph, topology.mesh, cuts) if annotations and not staged(annotations) else None
     for note in given.notes if given else ():
@@ -258,9 +257,7 @@ def _format_language(for_format: str | None) -> Language | None:
     """What a plan for a format of export keeps to; formats are imported where one is asked for."""
     if for_format is None:
         return None
-    from tapestry.exports import formats
-
-    return formats.language(for_format)
+    return tool("exports.formats").language(for_format)
 
 
 def _folded(lifted: Lifted) -> list[str]:
@@ -295,7 +292,7 @@ def say(plan: PricedPlan, task: Task, budget: Budget, for_format: str | None) ->
 
     if for_format is None:
         return plan
-    from tapestry.exports import formats
+    formats = tool("exports.formats")
 
     def beyond(plan: PricedPlan) -> bool:
         return any(n > most for n, most in zip(peak_bytes(plan.program)[0], task.topology.memories(), strict=True))

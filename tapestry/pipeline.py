@@ -17,10 +17,9 @@ from typing import Any
 from tapestry import build_report, passes
 from tapestry.build import store
 from tapestry.errors import TapestryError, some
-from tapestry.interop.tile_metadata import ModelTopology
-from tapestry.ir.canonical_parts import PARTS
+from tapestry.interop.instance_map import ModelTopology
 from tapestry.ir.graph import Graph
-from tapestry.ir.plan import Mesh, MeshAxis, device_count
+from tapestry.ir.plan import PARTS, Mesh, MeshAxis, device_count
 from tapestry.lift import onnx_to_graph as lift
 from tapestry.lift.file.structure import TEXT
 from tapestry.model_evidence import plugin_evidence
@@ -28,8 +27,8 @@ from tapestry.onnx_eval import ort_session
 from tapestry.pass_runner import Pass, Report, Runner, check_names
 from tapestry.plan import search_passes as search
 from tapestry.plan.pipelines.stage_choice import parse_request
+from tapestry.plan.search.planner import start_of
 from tapestry.plan.search.priced_plan import PricedPlan, TooBig
-from tapestry.plan.search.resume import start_of
 from tapestry.plan.solver.budget import Found, unseen
 from tapestry.plan.topology import Topology, default_mesh, linked, parse_bytes, parse_mesh, topology
 from tapestry.plugins import entry_points as plugins
@@ -37,7 +36,8 @@ from tapestry.rewrites import load_rules
 from tapestry.rewrites.core.driver import disabled_by, rule_names
 from tapestry.rewrites.core.rule import parse_move
 from tapestry.runtime.calibration.automatic import AUTO, automatic
-from tapestry.sharding import annotations, file_mesh
+from tapestry.sharding import annotations
+from tapestry.sharding import annotations as file_mesh
 from tapestry.sharding.annotations import Annotations
 
 # fmt: off
@@ -248,7 +248,7 @@ def _values(options: Options) -> dict[str, Any]:
         raise TapestryError(f"{options.time_limit:g} seconds", where="--time-limit", hint="0 or more")
     earlier = store.read(options.resume)[0] if options.resume else None
     if options.target != "torch-cpu" and not options.target.startswith("triton"):
-        from tapestry.runtime.plugin_target import PluginTarget
+        from tapestry.runtime.target_protocol import PluginTarget
 
         PluginTarget(options.target)  # else what makes none would be found when the build is run
     for path in options.rules:

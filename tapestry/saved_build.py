@@ -15,7 +15,7 @@ from tapestry import build_report, model_evidence
 from tapestry.build import sized_builds, store
 from tapestry.build.sized_builds import SizedBuild, SizedRegion
 from tapestry.codegen import kernel_sources
-from tapestry.codegen.kernel_texts import CpuKernel, cpu_kernel_of, kernel_text_of
+from tapestry.codegen.kernel_sources import CpuKernel, cpu_kernel_of, kernel_text_of
 from tapestry.codegen.torch_cpu.c import contract_trials
 from tapestry.errors import LawError, TapestryError
 from tapestry.ir.graph import Graph
@@ -24,11 +24,9 @@ from tapestry.lift.sizes import model_sizes
 from tapestry.plugins import entry_points as plugins
 from tapestry.runtime import kept_state
 from tapestry.runtime.session import memory_limits
-from tapestry.verify import certificate, layout_laws
+from tapestry.verify import certificate, sized_laws
 from tapestry.verify.kernels.kernel_proofs import COMPARED, Evidence, prove, weakest
-from tapestry.verify.rewriting.history import first_graph
-from tapestry.verify.rewriting.rewrite_log import Replayed, read, replay
-from tapestry.verify.sizes import sized_laws
+from tapestry.verify.rewriting.rewrite_log import Replayed, first_graph, read, replay
 
 
 def verify_build(folder: Path, model: Path | None = None) -> tuple[store.Build, dict[str, int], list[model_evidence.Evidence]]:
@@ -55,7 +53,7 @@ def _verified(folder: Path, model: Path | None) -> tuple[store.Build, dict[str, 
         plan.annotated(), build.program, limit=memory_limits(build), stated_peak=list(build.peak_bytes), places=plan.places,
         streamed=plan.streamed, exact=build.exact, native_sums=plan.native_sums,
     )  # fmt: skip
-    laws["agreement"] += layout_laws.check(plan)
+    laws["agreement"] += certificate.check_layouts(plan)
     of_model, evidence = model_evidence.compare(
         plan.graph,
         Path(build.model),
@@ -221,8 +219,8 @@ def emit_kernels(folder: Path, output: Path, target: str, report: Callable[[int,
         TapestryError: the target is unknown, or the output is a folder with other things in it.
     """
     from tapestry.codegen.triton import compile_ahead, kernel_key
-    from tapestry.codegen.triton.run.report import rows_of, summary
-    from tapestry.codegen.triton.run.sound_choice import sound
+    from tapestry.codegen.triton.run.machine_code import rows_of, summary
+    from tapestry.codegen.triton.run.tune import sound
 
     build, _ = store.read(folder)
     graph = build.plan.graph

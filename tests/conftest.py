@@ -78,7 +78,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadSco
 
 
 def _set(n: int) -> Iterator[None]:
-    import torch  # not before tapestry says how (`flags.before_torch`)
+    import torch
 
     before = torch.get_num_threads()
     torch.set_num_threads(n)

@@ -24,8 +24,8 @@ from bench.support import record
 from bench.support.record import Row
 from examples import layer
 from tapestry import api
-from tapestry.runtime.reordered.block_walk import Asked
-from tapestry.runtime.reordered.reordered_run import AnyOrderExecutor, run_beside
+from tapestry.runtime.block_walk import Asked
+from tapestry.tools.schedules import AnyOrderExecutor, run_beside
 from tests.support.small_models import MODELS
 
 MESHES = {

@@ -27,9 +27,8 @@ from bench.support import encoder, record
 from bench.support.record import Row
 from examples import light
 from tapestry import pipeline
-from tapestry.doors.choices import Choices
+from tapestry.doors.choices import Choices, opened_source
 from tapestry.doors.choices import options as options_of
-from tapestry.doors.model_sources import opened
 from tapestry.pass_runner import Runner
 from tapestry.plan.search.priced_plan import PricedPlan
 from tapestry.plan.search_passes import Planned
@@ -69,7 +68,7 @@ def lifted(name: str, path: Path, mesh: str) -> tuple[Runner, pipeline.Options]:
     shapes = LLAMAS.get(name) or EXPORTS.get(name, {})
     weights = name.startswith(("light", "encoder"))
     choices: dict[str, Any] = {"mesh": mesh, "topology": MESHES[mesh], "weights": weights, "shapes": shapes}
-    options = options_of(opened(path), cast(Choices, choices))
+    options = options_of(opened_source(path), cast(Choices, choices))
     return pipeline.begun(options, lambda phase, name: None), options
 
 

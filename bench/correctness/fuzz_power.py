@@ -26,7 +26,7 @@ from bench.correctness.seeded_kernel_bugs import BUGS, seeded
 from bench.support import record
 from bench.support.mutants import Mutant, functions, install, mutants, sample
 from bench.support.record import ROOT
-from tapestry.fuzz.campaign import fuzz
+from tests.fuzz.campaign import fuzz
 
 DRAWN_FROM = ("lift/operators", "lift/movement", "rewrites", "plan/lower.py", "plan/strategy.py", "ir/monoid.py", "ir/index.py")
 

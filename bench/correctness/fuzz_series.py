@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 from bench.support import record
-from tapestry.fuzz.series import Series, run, summary
+from tests.fuzz.series import Series, run, summary
 
 
 def main() -> int:

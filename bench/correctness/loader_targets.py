@@ -150,7 +150,7 @@ def build_seeds() -> list[bytes]:
 def model_seeds(folder: Path) -> list[bytes]:
     """Models of the tests, hostile ones, and small random ones of all families of operators."""
     models = small_models()
-    from tapestry.fuzz.generate.random_model import random_model
+    from tests.fuzz.generate.random_model import random_model
     from tests.support.faults import hostile_cases
 
     out = [models.save(name).read_bytes() for name in models.MODELS]

@@ -4,8 +4,8 @@
 
 Every .onnx file of the folder, and the same in float64, gets inputs of its own and a recipe of the fuzzer (mesh, moves,
 strategies, way of running). Its outputs are judged as a fuzz case's are: exact ones exactly, floats to what noise in the last
-places explains (`tapestry.fuzz.trial.judge`); then it runs again with infinities and NaNs in its inputs, against the
-interpreter of the lifted graph (`tapestry.fuzz.awkward`). Counted apart: ``rounding``, a value that noise in the last places
+places explains (`tests.fuzz.trial.judge`); then it runs again with infinities and NaNs in its inputs, against the
+interpreter of the lifted graph (`tests.fuzz.awkward`). Counted apart: ``rounding``, a value that noise in the last places
 moves as far as ours is off; ``not finite``, a model whose outputs are infinite or NaN already, which the second run alone
 judges; ``unfit``, a model that onnxruntime does not run. Writes bench/results/outside_models.json as it goes, and a later call
 with the same seed goes on where that ends; exits 1 where a value is wrong.
@@ -31,11 +31,11 @@ import onnx
 from onnx import ModelProto, TensorProto, helper, numpy_helper
 
 from bench.support import record
-from tapestry.fuzz import awkward
-from tapestry.fuzz.generate.evaluate import Array, Unfit, replay
-from tapestry.fuzz.generate.random_model import Model
-from tapestry.fuzz.recipe import random_recipe
-from tapestry.fuzz.trial import Failure, Prepared, Refused, attempt, prepare
+from tests.fuzz import awkward
+from tests.fuzz.generate.evaluate import Array, Unfit, replay
+from tests.fuzz.generate.random_model import Model
+from tests.fuzz.recipe import random_recipe
+from tests.fuzz.trial import Failure, Prepared, Refused, attempt, prepare
 
 DOUBLE = {TensorProto.FLOAT: TensorProto.DOUBLE}
 RIGHT = ("right", "unfit", "refused", "rounding", "not finite")

@@ -38,11 +38,11 @@ from bench.support import record
 from bench.support.random_plan import random_plan
 from bench.support.record import Row
 from tapestry.errors import TapestryError
-from tapestry.fuzz.trial import execute
 from tapestry.onnx_eval.opaque_node import RANDOM
 from tapestry.plan.lower import lower
 from tapestry.plan.topology import parse_mesh
 from tapestry.verify import interp
+from tests.fuzz.trial import execute
 
 VALUES = ("inf", "-inf", "nan", "-0", "denormal", "huge")
 ENGINES = ("1", "2", "4", "2x2", "interpreter")

@@ -34,9 +34,9 @@ from bench.support import record
 from tapestry.arguments import FORMATS
 from tapestry.doors import torch_export
 from tapestry.errors import TapestryError
-from tapestry.exports.formats import NEAREST
 from tapestry.ir.graph import Opaque
 from tapestry.lift.normalize.prepare import SMALL_FLOATS
+from tapestry.tools.exports.formats import NEAREST
 
 CLOSE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 Inputs = dict[str, torch.Tensor]

@@ -17,7 +17,7 @@ import onnxruntime as ort
 
 import tapestry
 from bench.doors.machine import FAST
-from tapestry.exports import fused_onnx, rank_onnx
+from tapestry.tools.exports import onnx_files, rank_onnx
 from tests.support.programs import rank_files
 
 Row = dict[str, Any]
@@ -49,7 +49,7 @@ def _model(path: Path, place: Path) -> Iterator[Row]:
         return kept | _compared(rank_files.run(place / "ranks", feeds), expected)
 
     def fused() -> Row:
-        done = fused_onnx.export(c.build, constants, place / "fused.onnx")
+        done = onnx_files.export_fused(c.build, constants, place / "fused.onnx")
         return {k: done[k] for k in ("nodes", "operations")} | _compared(_run(place / "fused.onnx", feeds), expected)
 
     for door, make in (("onnx-ranks", ranks), ("onnx-fused", fused)):

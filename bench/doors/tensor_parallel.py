@@ -23,7 +23,7 @@ from bench.doors.machine import FAST
 from bench.doors.tensor_parallel_rank import TOKENS, model_of
 from bench.support import record
 from tapestry.errors import TapestryError
-from tapestry.exports import tp_plan
+from tapestry.tools.exports import tp_plan
 
 NAMES = (
     "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "phi", "phi3", "olmo", "olmo2", "granite", "cohere", "stablelm",

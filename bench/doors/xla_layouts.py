@@ -19,9 +19,9 @@ import tapestry
 from bench.planning import xla
 from bench.planning.partitioner_cases import Case, all_cases
 from tapestry.build.store import Build
-from tapestry.exports import layouts, shardy, shardy_ranks
-from tapestry.exports.onnx_blocks.onnx_nodes import NotExpressible
 from tapestry.ir.plan import Layout
+from tapestry.tools.exports import layouts, shardy
+from tapestry.tools.exports.onnx_nodes import NotExpressible
 
 Row = dict[str, Any]
 TWICE = {"reduce_scatter": 2}
@@ -67,9 +67,9 @@ def _text(build: Build, door: str, path: Path) -> tuple[str, str]:
     """The text, or why there is none."""
     try:
         if door == "shardy":
-            shardy.export(build, path, nearest=True)
+            shardy.export_shardy(build, path, nearest=True)
         else:
-            shardy_ranks.export(build, path, nearest=False)
+            shardy.export_shardy_ranks(build, path, nearest=False)
     except NotExpressible as e:
         return "", " ".join(str(e).split())
     return path.read_text(), ""

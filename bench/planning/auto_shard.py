@@ -22,7 +22,7 @@ from bench.support import record
 from bench.support.record import SHARED, WORK, Row
 from examples import light
 from tapestry.errors import TapestryError
-from tapestry.sharding.auto_shard.auto_shard import Options, auto_shard
+from tapestry.tools.auto_shard.auto_shard import Options, auto_shard
 
 DEVICES = (2, 4, 8)
 LIGHT = ("resnet50", "densenet121", "inception_v2", "squeezenet")

@@ -20,7 +20,7 @@ import torch
 
 import tapestry
 from bench.support import other_python
-from tapestry.doors.model_sources import opened
+from tapestry.doors.choices import opened_source
 from tapestry.doors.torch_export import exported
 
 RESULTS = Path(__file__).resolve().parents[1] / "results" / "meta_device.json"
@@ -39,7 +39,7 @@ def measured(layers: int, batch: int, sequence: int) -> dict[str, Any]:
         module = LlamaForCausalLM(LlamaConfig(num_hidden_layers=layers, use_cache=False, **SIZES)).eval()
     program = exported(module, {"input_ids": torch.zeros((batch, sequence), dtype=torch.int64)})
     traced = time.process_time()
-    source = opened(program)
+    source = opened_source(program)
     written = time.process_time()
     build = tapestry.compile(source, devices=8, topology="h100")
     done = time.process_time()

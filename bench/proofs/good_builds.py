@@ -35,8 +35,6 @@ from tapestry import build_report
 from tapestry.build import store
 from tapestry.codegen import kernel_sources
 from tapestry.errors import LawError, TapestryError
-from tapestry.fuzz.generate.random_model import random_model
-from tapestry.fuzz.recipe import planned, random_mesh, random_recipe, rewritten
 from tapestry.ir.graph import changes
 from tapestry.ir.plan import Mesh, Plan, device_count
 from tapestry.ir.program import peak_bytes
@@ -50,6 +48,8 @@ from tapestry.rewrites.core.driver import simplify
 from tapestry.rewrites.core.rule import parse_move
 from tapestry.saved_build import replay_rewrites, verify_build
 from tapestry.verify.rewriting import rewrite_log
+from tests.fuzz.generate.random_model import random_model
+from tests.fuzz.recipe import planned, random_mesh, random_recipe, rewritten
 from tests.support.parallel_nets import Sizes, Style, write
 
 NETS = ("mlp", "encoder", "decoder", "convolutions", "experts")

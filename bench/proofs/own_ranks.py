@@ -24,15 +24,15 @@ import tapestry
 from bench.support import record
 from tapestry.build.store import Build
 from tapestry.errors import TapestryError
-from tapestry.exports import rank_onnx
-from tapestry.exports.onnx_files import DataFile, weights_of
 from tapestry.ir.graph import Block, Graph, Split
-from tapestry.ir.kernel import Box, shape
+from tapestry.ir.plan import Box, shape
 from tapestry.ir.types import numpy_dtype
 from tapestry.lift.onnx_to_graph import lift
-from tapestry.prove.verdict import prove
 from tapestry.rewrites.core.driver import simplify
 from tapestry.rewrites.partition.split import refusal
+from tapestry.tools.exports import rank_onnx
+from tapestry.tools.exports.onnx_files import DataFile, weights_of
+from tapestry.tools.prove.proof import prove
 
 BATCH, SEQUENCE = 6, 20  # sizes that nothing else in a model has
 WAYS = ("batch", "heads", "sequence")

@@ -20,12 +20,11 @@ from onnx import ModelProto, NodeProto, numpy_helper
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
-from tapestry.lift.file.structure import load
-from tapestry.lift.file.symbols import bind, rewrite
+from tapestry.lift.file.structure import bind, load, rewrite_file
 from tapestry.lift.normalize.prepare import prepare, take_out_weights
 from tapestry.lift.onnx_to_graph import input_dims
-from tapestry.lift.recurrences.loop_body import step_types
-from tapestry.lift.sizes.equal_sizes import equations, follow
+from tapestry.lift.operators.rnn import step_types
+from tapestry.lift.sizes.model_sizes import equations, follow
 
 Tensor = torch.Tensor
 Values = dict[str, Any]
@@ -38,7 +37,7 @@ def folded(path: Path, shapes: Mapping[str, Any]) -> ModelProto:
     inputs = input_dims(model, set(stored))
     env = bind(inputs, shapes)
     follow(equations(model, inputs), env)
-    rewrite(model, env)
+    rewrite_file(model, env)
     return prepare(model, step_types).model
 
 

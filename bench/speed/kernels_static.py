@@ -28,13 +28,12 @@ from bench.support import record
 from bench.support.record import Row
 from bench.support.whole_kernels import distinct, export, fused_graph
 from tapestry.codegen.triton import unavailable
-from tapestry.codegen.triton.run.compile_ahead import measured
-from tapestry.codegen.triton.run.report import matrix_instruction, occupancy
-from tapestry.codegen.triton.run.sound_choice import Sound, sound
-from tapestry.codegen.triton.task.chips import CHIPS, chip_of
+from tapestry.codegen.triton.run.machine_code import matrix_instruction, measured, occupancy
+from tapestry.codegen.triton.run.tune import Sound, sound
+from tapestry.codegen.triton.task.primitives import CHIPS, chip_of
 from tapestry.errors import TapestryError
 from tapestry.ir.graph import Graph
-from tapestry.ir.kernel import Kernel
+from tapestry.ir.plan import Kernel
 
 # model -> sizes of its symbols
 SIZES: dict[str, dict[str, int]] = {

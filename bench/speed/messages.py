@@ -81,8 +81,8 @@ def layers(rows: int) -> str:
 
 def program(ranks: int, nbytes: int, scattered: bool) -> tuple[Any, Any]:
     """A graph, and a program of it in which the states of every product are merged between all ranks."""
+    from tapestry.ir.parser import parse
     from tapestry.ir.plan import MeshAxis, Plan
-    from tapestry.ir.syntax.parser import parse
     from tapestry.plan.lower import lower
     from tapestry.plan.strategy import strategies
 
@@ -100,8 +100,7 @@ def rank_main(rank: int, asked: tuple[int, int, bool, int], port: int, slots: An
 
     from tapestry.codegen.torch_cpu import TorchCpu
     from tapestry.runtime.processes.distributed import RankExecutor
-    from tapestry.runtime.processes.heartbeat import Heartbeat
-    from tapestry.runtime.processes.wire import Wire
+    from tapestry.runtime.processes.wire import Heartbeat, Wire
 
     world, nbytes, scattered, batches = asked
     torch.set_num_threads(1)
@@ -140,7 +139,7 @@ def case(world: int, nbytes: int, scattered: bool, batches: int) -> Row:
     """One program on so many ranks."""
     import socket
 
-    from tapestry.runtime.processes.heartbeat import shared
+    from tapestry.runtime.processes.wire import shared
 
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))

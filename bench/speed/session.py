@@ -172,7 +172,7 @@ def cost(name: str, batch: int, capacity: int) -> Row:
     import torch
 
     import tapestry
-    from tapestry.serving.sampling import Seeded, greedy
+    from tapestry.tools.serving.generation import Seeded, greedy
 
     torch.set_num_threads(1)
     theirs, ids = Theirs(export(name), batch), prompts(batch, capacity - NEW)

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import argparse
 import sys
-from contextlib import ExitStack
+from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
+from tapestry import arguments
 from tapestry.cli.outcome import Outcome, bar, shapes
 from tapestry.errors import TapestryError, some
+from tapestry.plugins import tool
+
+if TYPE_CHECKING:
+    from tapestry import api
+    from tapestry.runtime.target_protocol import Progress
 
 
 def compile_model(args: argparse.Namespace) -> Outcome:
@@ -66,7 +73,8 @@ def compile_model(args: argparse.Namespace) -> Outcome:
 def explain(args: argparse.Namespace) -> Outcome:
     """``tapestry explain``: the plan as a person reads it."""
     from tapestry.build import store
-    from tapestry.viz import build_diff, explain, trace
+    from tapestry.viz import explain, measured
+    from tapestry.viz import explain as build_diff
 
     if args.analyze:
         return _analyze(args)
@@ -79,9 +87,9 @@ def explain(args: argparse.Namespace) -> Outcome:
     text = explain.text(build, document, critical=args.critical_path, every=args.verbose or args.why)
     if other is not None:
         document["diff"] = build_diff.compare(build, other, document)
-        text = build_diff.text(document["diff"])
+        text = build_diff.diff_text(document["diff"])
     if args.trace:
-        document["trace"] = {"file": str(args.trace), **trace.write(args.trace, build.plan, timed)}
+        document["trace"] = {"file": str(args.trace), **measured.write_trace(args.trace, build.plan, timed)}
         text += explain.trace_text(document["trace"])
     return Outcome({**build.report, **document, "text": text}, lambda: print(text, end=""), insist=True)
 
@@ -132,20 +140,6 @@ def kernels(args: argparse.Namespace) -> Outcome:
     return Outcome(document, lambda: print(tables.kernels(document)))
 
 
-def export(args: argparse.Namespace) -> Outcome:
-    """``tapestry export``: the plan in the words of another tool."""
-    from tapestry.exports import formats
-
-    target = args.output or args.into
-    if target is None:
-        raise TapestryError("nowhere to write", where="-o", hint="a file; with --into it may be left out")
-    done = formats.export(
-        args.build, args.format, target, nearest=args.nearest, copy=args.copy_data, into=args.into,
-        configuration=args.configuration,
-    )  # fmt: skip
-    return Outcome(done, lambda: print(*formats.text(done), sep="\n"))
-
-
 def check_sharding(args: argparse.Namespace) -> Outcome:
     """``tapestry check-sharding``: whether a model's multi-device annotations are right."""
     from tapestry.sharding.check_sharding import check_file
@@ -169,7 +163,7 @@ def doctor(args: argparse.Namespace) -> Outcome:
     """``tapestry doctor``: what splits, what is opaque, unbound or unsupported."""
     from tapestry.lift.examine import examine
     from tapestry.plugins import entry_points as plugins
-    from tapestry.viz import doctor
+    from tapestry.viz import ir_dump as doctor
 
     with plugins.taking_part() as parts:
         document = doctor.document(args.model, examine(args.model, shapes(args.shape), weights=not args.no_weights))
@@ -178,32 +172,148 @@ def doctor(args: argparse.Namespace) -> Outcome:
     return Outcome(document, lambda: print(doctor.text(document, all_nodes=args.verbose), end=""), status, insist=True)
 
 
-def auto_shard(args: argparse.Namespace) -> Outcome:
-    """``tapestry auto-shard``: pipeline stages for the nodes of an ONNX file."""
-    from tapestry.sharding.auto_shard import auto_shard
+def run(args: argparse.Namespace) -> Outcome:
+    """``tapestry run``: run a plan, in this process or on ranks."""
+    from tapestry.build import store
+
+    store.check_beside(args.build, args.output)
+    if args.schedule is None and (args.lose or args.lose_devices):
+        raise TapestryError("only a run in another order loses blocks", where="--lose", hint="--schedule random")
+    if arguments.by_ranks(args):
+        if args.schedule is not None:
+            raise TapestryError(
+                "another order is for devices in one process", where="--schedule", hint="without ranks' options"
+            )
+        if args.library:
+            raise TapestryError("a run by ranks uses no vendor library", where="--library", hint="leave it out")
+        return _run_processes(args)
+    from tapestry import api
+    from tapestry.runtime.feeds import made_up
     from tapestry.viz import tables
 
-    if args.num_devices is None and not args.cut:
-        raise TapestryError("the number of devices is missing", where="--num-devices", hint="or --cut NODE …")
-    devices = len(args.cut) + 1 if args.num_devices is None else args.num_devices
-    if args.apart and not args.measure:
-        raise TapestryError("nothing is run", where="--apart", hint="with --measure")
-    options = auto_shard.Options(
-        model=args.input_model, devices=devices, output=args.output_model, optimal=args.optimal_perf,
-        processes=args.num_processes, proportions=args.memory_proportion or auto_shard.PROPORTIONS, shapes=shapes(args.shape),
-        topology=args.topology, memory=args.memory, cuts=args.cut, most=args.max_candidates, apart=args.apart,
-    )  # fmt: skip
-    with bar(args, "auto-shard") as advance, ExitStack() as open_trials:
-        trials = turns = None
-        if args.measure:
-            from tapestry.cli.stage_trials import StageTrials
+    compiled = api.load(args.build, args.model)
+    compiled.libraries = args.library
+    given = _inputs(args.input)
+    compiled = compiled.at_inputs(given) if given else compiled
+    feeds = compiled.random_feeds(args.seed) | given
+    random = made_up(compiled.build.plan.graph, given, args.seed, _tell)
+    with bar(args, "run") as report:
+        if args.schedule is None:
+            result, document = api.run_checked(compiled, feeds, check=args.check, progress=report)
+        else:
+            result, document = _in_any_order(args, compiled, feeds, report)
+    document |= random
+    if args.output:
+        from tapestry.runtime.executor import write
 
-            trials = open_trials.enter_context(StageTrials(options))
-            turns = trials.in_turns
-        document = auto_shard.auto_shard(options, lambda stage: advance(None, None, stage), trials, turns)
+        write(args.output, result.outputs)
+    return Outcome(document, lambda: tables.show(tables.ran(document)), status=0 if document["passed"] else 1)
 
-    def text() -> None:
-        tables.show(tables.sharded(document))
-        print(*tables.sharding_lines(document), sep="\n")
 
-    return Outcome(document, text)
+def _tell(text: str) -> None:
+    print(f"tapestry run: {text}", file=sys.stderr)
+
+
+def _in_any_order(args: argparse.Namespace, compiled: api.Compiled, feeds: Mapping[str, Any], report: Progress) -> Any:
+    """(result, document) of a run block by block in a random order, beside one in the plan's."""
+    from tapestry import api
+    from tapestry.runtime.block_walk import Asked
+
+    schedules = tool("schedules")
+    _, document = api.run_checked(compiled, feeds, check=args.check)
+    other = api.open_session(compiled.build, b"".join(compiled.constants.values()), make=schedules.AnyOrderExecutor)
+    asked = Asked(seed=args.seed, lose=args.lose, devices=args.lose_devices)
+    result, told = schedules.run_beside(compiled.session, other, feeds, asked, report)
+    return result, document | {"passed": document["passed"] and told["same_bits"], "schedule": told}
+
+
+def _inputs(items: list[str]) -> dict[str, Any]:
+    """``--input name=file.npy …``."""
+    import numpy as np
+
+    out: dict[str, Any] = {}
+    for item in items:
+        name, eq, file = item.rpartition("=")
+        if not eq:
+            raise TapestryError(f"'{item}' is not name=file.npy", where="--input")
+        try:
+            out[name] = np.load(file, allow_pickle=False)
+        except (OSError, ValueError, EOFError) as e:
+            raise TapestryError(f"not an array: {e}", where=file, hint="a .npy file written by numpy.save") from None
+    return out
+
+
+def _run_processes(args: argparse.Namespace) -> Outcome:
+    from tapestry import flags, launch
+    from tapestry.viz import tables
+
+    if (
+        args.processes is None and (place := flags.world()).world > 1
+    ):  # else every one of them would run all of it, and nothing be said
+        raise TapestryError(
+            f"this is rank {place.rank} of the {place.world} that {place.by} has started, and would run all of it by itself",
+            where="tapestry run", hint="python -m tapestry.runtime BUILD for each rank, or --processes N to start ranks here",
+        )  # fmt: skip
+    request = launch.request(args)
+    with bar(args, "run") as report:
+        how = launch.Launch(
+            processes=1 if args.processes is None else args.processes, restarts=args.max_restarts, port=args.port,
+            check=args.check, progress=report, tell=_tell,
+        )  # fmt: skip
+        document = launch.run(request, how)
+    return Outcome(document, lambda: tables.show(tables.ran_on_processes(document)), status=0 if document["passed"] else 1)
+
+
+def shard_weights(args: argparse.Namespace) -> Outcome:
+    """``tapestry shard-weights``: weights cut as the plan cuts them, a file per device."""
+    from tapestry import launch
+    from tapestry.build import store
+
+    store.check_beside(args.build, args.output)
+    done = launch.shard_weights(args.build, args.output)
+    text = f"{args.output}: {done['slices']} slices in {done['files']} files, {sum(done['bytes']):,} bytes"
+    return Outcome(done, lambda: print(text))
+
+
+def tune(args: argparse.Namespace) -> Outcome:
+    """``tapestry tune``: measure the kernels' configurations on this machine's GPU."""
+    from tapestry import api
+    from tapestry.viz import tables
+
+    with bar(args, "tune") as report:
+        done = api.tune(
+            args.build, libraries=args.library, again=args.again, time_limit=args.time_limit, seed=args.seed, progress=report
+        )
+    return Outcome(done, lambda: tables.show(tables.tuned(done)))
+
+
+def calibrate(args: argparse.Namespace) -> Outcome:
+    """``tapestry calibrate``: measure this machine and write a topology file."""
+    from tapestry import flags
+
+    flags.before_torch()
+    from tapestry.codegen.torch_cpu import TorchCpu
+    from tapestry.plan.topology import device_data, parse_mesh, topology
+    from tapestry.runtime.calibration import automatic, rate_fit
+    from tapestry.runtime.calibration.automatic import ROUNDS, agreed, write
+    from tapestry.runtime.calibration.call_clock import memory_bytes
+    from tapestry.viz import tables
+
+    place = flags.world()
+    if args.auto and (place.world > 1 or args.device or args.from_trace or args.threads):
+        raise TapestryError("it is measured as a plan of N devices runs here", where="--auto", hint="with --processes N alone")
+    output, processes = automatic.place(args.processes) if args.auto else (args.output, args.processes)
+    most, seconds = (ROUNDS, args.seconds or automatic.SECONDS) if args.auto else (1, args.seconds or automatic.START_SECONDS)
+    given = device_data(topology(parse_mesh("2"), args.device).device) if args.device else None
+    with bar(args, "calibrate") as report:
+        if args.from_trace:
+            document = rate_fit.from_trace(args.from_trace, memory_bytes())
+        elif place.world > 1:
+            document = automatic.on_rank(TorchCpu, place, args.threads, seconds=seconds, given=given, say=report)
+        else:
+            how = partial(automatic.calibrate, TorchCpu, processes, args.threads, seconds=seconds, given=given, say=report)
+            document = agreed(how, most)
+    if document is None:  # rank 0 writes
+        return Outcome({}, lambda: None)
+    write(output, document)
+    return Outcome(document, lambda: tables.show(tables.calibrated(document, output)))

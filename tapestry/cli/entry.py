@@ -16,53 +16,53 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TextIO
 
 from tapestry import arguments
-from tapestry.cli import building, plugin_list, proving, rewriting, running, serving, tiling, viewing
+from tapestry.cli import building, outcome, rewriting, tiling
 from tapestry.cli.outcome import Outcome
 from tapestry.errors import BuildError, RunError, TapestryError, absent, refusing, similar
+from tapestry.plugins import tool
 
 FLAG = re.compile(r"--[a-z-]+")
 Arguments = Callable[[argparse.ArgumentParser], None]
-COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], Outcome], Sequence[Arguments], str]] = {
+Command = Callable[[argparse.Namespace], Outcome]
+COMMANDS: dict[str, tuple[Command | str, Sequence[Arguments], str]] = {
     "compile": (building.compile_model, [arguments.compile], "find, verify and write a plan"),
     "run": (
-        running.run, [arguments.run, arguments.processes, arguments.checked, arguments.scheduled],
+        building.run, [arguments.run, arguments.processes, arguments.checked, arguments.scheduled],
         "run a plan (random inputs when none are given)",
     ),
     "serve": (
-        serving.serve, [arguments.session, arguments.serve], "load a build once, and answer on a local socket until ended",
+        "serving.command", [arguments.session, arguments.serve], "load a build once, and answer on a local socket until ended",
     ),
-    "generate": (serving.generate, [arguments.session, arguments.generate], "tokens of a causal decoder, one after another"),
+    "generate": ("serving.command", [arguments.session, arguments.generate], "tokens of a causal decoder, one after another"),
     "shard-weights": (
-        running.shard_weights, [arguments.build, arguments.output_folder],
+        building.shard_weights, [arguments.build, arguments.output_folder],
         "weights cut as the plan cuts them, a safetensors file per device",
     ),
     "explain": (building.explain, [arguments.explain], "the plan as a person reads it"),
-    "view": (viewing.view, [arguments.view], "the plan as one HTML page: graph, index spaces, tensors, time, alternatives"),
+    "view": ("viewer.command", [arguments.view], "the plan as one HTML page: graph, index spaces, tensors, time, alternatives"),
     "verify": (building.verify, [arguments.build, arguments.verify], "re-check every law from the files alone"),
     "kernels": (
         building.kernels, [arguments.build, arguments.output_folder, arguments.kernels],
         "readable Triton source, compiled objects, a resource table",
     ),
-    "tune": (running.tune, [arguments.tune], "measure the kernels' knobs on this machine's GPU, for every later run"),
-    "export": (building.export, [arguments.build, arguments.export], "the plan in the words of another tool"),
+    "tune": (building.tune, [arguments.tune], "measure the kernels' knobs on this machine's GPU, for every later run"),
+    "export": ("exports.command", [arguments.build, arguments.export], "the plan in the words of another tool"),
     "check-sharding": (
         building.check_sharding, [arguments.model, arguments.check_sharding],
         "whether a model's multi-device annotations are right",
     ),
     "tiles": (tiling.tiles, [arguments.tiles], "start, stop and size of every tile of a tensor, and what another tiling moves"),
-    "prove": (proving.prove, [arguments.prove], "whether a parallel program computes a model: a proof, or a cell that differs"),
-    "calibrate": (running.calibrate, [arguments.calibrate], "measure this machine and write a topology file"),
+    "prove": (
+        "prove.command", [arguments.prove], "whether a parallel program computes a model: a proof, or a cell that differs",
+    ),
+    "calibrate": (building.calibrate, [arguments.calibrate], "measure this machine and write a topology file"),
     "doctor": (
         building.doctor, [arguments.model, arguments.own_operators, arguments.without_weights],
         "what splits, what is opaque, unbound or unsupported; -v lists every node",
     ),
     "opt": (rewriting.opt, [arguments.opt], "apply rules to IR text"),
     "rules": (rewriting.rules, [arguments.rules], "the rules, with before and after"),
-    "fuzz": (
-        running.fuzz, [arguments.fuzz],
-        "random models under random plans against onnxruntime and the ONNX reference evaluator",
-    ),
-    "auto-shard": (building.auto_shard, [arguments.auto_shard], "pipeline stages for the nodes of an ONNX file"),
+    "auto-shard": ("auto_shard.command", [arguments.auto_shard], "pipeline stages for the nodes of an ONNX file"),
 }  # fmt: skip
 
 
@@ -83,7 +83,7 @@ def _run(args: argparse.Namespace, out: TextIO, *, last: bool) -> int:
     try:
         _load_operators(args)
         with _reading(args):
-            return COMMANDS[args.name][0](args).end(args, out)
+            return _command(args.name)(args).end(args, out)
     except TapestryError as e:
         status = _failed(args, out, e)
         return _leave(status) if isinstance(e, RunError) and last else status
@@ -99,6 +99,12 @@ def _run(args: argparse.Namespace, out: TextIO, *, last: bool) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+
+
+def _command(name: str) -> Command:
+    """What a command runs: one of ours, or the function of a tool's module that is called as the command is."""
+    command = COMMANDS[name][0]
+    return getattr(tool(command), name.replace("-", "_")) if isinstance(command, str) else command
 
 
 def parsed(argv: list[str] | None) -> argparse.Namespace:
@@ -146,14 +152,14 @@ class _Version(argparse.Action):
 
         print(f"tapestry {tapestry.__version__}")
         if self.const:
-            print(*plugin_list.lines(), sep="\n")
+            print(*outcome.lines(), sep="\n")
         parser.exit()
 
 
 def _load_operators(args: argparse.Namespace) -> None:
     """The files of ``--ops``."""
     if getattr(args, "ops", ()):
-        from tapestry.lift.building.own_operators import load_operators
+        from tapestry.lift.own_operators import load_operators
 
         load_operators(*args.ops)
 

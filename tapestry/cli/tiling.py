@@ -9,6 +9,7 @@ from typing import Any
 
 from tapestry.cli.outcome import Outcome, shapes
 from tapestry.errors import TapestryError
+from tapestry.plugins import tool
 
 
 def tiles(args: argparse.Namespace) -> Outcome:
@@ -22,21 +23,19 @@ def tiles(args: argparse.Namespace) -> Outcome:
 
 
 def _pattern(args: argparse.Namespace) -> Outcome:
-    from tapestry.interop.tensor_dictionary import tiling_of
+    from tapestry.interop.sharding_specs import tiling_of
     from tapestry.interop.tile_patterns import parse
-    from tapestry.viz import tile_table
+    from tapestry.viz import tables
 
     extents = _extents(args.shape)
     tiling = tiling_of(args.pattern, None if args.assign is None else _numbers(args.assign))
     after = None if args.to is None else parse(args.to)
     tiling.over(len(extents))
-    document = tile_table.document(extents, tiling, after, args.dtype)
+    document = tables.document(extents, tiling, after, args.dtype)
     if args.svg:
-        from tapestry.draw import tiles_picture
-
-        tiles_picture.tiles(extents, tiling).save(args.svg)
+        tool("viewer.draw").tiles(extents, tiling).save(args.svg)
         document["svg"] = str(args.svg)
-    return Outcome(document, lambda: print(tile_table.text(document, extents, tiling), end=""), insist=True)
+    return Outcome(document, lambda: print(tables.text(document, extents, tiling), end=""), insist=True)
 
 
 def _extents(items: list[str]) -> tuple[int, ...]:
@@ -54,7 +53,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 def _topology(text: str) -> Outcome:
     from tapestry.interop import instance_map
 
-    found = instance_map.parse(text)
+    found = instance_map.parse_instances(text)
     names = instance_map.recognise(found)
     one_way = sorted((i, j) for i, j in found.links if (j, i) not in found.links)
     rows = [{"kind": s.kind, "detail": list(s.detail), "two_way": s.two_way, "notes": list(s.notes)} for s in names]
@@ -78,12 +77,12 @@ def _model(args: argparse.Namespace) -> Outcome:
     import numpy as np
 
     from tapestry import api
-    from tapestry.sharding import tiled_evaluation
+    from tapestry.sharding import check_sharding
 
     path = Path(args.model)
     build = api.compile(path, shapes=shapes(args.shape), topology="cpu")
     feeds = build.random_feeds(0)
-    done = tiled_evaluation.evaluated(path, feeds)
+    done = check_sharding.evaluated(path, feeds)
     ours = build.run(feeds)
     wrong = [s.node for s in done.steps if s.wrong]
     agree = all(np.allclose(ours[n], a, rtol=1e-3, atol=1e-4, equal_nan=True) for n, a in done.outputs.items())

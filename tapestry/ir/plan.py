@@ -6,11 +6,15 @@ A Plan is replayable as Moves: ``split@y{dim=n,parts=8,to=mesh.d0}`` for every p
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from math import prod
 
-from tapestry.ir.graph import Graph, Split
+from tapestry.ir.expr import PRIMITIVES, Call, walk
+from tapestry.ir.graph import Block, Dim, Graph, Op, Split
+from tapestry.ir.types import FLOATS
 
 Layout = tuple[int | None, ...]
 """For each mesh axis, the tensor axis that it cuts, or ``None`` where the tensor is replicated along it."""
@@ -91,7 +95,7 @@ class Plan:
         inputs: layouts in which some graph inputs (or weights) start, as the user fixed them.
         outputs: layouts in which some graph outputs must end.
         streamed: weights that are loaded from the host for every use and freed after it, instead of staying loaded.
-        native_sums: whether partial sums are rounded to the results' dtype before they travel (`ir.state.native`).
+        native_sums: whether partial sums are rounded to the results' dtype before they travel (`ir.recognise.native`).
     """
 
     graph: Graph
@@ -213,3 +217,115 @@ def interval(extent: int, mesh: Mesh, axes: tuple[int, ...], coordinate: tuple[i
     after it of T in all, ``[⌊s·extent/T⌋, ⌊t·extent/T⌋)``. Fewer axes (the slowest of them) give a part that contains it."""
     before, (_, k) = shares(mesh, axes), part(mesh, axes, coordinate)
     return before[k] * extent // before[-1], before[k + 1] * extent // before[-1]
+
+
+# The Kernel: one block of one operation, with the boxes of the buffers it reads and writes.
+#
+# Everything a code generator needs besides the Graph. Boxes are half-open intervals per axis in the coordinates of the
+# whole tensor or index space; a buffer is a contiguous row-major array of exactly its box.
+
+
+Box = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kernel:
+    """A block of ``graph.ops[op]``.
+
+    Attributes:
+        mode: ``full`` computes outputs; ``partial`` computes monoid states over the block's part of the reduced
+            dimensions (one buffer per field, no ``then``); ``finish`` applies ``then`` to merged states.
+        block: box over ``op.space`` (map dimensions, then reduced ones); for ``finish`` over the map dimensions alone.
+        ins: for each read of a Block (each input of an Opaque), the box of the buffer that holds it; ``None`` for a read
+            that this mode does not use (and for an absent optional input).
+        outs: for each output (``partial``: each field; ``finish``: also the box of the states read), the buffer's box.
+    """
+
+    op: int
+    mode: str
+    block: Box
+    ins: tuple[Box | None, ...]
+    outs: tuple[Box, ...]
+
+
+def shape(box: Box) -> tuple[int, ...]:
+    """Extents of a box."""
+    return tuple(hi - lo for lo, hi in box)
+
+
+def size(box: Box) -> int:
+    """Number of points of a box."""
+    return prod(max(0, hi - lo) for lo, hi in box)
+
+
+def intersect(a: Box, b: Box) -> Box | None:
+    """Common points of two boxes of one rank; ``None`` when there are none."""
+    out = tuple((max(p, r), min(q, s)) for (p, q), (r, s) in zip(a, b, strict=True))
+    return None if any(lo >= hi for lo, hi in out) else out
+
+
+def inside(a: Box, b: Box) -> bool:
+    """Whether every point of a is in b."""
+    return all(r <= p and q <= s for (p, q), (r, s) in zip(a, b, strict=True)) or size(a) == 0
+
+
+def whole(extents: tuple[int, ...]) -> Box:
+    """The box of a whole tensor."""
+    return tuple((0, n) for n in extents)
+
+
+def cut(extent: int, parts: int, k: int) -> tuple[int, int]:
+    """Block k of ``parts`` contiguous blocks of [0, extent): sizes differ by at most one, none is empty if parts <= extent."""
+    return k * extent // parts, (k + 1) * extent // parts
+
+
+def strides(box: Box) -> tuple[int, ...]:
+    """Row-major strides, in elements, of the buffer that holds a box."""
+    extents = shape(box)
+    return tuple(prod(extents[k + 1 :]) for k in range(len(extents)))
+
+
+# Exact plans: the same bits on any number of devices that divides `PARTS`.
+#
+# Rounding depends on the order of sums and on how a library's kernels treat the shape that they are given. So every operation
+# that rounds in ways that are not fixed by IEEE 754 is computed in canonical blocks: its **canonical dimension** (chosen by
+# the operation alone) is cut into `PARTS` balanced blocks, whatever the mesh, and each block is one call on contiguous copies
+# of exactly its footprint. A device gets whole blocks, because cuts into P parts are among the cuts into `PARTS` when P divides
+# it. Reduced dimensions are never cut, unless merging is exact (integers and booleans). Operations made of correctly rounded
+# primitives alone, cell by cell, may be cut anywhere.
+
+
+PARTS = 24  # 1, 2, 3, 4, 6, 8, 12 and 24 devices
+
+
+def free(op: Op) -> bool:
+    """Whether any split of the operation gives the same bits."""
+    if not isinstance(op, Block):
+        return False
+    if op.monoid is not None and any(e.dtype in FLOATS for e in op.body):
+        return False
+    calls = [x for e in (*op.body, *op.then) for x in walk(e) if isinstance(x, Call)]
+    return all(PRIMITIVES[c.fn].exact or not ({c.dtype, *(a.dtype for a in c.args)} & FLOATS) for c in calls)
+
+
+def canonical(op: Op) -> Dim | None:
+    """The one dimension that an operation may be cut along: the first of at least `PARTS` points, else the longest."""
+    large = [d for d in op.dims if d.size >= PARTS]
+    if large:
+        return large[0]
+    return max((d for d in op.dims if d.size > 1), key=lambda d: d.size, default=None)
+
+
+def may_cut(op: Op, dim: str, parts: int) -> bool:
+    """Whether a cut of a dimension into so many parts leaves every bit as it is."""
+    if free(op):
+        return True
+    found = canonical(op)
+    return found is not None and found.name == dim and PARTS % parts == 0
+
+
+def blocks(size: int, lo: int, hi: int) -> list[tuple[int, int]]:
+    """The canonical blocks of ``[0, size)`` inside ``[lo, hi)``, which are the cuts of some number of parts."""
+    edges = [k * size // PARTS for k in range(PARTS + 1)]
+    inside = sorted({e for e in edges if lo <= e <= hi} | {lo, hi})
+    return list(itertools.pairwise(inside))

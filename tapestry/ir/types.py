@@ -51,7 +51,7 @@ class Weight:
         file: path relative to the model's folder, or ``""`` for bytes kept in the build's own ``constants.bin``.
         offset, length: byte range in that file (little-endian, row-major).
         name: the initializer's name when the bytes are inside the ONNX protobuf itself (offset is then 0).
-        sha256: of the elements, row-major, or of the hashes of their tiles (`build.weight_tiles`); ``""`` where the data is
+        sha256: of the elements, row-major, or of the hashes of their tiles (`build.packed_program`); ``""`` where the data is
             absent (``--no-weights``).
         tiles: those hashes, one after another; no part of the graph's text.
     """

@@ -15,14 +15,12 @@ from onnx import ModelProto
 from tapestry.errors import ModelError, refusing
 from tapestry.ir.graph import Graph, Opaque
 from tapestry.ir.types import HOST, Tensor, numpy_dtype
-from tapestry.lift.file.diagnosis import complete
 from tapestry.lift.file.protos import standard_opset
-from tapestry.lift.file.structure import check_operators, check_tensor, load, opsets_of, tensors
-from tapestry.lift.file.symbols import Given
+from tapestry.lift.file.structure import Given, check_operators, check_tensor, complete, load, opsets_of, tensors
 from tapestry.lift.file.weight_data import stored_tensors
-from tapestry.lift.microsoft import contrib
 from tapestry.lift.onnx_to_graph import SUSPECT, Lifted, input_dims, lift
-from tapestry.lift.sizes.equal_sizes import follow, given_sizes
+from tapestry.lift.operators import microsoft
+from tapestry.lift.sizes.model_sizes import follow, given_sizes
 from tapestry.onnx_eval import opaque_node
 
 TRIAL = 8  # the size that an unbound symbol has in the report
@@ -66,7 +64,7 @@ def examine(path: Path, shapes: Given = {}, *, weights: bool = True) -> Examined
 
 def _examine(path: Path, model: ModelProto, shapes: Given, weights: bool) -> Examined:
     nodes = len(model.graph.node)
-    contrib.define(model)
+    microsoft.define(model)
     problems = [*_operators(model), *_data(model, path.parent, weights)]
     stored = set(stored_tensors(model))
     inputs: Mapping[str, list[int | str]] = {}

@@ -1,5 +1,3 @@
-# pyright: basic
-# onnx and onnxruntime come without complete types
 """Run the ONNX node inside an opaque operation, exact and unhurried, by onnxruntime or the ONNX reference evaluator.
 
 The CPU target asks onnxruntime first, the verifier's interpreter (``independent``) the reference evaluator, so that a mistake
@@ -14,17 +12,23 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 
 from tapestry.errors import TapestryError
 from tapestry.ir.graph import Opaque
 from tapestry.ir.types import HOST, STORED, numpy_dtype
-from tapestry.onnx_eval.one_rounding import SHORT, once, reference_evaluator
 from tapestry.onnx_eval.ort_session import Guarded, OrtError, apart
+from tapestry.onnx_eval.reference_fixes import SHORT, once, reference_evaluator
 
 Array = np.ndarray[Any, Any]
+
+
+# pyright: basic
+# onnx and onnxruntime come without complete types
+
+
 Evaluator = Callable[[Mapping[str, Any]], Sequence[Any]]
 Types = tuple[tuple[str, Any, tuple[int | None, ...] | None], ...]
 Expected = tuple[str, tuple[int, ...]]  # dtype ("" for any) and shape of a result; a host value may have any
@@ -342,3 +346,21 @@ def _reference(node: bytes, opsets: tuple[tuple[str, int], ...], types: Types) -
 @lru_cache(maxsize=512)
 def _onnxruntime(node: bytes, opsets: tuple[tuple[str, int], ...], types: Types) -> Evaluator:
     return Guarded(_model(node, opsets, types).SerializeToString())
+
+
+# Of what kind an ONNX value of unknown type is: a tensor, a sequence, or a map.
+
+
+def is_array(value: object) -> TypeGuard[np.ndarray[Any, Any]]:
+    """A tensor."""
+    return isinstance(value, np.ndarray)
+
+
+def is_sequence(value: object) -> TypeGuard[Sequence[Any]]:
+    """A sequence: a list or a tuple."""
+    return isinstance(value, list | tuple)
+
+
+def is_map(value: object) -> TypeGuard[Mapping[Any, Any]]:
+    """A map, or values by name."""
+    return isinstance(value, Mapping)

@@ -17,16 +17,13 @@ from math import prod
 
 from tapestry.ir.expr import Call, Expr, uncast, walk
 from tapestry.ir.graph import Block, Graph, Op
-from tapestry.ir.recognise.contraction import folded_roles, kept, product_roles, products
+from tapestry.ir.recognise import folded_roles, kept, product_roles, products
 from tapestry.ir.types import itemsize
 from tapestry.plan.topology.fabric import Device
-from tapestry.rewrites.contractions.fuse_contraction import FuseContraction
-from tapestry.rewrites.contractions.fuse_dequantize import NarrowFactors
-from tapestry.rewrites.contractions.fuse_siblings import FuseSums
-from tapestry.rewrites.core.applied import chosen
-from tapestry.rewrites.core.driver import simplify
+from tapestry.rewrites.contractions import FuseContraction, FuseSums, NarrowFactors
+from tapestry.rewrites.core.driver import chosen, simplify
+from tapestry.rewrites.core.edit import Tile, evaluated, loaded, tile_of
 from tapestry.rewrites.core.rule import Move
-from tapestry.rewrites.core.tile_footprint import Tile, evaluated, loaded, tile_of
 from tapestry.rewrites.maps.inline_map import InlineMap
 
 CACHE = 2.0  # bandwidth of the cache that tiles share (L2), as a multiple of the memory's: 5.5 of 3.35 TB/s on H100

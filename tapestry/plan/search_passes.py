@@ -14,19 +14,17 @@ from dataclasses import dataclass, field, replace
 
 from tapestry.errors import some
 from tapestry.ir.graph import Graph
+from tapestry.plan.alternatives import WholePlan, idle_beside, one_device, within_tables
 from tapestry.plan.book.algebra import Book
 from tapestry.plan.fusion import fused
-from tapestry.plan.memory.fit import Fitted, fit
-from tapestry.plan.memory.refit import refitted
+from tapestry.plan.memory import Fitted, fit, refitted
 from tapestry.plan.pipelines.stage_choice import Choice, choose
-from tapestry.plan.search.planner import SMALL, TINY, cheapest
+from tapestry.plan.search.planner import SMALL, TINY, cheapest, start_of
 from tapestry.plan.search.priced_plan import NEAR, PricedPlan, TooBig, peak
 from tapestry.plan.search.problem import Problem
-from tapestry.plan.search.resume import start_of
 from tapestry.plan.solver.budget import SECOND, Budget
 from tapestry.plan.structural_search import SIMPLIFYING, WORTH, Improvement, Tried
 from tapestry.plan.task import STEPS, Task
-from tapestry.plan.whole_graph import Alternative, idle_beside, one_device, within_tables
 from tapestry.rewrites.core.driver import OPTIONAL, disabled_by, simplify, without
 from tapestry.rewrites.core.rule import Move
 
@@ -137,7 +135,7 @@ class Planned:
     choice: Choice
     fitted: Fitted | None
     scope: Scope = field(default_factory=Scope)
-    alternatives: tuple[Alternative, ...] = ()
+    alternatives: tuple[WholePlan, ...] = ()
 
 
 def fuse_by_price(graph: Graph, task: Task) -> Form:
@@ -369,7 +367,7 @@ def compare_whole_graph(
     if not task.topology.kinds:
         fitting = [(f, o) for f, o in alone if peak(f) <= task.topology.device.memory]
         found, of = min(fitting or alone, key=lambda a: a[0].objective)
-        others = [Alternative(name="one device", objective=found.objective, fits=bool(fitting)), *others]
+        others = [WholePlan(name="one device", objective=found.objective, fits=bool(fitting)), *others]
         same = found.objective <= plan.objective and not any(d for s in plan.plan.strategies for d in s.dims)
         free = task.request.stages is None and not task.request.explicit and bool(fitting)
         close = found.objective * (1 - task.topology.margin) < plan.objective * WORTH

@@ -8,12 +8,11 @@ from pathlib import Path
 
 from tapestry.errors import TapestryError
 from tapestry.ir.graph import changes
-from tapestry.ir.syntax.parser import parse
-from tapestry.rewrites.core.applied import apply_moves
+from tapestry.ir.parser import parse
+from tapestry.rewrites.core.driver import apply_moves
 from tapestry.rewrites.core.rule import RULES, parse_move
 from tapestry.rewrites.core.rule_check import documented
-from tapestry.rewrites.equations.equation import Equation
-from tapestry.rewrites.equations.rounding import rounding
+from tapestry.rewrites.equations.build import Equation, rounding
 from tapestry.rewrites.equations.rule_texts import load_rules
 from tapestry.verify.rewriting.proofs import prove_steps
 

@@ -23,7 +23,7 @@ import msgspec
 import numpy as np
 import onnx
 
-from tapestry.build.cache import Cache
+from tapestry.build.store import Cache
 from tapestry.errors import BuildError, ModelError, TapestryError
 from tapestry.ir.graph import Graph
 from tapestry.ir.types import Tensor, numpy_dtype

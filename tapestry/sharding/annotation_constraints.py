@@ -9,27 +9,226 @@ kept is listed, never dropped in silence.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
+from functools import reduce
+from math import prod
 from typing import Any, NoReturn, cast
 
 import numpy as np
 
 from tapestry.errors import PlanError, TapestryError
-from tapestry.interop import onnx_annotations
-from tapestry.interop.annotation_rules import Context, spec_rules
-from tapestry.interop.onnx_annotations import read_json
-from tapestry.interop.placement import Placement, fused_sizes, layout_of, placement
-from tapestry.interop.sharding_specs import ShardedDim, ShardingSpec, with_sizes
-from tapestry.ir.graph import Block, Graph, Op
-from tapestry.ir.index import dims_of, evaluate
+from tapestry.interop import annotation_rules
+from tapestry.interop.annotation_rules import Context, read_json, spec_rules
+from tapestry.interop.placement import Intervals, Placement, fused_sizes, held, layout_of, placement, spec_for
+from tapestry.interop.sharding_specs import ShardedDim, ShardingSpec, SimpleShard, with_sizes
+from tapestry.ir.expr import Arg
+from tapestry.ir.graph import Block, Dim, Graph, Op, Read
+from tapestry.ir.index import Aff, dim, dims_of, evaluate, floordiv, modulo
 from tapestry.ir.plan import Layout, Mesh
-from tapestry.plan.layout_constraints import Dims, LayoutConstraints
-from tapestry.rewrites.core.applied import apply_moves, swept
-from tapestry.rewrites.core.driver import applied, disabled_by, simplify, without
+from tapestry.plan.pipelines.segments import stage_numbers
+from tapestry.plan.strategy import Dims, LayoutConstraints
+from tapestry.rewrites.core.driver import applied, apply_moves, disabled_by, simplify, swept, without
+from tapestry.rewrites.core.edit import is_view
 from tapestry.rewrites.core.rule import RULES, Move, parse_move
 from tapestry.sharding.annotations import Annotations, shapes
-from tapestry.sharding.view_layouts import laid, layout_behind, view_at
+
+# Pipeline stages that a user or a file gives: by the nodes at which stages end, or by the stage of every node.
+
+
+def at_nodes(nodes: Sequence[str], lifted: Graph) -> dict[str, int]:
+    """The stage of every tensor when stages end with these nodes (or, with commas, at several nodes together): each has what
+    its nodes need and no earlier stage has; the last one has the rest.
+
+    Raises:
+        PlanError: there is no such operation, or a stage would have none.
+    """
+    makers, out = lifted.producers(), dict[str, int]()
+    for k, text in enumerate(nodes):
+        found = list(_operations(text, lifted))
+        need = list(found)
+        while need:
+            op = lifted.ops[need.pop()]
+            if op.outs[0] in out:
+                continue
+            out |= dict.fromkeys(op.outs, k)
+            need += [makers[t] for t in op.inputs if t in makers]
+        if k not in out.values():
+            before = f"'{text}' is needed by what '{nodes[k - 1]}' ends with" if k else ""
+            raise PlanError("a stage would have no operation", where=f"--stage-at {text}", why=before, hint="another order")
+    rest = {t: len(nodes) for op in lifted.ops for t in op.outs if t not in out}
+    if not rest:
+        hint = "the last stage has what is left: leave this node out"
+        raise PlanError("the last stage would have no operation", where=f"--stage-at {nodes[-1]}", hint=hint)
+    return out | rest
+
+
+def _operations(text: str, lifted: Graph) -> Iterator[int]:
+    """The operations of the nodes that a text names: one name, or several with commas between them."""
+    named = [text] if any(text in (*op.source, *op.outs) for op in lifted.ops) else text.split(",")
+    for name in named:
+        found = [i for i, op in enumerate(lifted.ops) if name in op.source or name in op.outs]
+        if not found:
+            known = sorted({s for op in lifted.ops for s in op.source})
+            hint = f"for example {', '.join(get_close_matches(name, known, 4) or known[:6])}"
+            why = "it is no node, or lifting folded it away"
+            raise PlanError(f"there is no operation '{name}'", where=f"--stage-at {text}", why=why, hint=hint)
+        yield from found
+
+
+def of_file(marks: Annotations, lifted: Graph) -> dict[str, int]:
+    """The stage of every tensor as the file's nodes say; one without a stage is in the first that has all it reads.
+
+    Raises:
+        PlanError: none of the operations is in one of the stages.
+    """
+    numbers = {k: n for n, k in enumerate(sorted({*marks.stage_of.values(), *marks.node_stages.values()}))}
+    known: dict[str, int] = {}
+    for op in lifted.ops:
+        of_nodes = [numbers[marks.node_stages[s]] for s in op.source if s in marks.node_stages]
+        for t in op.outs:
+            if t in marks.stage_of or of_nodes:
+                known[t] = numbers[marks.stage_of[t]] if t in marks.stage_of else max(of_nodes)
+    found = {t: k for op, k in zip(lifted.ops, stage_numbers(lifted, known), strict=True) for t in op.outs}
+    missing = set(range(len(numbers))) - set(found.values())
+    if missing:
+        what = f"pipeline stage {min(missing)} of the file has no operation"
+        raise PlanError(what, where=marks.configuration, why="its nodes are views, constants, or dead", hint="--stages 1")
+    return found
+
+
+# Where the cells of a view are, from where those of the tensor behind it are; and the other way round.
+#
+# A view (a reshape, a transpose, a slice) has no place of its own in a plan. A spec of one is a layout of what it is a view of,
+# and the layout of that is a spec of the view: with several ``simple_sharding`` entries for an axis fused from several.
+
+
+MAX_CELLS = 1 << 22  # of the axes that one index expression ties together
+
+
+def view_at(graph: Graph, tensor: str) -> Block | None:
+    """The view that writes a tensor, if one does and nothing is filled in by it."""
+    at = graph.producers().get(tensor, -1)
+    op = graph.ops[at] if at >= 0 else None
+    if op is None or not is_view(op) or op.reads[0].when or op.reads[0].other is not None:
+        return None
+    return op
+
+
+def fused_view(move: Move, lifted: Graph, plan: Graph) -> Block | None:
+    """The view of what an ``unfuse`` move computes that its result became; ``None`` where the plan has no such tensor."""
+    t, source = lifted.tensors.get(move.at), plan.tensors.get(f"{move.at}.{move.text('dim')}")
+    if t is None or source is None or len(source.shape) != len(t.shape) + 1:
+        return None
+    k = next((k for k in range(len(t.shape)) if source.shape[k] * source.shape[k + 1] == t.shape[k] != source.shape[k]), 0)
+    dims = tuple(Dim(f"x{j}", n) for j, n in enumerate(t.shape))
+    index = [dim(d.name) for d in dims]
+    place = (*index[:k], floordiv(index[k], source.shape[k + 1]), modulo(index[k], source.shape[k + 1]), *index[k + 1 :])
+    return Block(outs=(move.at,), dims=dims, reads=(Read(tensor=source.name, index=place),), body=(Arg(0, t.dtype),))
+
+
+def seen_through(view: Block, behind: Placement) -> Placement | None:
+    """The placement of a view's result; ``None`` where a device has no product of intervals of it, or it is too large."""
+    pieces: dict[int, tuple[Intervals, ...]] = {}
+    known: dict[tuple[Intervals, ...], tuple[Intervals, ...] | None] = {}
+    for device, piece in behind.pieces.items():
+        if piece not in known:
+            known[piece] = _through(view, piece)
+        found = known[piece]
+        if found is None:
+            return None
+        if all(found):
+            pieces[device] = found
+    return Placement(tuple(d.size for d in view.dims), pieces)
+
+
+def _through(view: Block, piece: tuple[Intervals, ...]) -> tuple[Intervals, ...] | None:
+    """The cells of a view that read some cells: intervals per axis; an axis without any means that there are none."""
+    index, out = view.reads[0].index, dict[str, Intervals]()
+    for names in _tied(index, [d.name for d in view.dims]):
+        sizes = [d.size for d in view.dims if d.name in names]
+        if prod(sizes) > MAX_CELLS:
+            return None
+        grid = dict(zip([d.name for d in view.dims if d.name in names], np.indices(sizes, sparse=True), strict=True))
+        mask = np.ones(sizes, bool)
+        for e, cells in zip(index, piece, strict=True):
+            if dims_of(e) & names:
+                at = np.asarray(evaluate(e, grid))
+                mask &= np.logical_or.reduce([(at >= lo) & (at < hi) for lo, hi in cells])
+        rows = [np.any(np.asarray(mask), axis=tuple(j for j in range(len(sizes)) if j != k)) for k in range(len(sizes))]
+        whole = (row.reshape([-1 if j == k else 1 for j in range(len(sizes))]) for k, row in enumerate(rows))
+        if not np.array_equal(mask, reduce(np.logical_and, whole)):
+            return None
+        for name, row in zip([d.name for d in view.dims if d.name in names], rows, strict=True):
+            out[name] = _runs(row)
+    fixed = [(e, cells) for e, cells in zip(index, piece, strict=True) if not dims_of(e)]
+    here = all(any(lo <= e.const < hi for lo, hi in cells) for e, cells in fixed)
+    return tuple(out[d.name] if here else () for d in view.dims)
+
+
+def _tied(index: Sequence[Aff], names: Sequence[str]) -> Iterator[frozenset[str]]:
+    """Dimensions in groups that no index expression ties together."""
+    groups = [frozenset({n}) for n in names]
+    for e in index:
+        tied = [g for g in groups if g & dims_of(e)]
+        groups = [g for g in groups if g not in tied] + ([frozenset[str]().union(*tied)] if tied else [])
+    yield from groups
+
+
+def _runs(row: np.ndarray) -> Intervals:
+    ends = np.flatnonzero(np.diff(np.concatenate(([False], row, [False])).astype(np.int8)))
+    return tuple((int(a), int(b)) for a, b in zip(ends[::2], ends[1::2], strict=True))
+
+
+def layout_behind(views: Sequence[Block], wanted: Placement, shape: tuple[int, ...], mesh: Mesh) -> Layout | None:
+    """The layout of a tensor of some shape that puts the cells of a view of it where they are wanted.
+
+    Args:
+        views: the view, what that is a view of, and so on to the tensor.
+    """
+    for layout in itertools.product([None, *range(len(shape))], repeat=len(mesh)):
+        found: Placement | None = laid(layout, shape, mesh)
+        for view in reversed(views):
+            found = None if found is None else seen_through(view, found)
+        if found is not None and found.pieces == wanted.pieces:
+            return layout
+    return None
+
+
+def laid(layout: Layout, shape: tuple[int, ...], mesh: Mesh) -> Placement:
+    """A layout as a placement."""
+    boxes = enumerate(held(layout, shape, mesh))
+    return Placement(shape, {d: tuple((x,) for x in b) for d, b in boxes if all(lo < hi for lo, hi in b)})
+
+
+def view_spec(tensor: str, view: Block, layout: Layout, shape: tuple[int, ...], mesh: Mesh) -> ShardingSpec | None:
+    """The spec of a view of a tensor of some shape in a layout; ``None`` where sharding specs cannot say it."""
+    place = seen_through(view, laid(layout, shape, mesh))
+    if place is None:
+        return None
+    dims: list[ShardedDim] = []
+    cutters: list[tuple[int, ...]] = []
+    for k, d in enumerate(view.dims):
+        walked = [j for j, e in enumerate(view.reads[0].index) if [*dims_of(e)] == [d.name] and shape[j] > 1]
+        if not any(j in layout for j in walked):
+            continue
+        env = {d.name: np.arange(d.size)}
+        steps = {j: int(np.argmax(np.asarray(evaluate(view.reads[0].index[j], env)) == 1)) for j in walked}
+        walked.sort(key=lambda j: steps[j], reverse=True)
+        by = [tuple(a for a, t in enumerate(layout) if t == j) for j in walked]
+        counts = [prod(mesh[a].size for a in axes) for axes in by]
+        entries = tuple(SimpleShard(n, shape[j]) for n, j in zip(counts, walked, strict=True))
+        if len(walked) == 1 or (all(n == 1 for n in counts[1:]) and shape[walked[0]] % counts[0] == 0):
+            entries, by = (SimpleShard(counts[0], d.size),), by[:1]
+        dims.append(ShardedDim(k, entries))
+        cutters += by
+    spec = replace(spec_for(tensor, cutters, mesh), dims=tuple(dims))
+    return spec if prod(s.num_shards or 1 for d in dims for s in d.shards) == len(spec.devices) and _same(spec, place) else None
+
+
+def _same(spec: ShardingSpec, place: Placement) -> bool:
+    return placement(spec, place.shape).pieces == place.pieces
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +269,7 @@ def constraints(a: Annotations, lifted: Graph, over: Mesh, stage_of: Mapping[str
     reads = {k: said.layout(s, f"node '{k[0]}'", read=True) for k, s in said.given.reads.items() if k[1] in lifted.tensors}
     values = {t: said.layout(s, f"tensor '{t}'") for t, s in said.given.values.items() if t in lifted.tensors}
     notes += [f"'{t}' is not computed any more (folded or dead)" for t in (*a.outs, *a.values) if t not in lifted.tensors]
-    chosen = [parse_move(str(m)) for m in read_json(a.model, onnx_annotations.MOVES, list)]
+    chosen = [parse_move(str(m)) for m in read_json(a.model, annotation_rules.MOVES, list)]
     graph, outs, more = _kept(said, wanted, tuple(fused), disabled_by(chosen), stage_of or {})
     notes += more
     graph, moves = _moved(graph, chosen, notes)
@@ -325,7 +524,7 @@ def _ends(
     """Layouts of inputs and outputs: as the file says; of inputs that it says nothing of, what all their readers give."""
     inputs = {t: values[t] for t in (*graph.inputs, *graph.weights) if t in values}
     outputs = {t: values[t] for t in graph.outputs if t in values}
-    for t in graph.inputs if onnx_annotations.MESH not in a.model else ():
+    for t in graph.inputs if annotation_rules.MESH not in a.model else ():
         given = [reads.get((s, t)) for i in graph.consumers().get(t, []) for s in graph.ops[i].source]
         if t not in inputs and given and given[0] is not None and all(g == given[0] for g in given):
             inputs[t] = given[0]
@@ -336,11 +535,11 @@ def _dims(a: Annotations, graph: Graph, outs: Mapping[str, Layout], over: Mesh) 
     """What every mesh axis cuts, exactly, where the file's metadata completes its specs; and layouts inside nodes."""
     out: dict[str, Dims] = {}
     inner: dict[str, Layout] = {}
-    if onnx_annotations.MESH not in a.model:
+    if annotation_rules.MESH not in a.model:
         return out, inner
     blocks = {op.outs[0] for op in graph.ops if isinstance(op, Block)}
     for props in a.nodes.values():
-        for name, s in read_json(props, onnx_annotations.INTERNAL, dict).items():
+        for name, s in read_json(props, annotation_rules.INTERNAL, dict).items():
             if _complete(s, len(over)):
                 out[str(name)] = tuple(s["dims"])
                 inner |= {str(name): tuple(s["out"])} if name in blocks else {}
@@ -349,7 +548,7 @@ def _dims(a: Annotations, graph: Graph, outs: Mapping[str, Layout], over: Mesh) 
         if not isinstance(op, Block) or layout is None or op.outs[0] in out:
             continue
         properties = a.nodes.get(a.writer.get(op.outs[0], ""), {})
-        rows: list[Any] = read_json(properties, onnx_annotations.PARTIAL, list)
+        rows: list[Any] = read_json(properties, annotation_rules.PARTIAL, list)
         partial: dict[str, dict[str, Any]] = {p["mesh_axis"]: p for p in rows if isinstance(p, dict) and "mesh_axis" in p}
         dims: list[str | None] = []
         for axis, k in zip(over, layout, strict=True):

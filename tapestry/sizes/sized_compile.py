@@ -8,23 +8,134 @@ the region shrinks, and what it leaves is another one.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
-from tapestry import model_evidence, pipeline
+from tapestry import flags, model_evidence, pipeline
 from tapestry.build import store
 from tapestry.build.sized_builds import SizedBuild, SizedRegion
 from tapestry.errors import ModelError, TapestryError
-from tapestry.ir.sizes.size_formula import Formula, Region, Sizes
-from tapestry.ir.sizes.symbolic_plan import SymbolicPlan
+from tapestry.ir.symbolic_plan import Formula, Region, Sizes, SymbolicPlan
 from tapestry.lift import onnx_to_graph as lift
-from tapestry.lift.sizes.model_sizes import SameModel, same_model
+from tapestry.lift.file.structure import TEXT
+from tapestry.lift.sizes.model_sizes import SameModel, Sum, follow, given_sizes, same_model
 from tapestry.pass_runner import Report
-from tapestry.sizes.asked_sizes import Asked, middle
-from tapestry.sizes.settled_regions import fixed, settled, without
-from tapestry.sizes.sized_plans import OtherPlan, PlanAtSizes
-from tapestry.verify.sizes.size_proofs import SizedLawError
+from tapestry.runtime.session import MakeExecutor, OnceRead, Session, Slices
+from tapestry.runtime.target_protocol import Target
+from tapestry.sizes.sized_plans import OtherPlan, PlanAtSizes, fixed, settled, without
+from tapestry.verify.sized_laws import SizedLawError
+
+# What ``--shape`` asks for: sizes of symbols, and ranges and lists of them.
+
+
+MOST_LISTED = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """Symbols with more than one size, the sizes of all of them, and what is fixed."""
+
+    symbols: tuple[str, ...]
+    region: Region
+    fixed: Mapping[str, Any]
+
+
+def asked(model: Path, shapes: Mapping[str, Any]) -> Asked | None:
+    """The ranges among the sizes that are asked for; ``None`` where there is none.
+
+    Raises:
+        TapestryError: a range is none, or is of no symbol of the model.
+    """
+    found = {name: value for name, value in shapes.items() if _several(value)}
+    if not found or model.suffix == TEXT:
+        return None
+    proto = lift.read_model(model, False).model
+    inputs = lift.input_dims(proto, set())
+    found = {name: value for name, value in found.items() if name not in inputs}
+    if not found:
+        return None
+    symbols = {s for dims in inputs.values() for s in dims if isinstance(s, str)}
+    unknown = next((s for s in found if s not in symbols), None)
+    if unknown is not None:
+        what = f"'{unknown}' is no symbol of the model"
+        why = f"its symbols are {', '.join(sorted(symbols))}" if symbols else f"it has none; its inputs are {', '.join(inputs)}"
+        raise TapestryError(what, where="--shape", why=why)
+    some, fixed = {s: _sizes(s, value) for s, value in found.items()}, {s: v for s, v in shapes.items() if s not in found}
+    known, rules = given_sizes(proto, inputs, fixed)
+    for s in reversed(found):
+        others = {t: sizes for t, sizes in some.items() if t != s}
+        if _follows(s, some[s], others, known, rules):
+            some = others
+    low, high = tuple(s[0] for s in some.values()), tuple(s[-1] for s in some.values())
+    among = {k: tuple(s) for k, s in enumerate(some.values()) if not isinstance(s, range)}
+    return Asked(symbols=tuple(some), region=Region(low, high, among), fixed=fixed)
+
+
+def _follows(
+    symbol: str, sizes: Sequence[int], others: Mapping[str, Sequence[int]], known: Mapping[str, int], rules: Sequence[Sum]
+) -> bool:
+    """Whether a symbol has no sizes of its own, but those that follow from others.
+
+    Raises:
+        TapestryError: those that are asked for are not the ones that follow.
+    """
+    ends = [{**known, **{s: some[k] for s, some in others.items()}} for k in (0, -1)]
+    what = [follow(rules, end).get(symbol) for end in ends][-1]
+    if what is None:
+        return False
+    low, high = sorted(end[symbol] for end in ends)
+    if list(sizes) != list(others.get(str(what), range(low, high + 1))):
+        why = f"{symbol} has to be {what} (because of {what.why}), which is {low}..{high}"
+        raise TapestryError("--shape contradicts the model", where=symbol, why=why, hint=f"leave {symbol} out of --shape")
+    return True
+
+
+def _several(value: Any) -> bool:
+    if isinstance(value, str):
+        return ".." in value or "," in value
+    return isinstance(value, range) or (isinstance(value, Sequence) and len(cast("Sequence[object]", value)) > 1)
+
+
+def _sizes(symbol: str, value: Any) -> Sequence[int]:
+    """All sizes of a symbol: a range, or a list in order.
+
+    Raises:
+        TapestryError: they are none.
+    """
+    try:
+        if isinstance(value, range):
+            some: Sequence[int] = value
+        elif isinstance(value, str) and ".." in value:
+            low, high = map(int, value.split(".."))
+            some = range(low, high + 1)
+        else:
+            given = cast("str | Sequence[Any]", value)
+            some = sorted({int(v) for v in (given.split(",") if isinstance(given, str) else given)})
+    except ValueError:
+        some = []
+    step = some.step if isinstance(some, range) else 1
+    if not some or some[0] < 1 or step != 1 or (not isinstance(some, range) and len(some) > MOST_LISTED):
+        what = f"'{value}' is no range of sizes"
+        raise TapestryError(what, where=f"--shape {symbol}", hint=f"{symbol}=1..64, or {symbol}=128,256,512")
+    return some
+
+
+def middle(region: Region, parts: int) -> Sizes:
+    """Sizes for which the plan of a region is made: the geometric mean of each symbol's, even parts where there is room.
+
+    Not 1, where there are others: an axis of 1 is broadcast.
+    """
+    out: list[int] = []
+    for k in range(len(region.low)):
+        some = region.along(k)
+        mean = min(max(2, round(math.sqrt(some[0] * some[-1]))), some[-1])
+        even = -(-mean // parts) * parts
+        near = even if even <= some[-1] else mean
+        out.append(near if k not in region.among else min(some, key=lambda n: abs(math.log(n / mean))))
+    return tuple(out)
+
 
 MOST_REGIONS = 16
 
@@ -205,3 +316,37 @@ def _near(free: Sequence[int], made_at: Sizes, region: Region | None) -> list[Si
     out = [tuple(n + (j == k) for j, n in enumerate(made_at)) for k in free]
     most = tuple(n + 2 * (k in free) if region is None else region.along(k)[-1] for k, n in enumerate(made_at))
     return [*out, most] if free else []
+
+
+# Opening sessions of one build at several sizes, on one copy of its weights.
+
+
+class SizedOpener:
+    """Opens sessions of one build at several sizes, all on one copy of its weights, packed ones included.
+
+    Args:
+        make: the executor, where it is a rank's.
+        weights: slices from elsewhere than the model's files.
+    """
+
+    def __init__(self, make: MakeExecutor[Target] | None = None, weights: Slices | None = None) -> None:
+        self.once, self.make, self.weights = OnceRead(), make, weights
+        self.packed: dict[Hashable, Any] = {}
+
+    def __call__(self, build: store.Build, constants: bytes, compiles: bool, equal: Mapping[tuple[int, int], int]) -> Session:
+        """A session with its kernels bound; they are compiled now, or are there. ``equal`` launches are one function."""
+        flags.before_torch()
+        from tapestry.codegen.torch_cpu import How, TorchCpu, compile_waiting
+        from tapestry.runtime.one_process.logical_devices import LocalExecutor
+
+        class Executor(LocalExecutor):
+            reads_late = True
+
+        slices = self.once.of(build, self.weights)
+        session = Session(build, constants, TorchCpu(build.exact, How(True, compiles)), self.make or Executor, slices)
+        assert isinstance(session.executor, LocalExecutor)
+        session.executor.packed, session.executor.equal = self.packed, equal
+        session.executor.bind()
+        if compiles:
+            compile_waiting()
+        return session

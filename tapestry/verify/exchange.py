@@ -4,14 +4,220 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
-from tapestry.ir.kernel import Box, whole
+from tapestry.errors import LawError
+from tapestry.ir import space
+from tapestry.ir.graph import Block, Graph, Op
+from tapestry.ir.laws import where
+from tapestry.ir.plan import Box, Stage, coordinates, interval, whole
 from tapestry.ir.program import Message
-from tapestry.verify.box_lists import Breach, Spans, first, spans_of
-from tapestry.verify.boxes import coverage
+from tapestry.ir.recognise import varies
+
+Array = np.ndarray[Any, Any]
+
+
+# Lists of boxes, one box per device, as the plan checker handles them: numbered by value, and as arrays.
+#
+# A program of a thousand devices repeats few lists many times. A fact about lists is proved once (for every device, by the
+# arrays) and then holds wherever the same lists occur; a fact that does not hold ends the check, so only truths are kept.
+
+
+Boxes = tuple[Box | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Breach:
+    """A broken law, in words, with what shows it."""
+
+    law: str
+    what: str
+    why: object = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Spans:
+    """Boxes as arrays [devices, rank]; ``there`` says which devices have one (the others' bounds are 0)."""
+
+    lo: Array
+    hi: Array
+    there: Array
+
+    @property
+    def empty(self) -> Array:
+        """Devices whose box holds no point, or that have none."""
+        return ~self.there | np.any(self.hi <= self.lo, axis=1)
+
+    def inside(self, other: Spans) -> Array:
+        """Per device, whether every point of its box is in its other box."""
+        return np.all((other.lo <= self.lo) & (self.hi <= other.hi), axis=1) & other.there | self.empty
+
+    def equals(self, other: Spans) -> Array:
+        """Per device, whether both boxes are the same."""
+        return np.all((self.lo == other.lo) & (self.hi == other.hi), axis=1) & (self.there == other.there)
+
+    def box(self, device: int) -> Box | None:
+        """One device's box."""
+        if not self.there[device]:
+            return None
+        return tuple((int(lo), int(hi)) for lo, hi in zip(self.lo[device], self.hi[device], strict=True))
+
+    def keep(self, dims: slice) -> Spans:
+        """Some axes of the boxes."""
+        return Spans(self.lo[:, dims], self.hi[:, dims], self.there)
+
+
+@dataclass(slots=True)
+class Lists:
+    """Numbers and arrays of lists, the facts proved so far, and how often each law was checked."""
+
+    laws: Counter[str] = field(default_factory=Counter[str])
+    _numbers: dict[object, int] = field(default_factory=dict[object, int])
+    _seen: dict[int, tuple[object, int]] = field(default_factory=dict[int, tuple[object, int]])
+    _spans: dict[tuple[int, int], Spans] = field(default_factory=dict[tuple[int, int], Spans])
+    _proved: set[tuple[object, ...]] = field(default_factory=set[tuple[object, ...]])
+    _made: dict[tuple[object, ...], Any] = field(default_factory=dict[tuple[object, ...], Any])
+    _images: dict[tuple[str, Box], Box | None] = field(default_factory=dict[tuple[str, Box], Box | None])
+
+    def number(self, items: tuple[Any, ...]) -> int:
+        """Equal tuples have one number. (An object seen before is known by its identity: it is kept, so that stays its own.)"""
+        entry = self._seen.get(id(items))
+        if entry is None:
+            entry = items, self._numbers.setdefault(items, len(self._numbers))
+            self._seen[id(items)] = entry
+        return entry[1]
+
+    def spans(self, boxes: Boxes, rank: int, law: str = "agreement", step: str = "") -> Spans:
+        """The arrays of a list of boxes of a rank.
+
+        Raises:
+            LawError: they are not boxes of that rank.
+        """
+        key = (self.number(boxes), rank)
+        if key not in self._spans:
+            self._spans[key] = spans_of(boxes, rank, law, step)
+        return self._spans[key]
+
+    def prove(
+        self, fact: tuple[object, ...], step: str, counts: Mapping[str, int], verdict: Callable[[], Breach | None]
+    ) -> None:
+        """Count the checks that a fact stands for, and make them unless the same fact was proved before.
+
+        Args:
+            fact: everything that the verdict depends on.
+
+        Raises:
+            LawError: it does not hold.
+        """
+        self.laws.update(counts)
+        if fact in self._proved:
+            return
+        breach = verdict()
+        if breach is not None:
+            raise LawError(breach.law, breach.what, where=step, why=str(breach.why))
+        self._proved.add(fact)
+
+    def made(self, key: tuple[object, ...], make: Callable[[], Any]) -> Any:
+        """Something that depends on the key alone, made once."""
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
+
+    def footprint(self, op: Op, graph: Graph, k: int, points: Spans) -> Spans:
+        """Hulls of what each device reads of read ``k`` over its points of the index space; no box where that is nothing."""
+        if isinstance(op, Block):
+            r = op.reads[k]
+            return self._image(space.independent(op, r, graph.tensors[r.tensor].shape), len(r.index), points)
+        extents = whole(graph.tensors[op.ins[k]].shape)
+        n = len(points.there)
+        lo, hi = (np.array([[e[side] for e in extents]] * n, np.int64).reshape(n, -1) for side in (0, 1))
+        for i, axis in enumerate(op.in_axes[k]):
+            if axis is not None:
+                lo[:, axis], hi[:, axis] = points.lo[:, i], points.hi[:, i]
+        return Spans(lo, hi, points.there)
+
+    def _image(self, factors: tuple[space.Factor, ...], rank: int, points: Spans) -> Spans:
+        """The product of the factors' images, each worked out by isl for its distinct boxes."""
+        n = len(points.there)
+        lo, hi = np.zeros((n, rank), np.int64), np.zeros((n, rank), np.int64)
+        there = ~points.empty
+        for f in factors:
+            dims, axes, at = list(f.dims), np.array(f.axes, np.int64), np.flatnonzero(there)
+            both = np.stack([points.lo[at][:, dims], points.hi[at][:, dims]], -1).reshape(len(at), 2 * len(dims))
+            rows, which = np.unique(both, axis=0, return_inverse=True) if dims else (both[:1], np.zeros(len(at), np.int64))
+            boxes = [self._part(f, row) for row in rows.reshape(len(rows), len(dims), 2).tolist()]
+            ends = np.array([b or [(0, 0)] * len(axes) for b in boxes], np.int64).reshape(len(boxes), len(axes), 2)
+            ends = ends[which.reshape(-1)]
+            lo[np.ix_(at, axes)], hi[np.ix_(at, axes)] = ends[..., 0], ends[..., 1]
+            there[at] = np.array([b is not None for b in boxes], bool)[which.reshape(-1)]
+        return Spans(lo, hi, there)
+
+    def _part(self, factor: space.Factor, row: list[list[int]]) -> Box | None:
+        box = tuple((lo, hi) for lo, hi in row)
+        key = (factor.text, box)
+        if key not in self._images:
+            self._images[key] = factor.image(box)
+        return self._images[key]
+
+
+def spans_of(boxes: Sequence[Box | None], rank: int, law: str, step: str) -> Spans:
+    """Boxes of a rank as arrays.
+
+    Raises:
+        LawError: one of them is no box of that rank.
+    """
+    odd = next((b for b in boxes if b is not None and len(b) != rank), None)
+    if odd is not None:
+        raise LawError(law, f"a box does not have {rank} axes", where=step, why=str(odd))
+    nothing = ((0, 0),) * rank
+    try:
+        both = np.array([nothing if b is None else b for b in boxes], np.int64).reshape(len(boxes), rank, 2)
+    except (OverflowError, ValueError):
+        raise LawError(law, "a box is not one of 64-bit integers", where=step) from None
+    return Spans(both[..., 0], both[..., 1], np.array([b is not None for b in boxes], bool))
+
+
+def first(holds: Array) -> int:
+    """The first position where something does not hold; -1 if it holds everywhere."""
+    return -1 if bool(holds.all()) else int(np.argmin(holds))
+
+
+# Exact cover and disjointness of boxes by a coordinate sweep: another algorithm than the planner's, on purpose.
+
+
+Point = tuple[int, ...]
+
+
+def coverage(boxes: Sequence[Box], target: Box) -> tuple[Point | None, Point | None]:
+    """(a point of ``target`` in no box, a point of ``target`` in two boxes), ``None`` where there is none.
+
+    Space is cut at every box edge into cells on which membership is constant; each box counts its cells.
+    """
+    if any(lo >= hi for lo, hi in target):
+        return None, None
+    cuts = [sorted({lo, hi, *(min(max(c, lo), hi) for b in boxes for c in b[axis])}) for axis, (lo, hi) in enumerate(target)]
+    places = [{c: i for i, c in enumerate(axis)} for axis in cuts]
+    count = np.zeros([len(c) - 1 for c in cuts], np.int32)
+    for b in boxes:
+        place: list[slice] = []
+        for axis, (lo, hi) in enumerate(target):
+            p, q = max(b[axis][0], lo), min(b[axis][1], hi)
+            if p >= q:
+                break
+            place.append(slice(places[axis][p], places[axis][q]))
+        else:
+            count[tuple(place)] += 1
+    return _corner(count == 0, cuts), _corner(count > 1, cuts)
+
+
+def _corner(where: np.ndarray, cuts: list[list[int]]) -> Point | None:
+    cells = np.argwhere(where)
+    return tuple(cuts[a][int(i)] for a, i in enumerate(cells[0])) if len(cells) else None
+
 
 Parts = tuple[tuple[Box, ...] | None, ...]
 """Per device, the boxes of the reduced dimensions that its states have merged."""
@@ -157,3 +363,132 @@ def _within(boxes: Spans, other: Spans) -> np.ndarray:
 
 def _moved(point: tuple[int, ...], corner: list[int]) -> tuple[int, ...]:
     return tuple(x + c for x, c in zip(point, corner, strict=True))
+
+
+# Blocks of an operation's index space over devices: law 4 (parts are disjoint and cover) and what a block writes.
+
+
+def in_space(points: Spans, extents: tuple[int, ...], uncut: tuple[int, ...]) -> Breach | None:
+    """Every block lies in the index space, none is empty where that is not, and the last dimensions (``uncut``) are whole."""
+    size = np.array(extents, np.int64)
+    fits = (points.lo >= 0) & (points.lo <= points.hi) & (points.hi <= size) & ((points.lo < points.hi) | (size == 0))
+    bad = first(np.all(fits, axis=1) | ~points.there)
+    if bad >= 0:
+        return Breach("split_partition", f"a device's block is not in the index space {extents}", points.box(bad))
+    n = len(extents) - len(uncut)
+    full = (points.lo[:, n:] == 0) & (points.hi[:, n:] == size[n:])
+    bad = first(np.all(full, axis=1) | ~points.there)
+    return None if bad < 0 else Breach("split_partition", "a reduction over a part is not merged", points.box(bad))
+
+
+def with_whole(points: Spans, extents: tuple[int, ...]) -> Spans:
+    """Blocks with further dimensions, whole."""
+    n = len(points.there)
+    lo = np.concatenate([points.lo, np.zeros((n, len(extents)), np.int64)], axis=1)
+    hi = np.concatenate([points.hi, np.tile(np.array(extents, np.int64), (n, 1))], axis=1)
+    return Spans(lo, hi, points.there)
+
+
+def written(op: Op, k: int, points: Spans, shape: tuple[int, ...]) -> Spans:
+    """What each device writes of output ``k``: its block of the map dimensions."""
+    if isinstance(op, Block):
+        return points.keep(slice(0, len(op.dims)))
+    n = len(points.there)
+    lo, hi = np.zeros((n, len(shape)), np.int64), np.tile(np.array(shape, np.int64), (n, 1))
+    for i, axis in enumerate(op.out_axes[k]):
+        assert axis is not None
+        lo[:, axis], hi[:, axis] = points.lo[:, i], points.hi[:, i]
+    return Spans(lo, hi, points.there)
+
+
+def state(op: Block, field: int, points: Spans) -> Spans:
+    """What each device holds of a field for blocks of the map dimensions: one cell where it does not vary along one."""
+    once = np.array([not v for v in varies(op)[field]], bool)
+    width = np.minimum(points.hi - points.lo, 1)
+    return Spans(np.where(once, 0, points.lo), np.where(once, width, points.hi), points.there)
+
+
+def complete(there: Array, parts: Parts, extents: tuple[int, ...]) -> Breach | None:
+    """Law 3 for monoids: on every device, every point of the reduced dimensions is merged exactly once."""
+    for mine in dict.fromkeys(parts[d] or () for d in np.flatnonzero(there)):
+        gap, twice = coverage(mine, whole(extents))
+        if gap is not None:
+            return Breach("written_once", "part of a reduction is missing", gap)
+        if twice is not None:
+            return Breach("written_once", "part of a reduction is merged twice", twice)
+    return None
+
+
+def cover(lists: Lists, op: Op, launched: Mapping[str, list[Boxes]], stage: Stage | None) -> None:
+    """Law 4 over devices: blocks of one operation are equal (replicas) or disjoint, and cover its index space; with a
+    stage, those of each of its devices are what the operation's splits give it, and no other device takes part.
+
+    Args:
+        launched: the lists of blocks that were launched, by mode ("merged": states were merged into results).
+    """
+    mine, step = launched.get("full") or launched.get("partial") or [], where(op)
+    extents = tuple(d.size for d in op.space)
+    numbers = tuple(map(lists.number, mine))
+    lists.prove(("cover", numbers, extents), step, {"split_partition": 3}, lambda: _covered(mine, extents))
+    if "partial" in launched:
+        ends, n = launched.get("finish", []), extents[: len(op.dims)]
+        fact = ("ends", tuple(map(lists.number, ends)), n, "merged" in launched)
+        lists.prove(fact, step, {"written_once": 2}, lambda: _finished(ends, n, "merged" in launched))
+    if stage is not None:
+        names = [f"mesh.{a.name}" for a in stage.mesh]
+        axes = tuple(tuple(names.index(s.to) for s in op.splits if s.dim == d.name and s.to in names) for d in op.space)
+        spans = [lists.spans(b, len(extents)) for b in mine]
+        ending = [lists.spans(b, len(op.dims)) for b in launched.get("finish", [])]
+        counts = {"split_partition": len(coordinates(stage.mesh))}
+        for s in (s for s in op.splits if s.to.startswith("ring.")):
+            right = s.to.removeprefix("ring.") in [a.name for a in stage.mesh] and len(mine) == s.parts
+            count = f"{len(mine)} steps of a ring of {s.parts}"
+            lists.prove(("ring", s, len(mine)), step, {"split_partition": 1}, lambda c=count, r=right: _ring(r, c))
+        sizes = tuple(a.size for a in stage.mesh)
+        fact = ("planned", numbers, tuple(map(lists.number, launched.get("finish", []))), extents, axes, stage.first, sizes)
+        lists.prove(fact, step, counts, lambda: _elsewhere(spans + ending, stage) or _as_planned(spans, extents, axes, stage))
+
+
+def _ring(right: bool, what: str) -> Breach | None:
+    return None if right else Breach("split_partition", "blocks do not travel as the plan says", what)
+
+
+def _covered(mine: list[Boxes], extents: tuple[int, ...]) -> Breach | None:
+    distinct = list(dict.fromkeys(b for boxes in mine for b in boxes if b is not None))
+    if not distinct:
+        return Breach("split_partition", "the operation is never run")
+    gap, twice = coverage(distinct, whole(extents))
+    if gap is not None:
+        return Breach("split_partition", "a point is computed by no device", gap)
+    return None if twice is None else Breach("split_partition", "a point is in two different blocks", twice)
+
+
+def _finished(ends: list[Boxes], extents: tuple[int, ...], merged: bool) -> Breach | None:
+    if not ends:
+        return None if merged else Breach("written_once", "partial states are never merged")
+    gap, _ = coverage(list(dict.fromkeys(b for boxes in ends for b in boxes if b is not None)), whole(extents))
+    return None if gap is None else Breach("written_once", "an output cell is never finished", gap)
+
+
+def _elsewhere(launches: list[Spans], stage: Stage) -> Breach | None:
+    """No device outside the stage computes any of it."""
+    for s in launches:
+        there = s.there.copy()
+        there[list(stage.devices)] = False
+        bad = np.flatnonzero(there)
+        if len(bad):
+            return Breach("split_partition", f"device {bad[0]} computes it outside its stage", stage)
+    return None
+
+
+def _as_planned(mine: list[Spans], extents: tuple[int, ...], axes: tuple[tuple[int, ...], ...], stage: Stage) -> Breach | None:
+    """What each device computes (the hull over its launches) is the block that the splits give it."""
+    big = np.iinfo(np.int64).max
+    lo = np.min([np.where(s.there[:, None], s.lo, big) for s in mine], axis=0)
+    hi = np.max([np.where(s.there[:, None], s.hi, -1) for s in mine], axis=0)
+    for d, coordinate in enumerate(coordinates(stage.mesh), stage.first):
+        planned = tuple(interval(e, stage.mesh, by, coordinate) for e, by in zip(extents, axes, strict=True))
+        hull = tuple(zip(lo[d].tolist(), hi[d].tolist(), strict=True))
+        if hull != planned or not any(s.there[d] for s in mine):
+            return Breach("split_partition", "a device does not compute what the plan gives it", (hull, planned))
+    return None

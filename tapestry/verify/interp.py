@@ -17,14 +17,46 @@ from tapestry.errors import LawError
 from tapestry.ir.expr import Acc, Arg, Call, Const, Expr, Index, Let
 from tapestry.ir.graph import Block, Graph, Opaque, Read
 from tapestry.ir.index import bounds, evaluate
-from tapestry.ir.kernel import Box, cut
 from tapestry.ir.laws import where
 from tapestry.ir.monoid import MONOIDS
+from tapestry.ir.plan import Box, cut
 from tapestry.ir.types import HOST, numpy_dtype
 from tapestry.onnx_eval import opaque_node
-from tapestry.verify.plain_philox import philox
 
 Array = np.ndarray[Any, Any]
+
+
+# Philox4x32-10 as its paper defines it, one number at a time in Python integers: what the targets' own are held against.
+#
+# Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC'11, section 3.3.
+
+
+MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+WEYL = (0x9E3779B9, 0xBB67AE85)  # added to the key after each round: the golden ratio and the square root of 3, less 1
+ROUNDS = 10
+WORD = 1 << 32
+
+
+def block(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:
+    """The four words of a counter, least significant first; all words are below 2^32."""
+    (x0, x1, x2, x3), (k0, k1) = counter, key
+    for _ in range(ROUNDS):
+        high0, low0 = divmod(MULTIPLIERS[0] * x0, WORD)
+        high1, low1 = divmod(MULTIPLIERS[1] * x2, WORD)
+        x0, x1, x2, x3 = high1 ^ x1 ^ k0, low1, high0 ^ x3 ^ k1, low0
+        k0, k1 = (k0 + WEYL[0]) % WORD, (k1 + WEYL[1]) % WORD
+    return x0, x1, x2, x3
+
+
+def philox(key: Any, stream: Any, draw: Any, word: Any, index: Any) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """The primitive ``philox`` of the IR on arrays: word 0..3 for the counter (index lo, index hi, draw, stream)."""
+
+    def one(key: int, stream: int, draw: int, word: int, index: int) -> int:
+        high, low = divmod(int(index) % WORD**2, WORD)
+        upper, lower = divmod(int(key) % WORD**2, WORD)
+        return block((low, high, int(draw) % WORD, int(stream) % WORD), (lower, upper))[int(word)]
+
+    return np.vectorize(one, otypes=[np.int64])(key, stream, draw, word, index)
 
 
 def run(graph: Graph, feeds: Mapping[str, Array], *, wide: bool = False, independent: bool = True) -> dict[str, Array]:

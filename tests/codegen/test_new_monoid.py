@@ -9,15 +9,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tapestry.codegen.torch_cpu.base import state_merges
-from tapestry.codegen.torch_cpu.torch_ops import attention_torch
+from tapestry.codegen.torch_cpu.base import closures
+from tapestry.codegen.torch_cpu.torch_ops import layers
 from tapestry.codegen.triton import generate
 from tapestry.ir.expr import Expr, call
 from tapestry.ir.graph import Block, Graph
-from tapestry.ir.kernel import Kernel, whole
 from tapestry.ir.monoid import MONOIDS, Action, Monoid, State, number, product, rebased, register, rescale
-from tapestry.ir.recognise.exponential import Exponential, exponential
-from tapestry.ir.syntax.parser import parse
+from tapestry.ir.parser import parse
+from tapestry.ir.plan import Kernel, whole
+from tapestry.ir.recognise import Exponential, exponential
 from tapestry.rewrites.core.rule_check import random_feeds
 from tapestry.verify import interp
 from tests.support.attention.attention_runs import close, run_cpu
@@ -85,7 +85,7 @@ def test_structure_is_seen(ours: str) -> None:
     centre, _, _, rate = OURS[ours]
     assert exponential(f"{ours}_values") == Exponential(centre, pytest.approx(rate), 2)
     assert exponential(ours, sums=1) and not exponential(ours, sums=2)
-    assert state_merges.dense(ours)
+    assert closures.dense(ours)
 
 
 def test_what_is_no_exponential_weight_is_none() -> None:
@@ -125,8 +125,8 @@ def test_torch_streams_it(ours: str, score: str, monkeypatch: pytest.MonkeyPatch
     assert isinstance(op, Block)
     used: list[str] = []
     for name in ("our_states", "_FLASH"):
-        kernel = getattr(attention_torch, name)
-        monkeypatch.setattr(attention_torch, name, lambda *a, k=kernel, n=name, **more: used.append(n) or k(*a, **more))
+        kernel = getattr(layers, name)
+        monkeypatch.setattr(layers, name, lambda *a, k=kernel, n=name, **more: used.append(n) or k(*a, **more))
     graph = replace(graph, ops=(replace(op, then=(*map(_and_a_half, op.then),)),))  # which no whole kernel gives
     feeds = random_feeds(graph, np.random.default_rng(4))
     close(run_cpu(graph, feeds), interp.run(graph, feeds, wide=True)["y"])

@@ -8,8 +8,8 @@ from pathlib import Path
 import msgspec
 
 from tapestry.build.store import PlanData
-from tapestry.ir.syntax.ir_document import GraphData
-from tapestry.verify.rewriting.history import HistoryData
+from tapestry.ir.ir_document import GraphData
+from tapestry.verify.rewriting.rewrite_log import HistoryData
 from tests.support.paths import ROOT
 
 SCHEMAS: dict[str, tuple[type, str]] = {

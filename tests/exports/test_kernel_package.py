@@ -11,7 +11,7 @@ import pytest
 
 import tapestry
 from tapestry.errors import TapestryError
-from tapestry.exports import formats
+from tapestry.tools.exports import formats
 
 GRAPH = """
 graph mixed

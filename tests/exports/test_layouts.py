@@ -15,10 +15,10 @@ import torch
 
 import tapestry
 from tapestry import arguments, cli
-from tapestry.exports import formats, layouts
-from tapestry.exports.onnx_blocks.onnx_nodes import NotExpressible
 from tapestry.interop.placement import held
 from tapestry.ir.program import Launch
+from tapestry.tools.exports import formats, layouts
+from tapestry.tools.exports.onnx_nodes import NotExpressible
 from tests.support.small_models import save
 from tests.support.two_hosts import free_port
 

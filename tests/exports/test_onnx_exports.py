@@ -13,11 +13,11 @@ import pytest
 
 import tapestry
 from tapestry import cli
-from tapestry.exports import fused_onnx, rank_onnx
-from tapestry.exports.onnx_blocks.onnx_nodes import Nodes, NotExpressible, Value
 from tapestry.ir.program import Reduce, Transfer, transfer_bytes
 from tapestry.onnx_eval.ort_session import ort_session
 from tapestry.plan.lower import lower
+from tapestry.tools.exports import onnx_files, rank_onnx
+from tapestry.tools.exports.onnx_nodes import Nodes, NotExpressible, Value
 from tests.support.programs import rank_files
 from tests.support.small_models import MODELS, N, T, assert_same, f32, i64, mesh_of, net, random_plan, save
 
@@ -41,7 +41,7 @@ def constants(c) -> bytes:
 @pytest.mark.parametrize("name", NAMES)
 def test_onnxruntime_runs_the_fused_graph(name, tmp_path):
     c = compiled(name)
-    done = fused_onnx.export(c.build, constants(c), tmp_path / "fused.onnx")
+    done = onnx_files.export_fused(c.build, constants(c), tmp_path / "fused.onnx")
     feeds = c.random_feeds(0)
     session = ort_session(tmp_path / "fused.onnx")
     assert {i.name for i in session.get_inputs()} <= set(feeds) and done["operations"] == len(c.build.plan.graph.ops)
@@ -87,7 +87,7 @@ def test_what_costs_more_is_refused_unless_it_is_asked_for(tmp_path):
 def test_what_onnx_has_no_operator_for_is_refused(tmp_path):
     c = compiled("noise")
     with pytest.raises(NotExpressible, match=r"operation 'normal'.*\n.*because: ONNX has no operator for 'philox'"):
-        fused_onnx.export(c.build, constants(c), tmp_path / "fused.onnx")
+        onnx_files.export_fused(c.build, constants(c), tmp_path / "fused.onnx")
     assert not list(tmp_path.iterdir())
 
 

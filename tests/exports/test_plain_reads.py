@@ -7,13 +7,12 @@ import onnxruntime
 import pytest
 import torch
 
-from tapestry.exports.fused_onnx import graph_nodes
-from tapestry.exports.onnx_blocks.blocks import opset_of
-from tapestry.exports.onnx_blocks.plain_reads import implied
-from tapestry.exports.onnx_files import model_of
 from tapestry.ir.graph import Guard, Read
 from tapestry.ir.index import dim
-from tapestry.ir.syntax.parser import parse
+from tapestry.ir.parser import parse
+from tapestry.tools.exports.blocks import opset_of
+from tapestry.tools.exports.onnx_files import graph_nodes, model_of
+from tapestry.tools.exports.onnx_nodes import implied
 from tapestry.verify import interp
 
 HALVES = """graph halves

@@ -9,7 +9,7 @@ from torch import nn
 
 import tapestry
 from tapestry.doors import torch_export
-from tapestry.doors.repeated_layers import folded
+from tapestry.doors.torch_export import folded
 
 
 class Layer(nn.Module):

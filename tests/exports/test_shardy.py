@@ -17,14 +17,13 @@ import pytest
 from onnx import helper
 
 import tapestry
-from tapestry.exports import formats, shardy, shardy_ranks
-from tapestry.exports.layouts import places
-from tapestry.exports.onnx_blocks.onnx_nodes import NotExpressible
-from tapestry.exports.onnx_files import weights_of
-from tapestry.ir.kernel import whole
-from tapestry.ir.plan import Plan
+from tapestry.ir.plan import Plan, whole
 from tapestry.plan.lower import lower
 from tapestry.plan.strategy import strategies
+from tapestry.tools.exports import formats, shardy
+from tapestry.tools.exports.layouts import places
+from tapestry.tools.exports.onnx_files import weights_of
+from tapestry.tools.exports.onnx_nodes import NotExpressible
 from tests.support.paths import ROOT
 from tests.support.small_models import MODELS, N, T, assert_same, f32, i64, mesh_of, net, random_plan, save
 
@@ -42,7 +41,7 @@ def planned(name: str, seed: int, mesh: str = ""):
 def written(name: str, seed: int, folder, mesh: str = ""):
     """A model's text under a random plan, what it says it is, and the arguments' values."""
     c, build = planned(name, seed, mesh)
-    said, feeds = shardy.export(build, folder / f"{name}{seed}.mlir", nearest=True), c.random_feeds(seed)
+    said, feeds = shardy.export_shardy(build, folder / f"{name}{seed}.mlir", nearest=True), c.random_feeds(seed)
     read, tensors = weights_of(c.build, b"".join(c.constants.values())), c.build.plan.graph.tensors
     weights = {t: read(t, whole(tensors[t].shape)) for t in said["arguments"] if t not in feeds}
     given = [filled((feeds | weights)[t], said["padded"].get(t)) for t in said["arguments"]]
@@ -106,7 +105,7 @@ def test_xla_computes_the_model(tmp_path):
 
 def of_ranks(c, build, feeds, path):
     """The text of what every rank does, written with its arguments; what it says it is."""
-    said = shardy_ranks.export(build, path, nearest=True)
+    said = shardy.export_shardy_ranks(build, path, nearest=True)
     read, tensors = weights_of(c.build, b"".join(c.constants.values())), c.build.plan.graph.tensors
     names = [e["tensor"] for e in said["arguments"]]
     values = [feeds[t] if t in feeds else read(t, whole(tensors[t].shape)) for t in names]
@@ -184,7 +183,7 @@ def test_extremes_of_floats_are_merged_as_integers(tmp_path):
     _, builds = merged(T.FLOAT, tmp_path)
     found = set()
     for build in builds:
-        said, path = shardy_ranks.export(build, tmp_path / "m.mlir", nearest=True), tmp_path / "m.mlir"
+        said, path = shardy.export_shardy_ranks(build, tmp_path / "m.mlir", nearest=True), tmp_path / "m.mlir"
         found |= set(re.findall(r"stablehlo\.(maximum|minimum) \S+ \S+ : tensor<(\w+)> stablehlo.return", path.read_text()))
         assert on_the_wire(path.read_text(), said["ranks"]) == said["plan_bytes"] + said["extra_bytes"]
     assert found == {("maximum", "i32"), ("minimum", "i32"), ("minimum", "i64")}  # the last: places
@@ -256,7 +255,7 @@ def on_the_wire(text: str, ranks: int) -> int:
 def test_what_ranks_send_is_what_the_plan_sends(name, tmp_path):
     for seed in range(2):
         c, build = planned(name, seed)
-        said, path = shardy_ranks.export(build, tmp_path / "m.mlir", nearest=True), tmp_path / "m.mlir"
+        said, path = shardy.export_shardy_ranks(build, tmp_path / "m.mlir", nearest=True), tmp_path / "m.mlir"
         assert on_the_wire(path.read_text(), said["ranks"]) == said["plan_bytes"] + said["extra_bytes"]
         assert [e["tensor"] for e in said["results"]] == list(c.build.plan.graph.outputs)
 
@@ -264,7 +263,7 @@ def test_what_ranks_send_is_what_the_plan_sends(name, tmp_path):
 def test_ranks_that_keep_a_node_are_refused(tmp_path):
     _, build = planned("opaques", 0, "2")
     with pytest.raises(NotExpressible):
-        shardy_ranks.export(build, tmp_path / "m.mlir", nearest=True)
+        shardy.export_shardy_ranks(build, tmp_path / "m.mlir", nearest=True)
 
 
 @pytest.mark.parametrize("name", ["mlp", "attention", "pools"])
@@ -286,7 +285,7 @@ def test_every_tensor_has_its_sharding(name, tmp_path):
 def test_what_shardy_cannot_say_is_refused(tmp_path):
     uneven = tapestry.compile(save("mlp"), mesh="2", layouts="y:0=2@d0", stages=1).build  # 7 rows on 2 devices
     with pytest.raises(NotExpressible, match=r"'\w+': shardy has no place .*\n.*because: .*\n.*--nearest: \d+ bytes more"):
-        shardy.export(uneven, tmp_path / "m.mlir", nearest=False)
-    assert shardy.export(uneven, tmp_path / "m.mlir", nearest=True)["extra_bytes"] > 0
+        shardy.export_shardy(uneven, tmp_path / "m.mlir", nearest=False)
+    assert shardy.export_shardy(uneven, tmp_path / "m.mlir", nearest=True)["extra_bytes"] > 0
     with pytest.raises(NotExpressible, match=r"'\w+': StableHLO cannot express the opaque node \w+"):
-        shardy.export(tapestry.compile(save("opaques"), mesh="1").build, tmp_path / "o.mlir", nearest=True)
+        shardy.export_shardy(tapestry.compile(save("opaques"), mesh="1").build, tmp_path / "o.mlir", nearest=True)

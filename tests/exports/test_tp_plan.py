@@ -13,8 +13,8 @@ import pytest
 
 import tapestry
 from tapestry import cli
-from tapestry.exports import tp_plan
-from tapestry.exports.onnx_blocks.onnx_nodes import NotExpressible
+from tapestry.tools.exports import tp_plan
+from tapestry.tools.exports.onnx_nodes import NotExpressible
 from tests.support.paths import ROOT
 from tests.support.small_models import N, T, f32, i64, net
 

@@ -10,9 +10,9 @@ from onnx import helper
 from tapestry.ir.expr import Arg
 from tapestry.ir.graph import Block
 from tapestry.ir.index import Aff
-from tapestry.ir.syntax.printer import op_text, to_text
-from tapestry.lift.building.affine_values import fit
-from tapestry.lift.movement.shape import regroup
+from tapestry.ir.printer import op_text, to_text
+from tapestry.lift.builder import fit
+from tapestry.lift.operators.shape import regroup
 from tests.support.lifting import agree, build, data, evaluate, lift_model, node, space
 
 # --- names and forms that other stages count on

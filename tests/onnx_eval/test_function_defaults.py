@@ -10,8 +10,7 @@ from onnx import TensorProto as T
 from onnx.reference import ReferenceEvaluator
 
 import tapestry
-from tapestry.onnx_eval.inlined_functions import inlined
-from tapestry.onnx_eval.ort_session import ort_session
+from tapestry.onnx_eval.ort_session import inlined, ort_session
 from tapestry.onnx_eval.reference_fixes import corrected
 from tests.support.small_models import N, net
 

@@ -16,11 +16,9 @@ from onnx import TensorProto as T
 import tapestry
 from examples import light
 from tapestry.errors import LawError, TapestryError
-from tapestry.ir.canonical_parts import PARTS, blocks, canonical, free, may_cut
 from tapestry.ir.graph import Split
-from tapestry.ir.kernel import cut
-from tapestry.ir.plan import MeshAxis, Plan
-from tapestry.ir.syntax.parser import parse
+from tapestry.ir.parser import parse
+from tapestry.ir.plan import PARTS, MeshAxis, Plan, blocks, canonical, cut, free, may_cut
 from tapestry.verify import certificate
 from tests.support.lifting import SHARED, needs_shared
 from tests.support.small_models import MODELS, N, f32, net, save

@@ -15,27 +15,25 @@ from tapestry.api import Compiled
 from tapestry.errors import LawError, TapestryError
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.index import evaluate
+from tapestry.ir.parser import parse
 from tapestry.ir.program import Free, Load, alive_bytes
-from tapestry.ir.syntax.parser import parse
 from tapestry.plan import lower as lowering
 from tapestry.plan import strategy
-from tapestry.plan.cost.floor import least_cells, least_seconds
+from tapestry.plan.cost.compute import least_cells, least_seconds
 from tapestry.plan.lower import lower
-from tapestry.plan.memory.fit import Fitted, fit
-from tapestry.plan.memory.least_memory import lacking
-from tapestry.plan.memory.peaks import moves
+from tapestry.plan.memory import Fitted, fit, lacking, moves
+from tapestry.plan.search.memory_limit import fewest
 from tapestry.plan.search.planner import search, spatial
 from tapestry.plan.search.priced_plan import TooBig
 from tapestry.plan.search.problem import build, load_seconds
-from tapestry.plan.search.streamed_weights import fewest
 from tapestry.plan.simulate import simulate
 from tapestry.plan.solver.budget import Budget
 from tapestry.plan.topology import topology
-from tapestry.rewrites.core.applied import apply_moves
+from tapestry.rewrites.core.driver import apply_moves
 from tapestry.rewrites.core.rule import RULES, Move
-from tapestry.rewrites.partition import split_time as splitting
-from tapestry.rewrites.partition.micro_batch import batch_move
-from tapestry.rewrites.partition.split_time import time_move
+from tapestry.rewrites.partition import split as splitting
+from tapestry.rewrites.partition.split import time_move
+from tapestry.rewrites.partition.tiled_region import batch_move
 from tapestry.saved_build import verify_build
 from tapestry.verify import certificate, interp
 from tests.support.command_line import document, run

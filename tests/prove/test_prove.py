@@ -12,10 +12,9 @@ import pytest
 from onnx import helper, numpy_helper
 
 from tapestry.cli.entry import main
-from tapestry.prove.collectives import Collective
-from tapestry.prove.domains import Domain, join_all
-from tapestry.prove.verdict import PROVED, REFUTED, UNDECIDED, prove
-from tapestry.prove.witness import collective
+from tapestry.tools.prove.collectives import Collective
+from tapestry.tools.prove.proof import PROVED, REFUTED, UNDECIDED, collective, prove
+from tapestry.tools.prove.values import Domain, join_all
 from tests.support.halo_nets import FAULTS, Layer
 from tests.support.halo_nets import write as write_halos
 from tests.support.parallel_nets import Sizes, Style, write
@@ -286,8 +285,8 @@ def test_what_collectives_move_is_what_they_are_proved_to_move(kind: str, tmp_pa
     (tmp_path / "p").mkdir()
     for r in range(n):
         onnx.save(rank, tmp_path / "p" / f"rank{r}.onnx")
-    from tapestry.prove.proof import compare
-    from tapestry.prove.rank_programs import read_file, read_program
+    from tapestry.tools.prove.proof import compare
+    from tapestry.tools.prove.rank_programs import read_file, read_program
 
     given = helper.make_tensor_value_info("x", 1, [n * shape[0], shape[1]])
     nodes = [helper.make_node("Identity", ["x"], ["z"])]
@@ -374,8 +373,8 @@ def _cell(found: object, value: object, at: tuple[int, ...], x: np.ndarray) -> f
     """The number that a value has at a cell, by its nodes."""
     from tapestry.ir.expr import Const
     from tapestry.ir.index import evaluate
-    from tapestry.prove.proof import Comparison
-    from tapestry.prove.values import Ref
+    from tapestry.tools.prove.proof import Comparison
+    from tapestry.tools.prove.values import Ref
 
     assert isinstance(found, Comparison)
     if isinstance(value, Const):

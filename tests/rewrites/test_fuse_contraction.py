@@ -20,12 +20,12 @@ from tapestry.codegen.triton import KernelConfig, candidates, default_config, ge
 from tapestry.errors import TapestryError
 from tapestry.ir import laws
 from tapestry.ir.graph import Block, Graph
-from tapestry.ir.recognise.contraction import folded_roles
-from tapestry.ir.syntax.parser import parse
+from tapestry.ir.parser import parse
+from tapestry.ir.recognise import folded_roles
 from tapestry.lift import lift, read_weight
 from tapestry.plan.fusion import Machine, fused
 from tapestry.plan.lower import lower
-from tapestry.plan.topology.presets import SOURCES
+from tapestry.plan.topology.topology_files import SOURCES
 from tapestry.rewrites.core.driver import simplify
 from tapestry.rewrites.core.rule import RULES, Move, Refusal
 from tapestry.rewrites.core.rule_check import same

@@ -10,14 +10,13 @@ from tapestry.errors import TapestryError
 from tapestry.ir.expr import Acc, Arg, Call, Const, Expr, call
 from tapestry.ir.graph import Block
 from tapestry.ir.monoid import MONOIDS
-from tapestry.ir.syntax.parser import parse
-from tapestry.ir.syntax.printer import to_text
-from tapestry.rewrites.core.constants import constant
+from tapestry.ir.parser import parse
+from tapestry.ir.printer import to_text
 from tapestry.rewrites.core.driver import simplify
-from tapestry.rewrites.core.matching import Draft, Match, OpRule
-from tapestry.rewrites.core.rule import RULES, Move, Refusal, refuse
+from tapestry.rewrites.core.edit import constant
+from tapestry.rewrites.core.rule import RULES, Draft, Match, Move, OpRule, Refusal, refuse
 from tapestry.rewrites.core.rule_check import random_feeds, same
-from tapestry.rewrites.reductions import softmax_pattern
+from tapestry.rewrites.reductions import stream_softmax
 
 CHAIN = """graph chain
 input x: f32[4]
@@ -148,7 +147,7 @@ def test_softmax_is_streamed_whatever_its_monoids_are_called(monkeypatch: pytest
         monoid = replace(MONOIDS[name], name=f"my_{name}")
         monkeypatch.delitem(MONOIDS, name)
         monkeypatch.setitem(MONOIDS, monoid.name, monoid)
-    assert softmax_pattern.weighted_sums(2) == "my_softsum"
+    assert stream_softmax.weighted_sums(2) == "my_softsum"
     graph = parse(SOFTMAX)
     after = simplify(graph)
     assert [op.monoid for op in after.ops if isinstance(op, Block)] == ["my_softsum"]

@@ -14,16 +14,15 @@ import tapestry
 from tapestry.codegen.torch_cpu import TorchCpu
 from tapestry.errors import LawError
 from tapestry.ir.graph import Block, Graph
-from tapestry.ir.kernel import Box, Kernel, whole
+from tapestry.ir.parser import parse
+from tapestry.ir.plan import Box, Kernel, whole
 from tapestry.ir.program import Transfer
-from tapestry.ir.recognise.running_state import as_scan
-from tapestry.ir.syntax.parser import parse
+from tapestry.ir.recognise import as_scan
 from tapestry.plan.cost.compute import work
 from tapestry.plan.search.planner import search
 from tapestry.plan.strategy import Pin
 from tapestry.plan.topology import parse_mesh, topology
-from tapestry.rewrites.core.applied import apply_moves
-from tapestry.rewrites.core.driver import simplify
+from tapestry.rewrites.core.driver import apply_moves, simplify
 from tapestry.rewrites.core.rule import RULES, parse_move
 from tapestry.rewrites.core.rule_check import RuleCase, check_rule, same_values
 from tapestry.verify import certificate, interp

@@ -9,15 +9,14 @@ from tapestry.ir.expr import Arg
 from tapestry.ir.graph import Block, Dim, Graph, Opaque, Read
 from tapestry.ir.index import dim
 from tapestry.ir.monoid import MONOIDS
-from tapestry.ir.syntax.parser import parse
-from tapestry.ir.syntax.printer import signature, to_text
+from tapestry.ir.parser import parse
+from tapestry.ir.printer import signature, to_text
 from tapestry.ir.types import Tensor
-from tapestry.rewrites.core.applied import apply_moves
+from tapestry.rewrites.core.driver import apply_moves
 from tapestry.rewrites.core.rule import parse_move
 from tapestry.rewrites.core.rule_check import random_feeds, same
-from tapestry.rewrites.partition.micro_batch import batch_move, micro_batch
-from tapestry.rewrites.partition.split_time import split_time
-from tapestry.rewrites.partition.tiled_region import MOST_AGAIN
+from tapestry.rewrites.partition.split import split_time
+from tapestry.rewrites.partition.tiled_region import MOST_AGAIN, batch_move, micro_batch
 
 CHAIN = """graph chain
 input x: f32[2, 33]

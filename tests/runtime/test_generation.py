@@ -18,8 +18,8 @@ from tapestry import saved_build
 from tapestry.cli import main
 from tapestry.errors import RunError, TapestryError
 from tapestry.onnx_eval.ort_session import ort_session
-from tapestry.serving.local_socket import Server
-from tapestry.serving.sampling import Seeded, sampler_of
+from tapestry.tools.serving.generation import Seeded, sampler_of
+from tapestry.tools.serving.local_socket import Server
 from tests.support.attention.cached_decoder import PLACES, VOCABULARY, decoder, sizes
 from tests.support.small_models import FOLDER
 

@@ -14,7 +14,7 @@ from onnx import TensorProto as T
 
 import tapestry
 from tapestry import api
-from tapestry.codegen.torch_cpu.views import pixel_view
+from tapestry.codegen.torch_cpu import views
 from tapestry.runtime.one_process.logical_devices import LocalExecutor
 from tapestry.runtime.one_process.static_schedule import Segment, StagedInput
 from tests.support.attention import cached_decoder
@@ -172,7 +172,7 @@ def executor_plan(capacity: int) -> int:
 def test_the_new_cells_of_one_row_are_appended_as_they_lie(laid: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A cache of one row and several heads looks like an image with channels; a kernel may make it so, the cache is not so."""
     if laid == "by pixels":  # as if the past, which no new cell is, were read
-        monkeypatch.setattr(pixel_view, "cut_pieces", lambda body, op, block: [(block, body)])
+        monkeypatch.setattr(views, "cut_pieces", lambda body, op, block: [(block, body)])
     onnx.save(cached_decoder.decoder(), tmp_path / "m.onnx")
     made = api.compile(tmp_path / "m.onnx", mesh="1", shapes=cached_decoder.sizes(1, 1, 12), state="auto")
     steps = {"input_ids": np.array([[5]]), "attention_mask": np.eye(1, 13, 12, dtype=np.int64), "position_ids": np.array([[0]])}

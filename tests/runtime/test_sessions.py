@@ -22,9 +22,9 @@ import torch
 
 import tapestry
 from tapestry.errors import RunError, TapestryError
-from tapestry.serving import frames, local_socket
-from tapestry.serving.local_socket import Ask, Piece, Reply, Server
-from tapestry.serving.turns import Busy, Turns
+from tapestry.tools.serving import frames, local_socket
+from tapestry.tools.serving.engines import Busy, Turns
+from tapestry.tools.serving.local_socket import Ask, Piece, Reply, Server
 from tests.support.paths import ROOT
 from tests.support.small_models import N, T, f32, net, save
 

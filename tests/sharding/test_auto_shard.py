@@ -14,10 +14,9 @@ from onnx import TensorProto as T
 from tapestry.cli import main
 from tapestry.errors import PlanError, TapestryError
 from tapestry.plan.topology import parse_mesh, topology
-from tapestry.sharding.auto_shard import auto_shard, candidates, dynamic_program
-from tapestry.sharding.auto_shard.node_graph import NodeGraph, node_graph
-from tapestry.sharding.auto_shard.scheme_cost import Problem, Workers, bits
-from tapestry.sharding.auto_shard.traversal import initial, moves, traverse
+from tapestry.tools.auto_shard import auto_shard, scheme_cost, traversal
+from tapestry.tools.auto_shard.scheme_cost import NodeGraph, Problem, Workers, bits, node_graph
+from tapestry.tools.auto_shard.traversal import initial, moves, traverse
 from tests.support.small_models import N, f32, net
 from tests.support.stages.stage_graphs import all_schemes, branches, random_graph, save
 
@@ -56,11 +55,11 @@ def assert_scheme(problem: Problem, scheme: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_subgraphs_partition_the_nodes_in_topological_order(seed):
     graph = random_graph(seed, 30)
-    for tops in (candidates.joins(graph), candidates.everywhere(graph)):
-        units = candidates.subgraphs(graph, tops)
+    for tops in (scheme_cost.joins(graph), scheme_cost.everywhere(graph)):
+        units = scheme_cost.candidate_subgraphs(graph, tops)
         for wanted in (1, 3, 100):
-            merged = candidates.merge(graph, units, wanted, min(2, len(units)))
-            fine = candidates.refine(graph, merged, 2 * wanted)
+            merged = scheme_cost.merge(graph, units, wanted, min(2, len(units)))
+            fine = scheme_cost.refine(graph, merged, 2 * wanted)
             for some in (units, merged, fine):
                 assert sorted(k for u in some for k in u) == list(range(len(graph.names)))
                 assert all(mask < 1 << u for u, mask in enumerate(Problem(graph, some).parents)), (
@@ -85,12 +84,12 @@ def test_memory_of_a_stage_is_what_its_definition_says(seed):
 @pytest.mark.parametrize("seed", SEEDS)
 def test_heuristic_keeps_the_laws_and_the_program_is_never_worse(seed):
     graph = random_graph(seed, 24)
-    units = candidates.subgraphs(graph, candidates.everywhere(graph))
+    units = scheme_cost.candidate_subgraphs(graph, scheme_cost.everywhere(graph))
     devices = 2 + seed % 3
     if len(units) < devices:
         return
-    coarse = candidates.merge(graph, units, 8, devices)
-    merged, problem = Problem(graph, coarse), Problem(graph, candidates.refine(graph, coarse, 100))
+    coarse = scheme_cost.merge(graph, units, 8, devices)
+    merged, problem = Problem(graph, coarse), Problem(graph, scheme_cost.refine(graph, coarse, 100))
     start = initial(merged, devices)
     assert_scheme(merged, start)
     for g in range(devices):
@@ -104,9 +103,7 @@ def test_heuristic_keeps_the_laws_and_the_program_is_never_worse(seed):
         known = [merged.translate(best.scheme, problem)]
         assert problem.evaluate(known[0]).stages == best.stages, "costs depend on how nodes are grouped"
         for limit in (1, 700):  # prefixes of orders only, and every cut
-            found = dynamic_program.solve(
-                problem, devices, capacity, dynamic_program.family(problem, known, merged, limit), known
-            )
+            found = traversal.solve(problem, devices, capacity, traversal.family(problem, known, merged, limit), known)
             if seen.best is None and found is None:
                 continue
             assert found is not None
@@ -121,14 +118,14 @@ def test_the_program_equals_brute_force(seed):
     problem = Problem(graph, [(k,) for k in range(len(graph.names))])
     devices = 2 + seed % 2
     every = [problem.evaluate(s) for s in all_schemes(problem, devices)]
-    family = dynamic_program.family(problem)
+    family = traversal.family(problem)
     assert family.complete
     least = min(e.memory for e in every)
     for capacity in (least - 1, least, (least + max(e.memory for e in every)) // 2, 1 << 60):
         best = min((e.rank for e in every if e.memory <= capacity), default=None)
-        found = dynamic_program.solve(problem, devices, capacity, family)
+        found = traversal.solve(problem, devices, capacity, family)
         assert best == (found.rank if found else None)
-        smallest = dynamic_program.least_memory(problem, devices, family)
+        smallest = traversal.least_memory(problem, devices, family)
         assert smallest is not None and smallest.memory == least
 
 

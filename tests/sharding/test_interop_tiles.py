@@ -13,12 +13,10 @@ from onnx import TensorProto as T
 import tapestry
 from tapestry import TensorDictionary, cli
 from tapestry.errors import PlanError, TapestryError
-from tapestry.exports import formats
-from tapestry.interop import instance_map, tile_metadata
-from tapestry.interop.tile_changes import exact, naive
-from tapestry.interop.tile_patterns import Tiling, parse, slide_slips, slide_tile
-from tapestry.sharding.check_sharding import check_file
-from tapestry.sharding.tiled_evaluation import evaluated
+from tapestry.interop import instance_map
+from tapestry.interop.tile_patterns import Tiling, exact, naive, parse, slide_slips, slide_tile
+from tapestry.sharding.check_sharding import check_file, evaluated
+from tapestry.tools.exports import formats
 from tests.support.faults.sharding_faults import N
 from tests.support.instance_maps import MAPS
 from tests.support.small_models import f32, net
@@ -270,7 +268,7 @@ def tiled_model(tilings, topology=("4", None), nodes=None):
     for name, text in tilings.items():
         shape = {"h": [8, 16], "r": [8, 16]}.get(name)
         value = onnx.helper.make_tensor_value_info(name, T.FLOAT, shape) if shape else None
-        tile_metadata.attach(m, name, parse(text), value)
+        instance_map.attach(m, name, parse(text), value)
     for key, text in zip(("instance_count", "instance_map"), topology, strict=True):
         if text is not None:
             m.metadata_props.add(key=key, value=text)
@@ -287,12 +285,12 @@ def test_tilings_are_read_back_and_removed(tmp_path):
     wanted = {"x": parse("{2,1: 0,1}"), "w": parse("{1: 0,1}"), "h": parse("{2: 1,0}")}
     again = onnx.load(saved(tiled_model({t: str(g) for t, g in wanted.items()}), tmp_path))
     onnx.checker.check_model(again)
-    assert tile_metadata.read(again) == wanted
-    tile_metadata.attach(again, "h", None)
-    tile_metadata.attach(again, "w", None)
-    assert tile_metadata.read(again) == {"x": wanted["x"]}
+    assert instance_map.read(again) == wanted
+    instance_map.attach(again, "h", None)
+    instance_map.attach(again, "w", None)
+    assert instance_map.read(again) == {"x": wanted["x"]}
     with pytest.raises(TapestryError, match="declares no"):
-        tile_metadata.attach(again, "r", wanted["x"])
+        instance_map.attach(again, "r", wanted["x"])
 
 
 MEGATRON = {"x": "{1: 0,1,2,3}", "w": "{1,4}", "r": "{1,4}", "v": "{4,1}", "y": "{4,1}"}
@@ -433,7 +431,7 @@ def test_the_model_carries_its_topology(tmp_path):
     assert build.build.topology["name"].endswith("links of the model")
     build.export(tmp_path / "again.onnx")
     m = onnx.load(tmp_path / "again.onnx")
-    carried = tile_metadata.read_topology(m)
+    carried = instance_map.read_topology(m)
     assert carried is not None and carried.count == 4 and str(carried.links) == "{4, [[1],[2],[3],[0]]}"
     again = tapestry.compile(tmp_path / "again.onnx")
     assert again.build.topology == build.build.topology and again.build.program == build.build.program
@@ -446,7 +444,7 @@ def test_tilings_of_a_plan_alone_give_the_plan_again(tmp_path):
     before = tapestry.compile(source, devices=4, pins=["mm:n=4@d0", "down:m=4@d0"], layouts=["y:0=4@d0"])
     before.export(tmp_path / "both.onnx")
     m = onnx.load(tmp_path / "both.onnx")
-    assert {t: str(g) for t, g in tile_metadata.read(m).items()} == {"r": "{1,4: 0,1,2,3}", "y": "{4,1: 0,1,2,3}"}
+    assert {t: str(g) for t, g in instance_map.read(m).items()} == {"r": "{1,4: 0,1,2,3}", "y": "{4,1: 0,1,2,3}"}
     del m.configuration[:]
     for n in m.graph.node:
         del n.device_configurations[:]
@@ -460,20 +458,20 @@ def test_tilings_of_a_plan_alone_give_the_plan_again(tmp_path):
 
 @pytest.mark.parametrize(("text", "kind", "detail"), MAPS)
 def test_topologies_of_the_slides(text, kind, detail):
-    m = instance_map.parse(text)
-    assert instance_map.parse(str(m)) == m
+    m = instance_map.parse_instances(text)
+    assert instance_map.parse_instances(str(m)) == m
     assert (kind, detail) in [(s.kind, s.detail) for s in instance_map.recognise(m)]
 
 
 def test_one_way_and_two_way_rings():
-    one, two = (instance_map.recognise(instance_map.parse(t))[0] for t in (MAPS[1][0], MAPS[9][0]))
+    one, two = (instance_map.recognise(instance_map.parse_instances(t))[0] for t in (MAPS[1][0], MAPS[9][0]))
     assert (one.two_way, two.two_way) == (False, True)
 
 
 def test_slips_of_the_slides_are_noted():
-    (found,) = instance_map.recognise(instance_map.parse(MAPS[7][0]))
+    (found,) = instance_map.recognise(instance_map.parse_instances(MAPS[7][0]))
     assert found.notes == ("0 sends to 2 and not the other way round; taken as two-way",)
-    (found,) = instance_map.recognise(instance_map.parse(MAPS[8][0]))
+    (found,) = instance_map.recognise(instance_map.parse_instances(MAPS[8][0]))
     assert found.notes[0] == "18 rows are left out" and "row 0 should be [1, 2, 3, 6, 9, 18]" in found.notes
 
 
@@ -493,4 +491,4 @@ def test_slips_of_the_slides_are_noted():
 )
 def test_wrong_maps_are_refused(text):
     with pytest.raises(TapestryError):
-        instance_map.parse(text)
+        instance_map.parse_instances(text)

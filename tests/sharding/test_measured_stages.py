@@ -11,9 +11,9 @@ import pytest
 
 from tapestry.cli import main
 from tapestry.errors import PlanError
-from tapestry.sharding.auto_shard import auto_shard, candidates, manual
-from tapestry.sharding.auto_shard.measured_search import Search, Trial, stages_of
-from tapestry.sharding.auto_shard.scheme_cost import Problem
+from tapestry.tools.auto_shard import auto_shard, scheme_cost
+from tapestry.tools.auto_shard.auto_shard import Search, Trial, stages_of
+from tapestry.tools.auto_shard.scheme_cost import Problem
 from tests.support.stages.stage_graphs import all_schemes, branches, random_graph, save
 
 
@@ -25,8 +25,8 @@ def test_the_nodes_that_are_named_make_the_same_stages(seed):
         return
     problem = Problem(graph, [(k,) for k in range(len(graph.names))])
     for scheme in list(all_schemes(problem, 3))[:20]:
-        cuts = [",".join(manual.ends(problem, mask)) for mask in scheme[:-1]]
-        again, found = manual.scheme_at(graph, cuts)
+        cuts = [",".join(auto_shard.ends(problem, mask)) for mask in scheme[:-1]]
+        again, found = auto_shard.scheme_at(graph, cuts)
         assert [again.cost(a) for a in found] == [problem.cost(b) for b in scheme]
 
 
@@ -69,7 +69,7 @@ def test_cuts_that_are_none_are_refused(tmp_path, capsys, args, words):
 def searched(peaks, seconds, *, optimal, proportions=(0.4, 0.7, 0.9), memory=100, limit=24):
     """PopRT's search on a random graph, with peaks and seconds of two stages by where the first one ends."""
     graph = random_graph(3, 24)
-    problem = Problem(graph, candidates.subgraphs(graph, candidates.everywhere(graph)))
+    problem = Problem(graph, scheme_cost.candidate_subgraphs(graph, scheme_cost.everywhere(graph)))
     seen: list[tuple[int, int]] = []
 
     def trials(schemes, capacity):
@@ -102,7 +102,7 @@ def test_with_optimal_the_fastest_is_taken():
 def test_the_fastest_are_run_once_more_in_turns():
     """A clock that favours another candidate in turns than alone: the turns count, for the traversal's and the exact stages."""
     graph = random_graph(3, 24)
-    problem = Problem(graph, candidates.subgraphs(graph, candidates.everywhere(graph)))
+    problem = Problem(graph, scheme_cost.candidate_subgraphs(graph, scheme_cost.everywhere(graph)))
     asked: list[list[int]] = []
 
     def turns(schemes):

@@ -20,9 +20,8 @@ from tapestry.onnx_eval.ort_session import ort_session
 from tapestry.pass_runner import Runner
 from tapestry.saved_build import verify_build
 from tapestry.sizes.sized_plans import PlanAtSizes
-from tapestry.verify import certificate
-from tapestry.verify.sizes import sized_laws
-from tapestry.verify.sizes.sized_memory import peaks_at
+from tapestry.verify import certificate, sized_laws
+from tapestry.verify.sized_laws import peaks_at
 from tapestry.viz import progress
 from tests.support.programs.sized_models import PINS, compiled, path_of
 

@@ -11,15 +11,15 @@ import pytest
 
 import tapestry
 from tapestry.cli import main
-from tapestry.codegen.kernel_texts import CpuKernel, cpu_kernel_of
+from tapestry.codegen.kernel_sources import CpuKernel, cpu_kernel_of
 from tapestry.codegen.torch_cpu.c import contract_trials
-from tapestry.codegen.torch_cpu.c.contract_texts import CONTRACTS
+from tapestry.codegen.torch_cpu.c.contract_trials import CONTRACTS
 from tapestry.errors import LawError
 from tapestry.ir.graph import Graph
-from tapestry.ir.kernel import Kernel
-from tapestry.ir.syntax.parser import parse
+from tapestry.ir.parser import parse
+from tapestry.ir.plan import Kernel
+from tapestry.verify.kernels.c_source import functions
 from tapestry.verify.kernels.kernel_proofs import COMPARED, FORM, TRIAL, prove
-from tapestry.verify.kernels.reading.c_syntax import functions
 from tapestry.verify.kernels.terms import Unsupported
 from tests.support.faults.c_edits import C_EDITS
 from tests.support.small_models import save

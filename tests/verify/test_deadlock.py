@@ -12,16 +12,15 @@ import torch
 
 from tapestry.codegen.torch_cpu.base.scalars import TORCH_DTYPES
 from tapestry.errors import LawError
-from tapestry.ir.kernel import shape
-from tapestry.ir.plan import Plan
+from tapestry.ir.parser import parse
+from tapestry.ir.plan import Plan, shape
 from tapestry.ir.program import Program, Reduce, Transfer, transfer_bytes
-from tapestry.ir.syntax.parser import parse
 from tapestry.plan.lower import lower
 from tapestry.plan.strategy import strategies
-from tapestry.runtime.messages.message_schedule import calls_of
+from tapestry.runtime.executor import owners
+from tapestry.runtime.messages.moves import calls_of
 from tapestry.runtime.processes.distributed import RankExecutor
-from tapestry.runtime.processes.heartbeat import Heartbeat, shared
-from tapestry.runtime.step_messages import owners
+from tapestry.runtime.processes.wire import Heartbeat, shared
 from tapestry.verify.deadlock import Exchange, check, scripts, simulate
 from tests.support.messages.recorded_wire import Recorder, Shapes
 from tests.support.small_models import case, mesh_of, random_plan

@@ -12,8 +12,8 @@ import pytest
 import tapestry
 from tapestry.build import store
 from tapestry.ir import space
-from tapestry.ir.kernel import size
-from tapestry.viewer import saved
+from tapestry.ir.plan import size
+from tapestry.tools.viewer import html_page
 from tapestry.viz import explain
 from tapestry.viz.format import duration, human, signed
 from tests.support.viewer import chromium, viewed
@@ -45,7 +45,7 @@ def folder(tmp_path_factory) -> Path:
         ("two", ["halo", "free"], None),
         ("causal", ["causal"], None),
     ):
-        saved.write(at / f"{name}.html", saved.page([at / b for b in builds], trace))
+        html_page.write(at / f"{name}.html", html_page.page([at / b for b in builds], trace))
     return at
 
 
@@ -272,9 +272,9 @@ def test_the_certificate(folder, tab, built):
 
 
 def test_two_builds_beside_each_other(folder, tab):
-    from tapestry.viz import build_diff
+    from tapestry.viz import explain
 
-    diff = build_diff.compare(*(store.read(folder / b)[0] for b in ("halo", "free")))
+    diff = explain.compare(*(store.read(folder / b)[0] for b in ("halo", "free")))
     tab.open(folder / "two.html")
     assert tab.count(".canvas svg") == 2
     assert int(tab.js("document.querySelector('[data-differ]').dataset.differ")) == len(diff["operations"])

@@ -21,8 +21,8 @@ from tapestry.ir.program import Reduce, Transfer, transfer_bytes
 from tapestry.plan.alternatives import best_alternatives, priced_strategies
 from tapestry.plan.requests import parse_pins
 from tapestry.plan.topology import from_data
-from tapestry.viewer import html_page, program_tables
-from tapestry.viz import explain, layer_folds
+from tapestry.tools.viewer import build_data, html_page
+from tapestry.viz import explain, format
 from tests.support.small_models import f32, net
 from tests.support.viewer import viewed
 
@@ -56,7 +56,7 @@ def test_the_page_holds_what_explain_says(made, data):
 def test_links_add_up_to_what_is_counted(made, data):
     program = made.build.program
     for s in (s for s in program.steps if isinstance(s, Transfer | Reduce)):
-        assert sum(program_tables.links(s, program).values()) == pytest.approx(transfer_bytes(s, program), rel=1e-12)
+        assert sum(build_data.links(s, program).values()) == pytest.approx(transfer_bytes(s, program), rel=1e-12)
     sent = [
         sum(n for *_, n in data["program"]["links"][s[5]]) for s in data["program"]["steps"] if s[0] in ("transfer", "reduce")
     ]
@@ -83,12 +83,12 @@ def test_lanes_and_memory_are_the_schedule(made, data):
 
 
 def test_layers_fold_where_they_are_alike(made):
-    (fold,) = layer_folds.runs(made.build.plan)
+    (fold,) = format.runs(made.build.plan)
     assert (fold.length, fold.times, fold.label) == (2, 7, "layer")
     plan = made.build.plan
     k = fold.first + 2 * fold.length  # the third layer is cut in another way: it is no part of a fold
     other = replace(plan, strategies=tuple(replace(s, dims=(None,)) if i == k else s for i, s in enumerate(plan.strategies)))
-    assert all(not f.first <= k < f.first + f.length * f.times for f in layer_folds.runs(other))
+    assert all(not f.first <= k < f.first + f.length * f.times for f in format.runs(other))
 
 
 def test_a_fold_reads_alike(tmp_path):
@@ -99,7 +99,7 @@ def test_a_fold_reads_alike(tmp_path):
     onnx.save(net(nodes, {"x0": (T.FLOAT, (8, 8))}, {"x12": T.FLOAT}), tmp_path / "m.onnx")
     plan = tapestry.compile(tmp_path / "m.onnx", devices=1, topology="cpu").build.plan
     odd = next(i for i, op in enumerate(plan.graph.ops) if "m8" in op.source)
-    found = layer_folds.runs(plan)
+    found = format.runs(plan)
     assert found and all(not f.first + f.length <= odd < f.first + f.length * f.times for f in found)
 
 

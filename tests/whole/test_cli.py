@@ -16,7 +16,7 @@ from onnx import helper
 import tapestry
 from tapestry.errors import BuildError, LawError, TapestryError
 from tapestry.rewrites.core.rule import RULES
-from tapestry.runtime.outputs import write
+from tapestry.runtime.executor import write
 from tests.support.command_line import attention_build, document, run
 from tests.support.paths import EXAMPLES
 from tests.support.small_models import N, case, f32, net, save

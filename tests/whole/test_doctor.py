@@ -7,7 +7,7 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from tapestry.lift.examine import examine
-from tapestry.viz.doctor import document, text
+from tapestry.viz.ir_dump import document, text
 from tests.support.command_line import run
 
 F = TensorProto.FLOAT

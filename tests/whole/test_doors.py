@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import tapestry
-from tapestry.doors.model_sources import opened
+from tapestry.doors.choices import opened_source
 from tapestry.errors import BuildError, ModelError, TapestryError
 from tests.support.command_line import document, run
 from tests.support.small_models import save
@@ -85,12 +85,12 @@ def test_a_module_becomes_a_plan_that_runs(name: str) -> None:
 
 def test_parameters_keep_their_names_and_are_written_once() -> None:
     module, x = Block(), torch.randint(0, 11, (2, 5))
-    given = opened(module, (x,))
+    given = opened_source(module, (x,))
     stored = {t.name: t for t in onnx.load(given.path, load_external_data=False).graph.initializer}
     tied = {"embed.weight", "head.weight"}
     assert {n for n, _ in module.named_parameters()} - tied <= set(stored)
     assert len(tied & set(stored)) == 1, "tied weights are one"
-    given = opened(nn.Linear(64, 64), (torch.randn(1, 64),))
+    given = opened_source(nn.Linear(64, 64), (torch.randn(1, 64),))
     assert [p.stat().st_size for p in given.path.parent.glob("*.bin")] == [64 * 64 * 4]
 
 

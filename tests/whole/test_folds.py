@@ -11,7 +11,7 @@ import pytest
 
 import tapestry
 from tapestry.ir.graph import Names
-from tapestry.viz import layer_folds, tables
+from tapestry.viz import format, tables
 from tests.support.command_line import run
 from tests.support.paths import SHARED
 
@@ -65,11 +65,11 @@ def test_refusals_are_said_once(builds) -> None:
 
 def test_moves_are_said_once() -> None:
     moves = [f"fuse_sums@layers.{k}.k_proj{{with=layers.{k}.q_proj}}" for k in range(32)]
-    assert list(layer_folds.moves_text(moves)) == ["fuse_sums@layers.*.k_proj{with=layers.*.q_proj} ×32"]
+    assert list(format.moves_text(moves)) == ["fuse_sums@layers.*.k_proj{with=layers.*.q_proj} ×32"]
     others = [f"split@{part}{{dim=n,parts=2}}" for part in ("a", "b", "c", "d", "e", "e_1")]
-    said = list(layer_folds.moves_text([*moves, *others]))
+    said = list(format.moves_text([*moves, *others]))
     assert said[1:] == [*others[:3], "split@… ×3, 2 kinds of places"]
-    assert list(layer_folds.moves_text(["split@y{dim=h,parts=4}", "split@y{dim=h,parts=8}"])) == [
+    assert list(format.moves_text(["split@y{dim=h,parts=4}", "split@y{dim=h,parts=8}"])) == [
         "split@y{dim=h,parts=4}", "split@y{dim=h,parts=8}",
     ]  # fmt: skip
 
@@ -86,15 +86,15 @@ def test_moves_are_said_once() -> None:
     ],
 )
 def test_names_stand_for_their_counterparts(name: str, expected: str) -> None:
-    assert layer_folds.template(name) == expected
+    assert format.template(name) == expected
 
 
 def test_without_names_the_structure_says_what_is_alike(builds) -> None:
     plan = tapestry.load(builds[1]).build.plan
     bare = replace(plan.graph, names=Names(), ops=tuple(replace(op, source=(f"op{k}",)) for k, op in enumerate(plan.graph.ops)))
-    alike = layer_folds.together(layer_folds.counterparts(replace(plan, graph=bare)), str)
+    alike = format.together(format.counterparts(replace(plan, graph=bare)), str)
     assert max(map(len, alike.values())) == 3, "the first layer also makes the mask, and stands beside the run"
-    counted = layer_folds.together(layer_folds.counterparts(plan), str)
+    counted = format.together(format.counterparts(plan), str)
     assert max(map(len, counted.values())) >= 4 and len(counted) < len(plan.graph.ops) / 2
 
 

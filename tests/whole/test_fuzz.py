@@ -16,22 +16,22 @@ import pytest
 from onnx import helper
 
 from bench.correctness.seeded_kernel_bugs import BUGS, seeded
-from tapestry.fuzz import awkward
-from tapestry.fuzz.campaign import PLANS, fuzz
-from tapestry.fuzz.families.control_flow import SequenceNodes
-from tapestry.fuzz.generate.draw import Draw
-from tapestry.fuzz.generate.evaluate import replay
-from tapestry.fuzz.generate.random_blocks import blocks
-from tapestry.fuzz.generate.random_model import BLOCKS, FAMILIES, RUNNING, Model, random_model
-from tapestry.fuzz.generate.running_blocks import running
-from tapestry.fuzz.recipe import VIAS, Recipe, from_document, random_recipe, rewritten
-from tapestry.fuzz.series import Series, summary
-from tapestry.fuzz.series import run as run_series
-from tapestry.fuzz.shrink import outcome, shrink
-from tapestry.fuzz.trial import Failure, Prepared, attempt, draw_recipe, judge, prepare
+from tapestry.ir.parser import parse
 from tapestry.ir.plan import MeshAxis, Strategy
-from tapestry.ir.syntax.parser import parse
 from tapestry.verify import interp
+from tests.fuzz import awkward
+from tests.fuzz.campaign import PLANS, fuzz
+from tests.fuzz.families.control_flow import SequenceNodes
+from tests.fuzz.generate.draw import Draw
+from tests.fuzz.generate.evaluate import replay
+from tests.fuzz.generate.random_blocks import blocks
+from tests.fuzz.generate.random_model import BLOCKS, FAMILIES, RUNNING, Model, random_model
+from tests.fuzz.generate.running_blocks import running
+from tests.fuzz.recipe import VIAS, Recipe, from_document, random_recipe, rewritten
+from tests.fuzz.series import Series, summary
+from tests.fuzz.series import run as run_series
+from tests.fuzz.shrink import outcome, shrink
+from tests.fuzz.trial import Failure, Prepared, attempt, draw_recipe, judge, prepare
 from tests.support.command_line import document, run
 from tests.support.paths import ROOT
 

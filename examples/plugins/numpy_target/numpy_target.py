@@ -8,7 +8,7 @@ import torch
 from tapestry.codegen.torch_cpu import TorchCpu
 from tapestry.ir.graph import Block
 from tapestry.ir.index import dim
-from tapestry.ir.recognise.contraction import products
+from tapestry.ir.recognise import products
 
 
 def is_product(op):

@@ -7,15 +7,15 @@ from typing import Any
 
 import torch
 
-from tapestry.codegen.torch_cpu import exact_kernels as exact
 from tapestry.codegen.torch_cpu import kernels
-from tapestry.codegen.torch_cpu.base import state_merges
-from tapestry.codegen.torch_cpu.c import conv_chain
-from tapestry.codegen.torch_cpu.c.c_calls import Call, Calls, Recorded, Together, Written, ask, batch, called, limit, move
-from tapestry.codegen.torch_cpu.c.generated_c import compile_waiting
-from tapestry.codegen.torch_cpu.c.maps_c import PLAIN, How, Mapped
+from tapestry.codegen.torch_cpu import kernels as exact
+from tapestry.codegen.torch_cpu.base import closures
+from tapestry.codegen.torch_cpu.c import conv_c
+from tapestry.codegen.torch_cpu.c.blocks_c import PLAIN, How, Mapped
+from tapestry.codegen.torch_cpu.c.c_calls import Calls, CCall, Recorded, Together, Written, ask, batch, called, limit, move
+from tapestry.codegen.torch_cpu.c.print_c import compile_waiting
 from tapestry.ir.graph import Graph
-from tapestry.ir.kernel import Kernel
+from tapestry.ir.plan import Kernel
 
 __all__ = ["How", "TorchCpu", "compile_waiting"]
 
@@ -27,7 +27,7 @@ class TorchCpu:
     """Implements `runtime.target_protocol`: `Target`, and `RecordingTarget` by our kernels in C.
 
     Args:
-        exact: compute in canonical blocks, so that results do not depend on the number of devices (`ir.canonical_parts`).
+        exact: compute in canonical blocks, so that results do not depend on the number of devices (`ir.plan`).
         how: our kernels in C are made.
     """
 
@@ -36,12 +36,12 @@ class TorchCpu:
 
     def kernel(self, graph: Graph, kernel: Kernel) -> kernels.Run:
         """A function that computes one block."""
-        return exact.build(graph, kernel) if self.exact else kernels.build(graph, kernel, self.how)
+        return exact.build_exact(graph, kernel) if self.exact else kernels.build(graph, kernel, self.how)
 
     def merge(self, monoid: str, states: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
         """Merge the states of several devices, in their order."""
         stacked = [torch.stack(list(fields), dim=-1) for fields in zip(*states, strict=True)]
-        return state_merges.reduce(monoid, stacked, stacked[0].dim() - 1)
+        return closures.reduce(monoid, stacked, stacked[0].dim() - 1)
 
     def from_numpy(self, array: Any) -> Any:
         """A tensor with the array's bits, which it may share; values of the host stay as they are."""
@@ -67,12 +67,12 @@ class TorchCpu:
         """The input that ``after`` may read while ``before`` makes it, where that pays."""
         if not isinstance(before, Recorded) or not isinstance(after, Recorded):
             return None
-        return conv_chain.follows(before, after)
+        return conv_c.follows(before, after)
 
-    def chain(self, calls: Sequence[object]) -> Call | None:
+    def chain(self, calls: Sequence[object]) -> CCall | None:
         """Calls of which each follows the one before, as one; ``None`` where they cannot be that as they are bound."""
-        ours = [c for c in calls if isinstance(c, Call)]
-        return conv_chain.chain(ours) if len(ours) == len(calls) else None
+        ours = [c for c in calls if isinstance(c, CCall)]
+        return conv_c.chain(ours) if len(ours) == len(calls) else None
 
     def cells(self, recorder: object) -> Sequence[tuple[int, int]]:
         """Reads (position, axis) of whose cells a kernel may be told to leave some out."""
@@ -80,7 +80,7 @@ class TorchCpu:
 
     def limit(self, call: object, filled: int) -> None:
         """Let a call leave out cells: those before the first number at an address count, and those from the second on."""
-        assert isinstance(call, Call | Calls)
+        assert isinstance(call, CCall | Calls)
         limit(call, filled)
 
     def seldom(self, recorder: object) -> int | None:
@@ -89,19 +89,19 @@ class TorchCpu:
 
     def ask(self, call: object, made: object) -> None:
         """Let a call run another one where it wants what that makes."""
-        assert isinstance(call, Call | Calls) and isinstance(made, Call)
+        assert isinstance(call, CCall | Calls) and isinstance(made, CCall)
         ask(call, made)
 
     def called(self, run: kernels.Run, extents: tuple[int, ...]) -> Recorder:
         """Any kernel of one output of floats as one that writes where it is told."""
         return called(run, extents)
 
-    def move(self, values: torch.Tensor, there: torch.Tensor, axis: int, at: int = 0) -> Call:
+    def move(self, values: torch.Tensor, there: torch.Tensor, axis: int, at: int = 0) -> CCall:
         """Copy what is dense from an axis on; each row as many cells further as its number says, at an address but 0."""
         return move(values, there, axis, at)
 
     def batch(self, calls: Sequence[object]) -> Callable[[], None]:
         """Calls of recorders one after another, as one."""
-        ours = [c for c in calls if isinstance(c, Call | Calls)]
+        ours = [c for c in calls if isinstance(c, CCall | Calls)]
         assert len(ours) == len(calls), "calls of another target"
         return batch(ours)

@@ -11,23 +11,70 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
+from typing import Any
 
 import torch
 
 from tapestry.codegen.torch_cpu import native
 from tapestry.codegen.torch_cpu.base import contract
-from tapestry.codegen.torch_cpu.base.local_view import Held, localise
 from tapestry.codegen.torch_cpu.base.point_values import Expressions, Run, held
-from tapestry.codegen.torch_cpu.base.strided_reads import Frame, Tensor
-from tapestry.codegen.torch_cpu.c import conv_c
-from tapestry.codegen.torch_cpu.c.requantise import requantised
-from tapestry.codegen.torch_cpu.torch_ops import integers
-from tapestry.codegen.torch_cpu.torch_ops.dense import Pack, Packable
-from tapestry.codegen.torch_cpu.torch_ops.integers import one_product, shift_of, signed, takes_unsigned
-from tapestry.ir.expr import Arg, Call, Const, Expr
+from tapestry.codegen.torch_cpu.base.scalars import TORCH_DTYPES
+from tapestry.codegen.torch_cpu.base.strided_reads import Frame, Held, Tensor, localise
+from tapestry.codegen.torch_cpu.c import conv_c, print_c
+from tapestry.codegen.torch_cpu.c.print_c import TYPES, Writer, written
+from tapestry.codegen.torch_cpu.torch_ops import dense
+from tapestry.codegen.torch_cpu.torch_ops.dense import Pack, Packable, one_product, shift_of, signed, takes_unsigned
+from tapestry.ir.expr import Acc, Arg, Call, Const, Expr, Index, arg_positions, walk
 from tapestry.ir.graph import Block, Graph
-from tapestry.ir.kernel import Kernel
-from tapestry.ir.recognise.contraction import Narrow, dims_read, factors, narrow
+from tapestry.ir.index import dims_of
+from tapestry.ir.plan import Kernel, size
+from tapestry.ir.recognise import Narrow, dims_read, factors, narrow
+
+# What follows a sum in i32 for each feature, as one pass in C over rows of features: a bias, scales, rounding, saturation.
+
+
+Then = Callable[[Sequence[Tensor | None], Tensor, Tensor | int], Tensor | None]
+LEAST = 1 << 10  # points: fewer take no time in torch's operators either
+
+
+def requantised(op: Block, graph: Graph, kernel: Kernel, feature: str) -> Then | None:
+    """A function of the buffers, sums (rows by features) and what is added to each row; ``None`` where it cannot be written.
+
+    It gives ``None`` where there turns out to be no working compiler.
+
+    Args:
+        feature: the dimension along which alone what is read varies.
+    """
+    then, columns = op.then, [b for d, b in zip(op.dims, kernel.block, strict=False) if d.name == feature]
+    small = size(kernel.block[: len(op.dims)]) < LEAST
+    if conv_c.available() is None or small or len(then) != 1 or len(columns) != 1 or isinstance(then[0], Acc):
+        return None
+    if then[0].dtype not in TYPES or not written(then) or any(isinstance(x, Index) for x in walk(then[0])):
+        return None
+    used = sorted(arg_positions(then))
+    boxes = {k: b for k in used if (b := kernel.ins[k]) is not None}
+    reads = {k: op.reads[k] for k in used}
+    along = {n for r in reads.values() for e in (*r.index, *(g.aff for g in r.when)) for n in dims_of(e)}
+    if len(boxes) < len(used) or along - {feature}:
+        return None
+    tensors = {k: graph.tensors[r.tensor] for k, r in reads.items()}
+    described = {k: (reads[k], boxes[k], t.shape, t.dtype) for k, t in tensors.items()}
+    dtype = TORCH_DTYPES[then[0].dtype]
+    name = print_c.register(Writer((feature,), described, (columns[0],)).columns(then[0], then[0].dtype))
+
+    def run(ins: Sequence[Tensor | None], total: Tensor, more: Tensor | int) -> Tensor | None:
+        function: Any = print_c.function(name)
+        if function is None:
+            return None
+        rows, width = total.shape
+        added = more.expand(width).contiguous() if isinstance(more, Tensor) else torch.full((width,), more, dtype=torch.int32)
+        out = torch.empty(rows, width, dtype=dtype)
+        given = (*(held(ins[k]).contiguous() for k in used), total.contiguous(), added, out)
+        function((ctypes.c_int64 * 1)(rows), (ctypes.c_void_p * len(given))(*(x.data_ptr() for x in given)))
+        return out
+
+    return run
+
 
 Ins = Sequence[Tensor | None]
 BAND = 1 << 20  # bytes of windows that are copied at once, so that they are still in cache when they are multiplied
@@ -298,7 +345,7 @@ def _in_one_pass(op: Block, graph: Graph, kernel: Kernel) -> Run | None:
     """A matrix product with what follows it, which may vary along the last dimension."""
     frame = Frame(op.space, kernel.block)
     then = requantised(op, graph, kernel, op.dims[-1].name) if op.dims else None
-    states = integers.product(op, graph, kernel, frame) if then else None
+    states = dense.product(op, graph, kernel, frame) if then else None
     if then is None or states is None:
         return None
     tail = Expressions(op, graph, kernel, op.then, Frame(op.dims, kernel.block[: len(op.dims)]))

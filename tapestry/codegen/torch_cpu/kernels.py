@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from math import prod
@@ -12,33 +13,29 @@ import numpy as np
 import torch
 
 from tapestry.codegen.torch_cpu import conv_int8, sibling_sums
-from tapestry.codegen.torch_cpu.attention_c import attention
-from tapestry.codegen.torch_cpu.attention_scores import scored
-from tapestry.codegen.torch_cpu.base import contract, grouped_rows, state_merges, tiled_sums
-from tapestry.codegen.torch_cpu.base.local_view import localise
-from tapestry.codegen.torch_cpu.base.piecewise import pieces
-from tapestry.codegen.torch_cpu.base.point_values import Expressions, Run, held
-from tapestry.codegen.torch_cpu.base.selection import gather, product_by_groups
-from tapestry.codegen.torch_cpu.base.strided_reads import Frame, Tensor
-from tapestry.codegen.torch_cpu.base.torch_api import tensor_of
-from tapestry.codegen.torch_cpu.c import conv_c, pooling, row_norms
-from tapestry.codegen.torch_cpu.c.blocks_c import as_loops
+from tapestry.codegen.torch_cpu.attention_c import attention_kernel, scored
+from tapestry.codegen.torch_cpu.base import closures, contract, point_values, scalars
+from tapestry.codegen.torch_cpu.base.point_values import Expressions, Run, gather, held, pieces, product_by_groups
+from tapestry.codegen.torch_cpu.base.scalars import tensor_of
+from tapestry.codegen.torch_cpu.base.strided_reads import Frame, localise
+from tapestry.codegen.torch_cpu.c import blocks_c, conv_c
+from tapestry.codegen.torch_cpu.c.blocks_c import PLAIN, How, Mapped, as_loops, mapped
 from tapestry.codegen.torch_cpu.c.c_calls import Recorded, Together
-from tapestry.codegen.torch_cpu.c.maps_c import PLAIN, How, Mapped, mapped
-from tapestry.codegen.torch_cpu.torch_ops import dense, integers, layers, norms, running_scan
-from tapestry.codegen.torch_cpu.torch_ops.viewed import viewed
-from tapestry.codegen.torch_cpu.views.image_view import seen
-from tapestry.codegen.torch_cpu.views.pixel_view import pixels
-from tapestry.codegen.torch_cpu.views.row_view import rows
+from tapestry.codegen.torch_cpu.torch_ops import dense, layers
+from tapestry.codegen.torch_cpu.torch_ops.layers import viewed
+from tapestry.codegen.torch_cpu.views import pixels, rows, seen
+from tapestry.ir import plan
 from tapestry.ir.expr import Expr, arg_positions
-from tapestry.ir.graph import Block, Graph, Opaque
-from tapestry.ir.kernel import Kernel, shape, size
+from tapestry.ir.graph import Block, Graph, Op, Opaque
 from tapestry.ir.monoid import parts_of
-from tapestry.ir.recognise.contraction import only_sums, part, sides
-from tapestry.ir.recognise.running_state import as_scan
-from tapestry.ir.state import layered
+from tapestry.ir.plan import Box, Kernel, shape, size
+from tapestry.ir.recognise import as_scan, layered, only_sums, part, sides
 from tapestry.ir.types import HOST, STORED, numpy_dtype
 from tapestry.onnx_eval import opaque_node
+from tapestry.plan.strategy import read_box
+
+Tensor = torch.Tensor
+
 
 WRITING = 4  # points of a reduction that loops take as long for as torch for a cell that it writes out
 
@@ -74,7 +71,7 @@ def _of_weights(graph: Graph, tensor: str) -> bool:
 
 def _by_rows(op: Block, graph: Graph, kernel: Kernel, how: How) -> Run | None:
     """The function in C of a norm of rows, one for any sizes; ``None`` where there is none."""
-    view = rows(op, graph, kernel) if norms.by_rows(op) and not row_norms.rms_norm(op, kernel) else None
+    view = rows(op, graph, kernel) if layers.by_rows(op) and not blocks_c.rms_norm(op, kernel) else None
     if view is None:
         return None
     plain = _built(op, graph, kernel, how)
@@ -89,7 +86,7 @@ def _by_rows(op: Block, graph: Graph, kernel: Kernel, how: How) -> Run | None:
 def _by_pixels(op: Block, graph: Graph, kernel: Kernel, how: How) -> Run | None:
     """The function in C of an operation on images, pixel by pixel; ``None`` where there is none."""
     view = pixels(op, graph, kernel) if conv_c.available() and not how.any_size else None
-    if view is None or row_norms.mean(op, kernel) or pooling.pooled(op, kernel):
+    if view is None or blocks_c.mean(op, kernel) or conv_c.pooled(op, kernel):
         return None
     run = _built(view.op, view.graph, view.kernel, how)
     run = run if isinstance(run, Mapped) else as_loops(view.op, view.graph, view.kernel, run, lambda: True, how)
@@ -100,7 +97,7 @@ def _is_dear(op: Block, graph: Graph, kernel: Kernel) -> bool:
     """Whether torch has no operator for an operation: it would write out the points of a reduction, or gather cell by cell."""
     if op.monoid is None:
         return _gathers(op, op.body)
-    if norms.by_rows(op):
+    if layers.by_rows(op):
         return True
     plain = len(op.body) == 1 and not op.inner and not layered(op) and len(parts_of(op.monoid)) == 1
     frame = Frame(op.space, kernel.block)
@@ -131,20 +128,20 @@ def _built(op: Block, graph: Graph, kernel: Kernel, how: How) -> Run:
         results = Expressions(op, graph, kernel, op.body, Frame(op.dims, kernel.block))
         return mapped(op, graph, kernel, pieces(op, graph, kernel) or (lambda ins, _: results(ins, [])), how)
     if kernel.mode == "full":
-        ours = attention(op, graph, kernel, how) or (None if how.any_size else scored(op, graph, kernel))
+        ours = attention_kernel(op, graph, kernel, how) or (None if how.any_size else scored(op, graph, kernel))
         if ours and not ours.names:
             return ours.run
         if ours:
             return Mapped(_whole(op, graph, kernel), ours.names, ours.run, few=True, compiles=how.compiles)
         found = (
-            norms.layer_norm(op, kernel)
-            or row_norms.rms_norm(op, kernel)
-            or row_norms.mean(op, kernel)
-            or pooling.pooled(op, kernel)
+            layers.layer_norm(op, kernel)
+            or blocks_c.rms_norm(op, kernel)
+            or blocks_c.mean(op, kernel)
+            or conv_c.pooled(op, kernel)
         )
         if found:
             return found
-        if cut := grouped_rows.regrouped(op, graph, kernel):
+        if cut := contract.regrouped(op, graph, kernel):
             run, wanted = build(*cut, how), [shape(b) for b in kernel.outs]
             return lambda ins, given: [x.contiguous().view(w) for x, w in zip(run(ins, given), wanted, strict=True)]
     if kernel.mode == "partial":
@@ -178,7 +175,7 @@ def _partial(op: Block, part: Callable[[Sequence[Tensor | None]], list[Tensor]])
     def run(ins: Sequence[Tensor | None], before: Sequence[Tensor]) -> list[Tensor]:
         assert op.monoid
         found = part(ins)
-        return state_merges.combine(op.monoid, list(before), found, dtypes) if before else found
+        return closures.combine(op.monoid, list(before), found, dtypes) if before else found
 
     return run
 
@@ -205,9 +202,9 @@ def _states(op: Block, graph: Graph, kernel: Kernel) -> Callable[[Sequence[Tenso
         return lambda ins: [x for run in runs for x in run(ins)]
     return (
         _read_off(op, graph, kernel, frame)
-        or tiled_sums.product(op, graph, kernel, frame)
+        or point_values.tiled_product(op, graph, kernel, frame)
         or gather(op, graph, kernel, frame)
-        or tiled_sums.states(op, graph, kernel)
+        or point_values.states(op, graph, kernel)
     )
 
 
@@ -218,10 +215,10 @@ def _read_off(
     return (
         _scan(op, graph, kernel)
         or _convolution(op, graph, kernel, frame)
-        or pooling.transposed(op, graph, kernel)
-        or pooling.max_pool(op, kernel)
+        or conv_c.transposed(op, graph, kernel)
+        or conv_c.max_pool(op, kernel)
         or conv_int8.convolution(op, graph, kernel, frame)
-        or integers.product(op, graph, kernel, frame)
+        or dense.product(op, graph, kernel, frame)
     )
 
 
@@ -229,10 +226,10 @@ def _scan(op: Block, graph: Graph, kernel: Kernel) -> Callable[[Sequence[Tensor 
     found = as_scan(op)
     if found is None or any(d.size == 0 for d in op.space):
         return None
-    runs = running_scan.runs(op, found, kernel.block)
+    runs = layers.runs(op, found, kernel.block)
     body = Expressions(runs.op, graph, kernel, runs.op.body, runs.frame)
     shape = runs.frame.extents
-    return lambda ins: running_scan.states(op, found, runs, [v.expand(shape) for v in body.values(ins, [])])
+    return lambda ins: layers.scan_states(op, found, runs, [v.expand(shape) for v in body.values(ins, [])])
 
 
 def _convolution(
@@ -305,3 +302,95 @@ def from_numpy(a: Any) -> Any:
     if a.dtype.itemsize == 1 and a.dtype.name in _BITS:  # a type that torch does not have, or has otherwise: its bits
         a = a.view(np.uint8)
     return tensor_of(a if a.flags.writeable else a.copy())
+
+
+# Kernels in canonical blocks (`ir.plan`): the same calls on the same bytes, however many devices share them.
+#
+# Each call has one thread, whatever torch is set to: which kernel is taken, and in how many pieces it sums, may depend on that.
+
+
+ALIGNMENT = 64  # bytes, of whatever torch allocates
+
+
+def build_exact(graph: Graph, kernel: Kernel) -> Run:
+    """The function that computes a block, canonical block by canonical block."""
+    op = graph.ops[kernel.op]
+    along = None if plan.free(op) else plan.canonical(op)
+    if plan.free(op) or any(graph.tensors[t].dtype == HOST for t in (*op.inputs, *op.outs)):
+        return build(graph, kernel)
+    assert kernel.mode == "full", "a reduction that rounds is not cut"
+    at = -1 if along is None else [d.name for d in op.dims].index(along.name)
+    spans = [(0, 0)] if along is None else plan.blocks(along.size, *kernel.block[at])
+    with _one_thread():
+        parts = [_Part(graph, kernel, op, at, span) for span in spans]
+    dtypes = [scalars.TORCH_DTYPES[graph.tensors[t].dtype] for t in op.outs]
+
+    def run(ins: Sequence[Tensor | None], states: Sequence[Tensor]) -> list[Tensor]:
+        outs = [torch.empty(shape(box), dtype=d) for box, d in zip(kernel.outs, dtypes, strict=True)]
+        copies: dict[tuple[int, Box], Tensor] = {}  # a weight that every block reads whole is copied once
+        with _one_thread():
+            for part in parts:
+                part(ins, outs, copies)
+        return outs
+
+    return run
+
+
+@contextmanager
+def _one_thread() -> Generator[None]:
+    before = torch.get_num_threads()
+    if before == 1:
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+class _Part:
+    """One canonical block: slices of the inputs, a kernel of its own, and where its results go."""
+
+    def __init__(self, graph: Graph, kernel: Kernel, op: Op, at: int, span: tuple[int, int]) -> None:
+        block = tuple(span if i == at else box for i, box in enumerate(kernel.block))
+        self.takes: list[tuple[tuple[slice, ...], Box] | None] = []
+        boxes: list[Box | None] = []
+        for k, own in enumerate(kernel.ins):
+            want = None if own is None else read_box(op, graph, k, block)
+            boxes.append(want)
+            self.takes.append(None if want is None or own is None else (_within(want, own), want))
+        self.outs = [_out_box(op, n, block, box) for n, box in enumerate(kernel.outs)]
+        self.places = [_within(box, whole) for box, whole in zip(self.outs, kernel.outs, strict=True)]
+        inner = Kernel(op=kernel.op, mode="full", block=block, ins=tuple(boxes), outs=tuple(self.outs))
+        self.kernel = build(graph, inner)
+
+    def __call__(self, ins: Sequence[Tensor | None], outs: Sequence[Tensor], copies: dict[tuple[int, Box], Tensor]) -> None:
+        """Compute the block; inputs are contiguous and aligned alike, copied where they are not: kernels may tell otherwise."""
+        given: list[Tensor | None] = []
+        for k, (x, take) in enumerate(zip(ins, self.takes, strict=True)):
+            if x is None or take is None:
+                given.append(None)
+                continue
+            place, box = take
+            if (k, box) not in copies:
+                part = x[place]
+                same = part.is_contiguous() and part.data_ptr() % ALIGNMENT == 0
+                copies[k, box] = part if same else part.clone(memory_format=torch.contiguous_format)
+            given.append(copies[k, box])
+        for out, place, value in zip(outs, self.places, self.kernel(given, []), strict=True):
+            out[place] = value
+
+
+def _out_box(op: Op, n: int, block: Box, whole: Box) -> Box:
+    if isinstance(op, Block):
+        return block[: len(whole)]
+    box = list(whole)
+    for i, axis in enumerate(op.out_axes[n]):
+        if axis is not None:
+            box[axis] = block[i]
+    return tuple(box)
+
+
+def _within(box: Box, outer: Box) -> tuple[slice, ...]:
+    return tuple(slice(lo - o, hi - o) for (lo, hi), (o, _) in zip(box, outer, strict=True))

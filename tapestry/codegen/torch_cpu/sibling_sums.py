@@ -8,19 +8,19 @@ from dataclasses import replace
 
 from tapestry.codegen.torch_cpu import native
 from tapestry.codegen.torch_cpu.base.point_values import Expressions, Run
+from tapestry.codegen.torch_cpu.base.scalars import added_first
 from tapestry.codegen.torch_cpu.base.strided_reads import Frame, Tensor
-from tapestry.codegen.torch_cpu.base.torch_unary import added_first
-from tapestry.codegen.torch_cpu.c import conv_c, generated_c
-from tapestry.codegen.torch_cpu.c.c_calls import Call, Ins, Recorded, Together, last
-from tapestry.codegen.torch_cpu.c.maps_c import How, Mapped
+from tapestry.codegen.torch_cpu.c import conv_c, print_c
+from tapestry.codegen.torch_cpu.c.blocks_c import How, Mapped
+from tapestry.codegen.torch_cpu.c.c_calls import CCall, Ins, Recorded, Together, last
 from tapestry.codegen.torch_cpu.c.print_c import Writer, written
 from tapestry.codegen.torch_cpu.torch_ops import dense
-from tapestry.codegen.torch_cpu.torch_ops.viewed import viewed
-from tapestry.codegen.torch_cpu.views.image_view import Seen, seen
+from tapestry.codegen.torch_cpu.torch_ops.layers import viewed
+from tapestry.codegen.torch_cpu.views import Seen, seen
 from tapestry.ir.expr import Acc, Arg, Expr, Index, arg_positions, call, walk
 from tapestry.ir.graph import Block, Graph
-from tapestry.ir.kernel import Kernel
-from tapestry.ir.recognise.contraction import dims_read, factors, only_sums, part
+from tapestry.ir.plan import Kernel
+from tapestry.ir.recognise import dims_read, factors, only_sums, part
 
 
 def packable(
@@ -91,11 +91,11 @@ def _recorded(runs: Sequence[dense.Packable], then: tuple[Expr, ...], packed: Ru
         return packed
     if then[0].dtype != "f32" or any(isinstance(x, Index) for x in walk(then[0])):
         return packed
-    name = generated_c.register(Writer((), {}, ()).cells(then[0], len(runs)))
+    name = print_c.register(Writer((), {}, ()).cells(then[0], len(runs)))
 
-    def record(ins: Ins, memory: Tensor) -> Call:
+    def record(ins: Ins, memory: Tensor) -> CCall:
         calls = [last(r.record(ins, memory)) for r in ours]
-        first, then_at = calls[0], ctypes.cast(generated_c.function(name), ctypes.c_void_p).value
+        first, then_at = calls[0], ctypes.cast(print_c.function(name), ctypes.c_void_p).value
         sizes = native.Several(first.sizes, len(calls), then_at)
         pointers = ctypes.c_void_p * native.MOST_SUMS
         buffers = native.Products(
@@ -105,7 +105,7 @@ def _recorded(runs: Sequence[dense.Packable], then: tuple[Expr, ...], packed: Ru
             memory.data_ptr(),
         )
         kept = tuple(x for c in calls for x in c.kept)
-        return Call(lib.tapestry_several, sizes, buffers, kept, all(c.fixed for c in calls))
+        return CCall(lib.tapestry_several, sizes, buffers, kept, all(c.fixed for c in calls))
 
     return Mapped(packed, (name,), Recorded(ours[0].array, record, ours[0].size))
 

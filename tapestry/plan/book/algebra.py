@@ -23,11 +23,9 @@ from tapestry.plan.pipelines.staged_plan import stage_topology
 from tapestry.plan.search.problem import build
 from tapestry.plan.solver.budget import Meter
 from tapestry.plan.topology import Topology
-from tapestry.rewrites.core.cones import Cone, Cones
-from tapestry.rewrites.core.driver import SIMPLIFIED, rules_of, simplify
-from tapestry.rewrites.core.matching import Draft
-from tapestry.rewrites.core.rule import RULES, Move, Param
-from tapestry.rewrites.equations.equation import Equation
+from tapestry.rewrites.core.driver import SIMPLIFIED, Cone, Cones, rules_of, simplify
+from tapestry.rewrites.core.rule import RULES, Draft, Move, Param
+from tapestry.rewrites.equations.build import Equation
 
 NEAR = ((1, 0), (2, 1), (4, 2))  # of a region, the smallest that pays first: operations before and behind, along a path
 MOST_OPS = 9  # of a region in all

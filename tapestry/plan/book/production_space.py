@@ -15,16 +15,14 @@ from dataclasses import dataclass, field, replace
 
 from tapestry.errors import TapestryError
 from tapestry.ir.graph import Block, Graph, with_ops
-from tapestry.ir.syntax.printer import to_text
+from tapestry.ir.printer import to_text
 from tapestry.plan.book.algebra import LATER, WORSE, Book
 from tapestry.plan.search.priced_plan import PricedPlan, peak, priced_plan
 from tapestry.plan.search.problem import Problem, Tables, build
 from tapestry.plan.topology import Topology
-from tapestry.rewrites.core.applied import apply_moves
-from tapestry.rewrites.core.driver import SIMPLIFIED, rules_of, simplify
+from tapestry.rewrites.core.driver import SIMPLIFIED, apply_moves, rules_of, simplify
 from tapestry.rewrites.core.rule import RULES, Move, Refusal, Sized
-from tapestry.rewrites.partition.split import split_move, splittable
-from tapestry.rewrites.partition.split_time import time_move
+from tapestry.rewrites.partition.split import split_move, splittable, time_move
 
 TREES = ((2, 2), (4, 2), (4, 4))  # parts of a reduction, and fan-in of the merges
 IN_TIME = 2  # parts

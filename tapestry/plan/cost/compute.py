@@ -7,25 +7,115 @@ keeps the search from calling a plan free that reads every weight on every devic
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from math import prod
 
 import numpy as np
 
-from tapestry.ir.expr import Call, arg_positions, count_calls
-from tapestry.ir.graph import Block, Graph, Op, Opaque
+from tapestry.ir.expr import Call, arg_positions, count_calls, walk
+from tapestry.ir.graph import Block, Graph, Op, Opaque, Read
+from tapestry.ir.index import Aff, bounds, dims_of
 from tapestry.ir.monoid import MONOIDS
-from tapestry.ir.recognise.contraction import dims_read, dims_varied, inner_product, kept, products
-from tapestry.ir.recognise.running_state import as_scan
-from tapestry.ir.recognise.selection_sum import routed, selection
-from tapestry.ir.state import counted, layered, native, row_groups, varies
+from tapestry.ir.plan import Layout, Mesh, Strategy, coordinates, device_count
+from tapestry.ir.recognise import (
+    as_scan,
+    convolution,
+    counted,
+    dims_read,
+    dims_varied,
+    exponential,
+    inner_product,
+    kept,
+    layered,
+    native,
+    products,
+    routed,
+    row_groups,
+    selection,
+    varies,
+)
 from tapestry.ir.types import itemsize
-from tapestry.plan.cost import plugin_costs
-from tapestry.plan.cost.kernel_class import GATHER, kernel_class
-from tapestry.plan.strategy import Boxes
+from tapestry.plan.cost import objective
+from tapestry.plan.strategy import Boxes, footprints, op_boxes, tensor_boxes
 from tapestry.plan.topology import Device, Topology
-from tapestry.plan.topology.measured_costs import PRODUCTS
+from tapestry.plan.topology.fabric import PRODUCTS
+
+# Classes of kernels, each with rates of its own where they were measured (`plan.topology`).
+#
+# - ``contraction``: sums of products, those of rows with the matrix that each picks too.
+# - ``convolution``: a sum of products whose windows slide over an image.
+# - ``unfolded``: a sum of products of windows that is no convolution, such as one over an image's overlapping strips: the
+#   windows are written out before they are multiplied.
+# - ``attention``: sums of products inside another reduction (attention, a norm of a product's rows), and sums by weights of
+#   rows.
+# - ``scored``: attention whose scores are more than a product and what is added to it: masked by comparing places, chosen by
+#   another tensor, capped. They are computed score by score.
+# - ``computed``: those inside another reduction, of factors that are computed from several values, such as attention
+#   that rotates its queries: they are written out before they are multiplied.
+# - ``gather``: picks elements by index, as an embedding lookup does.
+# - ``softmax``: sums with exponential weights: softmax, log-sum-exp, cross-entropy.
+# - ``row``: any other reduction or scan: sums, norms, argmax, recurrences.
+# - ``map``: no reduction: element-wise work, copies, transpositions.
+# - ``opaque``: a node of ONNX that is run as it is.
+
+
+CONTRACTION, CONVOLUTION, UNFOLDED = "contraction", "convolution", "unfolded"
+ATTENTION, SCORED, COMPUTED = "attention", "scored", "computed"
+ARITHMETIC = frozenset({"add", "sub", "mul", "div", "neg", "cast"})
+ROW, SOFTMAX, MAP, GATHER, OPAQUE = "row", "softmax", "map", "gather", "opaque"
+
+
+@lru_cache(maxsize=1 << 12)
+def kernel_class(op: Op) -> str:
+    """The class of an operation's kernel."""
+    if not isinstance(op, Block):
+        return OPAQUE
+    if products(op):
+        return CONVOLUTION if convolution(op) else UNFOLDED if _windows(op) else CONTRACTION
+    if routed(op):
+        return CONTRACTION
+    if (inner := inner_product(op)) is not None:
+        return COMPUTED if any(len(arg_positions((f,))) > 1 for f in inner.args) else SCORED if _scored(op) else ATTENTION
+    if _weighs(op):
+        return ATTENTION
+    if selection(op):
+        return GATHER
+    if exponential(op.monoid):
+        return SOFTMAX
+    return ROW if op.monoid or op.inner else MAP
+
+
+def _scored(op: Block) -> bool:
+    """Whether the exponents of its weights are computed otherwise than by arithmetic of products, tensors and numbers."""
+    calls = (x.fn for x in walk(op.body[0]) if isinstance(x, Call))
+    return exponential(op.monoid, sums=2) is not None and not ARITHMETIC.issuperset(calls)
+
+
+def _windows(op: Block) -> bool:
+    """Whether cells of a factor are read several times along an axis: two dimensions that overlap there, one of them reduced.
+    Those of a transposed convolution, which every so many places reads anew, are not written out."""
+    reduced = {d.name for d in op.reduce if d.size > 1}
+    reads = [op.reads[k] for k in sorted(arg_positions(tuple(e for pair in products(op) or () for e in pair)))]
+    sliding = (r for r in reads if not any(g.op == "eq" for g in r.when))
+    return any(dims_of(e) & reduced and _overlap(e, op.ranges) for r in sliding for e in r.index)
+
+
+def _overlap(e: Aff, ranges: Mapping[str, int]) -> bool:
+    """Whether several points have one value, by the sizes of the terms."""
+    box = {n: (0, size - 1) for n, size in ranges.items()}
+    reach = 0
+    for coef, (lo, hi) in sorted((abs(c), bounds(Aff(((atom, 1),)), box)) for atom, c in e.terms):
+        if hi > lo and coef <= reach:
+            return True
+        reach += coef * int(hi - lo)
+    return False
+
+
+def _weighs(op: Block) -> bool:
+    """Whether it sums columns by weights of rows, such as a softmax that multiplies values."""
+    return exponential(op.monoid, sums=2) is not None and bool(dims_varied(op, op.body[-1]) - dims_varied(op, op.body[0]))
 
 
 def sizes(boxes: Boxes) -> np.ndarray:
@@ -35,7 +125,7 @@ def sizes(boxes: Boxes) -> np.ndarray:
 
 def work(op: Op, block: Boxes) -> np.ndarray:
     """Points of each device's block at which the body is computed: those of its index space, but for a scan one for each
-    element that runs (`ir.recognise.running_state`), in every segment that the block meets."""
+    element that runs (`ir.recognise`), in every segment that the block meets."""
     found = as_scan(op)
     if found is None:
         return sizes(block)
@@ -230,7 +320,7 @@ def _priced(op: Op, graph: Graph, work: tuple[np.ndarray, np.ndarray, np.ndarray
     heavy, light, moved = work
     if topo.costs:
         kind, dtype, devices = kernel_class(op), multiplied(op, graph), topo.kinds or (topo.device,)
-        return plugin_costs.seconds_each(topo.costs, kind, dtype, (heavy, light, moved), devices)
+        return objective.seconds_each(topo.costs, kind, dtype, (heavy, light, moved), devices)
     rates = [rates_of(op, graph, d) for d in topo.kinds or (topo.device,)]
     launch, rate, vector, bandwidth = np.array(rates).T
     power = topo.each(lambda d: d.power)
@@ -278,3 +368,278 @@ def state_bytes(op: Op, block: Boxes, topo: Topology | None = None) -> int:
         cells = int(np.max(sizes(block[:, : len(op.dims)][:, list(along)])))
         total += 0 if k in fixed else cells * itemsize(sent_as or e.dtype)
     return total
+
+
+# What cutting an operation into blocks costs: cells that several blocks read, points beyond an even share, seconds a block.
+#
+# The blocks of an operation together read at least what the whole reads. What they read more, since footprints overlap (a
+# window's halo, a weight that every block needs), and what each launch takes, is the marginal cost of a block; merges of
+# partial states come on top.
+
+
+MOST = 1 << 24  # cells of the grid in which overlaps are counted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockCost:
+    """The blocks of one operation.
+
+    Attributes:
+        blocks: different ones; ``copies``: devices that compute each.
+        uneven: points of the largest block over the mean, less 1.
+        overlap: bytes by tensor that blocks read beyond those that the operation reads once.
+        seconds: that one block more takes: all blocks' less that of the whole, over the blocks beyond the first.
+    """
+
+    blocks: int
+    copies: int
+    uneven: float
+    overlap: dict[str, int]
+    seconds: float
+
+
+def block_cost(op: Block, graph: Graph, s: Strategy, mesh: Mesh, topo: Topology) -> BlockCost | None:
+    """What its cut costs; ``None`` where it is not cut."""
+    block = op_boxes(op, s.dims, mesh)
+    first = np.sort(np.unique(block.reshape(len(block), -1), axis=0, return_index=True)[1])
+    if len(first) == 1:
+        return None
+    points = sizes(block[first])
+    prints = {(t, b.tobytes()): b for _, t, b in footprints(op, graph, s, mesh)}
+    overlap: dict[str, int] = {}
+    for (t, _), boxes in prints.items():
+        mine = boxes[first]
+        more = int(sizes(mine).sum()) - _union(mine)
+        overlap[t] = overlap.get(t, 0) + more * itemsize(graph.tensors[t].dtype)
+    whole = Strategy(tuple(None for _ in mesh), tuple(None for _ in mesh))
+    one = _seconds(op, graph, whole, mesh, topo)[0]
+    each = _seconds(op, graph, s, mesh, topo)[first]
+    return BlockCost(
+        blocks=len(first), copies=len(block) // len(first), uneven=float(points.max() / points.mean() - 1),
+        overlap={t: n for t, n in overlap.items() if n}, seconds=float((each.sum() - one) / (len(first) - 1)),
+    )  # fmt: skip
+
+
+def _seconds(op: Block, graph: Graph, s: Strategy, mesh: Mesh, topo: Topology) -> np.ndarray:
+    block, final = op_boxes(op, s.dims, mesh), tensor_boxes(tuple(d.size for d in op.dims), s.out, mesh)
+    reads = {(t, b.tobytes()): b for _, t, b in footprints(op, graph, s, mesh)}
+    return seconds_each(op, graph, block, final, reads, topo)
+
+
+def _union(boxes: Boxes) -> int:
+    """Cells in at least one of some boxes; in a grid too fine to count in, as if none overlapped."""
+    some = np.unique(boxes[sizes(boxes) > 0], axis=0)
+    if not len(some):
+        return 0
+    edges = [np.unique(some[:, a]) for a in range(some.shape[1])]
+    if np.prod([float(max(1, len(e) - 1)) for e in edges]) * len(some) > MOST:
+        return int(sizes(some).sum())
+    seen = np.zeros([len(e) - 1 for e in edges], bool)
+    for box in some:
+        places = zip(edges, box, strict=True)
+        seen[tuple(slice(*np.searchsorted(e, (lo, hi))) for e, (lo, hi) in places)] = True
+    for e in reversed(edges):
+        seen = seen @ np.diff(e)
+    return int(seen)
+
+
+# Overlaps of footprints with layouts, without anything per pair of devices.
+#
+# A box is a product over tensor axes, and the cut of a tensor axis depends only on the coordinates along the mesh axes that cut
+# it; a receiver's senders are all choices of those coordinates. So what a receiver takes from all senders that agree with it on
+# some mesh axes is a product over tensor axes of sums over one axis' parts, and such sums are differences of prefix sums.
+
+
+Axes = tuple[int, ...]  # mesh axes, the slowest first
+
+
+@dataclass(slots=True)
+class Senders:
+    """What each receiver takes from each of some layouts, by whom it takes it from."""
+
+    size: np.ndarray  # [footprints, devices] of cells
+    axes: list[Along]
+    held: list[tuple[Layout, Boxes]]
+    known: dict[Axes, np.ndarray] = field(default_factory=dict[Axes, np.ndarray])
+
+    @property
+    def everywhere(self) -> Axes:
+        """All mesh axes: only the device itself agrees on them."""
+        return tuple(range(len(self.held[0][0])))
+
+    def cells(self, same: Axes) -> np.ndarray:
+        """[layouts, footprints, devices] of cells from senders, the device itself included, whose coordinates along some mesh
+        axes are the device's."""
+        if same not in self.known:
+            self.known[same] = self._product(same, 0)
+        return self.known[same]
+
+    def number(self, same: Axes) -> np.ndarray:
+        """[layouts, footprints, devices] of these senders."""
+        return self.cells(same) > 0 if same == self.everywhere else self._product(same, 1)
+
+    def _product(self, same: Axes, which: int) -> np.ndarray:
+        out = np.ones((len(self.held), *self.size.shape), np.int64)
+        for along in self.axes:
+            out *= along.of(self.held, same, which)
+        return out
+
+
+@dataclass(slots=True)
+class Along:
+    """Footprints along one tensor axis."""
+
+    want: np.ndarray  # [footprints, devices, 2]
+    axis: int
+    mesh: Mesh
+    which: np.ndarray = field(init=False)
+    coords: np.ndarray = field(init=False)
+    parts: dict[Axes, tuple[np.ndarray, np.ndarray, np.ndarray]] = field(init=False)
+    known: dict[tuple[Axes, Axes], tuple[np.ndarray, np.ndarray]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        rows: dict[bytes, int] = {}
+        self.which = np.array([rows.setdefault(row.tobytes(), len(rows)) for row in self.want])
+        self.want = self.want[np.unique(self.which, return_index=True)[1]]
+        self.coords = np.array(coordinates(self.mesh), np.int64).reshape(-1, len(self.mesh)).T
+        self.parts, self.known = {}, {}
+
+    def of(self, held: list[tuple[Layout, Boxes]], same: Axes, which: int) -> np.ndarray:
+        """[layouts, footprints, devices]: cells in (0), or number of (1), the parts that a footprint meets among those whose
+        coordinates along some mesh axes are the device's."""
+        cuts: dict[Axes, int] = {}
+        tables: list[np.ndarray] = []
+        rows: list[int] = []
+        for layout, boxes in held:
+            cut = tuple(a for a, t in enumerate(layout) if t == self.axis)
+            if cut not in cuts:
+                cuts[cut] = len(tables)
+                tables.append(self._met(cut, tuple(a for a in cut if a in same), boxes)[which])
+            rows.append(cuts[cut])
+        at = np.array(rows)[:, None] * len(self.want) + self.which
+        return np.concatenate(tables).take(at, axis=0)
+
+    def _met(self, cut: Axes, same: Axes, boxes: Boxes) -> tuple[np.ndarray, np.ndarray]:
+        if (cut, same) not in self.known:
+            if cut not in self.parts:
+                self.parts[cut] = self._parts(cut, boxes)
+            part, lo, hi = self.parts[cut]
+            if cut == same:
+                cells = np.minimum(self.want[..., 1], hi[part]) - np.maximum(self.want[..., 0], lo[part])
+                self.known[cut, same] = np.maximum(cells, 0), (cells > 0).astype(np.int64)
+            else:
+                digits = np.unravel_index(np.arange(len(lo)), [self.mesh[a].size for a in cut])
+                group = self._number(same, [digits[cut.index(a)] for a in same], len(lo))
+                mine = self._number(same, [self.coords[a] for a in same], len(part))
+                self.known[cut, same] = _within(self.want, lo, hi, group, mine)
+        return self.known[cut, same]
+
+    def _parts(self, cut: Axes, boxes: Boxes) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Each device's part of the tensor axis, and the parts' bounds; devices that hold nothing say nothing of them."""
+        part = self._number(cut, [self.coords[a] for a in cut], len(boxes))
+        lo, hi = np.zeros((2, prod(self.mesh[a].size for a in cut)), np.int64)
+        there = np.all(boxes[..., 1] > boxes[..., 0], axis=-1)
+        lo[part[there]], hi[part[there]] = boxes[there, self.axis, 0], boxes[there, self.axis, 1]
+        return part, lo, hi
+
+    def by_sender(self, cut: Axes, axes: Axes) -> np.ndarray:
+        """[distinct footprints, devices, coordinates] of cells in the parts at each coordinate along some axes of a cut."""
+        part, lo, hi = self.parts[cut]
+        digits = np.unravel_index(np.arange(len(lo)), [self.mesh[a].size for a in cut])
+        group = self._number(axes, [digits[cut.index(a)] for a in axes], len(lo))
+        count = prod(self.mesh[a].size for a in axes)
+        if axes == cut:
+            met = np.minimum(self.want[..., None, 1], hi) - np.maximum(self.want[..., None, 0], lo)
+            return np.maximum(met, 0)
+        return np.stack([_within(self.want, lo, hi, group, np.full(len(part), g))[0] for g in range(count)], axis=-1)
+
+    def _number(self, axes: Axes, digits: list[np.ndarray], length: int) -> np.ndarray:
+        out = np.zeros(length, np.int64)
+        for a, d in zip(axes, digits, strict=True):
+            out = out * self.mesh[a].size + d
+        return out
+
+
+def _within(
+    want: np.ndarray, lo: np.ndarray, hi: np.ndarray, group: np.ndarray, mine: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """(cells in, number of) the disjoint parts ``[lo, hi)`` that each interval meets, among those of the device's group."""
+    some = np.flatnonzero(hi > lo)
+    some = some[np.lexsort((lo[some], group[some]))]
+    lo, hi, group = lo[some], hi[some], group[some]
+    span = int(max(hi.max(initial=0), want.max(initial=0))) + 1  # so that groups do not mix in one sorted list
+    starts, ends = group * span + lo, group * span + hi
+    upto = np.concatenate([[0], np.cumsum(hi - lo)])
+    first = np.searchsorted(group, mine)
+    offset = mine * span
+
+    def below(x: np.ndarray) -> np.ndarray:
+        n = np.searchsorted(starts, offset + x, "right")
+        last = np.where(n > first, hi[n - 1] - x, 0) if len(hi) else np.zeros_like(x)
+        return upto[n] - np.maximum(last, 0)
+
+    number = np.searchsorted(starts, offset + want[..., 1], "left") - np.searchsorted(ends, offset + want[..., 0], "right")
+    empty = want[..., 1] <= want[..., 0]
+    cells = below(want[..., 1]) - below(want[..., 0])
+    return np.where(empty, 0, cells), np.where(empty, 0, number)
+
+
+# A lower bound of what every plan of every rewritten graph costs: what its operations must do at least, evenly shared.
+#
+# Splits in time and recomputation compute each point of the graph at least once, write each cell and read each cell that is
+# needed at least once; a cost is additive in all three, or a norm of them (the parts' norms are no less than that of their
+# sum). Some device does at least its share of each operation, no device is faster than the best of them in anything, and each
+# operation is launched. Loads, transfers and what is done twice only add. (The bound of the plans in space is not one of
+# these: parts may be spread more evenly than the whole, and their footprints leave out gaps that the whole's includes.)
+
+
+def least_seconds(graph: Graph, topo: Topology, *, everywhere: bool = True) -> float:
+    """Seconds that no plan of the graph, and of no graph that splits in time make of it, can be under; 0 where a cost model of
+    another package prices kernels, since what that is additive in nobody knows.
+
+    Args:
+        everywhere: whether each device launches each operation; else some device does, as with pipeline stages.
+    """
+    n, kinds = device_count(topo.mesh), topo.kinds or (topo.device,)
+    total, power = 0.0, np.max(topo.each(lambda d: d.power))
+    for op in () if topo.costs else graph.ops:
+        whole = np.array([[(0, d.size) for d in op.space]], np.int64).reshape(1, len(op.space), 2)
+        heavy, light = arithmetic(op, whole, whole[:, : len(op.dims)])
+        final = prod(d.size for d in op.dims)
+        moved = final * sum(itemsize(graph.tensors[t].dtype) for t in op.outs) + _read_bytes(op, graph, final)
+        launch, *best = zip(*(rates_of(op, graph, d) for d in kinds), strict=True)
+        work = (float(heavy[0]), float(light[0]), moved)
+        each = [np.array(w / max(k)) for w, k in zip(work, best, strict=True)]
+        total += min(launch) / (1 if everywhere else n) + float(norm(each, power)) / n
+    return total
+
+
+def _read_bytes(op: Op, graph: Graph, final: int) -> int:
+    if not isinstance(op, Block):
+        return sum(graph.tensors[t].nbytes for t in op.inputs)
+    most: dict[str, int] = {}
+    for r in op.reads:
+        cells = least_cells(op, r, graph.tensors[r.tensor].shape)
+        cells = min(cells, final) if selection(op) else cells
+        most[r.tensor] = max(most.get(r.tensor, 0), cells * itemsize(graph.tensors[r.tensor].dtype))
+    return sum(most.values())
+
+
+def least_cells(op: Block, read: Read, shape: tuple[int, ...], sizes: Mapping[str, int] | None = None) -> int:
+    """Cells that a read surely touches: a product over axes that share no dimension; ``sizes``: in any part of the operation of
+    so many points along each dimension.
+
+    An affine index takes at least ``1 + Σ (size - 1)`` values (a sum of sets of integers); those outside are subtracted.
+    Axes with a floor, a mod or a dimension of an earlier axis count one, reads under guards nothing.
+    """
+    if read.when:
+        return 0
+    cells, used, along = 1, set[str](), sizes or op.ranges
+    for e, n in zip(read.index, shape, strict=True):
+        if not e.is_affine or used & dims_of(e):
+            continue
+        lo, hi = bounds(e, {x.name: (0, x.size - 1) for x in op.space})
+        values = 1 + sum(along[str(a)] - 1 for a, _ in e.terms)
+        cells *= max(0, min(values, n) - max(0, -int(lo)) - max(0, int(hi) - n + 1))
+        used |= dims_of(e)
+    return cells

@@ -8,30 +8,422 @@ costs does not depend on how its neighbours are cut.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+import re
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
+from typing import TypeVar
 
 import numpy as np
 
 from tapestry.errors import PlanError
 from tapestry.ir.expr import Arg
-from tapestry.ir.graph import Block, Dim, Graph, Read
+from tapestry.ir.graph import Block, Dim, Graph, Op, Read
 from tapestry.ir.index import dim
-from tapestry.ir.plan import Layout, Stage, Strategy
-from tapestry.ir.syntax.printer import signature
+from tapestry.ir.plan import Layout, Mesh, MeshAxis, Stage, Strategy, device_count, on_stage
+from tapestry.ir.printer import signature
+from tapestry.ir.types import itemsize
 from tapestry.plan.cost import compute
-from tapestry.plan.pipelines.stage_chain import Piece, Submesh
-from tapestry.plan.pipelines.stage_constraints import Asked, Given
 from tapestry.plan.pipelines.staged_plan import link_between, segment, stage_topology
+from tapestry.plan.requests import AskedPin, read_pins
+from tapestry.plan.search.memory_limit import fewest, streamable
 from tapestry.plan.search.planner import spatial
 from tapestry.plan.search.priced_plan import PricedPlan, peak, summed
 from tapestry.plan.search.problem import Problem, build
-from tapestry.plan.search.streamed_weights import fewest, streamable
 from tapestry.plan.solver.budget import SECOND, Budget
 from tapestry.plan.solver.network import Factor
-from tapestry.plan.strategy import tensor_boxes
+from tapestry.plan.strategy import Dims, LayoutConstraints, Pin, tensor_boxes
 from tapestry.plan.topology import Link, Topology
+from tapestry.rewrites.core.driver import logged
+from tapestry.rewrites.core.rule import RULES, Move
+from tapestry.rewrites.partition.tiled_region import batch_move, micro_batch
+
+# What the pipeline search cuts into stages: the operations of one micro-batch, in order.
+
+
+class NotInStages(PlanError):
+    """So many micro-batches cannot be in the stages that are given."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageSequence:
+    """A graph as micro-batches.
+
+    Attributes:
+        copies: for each micro-batch its operations, all in the same order; ``copies[0]`` is planned, the others follow it.
+        before, after: operations that run once, ahead of the micro-batches and behind them.
+        moves: the rewrite that made the micro-batches.
+    """
+
+    graph: Graph
+    copies: tuple[tuple[int, ...], ...]
+    before: tuple[int, ...] = ()
+    after: tuple[int, ...] = ()
+    moves: tuple[Move, ...] = ()
+
+    @property
+    def micro(self) -> int:
+        """Number of micro-batches."""
+        return len(self.copies)
+
+    def one(self) -> Graph:
+        """The operations of one micro-batch as a graph."""
+        return segment(self.graph, self.copies[0], first=self.micro == 1)
+
+
+def batch_cut(graph: Graph, micro: int) -> Move | None:
+    """The rewrite that cuts the batch into some number of equal micro-batches; ``None`` when there is no such batch."""
+    move = batch_move(graph, micro)
+    return None if move is None or graph.tensors[move.at].shape[move.number("axis")] % micro else move
+
+
+def sequence(graph: Graph, micro: int) -> StageSequence | None:
+    """The graph as some number of equal micro-batches; ``None`` when it has no batch to cut."""
+    if micro == 1:
+        return StageSequence(graph=graph, copies=(tuple(range(len(graph.ops))),))
+    move = batch_cut(graph, micro)
+    if move is None:
+        return None
+    found = micro_batch(graph, move)
+    copies = tuple(tuple(i for i, p in enumerate(found.part) if p == k) for k in range(micro))
+    before = tuple(i for i, p in enumerate(found.part) if p < 0 and i < copies[0][0])
+    after = tuple(i for i, p in enumerate(found.part) if p < 0 and i > copies[0][0])
+    equal = all([_extents(found.graph, i) for i in c] == [_extents(found.graph, i) for i in copies[0]] for c in copies)
+    graph = logged(RULES["micro_batch"], graph, found.graph, str(move))
+    return StageSequence(graph=graph, copies=copies, before=before, after=after, moves=(move,)) if equal else None
+
+
+def in_stages(seq: StageSequence, stages: list[int]) -> tuple[StageSequence, list[int]]:
+    """Every copy with the operations of a stage after those of the stages before, and the positions where stages begin.
+
+    Raises:
+        NotInStages: a stage would have no operation, or a value of the host would have to cross into another one.
+    """
+    copies = tuple(tuple(sorted(c, key=lambda i: (stages[i], i))) for c in seq.copies)
+    mine = [stages[i] for i in copies[0]]
+    points = [*(bisect_left(mine, k) for k in range(max(stages) + 1)), len(mine)]
+    empty = next((k for k, (lo, hi) in enumerate(itertools.pairwise(points)) if lo == hi), None)
+    if empty is not None:
+        raise NotInStages(
+            f"stage {empty} would have no operation", where="--stage-at", hint="another node, or without it",
+            why="its nodes became views or constants, or run once for all micro-batches",
+        )  # fmt: skip
+    out = replace(seq, copies=copies)
+    if crossed_by_host_values(out.one()) & {*points[1:-1]}:
+        raise NotInStages("a value of the host would have to cross into another stage", where="--stage-at", hint="another node")
+    return out, points
+
+
+def _extents(graph: Graph, i: int) -> tuple[int, ...]:
+    return tuple(d.size for d in graph.ops[i].space)
+
+
+def cut_points(graph: Graph, most: int) -> list[int]:
+    """Positions in the order of operations where stages may begin: all of them if they are few, otherwise the one that the
+    fewest bytes cross in each of ``most`` stretches of operations; none that a value of the host would have to cross."""
+    n, never = len(graph.ops), crossed_by_host_values(graph)
+    if n <= most:
+        return [p for p in range(n + 1) if p not in never]
+    crossing = crossing_bytes(graph)
+    ends = [round(k * n / most) for k in range(most + 1)]
+    inner = {lo + int(np.argmin(crossing[lo:hi])) for lo, hi in itertools.pairwise(ends)}
+    return sorted({0, n, *(inner - never)})
+
+
+def crossed_by_host_values(graph: Graph) -> set[int]:
+    """Positions before which a value of the host is made that is read at them or later: it is never sent."""
+    readers = graph.consumers()
+    ends = [(m, max(readers.get(t, ()), default=m)) for t, m in graph.producers().items() if graph.tensors[t].on_host]
+    return {p for maker, last in ends for p in range(maker + 1, last + 1)}
+
+
+def crossing_bytes(graph: Graph) -> np.ndarray:
+    """For each position, bytes of all tensors that are made before it and read at it or later."""
+    change = np.zeros(len(graph.ops) + 1, np.int64)
+    readers = graph.consumers()
+    for t, maker in graph.producers().items():
+        last = max(readers.get(t, ()), default=maker)
+        nbytes = graph.tensors[t].size * itemsize(graph.tensors[t].dtype)
+        change[maker + 1] += nbytes
+        change[last + 1] -= nbytes
+    out = np.cumsum(change)
+    out[0] = np.iinfo(np.int64).max  # no cut
+    return out
+
+
+# The outer dynamic program of pipeline plans: where a sequence of operations is cut, and which devices each piece gets.
+#
+# As in Alpa (Zheng et al. 2022), with M micro-batches the latency of stages of t_1 … t_S seconds per micro-batch is
+# ``Σ t_s + (M - 1) max t_s``. Alpa enumerates the maximum; here every state keeps all pairs (sum, maximum) of which no other is
+# smaller in both, which is as exact and needs one pass.
+
+
+@dataclass(frozen=True, slots=True)
+class Submesh:
+    """Consecutive devices as a mesh: ``count`` devices, which may start at any of ``starts``."""
+
+    mesh: Mesh
+    count: int
+    starts: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A stage: positions [lo, hi) of the sequence, on submesh number ``shape``, from device ``first`` on."""
+
+    lo: int
+    hi: int
+    shape: int
+    first: int
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """Pieces in order, the sum of their seconds and the largest."""
+
+    pieces: tuple[Piece, ...]
+    total: float
+    slowest: float
+
+    def latency(self, micro: int) -> float:
+        """Seconds for all micro-batches."""
+        return self.total + (micro - 1) * self.slowest
+
+
+Cost = Callable[[Piece], float]
+"""Seconds of a piece per micro-batch; infinite when it does not fit."""
+
+
+def submeshes(mesh: Mesh) -> list[Submesh]:
+    """Ranges of devices that are meshes: some of one axis with all of the faster ones, of a size that divides the axis or
+    is a power of two. One device, and less than all."""
+    total = device_count(mesh)
+    out = {1: Submesh((MeshAxis(mesh[-1].name, 1),), 1, tuple(range(total)))} if total > 1 else {}
+    faster = 1
+    for k in range(len(mesh) - 1, -1, -1):
+        axis = mesh[k]
+        for q in range(2, axis.size + 1):
+            n = q * faster
+            if n >= total or n in out or (axis.size % q and q & (q - 1)):
+                continue
+            starts = [p for p in range(0, total, faster) if (p // faster) % axis.size + q <= axis.size]
+            out[n] = Submesh((MeshAxis(axis.name, q), *mesh[k + 1 :]), n, tuple(starts))
+        faster *= axis.size
+    return list(out.values())
+
+
+@dataclass(frozen=True, slots=True)
+class _Label:
+    """A way to a state: pieces so far, newest first, and their costs."""
+
+    total: float
+    slowest: float
+    piece: Piece | None = None
+    before: _Label | None = None
+
+
+def best_chain(
+    length: int,
+    devices: int,
+    shapes: list[Submesh],
+    cost: Cost,
+    *,
+    micro: int = 1,
+    stages: int | None = None,
+    upper: float = inf,
+    alike: bool = True,
+) -> Chain | None:
+    """The chain of least latency over positions [0, length) on devices in order; ``None`` when none fits below ``upper``.
+
+    Args:
+        stages: exactly that many; by default any number from two on.
+        alike: whether it is all the same which devices a piece has: then it has the first free ones.
+    """
+    most = stages if stages is not None else 2  # more than two are counted as two
+    states: dict[tuple[int, int, int], list[_Label]] = {(0, 0, 0): [_Label(0.0, 0.0)]}
+    for lo in range(length):
+        here = [(key, labels) for key, labels in states.items() if key[0] == lo]
+        for (_, used, count), labels in here:
+            if stages is not None and count == most:
+                continue
+            for piece, size in _next(lo, used, length, devices, shapes, alike):
+                seconds = cost(piece)
+                if seconds == inf:
+                    continue
+                key = (piece.hi, piece.first + size, min(count + 1, most))
+                for label in labels:
+                    new = _Label(label.total + seconds, max(label.slowest, seconds), piece, label)
+                    if new.total + (micro - 1) * new.slowest < upper:
+                        _insert(states.setdefault(key, []), new)
+    ends = [label for (at, _, count), labels in states.items() if at == length and count == most for label in labels]
+    if not ends:
+        return None
+    best = min(ends, key=lambda e: e.total + (micro - 1) * e.slowest)
+    return Chain(tuple(_pieces(best))[::-1], best.total, best.slowest)
+
+
+def _next(
+    lo: int, used: int, length: int, devices: int, shapes: list[Submesh], alike: bool
+) -> Iterator[tuple[Piece, int]]:  # fmt: skip
+    """Every piece that can come next, with its number of devices: on free devices where its submesh may start."""
+    for k, shape in enumerate(shapes):
+        free = [p for p in shape.starts if p >= used and p + shape.count <= devices]
+        for first in free[:1] if alike else free:
+            for hi in range(lo + 1, length + 1):
+                yield Piece(lo, hi, k, first), shape.count
+
+
+def _insert(labels: list[_Label], new: _Label) -> None:
+    """Keep a label unless another is as good in both; drop those that it beats."""
+    if any(o.total <= new.total and o.slowest <= new.slowest for o in labels):
+        return
+    labels[:] = [o for o in labels if o.total < new.total or o.slowest < new.slowest]
+    labels.append(new)
+
+
+def _pieces(label: _Label) -> Iterator[Piece]:
+    at: _Label | None = label
+    while at is not None and at.piece is not None:
+        yield at.piece
+        at = at.before
+
+
+# What the stages of a plan keep to: pins, fixed layouts and annotations, and the stage of each tensor where that is given.
+#
+# A layout of the whole mesh is, on the mesh of a stage, the same axes by name (`ir.plan.on_stage`); a stage that does not
+# have an axis that cuts as a whole cannot keep to it. A pin of so many parts needs them on the stage's own mesh.
+
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Given:
+    """The same for one part of the graph on the mesh of a stage, as the search takes it."""
+
+    pins: Mapping[int, tuple[Pin, ...]]
+    inputs: Mapping[str, Layout]
+    outputs: Mapping[str, Layout]
+    fixed: LayoutConstraints
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What is asked for of a graph on the whole mesh.
+
+    Attributes:
+        pins: by the first result of an operation.
+        cuts: the stage of each tensor; stages are numbered from 0. Empty: they are searched.
+    """
+
+    mesh: Mesh = ()
+    pins: Mapping[str, tuple[AskedPin, ...]] = field(default_factory=dict[str, tuple[AskedPin, ...]])
+    inputs: Mapping[str, Layout] = field(default_factory=dict[str, Layout])
+    outputs: Mapping[str, Layout] = field(default_factory=dict[str, Layout])
+    fixed: LayoutConstraints = field(default_factory=LayoutConstraints)
+    cuts: Mapping[str, int] = field(default_factory=dict[str, int])
+
+    @property
+    def bound(self) -> bool:
+        """Whether something is fixed inside stages."""
+        return bool(self.pins or self.inputs or self.outputs or self.fixed)
+
+    def on(self, graph: Graph, mesh: Mesh, received: Collection[str] = ()) -> Given | None:
+        """For a part of the graph on the mesh of a stage; ``None`` when that mesh cannot keep to it.
+
+        Args:
+            received: tensors that another stage writes: pins and layouts of their writing are not meant here.
+        """
+        pins: dict[int, tuple[Pin, ...]] = {}
+        outs, reads, dims = dict[str, Layout | None](), dict[tuple[str, str], Layout | None](), dict[str, Dims | None]()
+        for i, op in enumerate(graph.ops):
+            mine = [t for t in op.outs if t not in received]
+            for p in self.pins.get(plain(op.outs[0]), ()) if mine else ():
+                found = p.on(op, mesh)
+                if found is None:
+                    return None
+                pins[i] = pins.get(i, ()) + found
+            outs |= {t: on_stage(self.fixed.outs[plain(t)], self.mesh, mesh) for t in mine if plain(t) in self.fixed.outs}
+            reads |= {(s, t): on_stage(self.fixed.reads[s, plain(t)], self.mesh, mesh) for s, t in self.read(op)}
+            if plain(op.outs[0]) in self.fixed.dims and mine:
+                dims[op.outs[0]] = _dims_on(self.fixed.dims[plain(op.outs[0])], self.mesh, mesh)
+        ends = (
+            {t: on_stage(x, self.mesh, mesh) for t, x in of.items() if t in there}
+            for of, there in ((self.inputs, {*graph.inputs, *graph.weights}), (self.outputs, graph.producers()))
+        )
+        inputs, outputs = ends
+        if None in (*outs.values(), *reads.values(), *dims.values(), *inputs.values(), *outputs.values()):
+            return None
+        fixed = LayoutConstraints(outs=_sure(outs), reads=_sure(reads), dims=_sure(dims), exact=self.fixed.exact)
+        return Given(pins=pins, inputs=_sure(inputs), outputs=_sure(outputs), fixed=fixed)
+
+    def read(self, op: Op) -> Iterator[tuple[str, str]]:
+        """(node, tensor) of the reads of an operation of which something is said."""
+        for s in dict.fromkeys(op.source):
+            yield from ((s, t) for t in op.inputs if (s, plain(t)) in self.fixed.reads)
+
+    def key(self, op: Op) -> object:
+        """What is said of an operation, without its name: equal for those that are planned alike."""
+        if not self.bound:
+            return None
+        name = plain(op.outs[0])
+        outs = tuple((n, self.fixed.outs.get(plain(t)), self.outputs.get(t)) for n, t in enumerate(op.outs))
+        ins = tuple((n, self.inputs[t]) for n, t in enumerate(op.inputs) if t in self.inputs)
+        reads = tuple((op.inputs.index(t), self.fixed.reads[s, plain(t)]) for s, t in self.read(op))
+        return self.pins.get(name), outs, ins, reads, self.fixed.dims.get(name)
+
+    def stages(self, graph: Graph) -> list[int]:
+        """The stage of each operation: that of its results, and never before what it reads."""
+        return stage_numbers(graph, self.cuts)
+
+
+def asked_of(
+    graph: Graph, mesh: Mesh, *, pins: Sequence[str], folded: Sequence[str], inputs: Mapping[str, Layout],
+    outputs: Mapping[str, Layout], fixed: LayoutConstraints, cuts: Mapping[str, int],
+) -> Asked:  # fmt: skip
+    """What is asked for, with the operations that the pins name.
+
+    Raises:
+        PlanError: a pin names no operation, dimension or mesh axis; a layout is of an output that no operation writes.
+    """
+    loose = next((t for t in outputs if t not in graph.producers()), None)
+    if loose is not None:
+        raise PlanError("an output that is an input as it came is in no stage", where=f"--layout {loose}", hint="--stages 1")
+    found: dict[str, tuple[AskedPin, ...]] = {}
+    for i, p in read_pins(pins, graph, mesh, folded):
+        name = graph.ops[i].outs[0]
+        found[name] = (*found.get(name, ()), p)
+    return Asked(mesh=mesh, pins=found, inputs=inputs, outputs=outputs, fixed=fixed, cuts=cuts)
+
+
+def stage_numbers(graph: Graph, known: Mapping[str, int]) -> list[int]:
+    """The stage of each operation, from that of some tensors; an operation of whose results nothing is known is in the first
+    stage that has all it reads."""
+    at: dict[str, int] = {}
+    out: list[int] = []
+    for op in graph.ops:
+        own = max((known.get(plain(t), 0) for t in op.outs), default=0)
+        out.append(max([own, *(at[t] for t in op.inputs if t in at)]))
+        at |= dict.fromkeys(op.outs, out[-1])
+    return out
+
+
+def plain(tensor: str) -> str:
+    """The name of a tensor before the batch was cut: micro-batch 3 of ``h`` is ``h@3``."""
+    return re.sub(r"@\d+(\.part|\.\d+)?$", "", tensor)
+
+
+def _dims_on(dims: Dims, mesh: Mesh, stage: Mesh) -> Dims | None:
+    cuts = {a: d for a, d in zip(mesh, dims, strict=True) if d is not None and a.size > 1}
+    return None if any(a not in stage for a in cuts) else tuple(cuts.get(a) for a in stage)
+
+
+def _sure(found: Mapping[K, V | None]) -> dict[K, V]:
+    return {k: v for k, v in found.items() if v is not None}
+
 
 Key = tuple[object, ...]
 NOTHING = Asked()

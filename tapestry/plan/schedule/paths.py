@@ -10,15 +10,25 @@ graph of arcs below, and shares of the sums of streams.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from tapestry.ir.graph import Block, Op
-from tapestry.plan.search.problem import Problem
+from tapestry.ir.plan import coordinates
+from tapestry.plan.search.problem import Problem, lanes
+from tapestry.plan.simulate import Schedule
+from tapestry.plan.solver.budget import Budget
+from tapestry.plan.solver.elimination import AXES, PairTable
 from tapestry.plan.solver.network import Factor
+from tapestry.plan.solver.pairs import PROVED
+
+if TYPE_CHECKING:
+    import highspy
+
 
 LARGE = 2_000_000  # joint choices of all flows
 REPEATS = 4  # operations of a kind, on average, where layers repeat
@@ -178,3 +188,412 @@ def _first_read(op: Op) -> set[str]:
     if isinstance(op, Block) and op.monoid:
         return {op.reads[k].tensor for k in op.body_reads()}
     return set(op.inputs)
+
+
+# The best average of sums against choices that are known: a linear program over flows through the arcs.
+#
+# ``max v`` such that every known choice costs at least v by the average, with what it uses of limited memory at prices. Its
+# columns are the arcs' flows on each lane, how much each lane's streams count, which flow of a tensor counts there, and prices.
+
+
+GRAIN = 2.0**-40  # weights of large problems are multiples of it
+DEAREST = 100.0  # a price of all memory, in times of the first choice: so that the program is bounded
+
+
+@dataclass(slots=True)
+class Master:
+    """The linear program; rows are added choice by choice.
+
+    Attributes:
+        arcs: number of arcs of a lane; none where streams are shared, for then the sum of all counts most.
+        width: number of columns of a lane: arcs, the streams' sum, one for each flow.
+        even: whether layers that repeat get equal weights: fewer variables, and solves that take less.
+        rows: number of prices of memory.
+        variable: of each column, lane after lane, and last the prices.
+    """
+
+    paths: Paths
+    even: bool = False
+    rows: int = 0
+    arcs: int = field(init=False)
+    width: int = field(init=False)
+    column: np.ndarray = field(init=False)
+    part: np.ndarray = field(init=False)
+    variable: np.ndarray = field(init=False)
+    nodes: list[tuple[np.ndarray, np.ndarray]] = field(init=False)
+    solver: highspy.Highs = field(init=False)
+    scale: float = 0.0
+    count: int = 0  # choices
+    value: float = np.inf  # of the best average against them, in seconds
+
+    def __post_init__(self) -> None:
+        overlap = self.paths.problem.topo.overlap
+        self.arcs = len(self.paths.arcs) if overlap else 0
+        self.width = self.arcs + 1 + len(self.paths.problem.flows)
+        pairs = np.array(list(self._parts(overlap)), np.int64).reshape(-1, 2)
+        self.column, self.part, self.nodes = pairs[:, 0], pairs[:, 1], self._nodes()
+        own = self._alike() if self.even else np.arange(self.paths.lanes * self.width)
+        self.variable = np.append(own, np.arange(self.rows) + own.max(initial=-1) + 1)
+        self.solver = self._program()
+
+    def _parts(self, overlap: bool) -> Any:
+        """(column, part) of a lane: what each column counts."""
+        n, count = self.paths.count, 2 * self.paths.count
+        for a, (tail, head, flows, along) in enumerate(self.paths.arcs[: self.arcs]):
+            if head < n:
+                yield a, head
+            if tail >= 0 and (along or self.paths.waits[tail]):
+                yield a, n + tail
+            for k in flows:
+                yield a, count + k
+        for i in range(n):
+            yield self.arcs, n + i
+            if not overlap:
+                yield self.arcs, i
+        for k in range(len(self.paths.problem.flows)):
+            yield self.arcs + 1 + k, count + k
+
+    def _program(self) -> highspy.Highs:
+        """Columns, and the rows that make weights averages."""
+        import highspy
+
+        from tapestry.plan.solver.mip import Solver
+
+        lanes, solver = self.paths.lanes, Solver()
+        inf, total = highspy.kHighsInf, int(self.variable.max(initial=-1)) + 1
+        solver.addVars(total + 1, np.zeros(total + 1), np.full(total + 1, inf))
+        solver.changeColCost(total, -1.0)
+        whole = [lane * self.width + a for lane in range(lanes) for a in (*self._starts(), self.arcs)]
+        self._row(solver, 1.0, 1.0, whole, np.ones(len(whole)))
+        for lane in range(lanes):
+            first = lane * self.width
+            for into, out in self.nodes:
+                columns, signs = np.append(into, out) + first, np.repeat([1.0, -1.0], [len(into), len(out)])
+                self._row(solver, 0.0, 0.0, columns, signs)
+            for flows in self.paths.shares:
+                columns = [first + self.arcs, *(first + self.arcs + 1 + k for k in flows)]
+                self._row(solver, -inf, 0.0, columns, np.append(-1.0, np.ones(len(flows))))
+        return solver
+
+    def _starts(self) -> list[int]:
+        return [a for a, arc in enumerate(self.paths.arcs[: self.arcs]) if arc.tail < 0]
+
+    def _nodes(self) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Arcs into and out of each operation."""
+        out = [(list[int](), list[int]()) for _ in range(self.paths.count if self.arcs else 0)]
+        for a, arc in enumerate(self.paths.arcs[: self.arcs]):
+            if arc.head < self.paths.count:
+                out[arc.head][0].append(a)
+            if arc.tail >= 0:
+                out[arc.tail][1].append(a)
+        return [(np.array(into, int), np.array(leaving, int)) for into, leaving in out]
+
+    def against(self, choice: Sequence[int], excess: np.ndarray | None = None) -> None:
+        """Add a choice; ``excess``: by price what it uses above the limit, as a part of the limit."""
+        costs = self.paths.costs(choice)
+        if not self.scale:
+            self.scale = max(float(costs.max(initial=0.0)), 1e-300)
+            most, total = DEAREST * self.paths.largest(choice) / self.scale, int(self.variable.max(initial=-1)) + 1
+            for k in range(total - self.rows, total):
+                self.solver.changeColBounds(k, 0.0, most)
+        rows = np.stack([np.bincount(self.column, lane[self.part], self.width) for lane in costs]).ravel() / self.scale
+        rows = np.append(rows, np.zeros(self.rows) if excess is None else excess)
+        used = np.flatnonzero(rows)
+        self.count += 1
+        self._row(self.solver, 0.0, np.inf, [*used.tolist(), rows.size], np.append(rows[used], -1.0))
+
+    def _row(
+        self, solver: highspy.Highs, low: float, high: float, columns: Sequence[int] | np.ndarray, values: np.ndarray
+    ) -> None:
+        """A row of the program; columns are those of `width`, lane after lane, and last what is maximised."""
+        if not self.even:  # each is a variable of its own
+            order = np.argsort(columns, kind="stable")
+            solver.addRow(low, high, len(order), np.array(columns, np.int32)[order], values[order].astype(float))
+            return
+        found, at = np.unique(np.append(self.variable, self.variable.max(initial=-1) + 1)[columns], return_inverse=True)
+        solver.addRow(low, high, len(found), found.astype(np.int32), np.bincount(at, values, len(found)).astype(float))
+
+    def weights(self) -> tuple[np.ndarray, np.ndarray]:
+        """The best average against all choices that were added, by [lane, part]: one of the sums, to the last bit; and the
+        prices, in seconds for all that there is."""
+        self.solver.run()
+        self.value = -self.solver.getInfo().objective_function_value * self.scale
+        every = np.maximum(np.array(self.solver.getSolution().col_value)[self.variable], 0.0)
+        found = every[: len(every) - self.rows].reshape(self.paths.lanes, self.width)
+        parts = 2 * self.paths.count + len(self.paths.problem.flows)
+        average = np.stack([np.bincount(self.part, lane[self.column], parts) for lane in self._exact(found)])
+        return average, every[len(every) - self.rows :] * self.scale
+
+    def mixture(self) -> np.ndarray:
+        """How much each choice counts in the best answer to all averages: the shares of a mixed strategy."""
+        self.solver.run()
+        dual = np.abs(np.array(self.solver.getSolution().row_dual))[-self.count :]
+        return dual / max(float(dual.sum()), 1e-300)
+
+    def _exact(self, found: np.ndarray) -> np.ndarray:
+        """The same without what the program leaves of rounding: all that goes into an operation goes on from it."""
+        out = np.zeros_like(found)
+        starts = [*self._starts(), self.arcs]
+        out[:, starts] = found[:, starts] / max(float(found[:, starts].sum()), 1e-300)
+        for into, leaving in self.nodes:
+            here, share = out[:, into].sum(axis=1), found[:, leaving]
+            total = share.sum(axis=1, keepdims=True)
+            share = np.where(total > 0, share / np.maximum(total, 1e-300), 1.0 / len(leaving))
+            out[:, leaving] = here[:, None] * share
+        for flows in self.paths.shares:
+            at = [self.arcs + 1 + k for k in flows]
+            total = found[:, at].sum(axis=1, keepdims=True)
+            out[:, at] = found[:, at] * np.minimum(1.0, out[:, [self.arcs]] / np.maximum(total, 1e-300))
+        if not self.even:
+            return out
+        return np.maximum(np.floor(out / GRAIN + 0.4) - 1.0, 0.0) * GRAIN  # (equal to the last bit, and never more)
+
+    def _alike(self) -> np.ndarray:
+        """The variable of each column, lane after lane: one for all flows that leave equal operations or move equal tensors,
+        so that layers that repeat have equal weights, and the solver works them out once."""
+        seconds, menus = [id(f.seconds) for f in self.paths.problem.flows], self.paths.problem.menus
+        first, groups = np.arange(self.width), dict[tuple[object, ...], list[int]]()
+        for i, (_, out) in enumerate(self.nodes):
+            leaving: list[int] = out.tolist()
+            arcs = [self.paths.arcs[a] for a in leaving]
+            steps = [(a.head - i if a.head < self.paths.count else 0, a.along, *(seconds[k] for k in a.flows)) for a in arcs]
+            first[leaving] = first[groups.setdefault((id(menus[i]), *steps), leaving)]
+        for flows in self.paths.shares:
+            columns = [self.arcs + 1 + k for k in flows]
+            first[columns] = first[groups.setdefault(tuple(seconds[k] for k in flows), columns)]
+        kinds, variable = np.unique(first, return_inverse=True)
+        return np.concatenate([variable + lane * len(kinds) for lane in range(self.paths.lanes)])
+
+
+# The least cost of a network for every choice of every node, exactly: by elimination, there and back.
+#
+# On the way there each node goes with the sum of its tables (Bertelè and Brioschi 1972); on the way back that sum gets the
+# least cost of all that went after it. What is left of it is the least cost of all choices that agree on the nodes in it.
+
+
+Scope = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Marginals:
+    """A choice of the least cost, and by node and choice the least cost with it; ``cells`` that were worked out."""
+
+    least: float
+    choice: list[int]
+    of: list[np.ndarray]
+    cells: int
+
+
+@dataclass(slots=True)
+class _Bucket:
+    """A node that is gone: the sum of its tables over it and its neighbours, and the buckets that some of them came from."""
+
+    node: int
+    scope: Scope
+    total: np.ndarray
+    parts: list[tuple[int, Scope, np.ndarray]]
+    outside: np.ndarray = field(default_factory=lambda: np.zeros(()))
+
+
+def marginals(sizes: Sequence[int], tables: Sequence[PairTable], most: int) -> Marginals | None:
+    """The least costs; None where they would take more than ``most`` cells."""
+    buckets, rest, cells = list[_Bucket](), list[tuple[int, float]](), 0
+    held: dict[int, list[tuple[int, Scope, np.ndarray]]] = {n: [] for n in range(len(sizes))}
+    for scope, table in tables:
+        for n in scope:
+            held[n].append((-1, scope, table))
+    around = {n: {n}.union(*(s for _, s, _ in mine)) for n, mine in held.items()}
+    takes = {n: (prod([sizes[m] for m in near]), n) for n, near in around.items()}
+    while held:
+        work, node = min(takes.values())
+        scope = tuple(sorted(around[node]))
+        cells += work
+        if cells > most or len(scope) > AXES:
+            return None
+        parts = held.pop(node)
+        del takes[node]
+        total = sum((over(t, s, scope, sizes) for _, s, t in parts), np.zeros([sizes[m] for m in scope]))
+        buckets.append(_Bucket(node, scope, total, [p for p in parts if p[0] >= 0]))
+        others, least = tuple(m for m in scope if m != node), total.min(axis=scope.index(node))
+        if not others:
+            rest.append((len(buckets) - 1, float(least)))
+        for m in others:
+            held[m] = [p for p in held[m] if node not in p[1]] + [(len(buckets) - 1, others, least)]
+            around[m] = {m}.union(*(s for _, s, _ in held[m]))
+            takes[m] = prod([sizes[k] for k in around[m]]), m
+    return _back(sizes, buckets, rest, cells)
+
+
+def _back(sizes: Sequence[int], buckets: list[_Bucket], rest: list[tuple[int, float]], cells: int) -> Marginals:
+    """The way back."""
+    whole = sum(least for _, least in rest)
+    choice, of = [0] * len(sizes), [np.zeros(0)] * len(sizes)
+    for b, _ in rest:
+        buckets[b].outside = np.array(sum(least for other, least in rest if other != b))
+    for b in reversed(buckets):
+        axis, others = b.scope.index(b.node), tuple(m for m in b.scope if m != b.node)
+        at = tuple(slice(None) if m == b.node else choice[m] for m in b.scope)
+        choice[b.node] = int(b.total[at].argmin())
+        here = b.total + over(b.outside, others, b.scope, sizes)
+        of[b.node] = here.min(axis=tuple(k for k in range(here.ndim) if k != axis))
+        for source, scope, least in b.parts:
+            away = tuple(k for k, m in enumerate(b.scope) if m not in scope)
+            with np.errstate(invalid="ignore"):
+                beyond: np.ndarray = np.min(here, axis=away) - least
+            buckets[source].outside = np.where(np.isnan(beyond), np.inf, beyond)
+    return Marginals(float(whole), choice, of, cells)
+
+
+def over(table: np.ndarray, nodes: Scope, scope: Scope, sizes: Sequence[int]) -> np.ndarray:
+    """A table as one that spreads over a larger scope, whose nodes are in order."""
+    return table.transpose(np.argsort(nodes)).reshape([sizes[m] if m in nodes else 1 for m in scope])
+
+
+# The plan that takes least on the simulated clock where each device does everything in turns: exactly, operation by
+# operation.
+#
+# Then all that the future needs to know of a prefix is when each device is free, and the choices of the operations whose
+# tensors are still read. Of two prefixes with the same choices there, one that is nowhere later is enough (dominance); so
+# ties between equal parts of a graph are counted once. A prefix goes, too, when what it took, the waiting so far, and the
+# least average of the rest are not below the best time known. What an operation takes is read off the clock itself, from a
+# plan that has the choices it hangs on: of the makers and the earlier readers of what it reads.
+
+
+CELLS = 2_000_000  # of the tables of what is left
+UNITS = 40_000.0  # of work for one prefix
+
+Step = tuple[np.ndarray, np.ndarray]
+"""Seconds by device, 0 where it takes no part, and the devices that begin together, -1 there."""
+Table = tuple[tuple[int, ...], np.ndarray]
+
+
+@dataclass(frozen=True, slots=True)
+class _Prefix:
+    """Choices so far, when each device is free, what it worked, and the average of that."""
+
+    choice: tuple[int, ...]
+    free: np.ndarray
+    busy: np.ndarray
+    average: float
+
+
+@dataclass(slots=True)
+class Prefixes:
+    """A search over prefixes of choices.
+
+    Attributes:
+        kept: choices of each operation that are looked at; no other is in a plan below ``best``.
+        weights: an average of sums, by [lane, part].
+        clock: the schedule of a choice.
+        hangs: by operation, those before it whose choices decide what it takes; last of all what brings outputs to their end.
+        alive: by operation, those before it whose choices still count.
+    """
+
+    problem: Problem
+    kept: Sequence[np.ndarray]
+    weights: np.ndarray
+    clock: Callable[[Sequence[int]], Schedule]
+    best: float
+    budget: Budget
+    hangs: list[tuple[int, ...]] = field(init=False)
+    alive: list[tuple[int, ...]] = field(init=False)
+    took: dict[tuple[int, tuple[int, ...]], list[Step]] = field(default_factory=dict[tuple[int, tuple[int, ...]], list[Step]])
+
+    def __post_init__(self) -> None:
+        graph, count = self.problem.graph, len(self.problem.graph.ops)
+        makers, readers = graph.producers(), graph.consumers()
+        self.hangs = []
+        for i in range(count + 1):
+            names = graph.ops[i].inputs if i < count else graph.outputs
+            near = {j for t in names for j in (makers.get(t, -1), *readers.get(t, ())) if 0 <= j < i}
+            self.hangs.append(tuple(sorted(near)))
+        self.alive = [tuple(sorted({j for h in self.hangs[i:] for j in h if j < i})) for i in range(count + 1)]
+
+    def search(self, begin: Sequence[int]) -> tuple[float, tuple[int, ...] | None]:
+        """(least seconds of all plans among the kept choices, or ``best``; the choice, if it is below that). Where the work
+        ends first: a bound, and none.
+
+        Args:
+            begin: any choice of those kept.
+        """
+        tables = [(f.nodes, f.table) for f in Paths(self.problem).factors(self.weights)]
+        rest = self.rest(tables)
+        if rest is None:
+            return -np.inf, None
+        devices = len(coordinates(self.problem.topo.mesh))
+        states, least = [_Prefix((), np.zeros(devices), np.zeros(devices), 0.0)], -np.inf
+        for i in range(len(self.problem.menus)):
+            own = [t for t in tables if max(t[0]) == i]
+            new: dict[tuple[int, ...], list[_Prefix]] = {}
+            found = [(self.least(p, rest[i + 1]), p) for s in states for p in self.longer(s, i, own, begin)]
+            for f, p in sorted(found, key=lambda x: (x[0], x[1].choice)):
+                if f < self.best * (1 - PROVED):
+                    _keep(new.setdefault(tuple(p.choice[j] for j in self.alive[i + 1]), []), p)
+            states = [p for same in new.values() for p in same]
+            least = max(least, min((self.least(p, rest[i + 1]) for p in states), default=self.best))
+            if self.budget.over():
+                return least, None
+        ends = [(float(self.after(s, len(self.problem.menus), begin)[0].max()), s.choice) for s in states]
+        seconds, choice = min(ends, default=(self.best, ()))
+        return (seconds, choice) if seconds < self.best * (1 - PROVED) else (self.best, None)
+
+    def least(self, p: _Prefix, rest: Sequence[Table]) -> float:
+        """Seconds that no plan with a prefix is under."""
+        at = lanes(self.problem.topo)
+        waited = float(self.weights[:, 0] @ (p.free - p.busy)[at])  # (a lane's sum has one weight)
+        left = sum(float(t[tuple(p.choice[n] for n in nodes)]) for nodes, t in rest)
+        return max(p.average + waited + left, float(p.free.max()))
+
+    def longer(self, p: _Prefix, i: int, own: Sequence[Table], begin: Sequence[int]) -> list[_Prefix]:
+        """A prefix with every choice of the next operation."""
+        out: list[_Prefix] = []
+        for c in self.kept[i].tolist():
+            choice = (*p.choice, c)
+            self.budget.spend(UNITS)
+            free, busy = self.after(p, i, begin, choice)
+            average = p.average + sum(float(t[tuple(choice[n] for n in nodes)]) for nodes, t in own)
+            out.append(_Prefix(choice, free, busy, average))
+        return out
+
+    def after(self, p: _Prefix, i: int, begin: Sequence[int], choice: tuple[int, ...] = ()) -> tuple[np.ndarray, np.ndarray]:
+        """When each device is free once an operation is done (with the outputs where they must end, after the last)."""
+        choice, free, busy = choice or p.choice, p.free, p.busy
+        key = i, tuple(choice[j] for j in (*self.hangs[i], *([i] if i < len(self.problem.menus) else [])))
+        if key not in self.took:
+            self.look(choice + tuple(begin[len(choice) :]))
+        for seconds, groups in self.took[key]:
+            takes = groups >= 0
+            start = np.zeros(len(free))
+            np.maximum.at(start, groups[takes], free[takes])
+            free, busy = np.where(takes, start[groups] + seconds, free), busy + seconds
+        return free, busy
+
+    def look(self, choice: Sequence[int]) -> None:
+        """Read off the clock what each operation takes where these are the choices."""
+        timed, count = self.clock(choice), len(self.problem.menus)
+        self.budget.spend(self.problem.lowering)
+        steps: list[list[Step]] = [[] for _ in range(count + 1)]
+        for t in timed.timed:
+            groups = np.where(np.isnan(t.took), -1, t.groups)
+            steps[count if t.op is None else t.op].append((np.nan_to_num(t.took), groups))
+        for i, mine in enumerate(steps):
+            self.took[i, tuple(choice[j] for j in (*self.hangs[i], *([i] if i < count else [])))] = mine
+
+    def rest(self, tables: Sequence[Table]) -> list[list[Table]] | None:
+        """By operation, tables whose sum is the least average of it and all after it; None where they are too large."""
+        sizes, left, out = self.problem.sizes, list[Table](), [list[Table]()]
+        for i in range(len(sizes) - 1, -1, -1):
+            mine = [t for t in (*tables, *left) if max(t[0], default=-1) == i]
+            scope = tuple(sorted({n for t in mine for n in t[0]}))
+            if prod(sizes[n] for n in scope) > CELLS or len(scope) > AXES:
+                return None
+            total = sum((over(t, s, scope, sizes) for s, t in mine), np.zeros([sizes[n] for n in scope]))
+            left = [t for t in left if i not in t[0]] + [(scope[:-1], total[..., self.kept[i]].min(axis=-1))]
+            out.append(left)
+        return out[::-1]
+
+
+def _keep(same: list[_Prefix], p: _Prefix) -> None:
+    """Take in a prefix unless another one is nowhere later; those that it makes needless go."""
+    if not any((q.free <= p.free).all() for q in same):
+        same[:] = [q for q in same if not (p.free <= q.free).all()] + [p]

@@ -15,13 +15,12 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from tapestry.plan.schedule.path_weights import Master
-from tapestry.plan.schedule.paths import Paths
+from tapestry.plan.schedule.paths import Master, Paths
 from tapestry.plan.search.problem import Problem
 from tapestry.plan.solver.budget import SECOND, Budget
+from tapestry.plan.solver.lagrange import PRICES_ROUNDING, Limits, Ticks
 from tapestry.plan.solver.network import Demand, Factor, Network, solve
 from tapestry.plan.solver.pairs import PROVED, Solution
-from tapestry.plan.solver.shared_prices import ROUNDING, Limits, Ticks
 
 STALL = 8  # rounds without a better bound
 LEAST, MOST = 1 / 16, 1 / 2  # of the way to the next average
@@ -144,7 +143,7 @@ class Game:
         net = Network(self.problem.sizes, [*self.paths.factors(average), *paid])
         found = solve(net, budget.part(SOLVE), self.known[-1], quick=True, plain=True)
         worth = self.memory.worth(at)
-        rounding = ROUNDING * (abs(found.bound) + worth) if worth else 0.0
+        rounding = PRICES_ROUNDING * (abs(found.bound) + worth) if worth else 0.0
         return replace(found, bound=found.bound - worth - rounding), over_time
 
     def _uneven(self, known: Sequence[Sequence[int]]) -> Master:

@@ -7,30 +7,135 @@ shared), within the memory. Others answer weighted sums that every plan takes at
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from tapestry.errors import PlanError
-from tapestry.ir.graph import Graph
-from tapestry.ir.plan import Layout
-from tapestry.ir.program import Transfer
-from tapestry.plan.layout_constraints import LayoutConstraints
-from tapestry.plan.schedule.any_order import least_seconds
-from tapestry.plan.schedule.branches import KNOWN, Branching
+from tapestry.ir.graph import Block, Graph
+from tapestry.ir.plan import Layout, Plan, Strategy, still
+from tapestry.ir.printer import to_text
+from tapestry.ir.program import Transfer, peak_bytes
+from tapestry.plan import ring_attention
+from tapestry.plan.schedule.branches import KNOWN, Branching, least_seconds
 from tapestry.plan.schedule.time_bound import Game
-from tapestry.plan.search import to_ring
-from tapestry.plan.search.memory_limit import demands, within_memory
+from tapestry.plan.search.memory_limit import Room, demands, within_memory
 from tapestry.plan.search.priced_plan import PricedPlan, choice_of, on_the_clock, peak, priced_plan, schedule, too_big
 from tapestry.plan.search.problem import Problem, build
-from tapestry.plan.search.resume import Start, beginning, fingerprint
 from tapestry.plan.simulate import simulate
 from tapestry.plan.solver.budget import SECOND, Budget
 from tapestry.plan.solver.network import Demand, solve
 from tapestry.plan.solver.pairs import PROVED, proved
-from tapestry.plan.strategy import Pin
-from tapestry.plan.topology import Topology
+from tapestry.plan.strategy import LayoutConstraints, Pin
+from tapestry.plan.topology import Topology, to_data
+
+# Gathers of keys and values turned into rings, where a plan does not fit otherwise or is faster so.
+#
+# The search's tables have the gather: the same bytes over the same links. A ring costs launches and latencies more, holds two
+# blocks instead of all of them, and what comes next travels while a block is computed. The bound on time counts of a gather
+# that could be a ring only what the ring would be waited for, so it holds for every ring.
+
+
+def with_rings(plan: Plan, topo: Topology) -> Plan | None:
+    """The plan with every gather of what an attention goes over as a ring; ``None`` where nothing is gathered."""
+    made = {t for op in plan.graph.ops for t in op.outs} | set(plan.inputs)
+    strategies = list(plan.strategies)
+    for i, (op, s) in enumerate(zip(plan.graph.ops, plan.strategies, strict=True)):
+        for other in ring_attention.rings(op, s, topo.mesh) if isinstance(op, Block) else ():
+            assert isinstance(op, Block)
+            if all(op.reads[k].tensor in made for k in ring_attention.travelling(op, other)):
+                strategies[i] = other
+                break
+    return replace(plan, strategies=tuple(strategies)) if tuple(strategies) != plan.strategies else None
+
+
+# Going on from an earlier search: its strategies as a start, and its bound where the problem is the very same.
+#
+# A bound holds for one network of costs, one topology and one memory limit. So it is kept with a hash of all of these, and used
+# again only where a problem that was built anew has the same hash; strategies are only a choice, which any problem may try.
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """What an earlier search found.
+
+    Attributes:
+        strategies: of the operations that make a tensor, by its name.
+        bound: seconds; no plan of the problem with this key is faster.
+        key: `fingerprint` of the problem.
+    """
+
+    strategies: Mapping[str, Strategy] = field(default_factory=dict[str, Strategy])
+    bound: float = -np.inf
+    key: str = ""
+
+
+def start_of(plan: Plan, bound: float = -np.inf, key: str = "") -> Start:
+    """The strategies of a plan, by the first tensor that each operation makes."""
+    return Start({op.outs[0]: s for op, s in zip(plan.graph.ops, plan.strategies, strict=True)}, bound, key)
+
+
+def beginning(problem: Problem, start: Start) -> list[int] | None:
+    """The earlier strategies as a choice; None when hardly any is offered here.
+
+    An operation without one takes the choice that is cheapest together with those of its neighbours.
+    """
+    choice = [-1] * len(problem.menus)
+    for i, (op, menu) in enumerate(zip(problem.graph.ops, problem.menus, strict=True)):
+        known = start.strategies.get(op.outs[0])
+        known = None if known is None else still(known)
+        if known is not None and known in menu.strategies:
+            choice[i] = menu.strategies.index(known)
+    if 2 * sum(c >= 0 for c in choice) < len(choice):
+        return None
+    return _completed(problem, choice)
+
+
+def _completed(problem: Problem, choice: list[int]) -> list[int]:
+    out, missing = list(choice), {i for i, c in enumerate(choice) if c < 0}
+    total = {i: np.zeros(len(problem.menus[i].strategies)) for i in missing}
+    for f in problem.factors:
+        for k, n in enumerate(f.nodes):
+            if n in missing and all(out[m] >= 0 for m in f.nodes if m != n):
+                total[n] = total[n] + f.table[tuple(slice(None) if j == k else out[m] for j, m in enumerate(f.nodes))]
+    for i in missing:
+        out[i] = int(total[i].argmin())
+    return out
+
+
+def fingerprint(problem: Problem) -> str:
+    """SHA-256 of all that the bound of a problem depends on: graph, devices, layouts, strategies, costs and memory."""
+    found = hashlib.sha256(b"simulated seconds")
+    seen: dict[int, int] = {}
+
+    def add(*arrays: np.ndarray) -> None:
+        for a in arrays:
+            found.update(f"{a.dtype.str}{a.shape}".encode())
+            found.update(np.ascontiguousarray(a).tobytes())
+
+    found.update(to_text(problem.graph).encode())
+    for part in (
+        to_data(problem.topo),
+        sorted(problem.inputs.items()),
+        sorted(problem.outputs.items()),
+        sorted(problem.streamed),
+    ):
+        found.update(repr(part).encode())
+    for menu in problem.menus:
+        if id(menu) not in seen:
+            seen[id(menu)] = len(seen)
+            found.update(repr(menu.strategies).encode())
+            add(menu.seconds, menu.state_bytes, menu.outs_bytes)
+        found.update(f"menu {seen[id(menu)]}".encode())
+    for f in problem.factors:
+        if id(f.table) not in seen:
+            seen[id(f.table)] = len(seen)
+            add(f.table)
+        found.update(f"table {f.nodes} {seen[id(f.table)]}".encode())
+    return found.hexdigest()
+
 
 CLOSE = 2.0 * SECOND  # for branches that close what the game leaves
 SMALL = 100  # operations of graphs for which that is tried
@@ -107,7 +212,7 @@ def spatial(
     limit = problem.topo.device.memory
     choice = beginning(problem, start) if start else None
     bound = start.bound if start and np.isfinite(start.bound) and fingerprint(problem) == start.key else -np.inf
-    begun = with_rings(priced_plan(problem, choice, bound)) if choice else None
+    begun = ringed(priced_plan(problem, choice, bound)) if choice else None
     if begun is not None and (peak(begun) > limit or not np.isfinite(begun.objective)):
         begun = None
     if begun is not None and begun.proved:
@@ -115,9 +220,9 @@ def spatial(
     solution = solve(problem.network, budget, choice)
     first = priced_plan(problem, solution.choice, -np.inf)
     budget.spend(problem.lowering)
-    best, tight = with_rings(first), False
+    best, tight = ringed(first), False
     if peak(best) > limit and max(problem.sizes, default=1) > 1:
-        best, tight = with_rings(within_memory(problem, first, budget, begun, -np.inf, squeeze)), True
+        best, tight = ringed(within_memory(problem, first, budget, begun, -np.inf, squeeze)), True
     if peak(best) > limit or not clock:
         return best
     found = _on_the_clock(problem, _faster(begun, best), budget, (bound, upper), tight=tight, small=small)
@@ -138,7 +243,7 @@ def _on_the_clock(
     for choice, least in game.play(choice_of(problem, best.plan), ROUNDS, budget):
         if least < best.objective * (1 - PROVED):
             budget.spend(problem.lowering)
-            other = with_rings(priced_plan(problem, choice, -np.inf))
+            other = ringed(priced_plan(problem, choice, -np.inf))
             best = _faster(other, best) if peak(other) <= limit else best
         if watched:
             budget.found(best.objective, max(bound, game.bound))
@@ -162,7 +267,7 @@ def _mixture(problem: Problem, best: PricedPlan, game: Game, budget: Budget) -> 
         choice = game.mixed(spare)
         if choice is None or budget.over():
             break
-        other = with_rings(priced_plan(problem, choice, -np.inf))
+        other = ringed(priced_plan(problem, choice, -np.inf))
         budget.spend(problem.lowering)
         over = peak(other) - limit
         if over <= 0:
@@ -203,7 +308,7 @@ def _faster(one: PricedPlan | None, best: PricedPlan) -> PricedPlan:
     return one if one is not None and one.objective < best.objective * (1 - PROVED) else best
 
 
-def with_rings(best: PricedPlan) -> PricedPlan:
+def ringed(best: PricedPlan) -> PricedPlan:
     """The plan with gathers of keys and values as rings, where only so it fits (or is nearer to it), or where it is faster."""
     assert best.problem
     new, limit = in_rings(best), best.problem.topo.device.memory
@@ -218,7 +323,7 @@ def in_rings(best: PricedPlan) -> PricedPlan | None:
     """The plan with gathers of keys and values as rings; ``None`` where nothing is gathered."""
     assert best.problem
     topo = best.problem.topo
-    plan = to_ring.with_rings(best.plan, topo)
+    plan = with_rings(best.plan, topo)
     if plan is None:
         return None
     program, timed = on_the_clock(best.problem, plan)
@@ -246,3 +351,55 @@ def cheapest(
         raise failed[0]
     best = min(plans, key=lambda p: p.objective)
     return best if len(plans) == 1 else replace(best, bound=min(p.bound for p in plans))
+
+
+# The front of latency against memory: plans of which no other is both faster and smaller.
+#
+# The fastest plan is sought within limits on memory that go down step by step, to where there is none. The fronts of several
+# graphs (the model's own, and those that structural rewrites make of it) are put together.
+
+
+STEPS = 24  # limits that are tried
+SHARE = 0.3  # of the budget left, for one graph
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One plan of the front: estimated seconds, peak bytes of the device that needs most, the rewrites of its graph."""
+
+    objective_s: float
+    peak_bytes: int
+    moves: tuple[str, ...] = ()
+
+
+def fronts(problems: Iterable[tuple[Problem, tuple[str, ...]]], budget: Budget) -> list[Point]:
+    """The front over several graphs with the moves that made them; the first one gets its share in any case."""
+    points: list[Point] = []
+    for problem, moves in problems:
+        points += front(problem, budget.share(SHARE), moves)
+        if budget.over():
+            break
+    return undominated(points)
+
+
+def front(problem: Problem, time_limit: float | Budget | None, moves: tuple[str, ...] = ()) -> list[Point]:
+    """Plans from the fastest to the smallest, each the fastest within a limit, while there is something left of the budget."""
+    budget, room = Budget.of(time_limit), Room(problem, surely=False)
+    solution = solve(problem.network, budget)
+    plans = [priced_plan(problem, solution.choice, solution.bound)]
+    for limit in np.linspace(peak(plans[0]), room.least(), STEPS + 1)[1:]:
+        if budget.over() or not np.isfinite(solution.objective):
+            break
+        if room.estimate(solution.choice).max(initial=0.0) > limit:
+            solution = room.solve(float(limit), budget)
+            plans += [priced_plan(problem, solution.choice, solution.bound)] if np.isfinite(solution.objective) else []
+    return undominated([Point(p.objective, max(peak_bytes(p.program)[0]), moves) for p in plans])
+
+
+def undominated(points: list[Point]) -> list[Point]:
+    """The points that no other one beats in both, fastest first."""
+    out: list[Point] = []
+    for p in sorted(set(points), key=lambda p: (p.objective_s, p.peak_bytes, len(p.moves))):
+        if not out or p.peak_bytes < out[-1].peak_bytes:
+            out.append(p)
+    return out

@@ -16,17 +16,21 @@ import numpy as np
 from tapestry.errors import PlanError
 from tapestry.ir.graph import Block, Graph, Op
 from tapestry.ir.plan import Layout, Strategy, coordinates, device_count
-from tapestry.ir.syntax.printer import signature
+from tapestry.ir.printer import signature
 from tapestry.ir.types import itemsize
+from tapestry.plan import ring_attention
 from tapestry.plan.cost import compute, transfer
-from tapestry.plan.cost.collective import merge, reductions
-from tapestry.plan.layout_constraints import Key, LayoutConstraints, Sayable, allowed, stated
-from tapestry.plan.schedule.ring_floor import ring_floors
+from tapestry.plan.cost.transfer import merge, reductions
+from tapestry.plan.pipelines.staged_plan import link_between
 from tapestry.plan.solver.network import Factor, Network
 from tapestry.plan.strategy import (
     MAX_STRATEGIES,
     Boxes,
+    Key,
+    LayoutConstraints,
     Pin,
+    Sayable,
+    allowed,
     covers,
     every_strategy,
     footprints_of_all,
@@ -34,9 +38,47 @@ from tapestry.plan.strategy import (
     merges,
     op_boxes,
     out_layout,
+    stated,
     tensor_boxes,
 )
 from tapestry.plan.topology import Device, Topology
+
+# What a ring instead of a gather makes an operation wait for at least, beyond the time of its own kernels.
+
+
+def ring_floors(
+    op: Block, graph: Graph, s: Strategy, wanted: dict[int, Boxes], own: np.ndarray, lanes: list[int], topo: Topology
+) -> dict[int, np.ndarray]:
+    """For each read that may travel round a ring, by lane: seconds of all its messages but for what kernels may hide.
+
+    A device gets all blocks but its own, one message after another. The kernel of the last block, at least an even share of all
+    that they do, follows the last message. Where transfers and kernels share a stream, all of them and their launches add up.
+
+    Args:
+        wanted: what each read gathers.
+        own: seconds of the operation's kernels, by lane.
+    """
+    out: dict[int, np.ndarray] = {}
+    launch = np.broadcast_to(topo.each(lambda d: d.launch), device_count(topo.mesh))[lanes]
+    for r in ring_attention.rings(op, s, topo.mesh):
+        axis = ring_attention.axis_of(r)
+        assert axis is not None
+        turning = ring_attention.travelling(op, r)
+        for k in turning:
+            held = ring_attention.held(op, graph, r, topo.mesh, k, 0)
+            width = itemsize(graph.tensors[op.reads[k].tensor].dtype)
+            missing = np.maximum(compute.sizes(wanted[k]) - compute.sizes(held), 0) * width
+            senders = {m.dst: m.src for m in ring_attention.passed_on(held, topo.mesh, axis)}
+            links = [link_between(topo, senders[d], d) if d in senders else None for d in lanes]
+            steps = topo.mesh[axis].size - 1
+            way = [steps * link.alpha + missing[d] * link.beta if link else 0.0 for d, link in zip(lanes, links, strict=True)]
+            if topo.overlap:
+                floor = np.maximum(np.array(way) + own / topo.mesh[axis].size - own, 0.0)
+            else:  # (launches are shared out among the tensors that travel)
+                floor = np.array(way) + topo.mesh[axis].size * launch / len({op.reads[m].tensor for m in turning})
+            out[k] = np.minimum(out[k], floor) if k in out else floor
+    return out
+
 
 STRATEGY, CELL, OPERATION = 800_000, 3, 100_000  # units of work for building one
 LOWERED = 400_000  # units of work for lowering an operation

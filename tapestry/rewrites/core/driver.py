@@ -8,15 +8,180 @@ choices, which something else judges: a price before the search (`plan.fusion`),
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 
-from tapestry.errors import TapestryError, similar
-from tapestry.ir.graph import Graph
-from tapestry.rewrites.core import applied as applied_moves
-from tapestry.rewrites.core.applied import apply_moves, chosen, swept
-from tapestry.rewrites.core.cones import Cones
-from tapestry.rewrites.core.matching import Accept, MatchRule
-from tapestry.rewrites.core.rule import RULES, Move, Phase, Rule
+from tapestry.errors import LawError, TapestryError, similar, some
+from tapestry.ir.graph import Graph, Op, Opaque, Rewrite
+from tapestry.rewrites.core.rule import RULES, Accept, Draft, MatchRule, Move, Phase, Rule
+from tapestry.verify.rewriting.proofs import UNPROVED, prove_step
+
+# The one place through which every rewrite of a graph goes: it is logged there, and a user's rule is proved there.
+#
+# What changed is found by comparing the graphs, whatever the rule says of itself; `verify.rewriting` proves it. The compiler
+# proves the log of the graph that it chose in its pass ``verify``.
+
+
+def apply_moves(graph: Graph, moves: Iterable[Move]) -> Graph:
+    """The graph after some moves, one after another.
+
+    Raises:
+        TapestryError: one is not legal; LawError: a user's rule does not say the same there.
+    """
+    for move in moves:
+        if move.rule not in RULES:
+            hint = similar(move.rule, sorted(RULES)) or "`tapestry rules` lists them"
+            raise TapestryError(f"no rule named '{move.rule}'", hint=hint)
+        rule = RULES[move.rule]
+        graph = logged(rule, graph, rule.apply(graph, move), str(move))
+    return graph
+
+
+def apply_each_legal(graph: Graph, moves: Sequence[Move]) -> tuple[Graph, list[Move]]:
+    """The graph after all moves that are still legal after the ones before, and those moves; of one rule in a row, in one pass.
+
+    Raises:
+        LawError: a user's rule does not say the same at one place.
+    """
+    rule = RULES.get(moves[0].rule) if moves else None
+    if len(moves) > 1 and isinstance(rule, MatchRule) and rule.built_in and not rule.at_once:
+        after, done = rule.apply_legal(graph, moves)
+        return logged(rule, graph, after, rule.name), done
+    done = list[Move]()
+    for move in moves:
+        try:
+            graph = apply_moves(graph, [move])
+        except LawError:  # a user's rule is wrong
+            raise
+        except TapestryError:
+            continue
+        done.append(move)
+    return graph, done
+
+
+def swept(rule: Rule, graph: Graph) -> Graph:
+    """The graph after every move that a rule finds.
+
+    Raises:
+        LawError: a user's rule does not say the same somewhere.
+    """
+    return logged(rule, graph, rule.sweep(graph), rule.name)
+
+
+def chosen(rule: MatchRule, graph: Graph, accept: Accept | None = None) -> tuple[Graph, list[Move]]:
+    """The graph after every move of a rule that is accepted, and those moves."""
+    after, moves = rule.choose(graph, accept)
+    return logged(rule, graph, after, rule.name), moves
+
+
+def logged(rule: Rule, before: Graph, after: Graph, by: str) -> Graph:
+    """A graph that a rule made of another one, with that in its log; what a user's rule made is proved.
+
+    Raises:
+        LawError: the interface is another one, or a user's rule does not say the same.
+    """
+    if after is before:
+        return before
+    if (before.inputs, before.outputs) != (after.inputs, after.outputs):
+        raise LawError("access_unchanged", "the graph has other inputs or outputs than before", where=by)
+    pairs = [(t, before.tensors.get(t), after.tensors[t]) for t in (*after.inputs, *after.weights)]
+    pairs += [(t, before.weights.get(t), w) for t, w in after.weights.items()]
+    other = next((t for t, was, now in pairs if was is not now and was != now), None)
+    if other is not None:
+        raise LawError("access_unchanged", f"'{other}' is another tensor, or other bytes, than before", where=by)
+    if after.ops == before.ops:
+        return replace(after, log=before.log)
+    step = Rewrite(by, before, after, rule.exact)
+    if not rule.built_in and (n := prove_step(step)[UNPROVED]):
+        raise LawError("rewrites", f"{some(n, 'result')} of a rule that is not the package's own cannot be proved", where=by)
+    return replace(after, log=step)
+
+
+# What rules see of an operation, as a number: operations of equal numbers are matched once, in whatever graph or layer.
+#
+# A *cone* is an operation with those that it is made of, so many of them along a path, without the names of tensors.
+
+
+Cone = tuple[object, ...]
+
+
+@dataclass(slots=True)
+class Cones:
+    """Numbers of operations, and at which cones which rules have nothing to do; for many graphs."""
+
+    _looks: dict[int, tuple[Op, int]] = field(default_factory=dict[int, tuple[Op, int]])  # by identity, which it keeps
+    _numbers: dict[object, int] = field(default_factory=dict[object, int])
+    _idle: dict[str, set[Cone]] = field(default_factory=dict[str, set[Cone]])
+    _last: tuple[Graph, Draft] | None = None
+    _every: dict[int, list[Cone]] = field(default_factory=dict[int, list[Cone]])  # the cones of the last graph, by reach
+
+    def look(self, op: Op) -> int:
+        """A number for all of an operation but names of tensors and nodes."""
+        found = self._looks.get(id(op))
+        if found is None:
+            found = op, self._numbers.setdefault(_bare(op), len(self._numbers))
+            self._looks[id(op)] = found
+        return found[1]
+
+    def at(self, draft: Draft, op: Op, reach: int) -> tuple[Cone, list[str]]:
+        """The cone of an operation, and its tensors in the order in which the cone has them."""
+        names, parts, layer = dict[str, int](), list[object](), [op]
+        for depth in range(reach + 1):
+            makers = dict[str, Op]()
+            for o in layer:
+                parts.append(self.look(o))
+                for t in (*_read(o), *o.outs):
+                    if t in names:
+                        parts.append(names[t])
+                        continue
+                    names[t] = len(names)
+                    x, inside = draft.tensors.get(t), t not in op.outs and (depth < reach or t in o.outs)
+                    maker = draft.maker(t) if inside else None
+                    parts.append((x and (x.dtype, x.shape), maker is not None, inside and draft.only_reader(t) is not None))
+                    if maker is not None and maker is not o:
+                        makers.setdefault(maker.outs[0], maker)
+            layer = list(makers.values())
+        return tuple(parts), list(names)
+
+    def key(self, graph: Graph) -> Cone:
+        """A graph with the names of its tensors, without those of its nodes."""
+        return tuple((self.look(op), *_read(op), *op.outs) for op in graph.ops)
+
+    def draft(self, graph: Graph) -> Draft:
+        """A graph as rules read it; the last one is kept."""
+        if self._last is None or self._last[0] is not graph:
+            self._last = graph, Draft(graph)
+            self._every.clear()
+        return self._last[1]
+
+    def idle(self, rule: Rule, graph: Graph) -> bool:
+        """Whether a rule is known to change nothing in a graph."""
+        known = self._idle.get(rule.name)
+        return known is not None and known.issuperset(self._cones(rule, graph))
+
+    def note_idle(self, rule: Rule, graph: Graph) -> None:
+        """Remember that a rule changed nothing in a graph."""
+        if isinstance(rule, MatchRule) and rule.reach is not None:
+            self._idle.setdefault(rule.name, set()).update(self._cones(rule, graph))
+
+    def _cones(self, rule: Rule, graph: Graph) -> list[Cone]:
+        draft, reach = self.draft(graph), (rule.reach if isinstance(rule, MatchRule) else None) or 0
+        if reach not in self._every:
+            self._every[reach] = [self.at(draft, op, reach)[0] for op in graph.ops]
+        return self._every[reach]
+
+
+def _read(op: Op) -> tuple[str, ...]:
+    return op.ins if isinstance(op, Opaque) else tuple(r.tensor for r in op.reads)
+
+
+def _bare(op: Op) -> object:
+    """An operation without names."""
+    if isinstance(op, Opaque):
+        return replace(op, outs=(), ins=(), source=(), why="")
+    reads = tuple((r.index, r.when, r.other) for r in op.reads)
+    return op.dims, op.reduce, op.monoid, reads, op.body, op.then, op.inner, op.splits, len(op.outs)
+
 
 OPTIONAL = ("fuse_rows", "stream_softmax")
 """Rules that never cost a launch or a byte on one device, but tie operations to one cut on several."""
@@ -77,7 +242,7 @@ def apply_legal(graph: Graph, moves: Iterable[Move], disabled: frozenset[str] = 
         if name == SIMPLIFIED:
             graph = simplify(graph, disabled=disabled)
         else:
-            graph, some = applied_moves.apply_legal(graph, some)
+            graph, some = apply_each_legal(graph, some)
         done += some
     return graph, done
 

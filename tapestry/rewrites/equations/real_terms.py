@@ -41,7 +41,7 @@ class Facts:
     seen: Mapping[str, frozenset[str]]
 
 
-def number(value: Fraction) -> Term:
+def real_number(value: Fraction) -> Term:
     """A constant."""
     return ("sum", ((value, (), ()),) if value else ())
 
@@ -206,7 +206,7 @@ def _summed(c: Fraction, bounds: tuple[Term, ...], factors: tuple[Term, ...], fa
                 raise Unprovable
             rest = replaced(tuple(f for f in factors if f != picked), here, ("at", ((("value", p), "1"),), ()))
             tests = (
-                ("if", ("call", "ge", (p, canonical(number(Fraction(0)))))),
+                ("if", ("call", "ge", (p, canonical(real_number(Fraction(0)))))),
                 ("if", ("call", "lt", (p, canonical(atom(("size", size)))))),
             )
             return _summed(c, tuple(b for b in bounds if b[0] != n), (*rest, *tests), facts)

@@ -11,8 +11,8 @@ import numpy as np
 from tapestry.errors import TapestryError, similar
 from tapestry.plugins import entry_points as plugins
 from tapestry.rewrites.core.rule import RULES, register
+from tapestry.rewrites.equations.build import Equation
 from tapestry.rewrites.equations.conditions import MEASURES, PROPERTIES
-from tapestry.rewrites.equations.equation import Equation
 from tapestry.rewrites.equations.instances import Proof, describe, prove
 from tapestry.rewrites.equations.pattern import RuleText, parse_rules
 
@@ -52,7 +52,7 @@ def load_rules(path: str | Path) -> dict[str, Proof | None]:
 
     A ``.tap`` file holds equations: it is data, and nothing in it is executed. Each is proved on random instances first. Any
     other file is the user's own Python, and is imported: its ``@register`` lines put its rules in the table, and nothing is
-    proved yet. Every rule of a user's is proved wherever it is applied (`rewrites.core.applied`).
+    proved yet. Every rule of a user's is proved wherever it is applied (`rewrites.core.driver`).
 
     Raises:
         TextError: a file of equations does not read.

@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
 from tapestry.ir.expr import Arg, Call, count
-from tapestry.ir.graph import Block, Op, Read
-from tapestry.ir.recognise.contraction import products
-from tapestry.ir.recognise.running_state import as_scan
-from tapestry.rewrites.core.edit import MOST_ATOMS, MOST_DEPTH, read_dims, substitute_read, too_deep, too_long
-from tapestry.rewrites.core.inline import inline
-from tapestry.rewrites.core.matching import Draft, Match, OpRule
-from tapestry.rewrites.core.rule import Refusal, refuse, register
-from tapestry.rewrites.core.tile_footprint import recomputed
-from tapestry.rewrites.partition.phases import windows
+from tapestry.ir.graph import Block, Guard, Op, Read
+from tapestry.ir.index import Ranges
+from tapestry.ir.recognise import as_scan, products
+from tapestry.ir.types import Tensor
+from tapestry.rewrites.core.edit import (
+    MOST_ATOMS,
+    MOST_DEPTH,
+    inline,
+    is_view,
+    limits,
+    merge_reads,
+    read_dims,
+    recomputed,
+    renamed,
+    repeatable,
+    substitute_read,
+    too_deep,
+    too_long,
+)
+from tapestry.rewrites.core.rule import Draft, Match, OpRule, PairRule, Refusal, refuse, register
+from tapestry.rewrites.partition.slice_strided import windows
 
 MOST_NODES = 120  # of one operation's expressions, after inlining
 
@@ -120,3 +135,235 @@ def _inlined(draft: Draft, reader: Op, op: Block) -> Block:
     while (k := next((k for k, r in enumerate(reader.reads) if r.tensor == op.outs[0]), None)) is not None:
         reader = inline(reader, k, op, draft.tensors)
     return reader
+
+
+# Common subexpressions and dead code.
+
+
+@register
+class Share(PairRule):
+    """Compute equal operations once.
+
+    before:
+        graph g
+        input x: f32[4]
+        a: f32[4] = op [x0: 4]
+          reads x[x0]
+          body exp(x)
+        b: f32[4] = op [x0: 4]
+          reads x[x0]
+          body exp(x)
+        y: f32[4] = op [x0: 4]
+          reads a[x0], b[x0]
+          body a + b
+        output y
+    move: share@b{with=a}
+    after:
+        graph g
+        input x: f32[4]
+        a: f32[4] = op [x0: 4]
+          reads x[x0]
+          body exp(x)
+        y: f32[4] = op [x0: 4]
+          reads a[x0], a1 = a[x0]
+          body a + a1
+        output y
+    legal when: both have the same index space, projections, body and inputs, and the second is not a graph output.
+    """
+
+    name = "share"
+    phase = "simplify"
+    second = "with"
+    nothing = "the operations are not equal, or the second is an output"
+
+    def partners(self, draft: Draft, at: int) -> Iterable[str]:
+        """The first of the operations before that equal this one."""
+        op = draft.op(at)
+        if op is None:
+            return ()
+        similar = draft.memo.setdefault((type(op), op.inputs, op.dims), op.outs[0])
+        if similar == op.outs[0] or (before := draft.op(draft.makers[similar])) is None:
+            return ()  # whole texts are compared only of those that read the same
+        draft.memo.setdefault(_key(before, draft.tensors), similar)
+        first = draft.memo.setdefault(_key(op, draft.tensors), op.outs[0])
+        return [first] if first != op.outs[0] else ()
+
+    def match(self, draft: Draft, at: int, other: int) -> Match | Refusal | None:
+        """The readers of the second operation, reading what the first one writes."""
+        op, first = draft.op(at), draft.op(other)
+        if op is None or first is None or _key(op, draft.tensors) != _key(first, draft.tensors):
+            return None
+        if draft.outputs & set(op.outs):
+            return refuse("it is an output of the graph")
+        rename = dict(zip(op.outs, first.outs, strict=True))
+        where = sorted({i for t in op.outs for i in draft.readers_of(t)})
+        return Match({at: ()} | {i: (renamed(o, rename),) for i in where if (o := draft.op(i)) is not None})
+
+
+@register
+class DropDead(OpRule):
+    """Remove operations whose results nobody needs.
+
+    before:
+        graph g
+        input x: f32[4]
+        a: f32[4] = op [x0: 4]
+          reads x[x0]
+          body exp(x)
+        y: f32[4] = op [x0: 4]
+          reads x[x0]
+          body neg(x)
+        output y
+    move: drop_dead@a
+    after:
+        graph g
+        input x: f32[4]
+        y: f32[4] = op [x0: 4]
+          reads x[x0]
+          body neg(x)
+        output y
+    legal when: no operation reads any of its results and none is an output of the graph.
+    """
+
+    name = "drop_dead"
+    phase = "simplify"
+    nothing = "its results are needed"
+    backwards = True
+
+    def match(self, draft: Draft, at: int) -> Match | Refusal | None:
+        """Nothing in place of an operation without a reader."""
+        op = draft.op(at)
+        needed = op is None or any(draft.readers_of(t) or t in draft.outputs for t in op.outs)
+        return None if needed else Match({at: ()})
+
+
+def _key(op: Op, tensors: Mapping[str, Tensor]) -> str:
+    """Everything of an operation but the names of its results and its nodes."""
+    if isinstance(op, Block):
+        types = [tensors[t].dtype for t in op.outs]
+        return f"{types} {op.reads} {op.dims} {op.reduce} {op.monoid} {op.inner} {op.body} {op.then} {op.splits}"
+    return repr(replace(op, outs=(), source=(), why="")) if repeatable(op) else f"{op.outs}"
+
+
+# Results of an operation that nobody reads.
+
+
+@register
+class DropResults(OpRule):
+    """Leave out the results of an operation that nobody reads, where it has others; the states behind them stay.
+
+    before:
+        graph g
+        input x: f32[4, 6]
+        a: f32[4], r: f32[4] = op [i: 4 | n: 6 moments]
+          reads x[i, n]
+          body 1.0, x, 0.0
+          then acc1, 1.0 / sqrt((acc2 / acc0))
+        output r
+    move: drop_results@a
+    after:
+        graph g
+        input x: f32[4, 6]
+        r: f32[4] = op [i: 4 | n: 6 moments]
+          reads x[i, n]
+          body 1.0, x, 0.0
+          then 1.0 / sqrt((acc2 / acc0))
+        output r
+    legal when: no operation reads the result, it is no output of the graph, and another result of the operation is needed.
+    """
+
+    name = "drop_results"
+    phase = "simplify"
+    nothing = "every result is needed, or none is"
+
+    def match(self, draft: Draft, at: int) -> Match | Refusal | None:
+        """The operation without the results that nobody reads."""
+        op = draft.block(at)
+        needed = [] if op is None else [k for k, t in enumerate(op.outs) if draft.readers_of(t) or t in draft.outputs]
+        if op is None or not 0 < len(needed) < len(op.outs):
+            return None
+        less = replace(op, outs=tuple(op.outs[k] for k in needed))
+        if op.monoid is None:
+            return Match({at: (merge_reads(replace(less, body=tuple(op.body[k] for k in needed))),)})
+        return Match({at: (merge_reads(replace(less, then=tuple(op.then[k] for k in needed))),)})
+
+
+# Views compose into their readers: a chain of transposes, reshapes and slices becomes one projection.
+
+
+@register
+class ComposeViews(PairRule):
+    """Read through a view instead of materialising it.
+
+    before:
+        graph g
+        input x: f32[6, 4]
+        input w: f32[6, 3]
+        t: f32[4, 6] = op [x0: 4, x1: 6]
+          reads x[x1, x0]
+          body x
+        y: f32[4, 3] = op [i: 4, n: 3 | m: 6 sum]
+          reads t[i, m], w[m, n]
+          body t * w
+        output y
+    move: compose_views@y{tensor=t}
+    after:
+        graph g
+        input x: f32[6, 4]
+        input w: f32[6, 3]
+        t: f32[4, 6] = op [x0: 4, x1: 6]
+          reads x[x1, x0]
+          body x
+        y: f32[4, 3] = op [i: 4, n: 3 | m: 6 sum]
+          reads x[m, i], w[m, n]
+          body x * w
+        output y
+    legal when: the view and the read that looks through it do not both fill in cells with different values, and the
+    projection stays short.
+    """
+
+    name = "compose_views"
+    phase = "simplify"
+    nothing = "no view to compose there"
+
+    @property
+    def reach(self) -> int:
+        """See `MatchRule.reach`."""
+        return 1
+
+    def match(self, draft: Draft, at: int, other: int) -> Match | Refusal | None:
+        """The operation with reads of a view as reads of what the view reads."""
+        op, view = draft.block(at), draft.op(other)
+        if op is None or view is None or not is_view(view):
+            return None
+        reads: list[Read] = []
+        for r in op.reads:
+            through = compose(r, view, draft.tensors, op.ranges) if r.tensor in view.outs else r
+            if through is None:
+                return refuse(f"'{r.tensor}' and its reader fill in cells with different values")
+            if through is not r and too_long(through, r, view.reads[0]):
+                return refuse(f"through '{r.tensor}' the projection would have more than {MOST_ATOMS} terms")
+            reads.append(through)
+        return Match({at: (merge_reads(replace(op, reads=tuple(reads))),)})
+
+
+def compose(read: Read, view: Block, tensors: Mapping[str, Tensor], ranges: Ranges) -> Read | None:
+    """The read of a view's result as a read of what the view reads; ``None`` when it cannot be said in one read."""
+    inner = view.reads[0]
+    both = read.other is not None and inner.other is not None
+    if both and repr(read.other) != repr(inner.other):
+        return None
+    env = dict(zip((d.name for d in view.dims), read.index, strict=True))
+    through = substitute_read(inner, env, ranges)
+    when = list(read.when + through.when)
+    if read.other is not None:
+        when += _bounds(read, view, through, tensors[inner.tensor].shape, ranges)
+    other = read.other if read.other is not None else inner.other
+    return replace(through, when=tuple(dict.fromkeys(when)), other=other)
+
+
+def _bounds(read: Read, view: Block, through: Read, shape: tuple[int, ...], ranges: Ranges) -> list[Guard]:
+    """Bounds of the view's axes that the bounds of the tensor behind it, of a shape, do not imply."""
+    behind = list(zip(through.index, shape, strict=True))
+    axes = [(e, d.size) for e, d in zip(read.index, view.dims, strict=True) if (e, d.size) not in behind]
+    return limits([e for e, _ in axes], [n for _, n in axes], ranges)

@@ -9,17 +9,19 @@ other in the graph's order, part after part, so that liveness frees what a part 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
+from tapestry.errors import TapestryError
 from tapestry.ir.expr import Arg, Expr, Index, call
 from tapestry.ir.expr import Const as Literal
 from tapestry.ir.graph import Block, Dim, Graph, Op, Opaque, Read, with_ops
 from tapestry.ir.index import bounds, dim
-from tapestry.ir.kernel import cut, whole
 from tapestry.ir.monoid import MONOIDS
+from tapestry.ir.plan import cut, whole
 from tapestry.ir.types import Tensor
-from tapestry.rewrites.core.edit import finish, fresh, plain_index, prune, reindex, resized
+from tapestry.rewrites.core.edit import accept, finish, fresh, op_at, plain_index, prune, reindex, renamed, repeatable, resized
+from tapestry.rewrites.core.rule import Move, Refusal, Rule, register
 
 Interval = tuple[int, int]
 MOST_AGAIN = 1.5  # an operation joins a region if its parts together compute at most this many times its points
@@ -330,3 +332,249 @@ def _choose(place: Expr, starts: list[int], values: list[Arg]) -> Expr:
     half = len(values) // 2
     low, high = _choose(place, starts[:half], values[:half]), _choose(place, starts[half:], values[half:])
     return call("where", call("lt", place, Literal(starts[half], "i64")), low, high)
+
+
+# `recompute`: a late reader gets its own copy of what computes a tensor, so that the tensor need not stay alive until then.
+
+
+@register
+class Recompute(Rule):
+    """Compute an operation again for all readers but the first ``keep``, just before the first of them.
+
+    Chains are moves in a row: the copy reads the operation's inputs late, and those may then be computed again too.
+
+    before:
+        graph skip
+        input x: f32[4]
+        a: f32[4] = op [x0: 4]
+          reads x[x0]
+          body exp(x)
+        b: f32[4] = op [x0: 4]
+          reads a[x0]
+          body sqrt(a)
+        y: f32[4] = op [x0: 4]
+          reads a[x0], b[x0]
+          body a + b
+        output y
+
+    move: recompute@a{keep=1}
+
+    after:
+        graph skip
+        input x: f32[4]
+        a: f32[4] = op [x0: 4]
+          reads x[x0]
+          body exp(x)
+        b: f32[4] = op [x0: 4]
+          reads a[x0]
+          body sqrt(a)
+        a.again: f32[4] = op [x0: 4]
+          reads x[x0]
+          body exp(x)
+        y: f32[4] = op [x0: 4]
+          reads a0 = a.again[x0], b[x0]
+          body a0 + b
+        output y
+
+    legal when:
+        the operation has more readers than ``keep``, which is at least 1; it gives the same results when it is run again;
+        none of its results is an output of the graph.
+    """
+
+    name = "recompute"
+    phase = "fit"
+
+    def find(self, graph: Graph) -> Iterator[Move | Refusal]:
+        """Every operation with several readers, computed again for all but the first."""
+        readers = graph.consumers()
+        for op in graph.ops:
+            if len({r for t in op.outs for r in readers.get(t, ())}) > 1:
+                yield refusal(graph, op, 1) or Move(self.name, op.outs[0], (("keep", 1),))
+
+    def apply(self, graph: Graph, move: Move) -> Graph:
+        """The graph with the copy before its first reader."""
+        at, op = op_at(graph, move)
+        keep = move.number("keep")
+        if keep < 1:
+            raise TapestryError(f"the operation would have {keep} readers", where=str(move), hint="keep at least 1")
+        accept(refusal(graph, op, keep), move)
+        late = _readers(graph, op)[keep:]
+        again = {t: fresh(graph, f"{t}.again") for t in op.outs}
+        new = tuple(replace(graph.tensors[t], name=n) for t, n in again.items())
+        ops: list[Op] = []
+        for i, other in enumerate(graph.ops):
+            if i == late[0]:
+                ops.append(replace(graph.ops[at], outs=tuple(again.values())))
+            ops.append(renamed(other, again) if i in late else other)
+        return with_ops(graph, tuple(ops), new)
+
+
+def _readers(graph: Graph, op: Op) -> list[int]:
+    return [i for i, other in enumerate(graph.ops) if set(op.outs) & set(other.inputs)]
+
+
+def refusal(graph: Graph, op: Op, keep: int) -> Refusal | None:
+    """Why an operation cannot be computed again; ``None`` when it can."""
+
+    def no(reason: str, witness: str = "") -> Refusal:
+        return Refusal("recompute", op.outs[0], reason, witness)
+
+    readers = _readers(graph, op)
+    if len(readers) <= keep:
+        return no("it has no further reader", f"{len(readers)} in all")
+    stays = next((t for t in op.outs if t in graph.outputs), None)
+    if stays is not None:
+        return no("an output of the graph stays alive anyway", f"'{stays}'")
+    if not repeatable(op):
+        return no("run again, it gives other results")
+    return None
+
+
+# `micro_batch`: the whole graph run part after part along a dimension of its inputs.
+
+
+@register
+class MicroBatch(Rule):
+    """Run everything that depends on an axis of an input point by point, once per part of that axis.
+
+    before:
+        graph two_layers
+        input x: f32[4, 3]
+        input w: f32[3, 3]
+        h: f32[4, 3] = op [i: 4, n: 3 | m: 3 sum]
+          reads x[i, m], w[m, n]
+          body x * w
+        y: f32[4, 3] = op [i: 4, n: 3]
+          reads h[i, n], x[i, n]
+          body tanh(h) + x
+        output y
+
+    move: micro_batch@x{axis=0,parts=2}
+
+    after:
+        graph two_layers
+        input x: f32[4, 3]
+        input w: f32[3, 3]
+        "h@0": f32[2, 3] = op [i: 2, n: 3 | m: 3 sum]
+          reads x[i, m], w[m, n]
+          body x * w
+        "y@0": f32[2, 3] = op [i: 2, n: 3]
+          reads a0 = "h@0"[i, n], x[i, n]
+          body tanh(a0) + x
+        "h@1": f32[2, 3] = op [i: 2, n: 3 | m: 3 sum]
+          reads x[i + 2, m], w[m, n]
+          body x * w
+        "y@1": f32[2, 3] = op [i: 2, n: 3]
+          reads a0 = "h@1"[i, n], x[i + 2, n]
+          body tanh(a0) + x
+        y: f32[4, 3] = op [x0: 4, x1: 3]
+          reads a0 = "y@0"[x0, x1] else 0.0, a1 = "y@1"[x0 - 2, x1] else 0.0
+          body where(lt(index(x0), 2), a0, a1)
+        output y
+
+    legal when:
+        no part is empty, no operation is split already, and some operation has a dimension of which every part reads its
+        own part of the axis. Operations that mix the parts stay after the region.
+    """
+
+    name = "micro_batch"
+    phase = "fit"
+
+    def find(self, graph: Graph) -> Iterator[Move | Refusal]:
+        """The first axis of every input, in two parts."""
+        for t in graph.inputs:
+            move = Move(self.name, t, (("axis", 0), ("parts", 2)))
+            found = _region(graph, move)
+            yield found if isinstance(found, Refusal) else move
+
+    def apply(self, graph: Graph, move: Move) -> Graph:
+        """The graph with everything that follows the axis once per part."""
+        return micro_batch(graph, move).graph
+
+
+def micro_batch(graph: Graph, move: Move) -> Clones:
+    """Apply the move; says which part each operation belongs to (-1: to none).
+
+    Raises:
+        TapestryError: it is not legal here.
+    """
+    found = _region(graph, move)
+    if isinstance(found, Refusal):
+        raise TapestryError(found.reason, where=str(move), why=found.witness)
+    return clone(graph, found)
+
+
+def batch_move(graph: Graph, parts: int) -> Move | None:
+    """The move over the first axis of the input that the most operations follow; ``None`` when no input has one."""
+    found: list[tuple[int, Move]] = []
+    for t in graph.inputs:
+        move = Move("micro_batch", t, (("axis", 0), ("parts", parts)))
+        region = _region(graph, move)
+        if not isinstance(region, Refusal):
+            found.append((len(region), move))
+    return max(found, key=lambda f: f[0])[1] if found else None
+
+
+def _region(graph: Graph, move: Move) -> dict[int, Cut] | Refusal:
+    def no(reason: str, witness: str = "") -> Refusal:
+        return Refusal("micro_batch", move.at, reason, witness)
+
+    axis, parts = move.number("axis"), move.number("parts")
+    shape = graph.tensors[move.at].shape if move.at in graph.inputs else ()
+    if not 0 <= axis < len(shape):
+        return no(f"'{move.at}' is no input with an axis {axis}", f"its shape is {list(shape)}")
+    if not 2 <= parts <= shape[axis]:
+        return no(f"{shape[axis]} points cannot be cut into {parts} non-empty parts", f"part {min(parts - 1, shape[axis])}")
+    split = next((op for op in graph.ops if op.splits), None)
+    if split is not None:
+        return no("an operation is split already", f"'{split.outs[0]}' {split.splits[0]}")
+    seeds = _follow(graph, move.at, axis, parts)
+    cuts = grow(graph, seeds, 0) if seeds else {}
+    return cuts or no(f"no operation follows axis {axis} of '{move.at}' part by part", "part 0 reads all of it")
+
+
+@dataclass(frozen=True, slots=True)
+class _Axis:
+    """An axis of a tensor along which item k is cells ``[k * grain, (k + 1) * grain)``."""
+
+    axis: int
+    grain: int
+
+
+def _follow(graph: Graph, source: str, axis: int, parts: int) -> dict[int, Cut]:
+    """Operations with a dimension of which each part reads its own part of the axis."""
+    items = graph.tensors[source].shape[axis]
+    known: dict[str, _Axis] = {
+        t: _Axis(axis, 1) for t in graph.inputs if len(graph.tensors[t].shape) > axis and graph.tensors[t].shape[axis] == items
+    }
+    seeds: dict[int, Cut] = {}
+    for i, op in enumerate(graph.ops):
+        for d in op.dims if any(t in known for t in op.inputs) else ():
+            if not d.size or d.size % items:
+                continue
+            cut = even(d.name, d.size, parts, d.size // items)
+            if _own_part(op, graph, cut, known, items, parts):
+                seeds[i] = cut
+                known |= {t: _Axis(a, d.size // items) for t, a in _out_axes(op, d.name)}
+                break
+    return seeds
+
+
+def _own_part(op: Op, graph: Graph, cut: Cut, known: Mapping[str, _Axis], items: int, parts: int) -> bool:
+    for tensor, boxes in reads_of(op, graph, cut):
+        place = known.get(tensor)
+        if place is None:
+            continue
+        own = even("", items * place.grain, parts, place.grain).parts
+        for box, (lo, hi) in zip(boxes, own, strict=True):
+            first, last = box[place.axis]
+            if first < last and not lo <= first < last <= hi:
+                return False
+    return True
+
+
+def _out_axes(op: Op, name: str) -> list[tuple[str, int]]:
+    at = [d.name for d in op.dims].index(name)
+    if isinstance(op, Block):
+        return [(t, at) for t in op.outs]
+    return [(t, a) for t, axes in zip(op.outs, op.out_axes, strict=True) if (a := axes[at]) is not None]

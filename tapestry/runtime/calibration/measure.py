@@ -10,19 +10,23 @@ from dataclasses import dataclass, field
 
 import torch
 
-from tapestry.ir.collective_calls import CALLS, EXCHANGE
+from tapestry.ir.program import CALLS, EXCHANGE
 from tapestry.runtime.calibration.call_clock import (
     SIZES,
     CallClock,
     CallPoint,
     Exchange,
+    KernelClock,
+    Probe,
     Timed,
     api,
+    between,
     call_of,
+    few_probes,
     groups,
+    probes,
+    rates_by_dtype,
 )
-from tapestry.runtime.calibration.kernel_clock import KernelClock
-from tapestry.runtime.calibration.probes import Probe, between, few_probes, probes, rates_by_dtype
 from tapestry.runtime.calibration.rate_fit import KernelPoint
 from tapestry.runtime.target_protocol import Target
 

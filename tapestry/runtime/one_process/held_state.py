@@ -7,23 +7,129 @@ whole length has places behind it for a step's own cells, and the program's pres
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+import ctypes
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from tapestry.build.cache import Cache
-from tapestry.ir.graph import Block
-from tapestry.ir.kernel import Box, intersect, shape
-from tapestry.ir.program import Launch, Load, reads
-from tapestry.runtime import arrays
-from tapestry.runtime.one_process.grown_caches import Filled, Grown
-from tapestry.runtime.target_protocol import Array, RecordingTarget
+from tapestry.build.store import Cache
+from tapestry.ir.graph import Block, Graph
+from tapestry.ir.plan import Box, Kernel, intersect, shape
+from tapestry.ir.program import Launch, Load, Program, reads
+from tapestry.ir.types import HOST
+from tapestry.runtime import target_protocol
+from tapestry.runtime.target_protocol import Array, RecordingTarget, Run
 
 if TYPE_CHECKING:
     from tapestry.runtime.one_process.logical_devices import LocalExecutor
+
+
+# Weights of one device by buffer, each read when it is first asked for: one that is there packed already need not be read.
+
+
+class HeldWeights(MutableMapping[str, Array]):
+    """A table whose values are read when they are first wanted."""
+
+    def __init__(self) -> None:
+        self._sources: dict[str, Callable[[], Array]] = {}
+        self._there: dict[str, Array] = {}
+
+    def promise(self, name: str, read: Callable[[], Array]) -> None:
+        """A weight that is read by a function."""
+        self._sources[name] = read
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._sources
+
+    def __getitem__(self, name: str) -> Array:
+        if name not in self._there:
+            self._there[name] = self._sources[name]()
+        return self._there[name]
+
+    def __setitem__(self, name: str, value: Array) -> None:
+        self._sources[name], self._there[name] = (lambda: value), value
+
+    def __delitem__(self, name: str) -> None:
+        del self._sources[name]
+        self._there.pop(name, None)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._sources)
+
+    def __len__(self) -> int:
+        return len(self._sources)
+
+
+# Caches that a step appends to where they lie: the present is the past's own memory, with places behind it for what is new.
+#
+# A model's ``present = Concat(past, new)`` then writes the new cells alone. Nothing else of the cache is read or written by it.
+
+
+@dataclass(slots=True)
+class Filled:
+    """What kernels in C know of the caches of a process: numbers (i64).
+
+    Of the cells of a present, those before the first number count, and those from the second on; the others are where the next
+    step appends, for each row of the first axis.
+    """
+
+    numbers: ctypes.Array[ctypes.c_int64]
+
+    @classmethod
+    def nothing(cls, rows: int) -> Filled:
+        """All cells count."""
+        return cls((ctypes.c_int64 * (2 + rows))())
+
+    @property
+    def address(self) -> int:
+        """Of the numbers."""
+        return ctypes.addressof(self.numbers)
+
+    def place(self, row: int) -> int:
+        """The address of where a row is appended to."""
+        return self.address + 8 * (2 + row)
+
+
+@dataclass(frozen=True, slots=True)
+class Grown:
+    """A cache in one memory with the step's own cells behind it.
+
+    Attributes:
+        memory: capacity and new cells along the cache's axis (more, where another size of the model appends more at once).
+        filled: which of them count.
+        first: the first row that is here.
+    """
+
+    cache: Cache
+    memory: torch.Tensor
+    filled: Filled
+    first: int
+
+    @property
+    def past(self) -> torch.Tensor:
+        """The cache, as the program's past."""
+        return self.memory.narrow(self.cache.axis, 0, self.cache.capacity)
+
+    @property
+    def present(self) -> torch.Tensor:
+        """The program's present."""
+        return self.memory.narrow(self.cache.axis, 0, self.cache.capacity + self.cache.new)
+
+    @property
+    def tail(self) -> torch.Tensor:
+        """The places for what is new."""
+        return self.memory.narrow(self.cache.axis, self.cache.capacity, self.cache.new)
+
+    def kernel(self, whole: Kernel) -> Kernel:
+        """What of the present's kernel is to be computed."""
+        cells = (self.cache.capacity, self.cache.capacity + self.cache.new)
+        box: Box = tuple(cells if k == self.cache.axis else b for k, b in enumerate(whole.block))
+        return replace(whole, block=box, outs=(box,))
+
 
 Place = tuple[str, int, Box]
 """A part of a cache: its input, the device, and which cells."""
@@ -66,7 +172,7 @@ class HeldState:
                 self.places[place] = cache
                 if d in executor.devices:
                     if place not in self.arrays:
-                        self._allocate(place, cache, arrays.torch_dtype(buffer.dtype))
+                        self._allocate(place, cache, target_protocol.torch_dtype(buffer.dtype))
                     executor.stays[d, step.buffer] = self.arrays[place]
                     self._grow(executor, place, cache)
         executor.after = lambda: self._append(executor, by_input)
@@ -149,7 +255,7 @@ class HeldState:
                 sender, receiver = owner[device], owner[place[1]]
                 if me not in (sender, receiver):
                     continue
-                there = arrays.part(self.arrays[place], at, place[2]) if me == receiver else None
+                there = target_protocol.part(self.arrays[place], at, place[2]) if me == receiver else None
                 values = executor.part(device, executor.program.outputs[cache.present], piece) if me == sender else None
                 if there is not None:
                     self.written += there.nbytes
@@ -196,3 +302,84 @@ class HeldState:
 def _along(box: Box, axis: int, lo: int, hi: int) -> Box:
     """A box with another interval on one axis."""
     return (*box[:axis], (lo, hi), *box[axis + 1 :])
+
+
+# Launches that depend on weights alone are done once, when a machine is set up: what others read of them stays.
+#
+# To the plan they are launches like all others: their results count when and as it says. What is there all the time in their
+# place is beyond it, and `Folded.extra` counts that.
+
+
+SMALL = 1 << 20  # bytes: a result that is no larger stays, whatever it is made of
+
+
+@dataclass(slots=True)
+class Folded:
+    """What was done on one device.
+
+    Attributes:
+        steps: the launches.
+        arrays: their results; those that nobody reads any more, and weights that nobody else reads, are empty.
+        extra: bytes beyond the plan's buffers.
+    """
+
+    steps: set[int] = field(default_factory=set[int])
+    arrays: dict[str, Array] = field(default_factory=dict[str, Array])
+    extra: int = 0
+
+
+def fold(
+    graph: Graph, program: Program, kernels: Mapping[int, Run], held: MutableMapping[str, Array],
+    nbytes: Callable[[str], int], room: int, empty: Callable[[], Array],
+) -> Folded:  # fmt: skip
+    """Do one device's launches that read weights alone, as far as what stays of them finds room.
+
+    Args:
+        kernels: of the device, by step.
+        held: its weights, to which results that are read later are added, and from which those that are not read any more go.
+        nbytes: of a buffer, as the plan has it.
+        room: bytes that may be taken beyond the plan.
+        empty: an array of nothing.
+    """
+    steps = _launches(graph, program, kernels, held, nbytes)
+    later = {b for at, step in enumerate(program.steps) if at not in steps for b in reads(step)} | {*program.outputs.values()}
+    made = {b for step in steps.values() for b in step.outs}
+    used = {b for step in steps.values() for b in step.ins if b and b not in made}
+    extra = sum(map(nbytes, made & later)) - sum(map(nbytes, used - later))
+    if not steps or extra > room:
+        return Folded()
+    out, there = Folded({*steps}, extra=max(0, extra)), dict[str, Array]()
+    left = {b: at for at, step in steps.items() for b in step.ins}
+    for at, step in steps.items():
+        found = kernels[at]([None if not b else there[b] if b in there else held[b] for b in step.ins], [])
+        there.update(zip(step.outs, found, strict=True))
+        for b in {*step.ins} - later - {""}:
+            if left[b] == at:
+                out.arrays[b] = empty()
+                there.pop(b, None)
+                if b in used:
+                    del held[b]
+    for b in made:
+        if b in later:
+            held[b] = there[b].contiguous()  # as a weight is
+        else:
+            out.arrays[b] = empty()
+    return out
+
+
+def _launches(
+    graph: Graph, program: Program, kernels: Mapping[int, Run], held: Mapping[str, Array], nbytes: Callable[[str], int]
+) -> dict[int, Launch]:
+    """Launches of weights, and of results of others of them, that are not much larger than what they are made of."""
+    out, known = dict[int, Launch](), {*held}
+    for at, step in enumerate(program.steps):
+        if not isinstance(step, Launch) or at not in kernels or step.states or not isinstance(graph.ops[step.op], Block):
+            continue
+        if any(program.buffers[b].dtype == HOST for b in step.outs):
+            continue
+        given = {*step.ins} - {""}
+        size = sum(map(nbytes, step.outs))
+        if given <= known and not {*step.outs} & {*program.outputs.values()} and size <= max(SMALL, sum(map(nbytes, given))):
+            out[at] = step
+            known.update(step.outs)
+    return out

@@ -8,6 +8,7 @@ program, as it does step by step: the first run counts it, and later ones hold t
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,15 +17,178 @@ from functools import cached_property, partial
 import torch
 
 from tapestry.ir.graph import Graph
-from tapestry.ir.kernel import Box, shape
+from tapestry.ir.plan import Box, shape
 from tapestry.ir.program import Free, Launch, Load, Program, allocated, reads
 from tapestry.ir.types import HOST
-from tapestry.runtime import arrays
+from tapestry.runtime import target_protocol as arrays
 from tapestry.runtime.executor import Held
-from tapestry.runtime.one_process.arena import Slot, allocate, most_alive, slots
-from tapestry.runtime.one_process.grown_caches import Grown
-from tapestry.runtime.one_process.launch_chains import chains, together
+from tapestry.runtime.one_process.held_state import Grown
 from tapestry.runtime.target_protocol import Array, Call, Recorder, RecordingTarget, Run, Source
+
+# Where the buffers of a program lie in one piece of memory per device: each has an offset for as long as it lives.
+#
+# Everything is known before the program runs, so that addresses never change: kernels are bound to theirs once, and a whole
+# run can be captured in a CUDA graph. What a device needs at least is its peak of live bytes; what placing costs beyond that
+# (gaps, alignment) is `Arena.size` less the peak.
+
+
+ALIGNMENT = 256  # bytes: what cudaMalloc gives; descriptors and 128-bit accesses want 16
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A buffer that lives from the step that allocates it to the one that frees it, both included."""
+
+    name: str
+    first: int
+    last: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Arena:
+    """Offsets in bytes by buffer name, and how many bytes there are in all."""
+
+    offsets: Mapping[str, int]
+    size: int
+
+
+def slots(program: Program, device: int, resident: frozenset[str]) -> list[Slot]:
+    """What a device holds, and when; resident tensors live before the first step and after the last one.
+
+    Values of the host are not held by a device.
+    """
+    end = len(program.steps)
+    first: dict[str, int] = {}
+    last: dict[str, int] = {}
+    for i, step in enumerate(program.steps):
+        for name in allocated(step):
+            assert name not in first, f"{name} is allocated twice"
+            fixed = isinstance(step, Load) and program.buffers[name].tensor in resident
+            first[name] = -1 if fixed else i
+            last[name] = end
+        if isinstance(step, Free):
+            last.update((name, i) for name in step.buffers if first[name] >= 0)
+    buffers = program.buffers
+    held = (n for n in first if buffers[n].boxes[device] is not None and buffers[n].dtype != HOST)
+    return [Slot(n, first[n], last[n], buffers[n].nbytes(device)) for n in held]
+
+
+def allocate(wanted: Sequence[Slot]) -> Arena:
+    """Offsets for slots so that no two that live at once overlap: what stays at the bottom, the rest the best of some ways.
+
+    Best fit over an order by size is how offsets are usually planned (Pisarchyk and Lee 2020, "Efficient memory management for
+    deep neural net inference"); orders by time win where sizes are alike, and from both ends in turns in a chain.
+    """
+    lasting = [s for s in wanted if s.first < 0]
+    bottom, offsets = 0, dict[str, int]()
+    for s in lasting:
+        offsets[s.name] = bottom
+        bottom += _aligned(s.nbytes)
+    passing = [s for s in wanted if s.first >= 0]
+    by_time = sorted(passing, key=lambda s: (s.first, -s.nbytes))
+    by_size = sorted(passing, key=lambda s: (-s.nbytes, s.first))
+    by_life = sorted(passing, key=lambda s: (s.first - s.last, -s.nbytes))
+    ways = [_fitted(by_size), _fitted(by_time), _fitted(by_life), _fitted(by_time, most_alive(passing, ALIGNMENT))]
+    best = min(ways, key=lambda a: a.size)
+    return Arena(offsets | {n: bottom + o for n, o in best.offsets.items()}, bottom + best.size)
+
+
+def most_alive(wanted: Sequence[Slot], alignment: int = 1) -> int:
+    """The most bytes that live at once, each slot's rounded up: no allocation needs less."""
+    sizes = [(s, _aligned(s.nbytes, alignment)) for s in wanted]
+    events = sorted([(s.first, 1, n) for s, n in sizes] + [(s.last + 1, 0, -n) for s, n in sizes])
+    alive = most = 0
+    for _, _, change in events:
+        alive += change
+        most = max(most, alive)
+    return most
+
+
+def _fitted(order: Sequence[Slot], top: int = 0) -> Arena:
+    """Each slot into the smallest gap that holds it; with ``top``, every second one ends as near to it as may be."""
+    offsets: dict[str, int] = {}
+    taken: list[tuple[int, int, Slot]] = []  # by offset
+    size = 0
+    for k, s in enumerate(order):
+        need = _aligned(s.nbytes)
+        gaps = _gaps(taken, s, max(top, size))
+        fits = [(hi - lo, lo, hi) for lo, hi in gaps if hi - lo >= need]
+        if top and fits and k % 2:
+            offset = max(hi for _, _, hi in fits) - need
+        else:
+            offset = min(fits)[1] if fits else gaps[-1][0] if gaps and gaps[-1][1] == max(top, size) else max(top, size)
+        offsets[s.name] = offset
+        size = max(size, offset + need)
+        if need:
+            insort(taken, (offset, offset + need, s), key=lambda t: t[0])
+    return Arena(offsets, size)
+
+
+def _gaps(taken: Sequence[tuple[int, int, Slot]], s: Slot, end: int) -> list[tuple[int, int]]:
+    """What is free below ``end`` for as long as a slot lives."""
+    out: list[tuple[int, int]] = []
+    at = 0
+    for lo, hi, other in taken:
+        if other.last < s.first or s.last < other.first:
+            continue
+        if lo > at:
+            out.append((at, lo))
+        at = max(at, hi)
+    return [*out, (at, end)] if at < end else out
+
+
+def _aligned(n: int, alignment: int = ALIGNMENT) -> int:
+    return -(-n // alignment) * alignment
+
+
+# Launches that run as one, each reading what the one before makes while it makes it.
+
+
+Follows = Callable[[int, int], int | None]
+"""From two steps to the input of the second one that it may read so; ``None`` where it does not, or not with profit."""
+
+
+def chains(program: Program, may: Mapping[int, object], follows: Follows) -> list[tuple[int, ...]]:
+    """Launches (steps) that follow each other, nobody else reading what passes between them.
+
+    Args:
+        may: steps that may be part of a chain.
+    """
+    readers = Counter(b for step in program.steps for b in reads(step))
+    readers.update(program.outputs.values())
+    out: list[list[int]] = []
+    last: int | None = None
+    for i, step in enumerate(program.steps):
+        if isinstance(step, Free | Load):
+            continue
+        before = None if last is None else program.steps[last]
+        joined = False
+        if isinstance(step, Launch) and isinstance(before, Launch) and last is not None and last in may and i in may:
+            k = follows(last, i)
+            passed = before.outs[0] if len(before.outs) == 1 else ""
+            joined = k is not None and step.ins[k] == passed and readers[passed] == 1
+        if joined:
+            out[-1].append(i)
+        else:
+            out.append([i])
+        last = i
+    return [tuple(c) for c in out if len(c) > 1]
+
+
+def together(wanted: Sequence[Slot], program: Program, joined: Sequence[tuple[int, ...]]) -> list[Slot]:
+    """Slots where all that a chain reads and writes lives for as long as the whole chain runs."""
+    first: dict[str, int] = {}
+    last: dict[str, int] = {}
+    for chain in joined:
+        for i in chain:
+            step = program.steps[i]
+            assert isinstance(step, Launch)
+            first.update(dict.fromkeys(step.outs, chain[0]))
+            for name in (*step.ins, *step.outs):
+                last[name] = max(last.get(name, 0), chain[-1])
+    return [replace(s, first=min(s.first, first.get(s.name, s.first)), last=max(s.last, last.get(s.name, 0))) for s in wanted]
+
 
 COPIED = 1 << 18  # bytes: an output of no more is copied out of its position
 EARLY = 1 << 16  # bytes: an input of no more is copied to its position before the first step

@@ -26,22 +26,17 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
 from tapestry.errors import TapestryError
-from tapestry.ir.collective_calls import EXCHANGE
 from tapestry.ir.graph import Graph
-from tapestry.ir.kernel import Box, intersect, shape
-from tapestry.ir.program import Launch, Load, Program, Reduce, Transfer
+from tapestry.ir.plan import Box, intersect, shape
+from tapestry.ir.program import EXCHANGE, Launch, Load, Program, Reduce, Transfer
 from tapestry.ir.types import HOST
-from tapestry.runtime import arrays
-from tapestry.runtime.executor import silent
-from tapestry.runtime.messages.message_schedule import calls_of
+from tapestry.runtime import target_protocol
+from tapestry.runtime.block_walk import Rest, Task, Value, Work, adopted, rest_of, tasks_of
+from tapestry.runtime.executor import Route, silent
+from tapestry.runtime.messages.moves import calls_of
 from tapestry.runtime.one_process.logical_devices import LocalExecutor
 from tapestry.runtime.processes.distributed import RankExecutor
-from tapestry.runtime.processes.heartbeat import COMPUTE, STEP, WAIT
-from tapestry.runtime.processes.wire import PeerLost, Wire, flat_bytes, reason
-from tapestry.runtime.reordered.block_tasks import Task, Value, tasks_of
-from tapestry.runtime.reordered.block_walk import Work
-from tapestry.runtime.reordered.lost_blocks import Rest, adopted, rest_of
-from tapestry.runtime.step_messages import Route
+from tapestry.runtime.processes.wire import COMPUTE, STEP, WAIT, PeerLost, Wire, flat_bytes, reason
 from tapestry.runtime.target_protocol import Array, Measured, Progress, Source, Target
 
 if TYPE_CHECKING:
@@ -350,7 +345,9 @@ class SurvivingExecutor(RankExecutor):
         pieces = [(b, self._brought(at, src, step.src, b, device)) for src, b in parts]
         if self._mine(device):
             there = [(b, a) for b, a in pieces if a is not None]
-            self._home(device).held.arrays[device][step.dst] = arrays.assemble(box, buffer.dtype, there, self.target.device)
+            self._home(device).held.arrays[device][step.dst] = target_protocol.assemble(
+                box, buffer.dtype, there, self.target.device
+            )
 
     def _merged(self, at: int, step: Reduce, device: int) -> None:
         group = next(g for g in step.groups if device in g)
@@ -361,7 +358,7 @@ class SurvivingExecutor(RankExecutor):
         merged = self.merged_as_sent(self.monoid(step.op), states, step.sent_as)
         for name, box, a in zip(step.dsts, boxes, merged, strict=True):
             dtype = self.program.buffers[name].dtype
-            self._home(device).held.arrays[device][name] = arrays.assemble(box, dtype, [(box, a)], self.target.device)
+            self._home(device).held.arrays[device][name] = target_protocol.assemble(box, dtype, [(box, a)], self.target.device)
 
     def _state(self, at: int, step: Reduce, k: int, sender: int, box: Box, receiver: int) -> Array:
         if step.known and step.known[k]:
@@ -377,7 +374,7 @@ class SurvivingExecutor(RankExecutor):
             self._post(at, dist.send, data, self.route.owner[dst])
             self.wire.payload += data.nbytes
         elif self._mine(dst):
-            dtype = arrays.torch_dtype(self.program.buffers[name].dtype)
+            dtype = target_protocol.torch_dtype(self.program.buffers[name].dtype)
             found = torch.empty(shape(box), dtype=dtype)
             self._post(at, dist.recv, flat_bytes(found), self.route.owner[src])
             return found

@@ -8,30 +8,41 @@ Equal slices of several devices are stored once, with the first of them. Types t
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+import shutil
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import msgspec
 import numpy as np
 from safetensors import SafetensorError, TensorSpec, safe_open, serialize_file
 
 from tapestry.build import store
-from tapestry.build.atomic import new_folder
-from tapestry.build.store import Build
-from tapestry.errors import BuildError
-from tapestry.ir.kernel import Box, shape
+from tapestry.build.store import Build, new_folder
+from tapestry.errors import BuildError, TapestryError
+from tapestry.ir.graph import Graph
+from tapestry.ir.plan import Box, shape
 from tapestry.ir.program import Load
 from tapestry.ir.types import itemsize, numpy_dtype
+from tapestry.runtime.executor import file_name, write
+from tapestry.runtime.feeds import random_feeds
+
+Array = np.ndarray[Any, Any]
+
 
 NAMED = frozenset(
     ("f64", "f32", "f16", "bf16", "i64", "i32", "i16", "i8", "u64", "u32", "u16", "u8", "bool", "c64")
 )  # dtypes of the IR that safetensors has
 FILE = 1 << 30  # bytes of a file, unless a slice has more: what is in memory while it is written
-Array = np.ndarray[Any, Any]
 
 
 class _Slice(msgspec.Struct, forbid_unknown_fields=True):
@@ -62,7 +73,7 @@ def slices(build: Build) -> Iterator[tuple[str, Box, int]]:
                     yield b.tensor, box, d
 
 
-def write(folder: Path, build: Build, read: Callable[[str, Box], Array]) -> dict[str, Any]:
+def write_shards(folder: Path, build: Build, read: Callable[[str, Box], Array]) -> dict[str, Any]:
     """Write a shard set in one step; returns ``{files, slices, bytes}``, bytes by device.
 
     Raises:
@@ -172,3 +183,152 @@ def _checked(folder: Path, entry: _Slice, dtype: str) -> Array:
     if not right or hashlib.sha256(data.data).hexdigest() != entry.sha256:
         raise BuildError(f"a slice of '{entry.tensor}' is not what its hash says", where=str(path))
     return data.view(numpy_dtype(dtype)).reshape(shape(entry.box))
+
+
+# Streams of requests: where each batch's inputs are, and which batches are done.
+#
+# A batch is a ``.npz`` file, or a folder of one ``.npy`` file per input. Its results appear in ``OUTPUT/NAME/`` all at once,
+# when they are complete, so a folder that is there is a batch that is done, and a rerun goes on after it. ``OUTPUT/run.json``
+# says of which build.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """One request: ``source`` is a .npz file or a folder, ``inputs`` single files by input; the rest is random by ``seed``.
+
+    ``output`` is the folder for its results (``None``: nowhere); ``number`` counts from 0 over all batches, done or not.
+    """
+
+    number: int
+    name: str
+    output: Path | None
+    source: Path | None = None
+    inputs: tuple[tuple[str, Path], ...] = ()
+    seed: int = 0
+
+    @property
+    def done(self) -> bool:
+        """Whether its results are there."""
+        return self.source is not None and self.output is not None and self.output.is_dir()
+
+    def feeds(self, graph: Graph) -> dict[str, Array]:
+        """The inputs, read from files (mapped where that can be).
+
+        Raises:
+            TapestryError: a file does not read.
+        """
+        if self.source is None:
+            return random_feeds(graph, self.seed) | {name: load(path) for name, path in self.inputs}
+        if self.source.is_dir():
+            names = {file_name(t): t for t in graph.inputs}
+            return {names.get(p.stem, p.stem): load(p) for p in sorted(self.source.glob("*.npy"))}
+        try:
+            with np.load(self.source, allow_pickle=False) as archive:
+                return {name: archive[name] for name in archive.files}
+        except (OSError, ValueError, EOFError, AttributeError, TypeError, BadZipFile, zlib.error) as e:
+            raise TapestryError(f"no arrays: {e}", where=str(self.source), hint="a .npz file of numpy.savez") from None
+
+    def keep(self, outputs: Mapping[str, Array]) -> None:
+        """Write the results: a stream's batch appears whole; a single run writes each file whole."""
+        if self.output is None:
+            return
+        if self.source is None:
+            write(self.output, outputs)
+            return
+        with new_folder(self.output, "") as temporary:
+            write(temporary, outputs)
+
+
+def load(path: Path) -> Array:
+    """A .npy file, mapped.
+
+    Raises:
+        TapestryError: it is none.
+    """
+    try:
+        return np.load(path, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError, EOFError) as e:
+        raise TapestryError(f"not an array: {e}", where=str(path), hint="a .npy file written by numpy.save") from None
+
+
+def stream(sources: Sequence[Path], output: Path | None, identity: str) -> list[Batch]:
+    """The batches of ``--inputs``, in the order given and sorted within folders.
+
+    Raises:
+        TapestryError: a source is missing, two batches have one name, or the output belongs to another build.
+    """
+    given: list[Path] = []
+    for p in sources:
+        inside = (
+            sorted(q for q in p.iterdir() if q.suffix == ".npz" or (q.is_dir() and any(q.glob("*.npy")))) if p.is_dir() else []
+        )
+        if not p.exists() or (p.is_dir() and not inside and not any(p.glob("*.npy"))):
+            raise TapestryError("no batches", where=str(p), hint=".npz files, or folders of .npy files")
+        given += inside or [p]
+    names = [p.stem if p.is_file() else p.name for p in given]
+    twice = next((n for n, count in Counter(names).items() if count > 1), None)
+    if twice is not None:
+        raise TapestryError(f"two batches are called '{twice}'", where="--inputs")
+    if output is not None:
+        _claim(output, identity)
+    places = [None if output is None else output / file_name(n) for n in names]
+    rows = zip(names, places, given, strict=True)
+    return [Batch(number=k, name=n, output=o, source=p) for k, (n, o, p) in enumerate(rows)]
+
+
+def _claim(output: Path, identity: str) -> None:
+    """Mark a folder as this build's; what a run that was killed left half-written goes."""
+    mark = output / "run.json"
+    if mark.is_file():
+        try:
+            build = json.loads(mark.read_text()).get("build")
+        except (ValueError, AttributeError):
+            build = None
+        if build != identity:
+            raise TapestryError("the outputs there are of another build", where=str(output), hint="another --output")
+        for p in output.glob(".*"):
+            if p.is_dir():
+                shutil.rmtree(p, ignore_errors=True)
+        return
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise TapestryError("the folder has other things in it", where=str(output), hint="another --output")
+    output.mkdir(parents=True, exist_ok=True)
+    mark.write_text(json.dumps({"build": identity}) + "\n")
+
+
+# What the kernel counts of this process's memory.
+
+
+MMAP_THRESHOLD, TRIM_THRESHOLD = -3, -1  # malloc.h
+STATUS, REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+
+
+def kernel_count(name: str) -> int:
+    """Bytes under a name of ``/proc/self/status``: ``VmRSS`` (resident), ``VmHWM`` (the most that was), ``RssAnon`` (not shared
+    with a file); 0 where there is none."""
+    try:
+        text = STATUS.read_text()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in text.splitlines() if line.startswith(f"{name}:")), 0)
+
+
+def before_loading() -> None:
+    """Let glibc give a weight's memory back at once when the weight is dropped for its packed copy. Of its own it keeps such
+    holes, once the first array of a size was freed (`mallopt(3)`, M_MMAP_THRESHOLD)."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).mallopt(MMAP_THRESHOLD, 1 << 17)
+
+
+def after_loading() -> None:
+    """Let glibc keep what steps of a run free, as it would have learned to; and let ``VmHWM`` begin again at what is resident
+    now, where the kernel allows it (`proc(5)`, clear_refs)."""
+    with suppress(OSError, AttributeError):
+        libc = ctypes.CDLL(None)
+        libc.malloc_trim(0)
+        libc.mallopt(MMAP_THRESHOLD, 1 << 25)
+        libc.mallopt(TRIM_THRESHOLD, 1 << 26)
+    try:
+        REFS.write_text("5")
+    except OSError:
+        return

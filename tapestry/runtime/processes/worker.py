@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
+import importlib.metadata
 import os
+import platform
 import signal
 import socket
+import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
@@ -14,27 +18,244 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+import msgspec
 import numpy as np
+import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
 from tapestry import flags
 from tapestry.build.store import Build
 from tapestry.errors import RunError, TapestryError
+from tapestry.ir.graph import Graph
+from tapestry.onnx_eval.opaque_node import HostValue
+from tapestry.plugins import entry_points as plugins
+from tapestry.runtime.executor import owners
+from tapestry.runtime.processes import distributed
 from tapestry.runtime.processes import weight_shards as shards
-from tapestry.runtime.processes.agreement import agree, same_inputs
-from tapestry.runtime.processes.batches import Batch
-from tapestry.runtime.processes.distributed import RankExecutor
-from tapestry.runtime.processes.heartbeat import IDLE, WAIT, Heartbeat, HeartbeatPublisher, Slots, describe, end_soon, guilty
-from tapestry.runtime.processes.process_backend import BACKENDS, device_of
-from tapestry.runtime.processes.process_memory import after_loading, before_loading, kernel_count
-from tapestry.runtime.processes.rank_report import RankReport, RunReport, gather, summary
-from tapestry.runtime.processes.rendezvous import unseal
+from tapestry.runtime.processes.distributed import BACKENDS, RankExecutor, device_of
 from tapestry.runtime.processes.survivors import SurvivingExecutor, lost, sockets
-from tapestry.runtime.processes.wire import PeerLost, Wire
-from tapestry.runtime.session import MakeExecutor, Session, Slices
-from tapestry.runtime.step_messages import owners
+from tapestry.runtime.processes.weight_shards import Batch, after_loading, before_loading, kernel_count
+from tapestry.runtime.processes.wire import (
+    IDLE,
+    VERSION,
+    WAIT,
+    Heartbeat,
+    HeartbeatPublisher,
+    PeerLost,
+    Slots,
+    Wire,
+    describe,
+    end_soon,
+    guilty,
+    reason,
+    seal,
+    unseal,
+)
+from tapestry.runtime.session import MakeExecutor, Session, Slices, check_feeds
 from tapestry.runtime.target_protocol import Target
+
+# What all ranks must have in common, before the first step and before each batch: ranks of different worlds would give a
+# wrong answer, and no error.
+
+
+_dist: Any = dist  # its functions have no types
+DIGEST = 32  # bytes of SHA-256
+HINTS = {
+    "threads": "--threads, the same on all hosts", "seed": "--seed, the same on all hosts",
+    "batches": "--inputs, the same on all hosts", "inputs": "--input, the same on all hosts",
+}  # fmt: skip
+
+
+def world_of(job: Job, device: torch.device) -> dict[str, Any]:
+    """All that results depend on and that a rank cannot see of another one."""
+    matmul = torch.backends.cuda.matmul
+    return {
+        "build": job.identity, "tapestry": importlib.metadata.version("tapestry"), "messages": VERSION,
+        "torch": str(torch.__version__), "byte order": sys.byteorder, "devices": job.build.program.devices,
+        "batches": [b.name for b in job.batches], "inputs": sorted({n for b in job.batches for n, _ in b.inputs}),
+        "seed": sorted({b.seed for b in job.batches if b.source is None}), "threads": job.threads,
+        "target": plugins.brought_by("targets", job.build.target),
+        "kind of device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        **{f"set of kernels ({k})": v for k, v in job.kernels.items()},
+        "precision of products": [torch.get_float32_matmul_precision(), matmul.allow_tf32],
+        **{f"environment ({k})": v for k, v in flags.of_results().items()},
+    }  # fmt: skip
+
+
+def agree(me: Rank, job: Job, device: torch.device, todo: list[int]) -> set[int]:
+    """The batches that rank 0 wants done, once all ranks are of one world.
+
+    Raises:
+        RunError: a rank differs (in what, and which), or did not come.
+    """
+    about = {"agree": world_of(job, device), "host": socket.gethostname(), "pid": os.getpid(), "local": me.local, "todo": todo}
+    me.store.set(f"hello/{me.rank}", seal(me.secret, about | {"machine": platform.machine()}))
+    everybody = _collect(me, job.timeout)
+    for r, other in enumerate(everybody):
+        for key, value in other["agree"].items():
+            if value != everybody[0]["agree"][key]:
+                raise RunError(
+                    f"rank {r} has another {key} than rank 0", where=f"rank {r} on {other['host']}, before the first step",
+                    why=f"{value!r}, not {everybody[0]['agree'][key]!r}"[:400],
+                    hint=HINTS.get(key, "the same build directory, versions and settings everywhere"),
+                )  # fmt: skip
+    if device.type == "cuda":
+        gpus = [(other["host"], other["local"]) for other in everybody]
+        twice = next((r for r, gpu in enumerate(gpus) if gpu in gpus[:r]), None)
+        if twice is not None:
+            host, local = gpus[twice]
+            raise RunError(
+                f"ranks {gpus.index(gpus[twice])} and {twice} are both number {local} on {host}", hint="LOCAL_RANK for each"
+            )
+    return set(everybody[0]["todo"])
+
+
+def _collect(me: Rank, timeout: float) -> list[dict[str, Any]]:
+    """What every rank has said of itself."""
+    end = time.monotonic() + timeout
+    missing = list(range(me.world))
+    while missing:
+        missing = [r for r in missing if not me.store.check([f"hello/{r}"])]
+        if missing and time.monotonic() > end:
+            raise RunError(
+                f"rank {', '.join(map(str, missing))} did not come within {timeout:g} s",
+                where=f"rank {missing[0]}, before the first step",
+            )
+        if missing:
+            time.sleep(0.01)
+    return [unseal(me.secret, me.store.get(f"hello/{r}"), r) for r in range(me.world)]
+
+
+def same_inputs(me: Rank, graph: Graph, batch: str, feeds: Mapping[str, Any], waiting: Callable[[], None]) -> None:
+    """Compare the inputs of a batch, as the ranks have read them, by their hashes; all ranks go on, or none.
+
+    Raises:
+        RunError: an input differs. PeerLost: a rank is gone. TapestryError: one is missing, or of another shape or dtype.
+    """
+    checked = check_feeds(feeds, [graph.tensors[t] for t in graph.inputs])
+    if me.world == 1 or not graph.inputs:
+        return
+    own = torch.frombuffer(bytearray(b"".join(_digest(checked[t]) for t in graph.inputs)), dtype=torch.uint8)
+    extremes = torch.cat((own, 255 - own))
+    waiting()
+    try:
+        _dist.all_reduce(extremes, dist.ReduceOp.MAX)
+    except RuntimeError as e:
+        raise PeerLost([r for r in range(me.world) if r != me.rank], -1, reason(e)) from None
+    greatest, least = extremes.chunk(2)
+    if bool((greatest == 255 - least).all()):
+        return
+    everybody = [torch.empty_like(own) for _ in range(me.world)]  # all ranks come here, or none
+    _dist.all_gather(everybody, own)
+    rank = next(r for r, theirs in enumerate(everybody) if not torch.equal(theirs, everybody[0]))
+    first = int(torch.nonzero(everybody[rank] != everybody[0])[0])
+    raise RunError(
+        f"rank {rank} has another input '{graph.inputs[first // DIGEST]}' than rank 0 in {batch}",
+        where=f"rank {rank}, before the first step of {batch}", hint="the same files on all hosts",
+    )  # fmt: skip
+
+
+def _digest(value: Any) -> bytes:
+    if isinstance(value, HostValue):
+        return hashlib.sha256(distributed.encode(value.value)).digest()
+    return hashlib.sha256(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data).digest()
+
+
+# What every rank has measured, brought to rank 0 as JSON of a fixed form, and put together there.
+
+
+LIMIT = 1 << 30  # bytes of a rank's report; an interval of its trace takes 64
+
+
+class RunReport(msgspec.Struct, forbid_unknown_fields=True):
+    """One batch on one rank: seconds on the clock and of the processor, what its devices used, (count, bytes) sent by kind."""
+
+    batch: int
+    seconds: float
+    cpu: float
+    peak: list[int]
+    packed: list[int]
+    sent: dict[str, tuple[int, int]]
+
+
+class RankReport(msgspec.Struct, forbid_unknown_fields=True):
+    """One rank's measurements; ``trace`` has rows of six int64: batch, step, device, stream, start, end; ``backend_calls`` are
+    those of torch.distributed in the last batch, by name."""
+
+    rank: int
+    devices: list[int]
+    runs: list[RunReport]
+    payload_bytes: int
+    gathered_bytes: int
+    messages: int
+    staged_bytes: int
+    resident_bytes: dict[str, int]
+    private_bytes: int
+    weight_bytes: int
+    trace: bytes
+    backend_calls: dict[str, int]
+
+    def row(self) -> dict[str, Any]:
+        """Its row in the document of a run."""
+        out = {k: v for k, v in msgspec.to_builtins(self).items() if k not in ("runs", "trace")}
+        return out | {"cpu_seconds": [r.cpu for r in self.runs]}
+
+    def slices(self) -> np.ndarray[Any, Any]:
+        """The rows of the trace."""
+        return np.frombuffer(self.trace, np.int64).reshape(-1, 6)
+
+
+def gather(mine: RankReport, world: int, waiting: Callable[[int], None]) -> list[RankReport]:
+    """The reports of all ranks on rank 0, nothing on the others; ``waiting`` is told for whom.
+
+    Raises:
+        RunError: what came is no report.
+    """
+    if mine.rank:
+        data = torch.frombuffer(bytearray(msgspec.msgpack.encode(mine)), dtype=torch.uint8)
+        waiting(0)
+        dist.send(torch.tensor([data.numel()]), 0)
+        dist.send(data, 0)
+        return []
+    return [mine] + [_received(r, waiting) for r in range(1, world)]
+
+
+def _received(rank: int, waiting: Callable[[int], None]) -> RankReport:
+    waiting(rank)
+    size = torch.zeros(1, dtype=torch.int64)
+    dist.recv(size, rank)
+    if not 0 < int(size) <= LIMIT:
+        raise RunError(f"rank {rank} reports {int(size)} bytes", where=f"rank {rank}", hint="fewer batches with --trace")
+    data = torch.empty(int(size), dtype=torch.uint8)
+    dist.recv(data, rank)
+    try:
+        found = msgspec.msgpack.decode(data.numpy().data, type=RankReport)
+        found.slices()
+    except (msgspec.MsgspecError, ValueError) as e:
+        raise RunError(f"rank {rank} reports what is no report: {e}", where=f"rank {rank}") from None
+    return found
+
+
+def summary(job: Job, ranks: list[RankReport], todo: set[int]) -> dict[str, Any]:
+    """One document from what all ranks measured."""
+    peak, packed = [0] * job.build.program.devices, [0] * job.build.program.devices
+    transfers: dict[str, list[int]] = {}
+    for r in ranks:
+        for run in r.runs:
+            for d in r.devices:
+                peak[d], packed[d] = max(peak[d], run.peak[d]), run.packed[d]
+        for kind, (count, total) in r.runs[-1].sent.items() if r.runs else ():
+            transfers.setdefault(kind, [count, 0])[1] += total
+    each = [max(r.runs[k].seconds for r in ranks) for k in range(len(todo))]
+    return {
+        "peak_bytes": peak, "packed_bytes": packed,
+        "transfers": [{"kind": k, "count": c, "bytes": b} for k, (c, b) in transfers.items()],
+        "batches": len(todo), "skipped": len(job.batches) - len(todo), "batch_seconds": each,
+        "seconds": each[-1] if each else 0.0,
+        "ranks": [r.row() for r in ranks], "slices": [r.slices() for r in ranks],
+    }  # fmt: skip
+
 
 PARTING = 5.0  # seconds in which a rank that has failed tells what it knows and leaves
 

@@ -9,15 +9,165 @@ from typing import Any
 import numpy as np
 
 from tapestry.errors import LawError
-from tapestry.ir.kernel import Box, shape
-from tapestry.verify.kernels.evaluation import Evaluation, OutOfReach, together
-from tapestry.verify.kernels.integer_conditions import Conditions, Undecided
-from tapestry.verify.kernels.kernel_text import Buffer
-from tapestry.verify.kernels.reading.lane_tiles import lanes
-from tapestry.verify.kernels.reading.program_reading import Access, Program, Store
+from tapestry.ir import space
+from tapestry.ir.index import Aff, dims_of
+from tapestry.ir.plan import Box, shape
+from tapestry.verify.kernels.kernel_text import Buffer, Evaluation, OutOfReach, evaluated_together, lanes
+from tapestry.verify.kernels.program_reading import Access, Program, Store
 from tapestry.verify.kernels.terms import Terms, Unsupported
 
 Array = np.ndarray[Any, Any]
+
+
+# Questions about integers under conditions, answered by isl: does a condition follow, are two expressions equal.
+
+
+OPERATIONS = 2_000_000  # of isl, for one question
+PART_POINTS = 1 << 21  # points looked at together
+MOST_POINTS = 1 << 27  # points that are looked at one by one
+
+
+class Undecided(Exception):
+    """Whether conditions can hold together is not known."""
+
+
+class Conditions:
+    """Asks isl about terms of one proof; answers are kept."""
+
+    def __init__(self, terms: Terms) -> None:
+        self.terms = terms
+        self.known: dict[tuple[int, ...], bool] = {}
+        self.asked = 0
+
+    def follows(self, given: int, c: int) -> bool:
+        """Whether ``c`` holds wherever ``given`` does."""
+        terms = self.terms
+        if c == terms.true or c == given or (terms.keys[given][0] == "all" and c in terms.keys[given][1]):
+            return True
+        if c == terms.false:
+            return self.never(given)
+        return all(self.never(given, terms.negated(p)) for p in terms.conjuncts(c))
+
+    def never(self, *conditions: int) -> bool:
+        """Whether conditions cannot hold together."""
+        key = tuple(sorted(set(conditions) - {self.terms.true}))
+        if key not in self.known:
+            try:
+                self.known[key] = self.witness(*key) is None
+            except Undecided:
+                self.known[key] = False
+        return self.known[key]
+
+    def same(self, a: int, b: int, given: int) -> bool:
+        """Whether two conditions hold at the same points of those where ``given`` does."""
+        return a == b or (self.follows(self.terms.all((given, a)), b) and self.follows(self.terms.all((given, b)), a))
+
+    def equal(self, a: Aff, b: Aff, given: int) -> bool:
+        """Whether two integers are equal wherever ``given`` holds."""
+        if a == b:
+            return True
+        zero = self.terms.is_zero(a - b)
+        return zero == self.terms.true or (zero != self.terms.false and self.follows(given, zero))
+
+    def witness(self, *conditions: int) -> dict[str, int] | None:
+        """A point at which all hold, as far as they are about integers; ``None`` where there is none.
+
+        Raises:
+            Undecided: isl gave up, or there are too many points.
+        """
+        self.asked += 1
+        names: dict[str, str] = {}
+        text = " and ".join(self._text(c, names, True) for c in conditions) or "true"
+        text = " and ".join([text, *self._leaves(names)])
+        if any(n[0] == "#" and self._computed(int(n[1:])) for n in names):
+            return self._looked_for(conditions, sorted(self._variables(conditions)))
+        ranges = {short: (0 if name[0] == "#" else self.terms.sizes[name]) for name, short in names.items()}
+        try:
+            with space.bounded(OPERATIONS):
+                found = space.solution(ranges, text)
+        except space.TooHard:
+            raise Undecided from None
+        back = {short: name for name, short in names.items()}
+        return None if found is None else {back[n]: v for n, v in found.items()}
+
+    def _leaves(self, names: dict[str, str]) -> list[str]:
+        """What is known of integers that are no variables."""
+        done, rules = set[str](), list[str]()
+        while rest := [n for n in names if n[0] == "#" and n not in done]:
+            for name in rest:
+                done.add(name)
+                key = self.terms.keys[int(name[1:])]
+                if key[0] != "where":
+                    continue
+                yes, no = (f"{names[name]} = {self._aff(self.terms.aff(x), names)}" for x in key[2:4])
+                holds, fails = (self._text(key[1], names, way) for way in (True, False))
+                rules.append(f"(({holds} and {yes}) or ({fails} and {no}))")
+        return rules
+
+    def _computed(self, t: int) -> bool:
+        """Whether an integer is made of variables by something that isl has no word for."""
+        return self.terms.keys[t][0] not in ("where", "load") and not self._loads(t)
+
+    def _loads(self, t: int) -> bool:
+        key = self.terms.keys[t]
+        return key[0] == "load" or any(
+            self._loads(int(d[1:])) for d in dims_of(self.terms.aff(t)) if d[0] == "#" and int(d[1:]) != t
+        )
+
+    def _variables(self, conditions: Sequence[int]) -> set[str]:
+        return set[str]().union(*(self.terms.free[c] for c in conditions if self._whole(c)))
+
+    def _whole(self, c: int) -> bool:
+        """Whether a condition is about integers alone."""
+        key = self.terms.keys[c]
+        return key[0] in ("ge", "eq", "true", "false") or (
+            key[0] in ("not", "all") and all(self._whole(p) for p in (key[1] if key[0] == "all" else key[1:]))
+        )
+
+    def _looked_for(self, conditions: Sequence[int], names: Sequence[str]) -> dict[str, int] | None:
+        """A point at which all hold, looked for at every one."""
+        whole = [
+            p for c in conditions for p in (self.terms.keys[c][1] if self.terms.keys[c][0] == "all" else (c,)) if self._whole(p)
+        ]
+        sizes = [self.terms.sizes[n] for n in names]
+        if math.prod(sizes) > MOST_POINTS or not whole:
+            raise Undecided
+        step = max(1, PART_POINTS * sizes[0] // math.prod(sizes)) if sizes else 1
+        for lo in range(0, sizes[0] if sizes else 1, step):
+            at = {names[0]: np.arange(lo, min(lo + step, sizes[0]))} if names else {}
+            try:
+                run = Evaluation(self.terms, at, {})
+                own, arrays = evaluated_together([run.of(c) for c in whole])
+            except (OutOfReach, Unsupported, KeyError):
+                raise Undecided from None
+            found = np.argwhere(np.logical_and.reduce(np.broadcast_arrays(*arrays)))
+            if len(found):
+                return {n: int(at[n][v] if n in at else v) for n, v in zip(own, found[0], strict=True)}
+        return None
+
+    def _text(self, c: int, names: dict[str, str], positive: bool) -> str:
+        """A condition, or its negation; one that is not about integers may hold and fail anywhere."""
+        key = self.terms.keys[c]
+        match key:
+            case ("true",) | ("false",):
+                return "true" if (key[0] == "true") == positive else "false"
+            case ("ge", a):
+                return f"{self._aff(a, names)} {'>=' if positive else '<'} 0"
+            case ("eq", a):
+                return f"{self._aff(a, names)} {'=' if positive else '!='} 0"
+            case ("not", x):
+                return self._text(x, names, not positive)
+            case ("all", parts):
+                return "(" + (" and " if positive else " or ").join(self._text(p, names, positive) for p in parts) + ")"
+            case _:
+                return "true"
+
+    def _aff(self, e: Aff, names: dict[str, str]) -> str:
+        for n in sorted(dims_of(e)):
+            names.setdefault(n, f"x{len(names)}")
+        return space.aff_text(e, names)
+
+
 PART = 1 << 22  # addresses looked at together
 MOST = 1 << 28  # addresses of one statement that are looked at one by one
 
@@ -71,7 +221,7 @@ def placed(terms: Terms, store: Store, names: Mapping[str, int]) -> Iterator[Arr
             at[first] = np.arange(lo, min(count, lo + step))
         run = Evaluation(terms, at, {})
         try:
-            _, (place, inside) = together([run.aff(store.to.at), run.of(store.to.mask)])
+            _, (place, inside) = evaluated_together([run.aff(store.to.at), run.of(store.to.mask)])
         except OutOfReach:
             raise Unsupported(f"line {store.to.line}: too many addresses at once") from None
         extents = [len(a) for a in at.values()]

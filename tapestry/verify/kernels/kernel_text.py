@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from tapestry.ir import kernel
+import numpy as np
+
+from tapestry.ir import plan
+from tapestry.ir.index import Aff, Floor, const
+from tapestry.verify.interp import NUMPY
+from tapestry.verify.kernels.terms import Terms, Unsupported
+
+Array = np.ndarray[Any, Any]
+
 
 NOT_GIVEN = "not given:"  # begins the name of what an operation reads and its kernel does not
 
@@ -23,9 +33,9 @@ class Buffer:
     scratch: bool = False
     strides: tuple[int, ...] | None = None
 
-    def steps(self, box: kernel.Box) -> tuple[int, ...]:
+    def steps(self, box: plan.Box) -> tuple[int, ...]:
         """Elements from one cell to the next along each axis of the box that it holds."""
-        return kernel.strides(box) if self.strides is None else self.strides
+        return plan.strides(box) if self.strides is None else self.strides
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +62,7 @@ Argument = str | Box | tuple[At | int, ...] | Mapping[str, Value]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Launch:
+class KernelLaunch:
     """One launch of a function: programs along the grid, and of each parameter what it gets."""
 
     function: str
@@ -72,9 +82,316 @@ class KernelText:
 
     name: str
     source: str
-    launches: tuple[Launch, ...]
+    launches: tuple[KernelLaunch, ...]
     buffers: Mapping[str, Buffer]
     reads: Mapping[int, str]
     outs: tuple[str, ...]
     states: tuple[str, ...] = field(default=())
     language: str = "triton"
+
+
+# Values of a tile program: terms with a shape, whose lanes are variables by position (``l0.16`` is axis 0 of 16 lanes).
+
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """A term at every lane of a shape; a scalar has the shape ()."""
+
+    term: int
+    shape: Shape = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Pointer:
+    """Addresses in a buffer: element offsets at every lane."""
+
+    buffer: str
+    at: Tile
+
+
+def lane(terms: Terms, axis: int, size: int) -> Aff:
+    """The variable of an axis."""
+    return terms.variable(f"l{axis}.{size}", size)
+
+
+def lanes(terms: Terms, shape: Shape) -> tuple[Aff, ...]:
+    """The variables of a shape."""
+    return tuple(lane(terms, k, n) for k, n in enumerate(shape))
+
+
+def moved(terms: Terms, tile: Tile, places: Sequence[Aff], shape: Shape) -> Tile:
+    """A tile as another shape, with an expression for each of its own axes."""
+    env = {f"l{k}.{n}": e for k, (n, e) in enumerate(zip(tile.shape, places, strict=True)) if n != 1}
+    return Tile(terms.substituted(tile.term, env), shape)
+
+
+def indexed(terms: Terms, tile: Tile, items: Sequence[Any]) -> Tile:
+    """``tile[:, None]``: new axes of one lane."""
+    shape, places, axis = list[int](), list[Aff](), 0
+    for item in items:
+        if item is None:
+            shape.append(1)
+            continue
+        if axis >= len(tile.shape):
+            raise Unsupported("more indices than axes")
+        places.append(lane(terms, len(shape), tile.shape[axis]))
+        shape.append(tile.shape[axis])
+        axis += 1
+    if axis != len(tile.shape):
+        raise Unsupported("an axis without an index")
+    return moved(terms, tile, places, tuple(shape))
+
+
+def together(terms: Terms, tiles: Sequence[Tile], least: Shape = ()) -> tuple[list[Tile], Shape]:
+    """Tiles with as many axes each, and the shape that they broadcast to."""
+    rank = max([len(least), *(len(t.shape) for t in tiles)])
+    out = list[Tile]()
+    for t in tiles:
+        more = rank - len(t.shape)
+        if more and t.shape:
+            places = [lane(terms, k + more, n) for k, n in enumerate(t.shape)]
+            t = moved(terms, t, places, (1,) * more + t.shape)
+        out.append(Tile(t.term, t.shape or (1,) * rank))
+    shape = list[int]()
+    for sizes in zip(*(t.shape for t in out), *([(1,) * (rank - len(least)) + least] if least else []), strict=True):
+        wide = {n for n in sizes if n != 1}
+        if len(wide) > 1:
+            raise Unsupported(f"shapes that do not broadcast: {[t.shape for t in tiles]}")
+        shape.append(max(sizes))
+    return out, tuple(shape)
+
+
+def each(terms: Terms, fn: Callable[..., int], *tiles: Tile) -> Tile:
+    """A function at every lane."""
+    same, shape = together(terms, tiles)
+    return Tile(fn(*(t.term for t in same)), shape)
+
+
+def dropped(terms: Terms, shape: Shape, axis: int, inside: Aff) -> tuple[list[Aff], Shape]:
+    """Where the axes of a tile are when one is taken away, which is at ``inside``; and the shape that is left."""
+    places, left = list[Aff](), list[int]()
+    for k, n in enumerate(shape):
+        if k == axis:
+            places.append(inside)
+        else:
+            places.append(lane(terms, len(left), n))
+            left.append(n)
+    return places, tuple(left)
+
+
+def folded(terms: Terms, fn: str, tile: Tile, axis: int) -> Tile:
+    """A reduction along an axis."""
+    axis %= len(tile.shape)
+    name = terms.fresh()
+    places, left = dropped(terms, tile.shape, axis, terms.variable(name, tile.shape[axis]))
+    body = moved(terms, tile, places, left)
+    return Tile(terms.reduce(fn, ((name, tile.shape[axis]),), body.term), left)
+
+
+def dot(terms: Terms, a: Tile, b: Tile) -> Tile:
+    """The product of two tiles of two axes."""
+    if len(a.shape) != 2 or len(b.shape) != 2 or a.shape[1] != b.shape[0]:
+        raise Unsupported(f"a product of {a.shape} and {b.shape}")
+    name, n = terms.fresh(), a.shape[1]
+    inner = terms.variable(name, n)
+    shape = (a.shape[0], b.shape[1])
+    left = moved(terms, a, [lane(terms, 0, shape[0]), inner], shape)
+    right = moved(terms, b, [inner, lane(terms, 1, shape[1])], shape)
+    return Tile(terms.reduce("add", ((name, n),), terms.mul([(left.term, 1.0), (right.term, 1.0)])), shape)
+
+
+def scalar(terms: Terms, value: float | bool) -> Tile:
+    """A constant."""
+    if isinstance(value, bool):
+        return Tile(terms.true if value else terms.false)
+    return Tile(terms.int(const(value)) if isinstance(value, int) else terms.const(value))
+
+
+# Values of terms in float64, at many values of their variables at once: arrays with an axis per variable.
+
+
+Named = tuple[tuple[str, ...], Array]  # variables, sorted, and an axis for each
+MOST_ELEMENTS = 1 << 25  # elements of one array
+FOLDS: dict[str, np.ufunc] = {
+    "add": np.add, "mul": np.multiply, "max": np.maximum, "min": np.minimum, "or": np.logical_or, "and": np.logical_and,
+}  # fmt: skip
+CALLS = {
+    "imul": "mul", "idiv": "div", "imod": "fmod", "floormod": "mod", "log": "log", "floor": "floor", "ceil": "ceil",
+}  # fmt: skip
+
+
+class OutOfReach(Exception):
+    """More numbers than may be computed at once."""
+
+
+@dataclass
+class Evaluation:
+    """Evaluates terms.
+
+    Attributes:
+        at: the values of free variables; others run over all that they have.
+        data: contents of the buffers; a cell outside of one is a NaN (or -1 of integers).
+    """
+
+    terms: Terms
+    at: Mapping[str, Array]
+    data: Mapping[str, Array]
+    known: dict[int, Named] = field(default_factory=dict[int, Named])
+
+    def of(self, t: int) -> Named:
+        """The values of a term."""
+        if t not in self.known:
+            with np.errstate(all="ignore"):
+                self.known[t] = self._of(t)
+        return self.known[t]
+
+    def variable(self, name: str) -> Named:
+        """The values of a variable."""
+        return (name,), np.asarray(self.at[name]) if name in self.at else np.arange(self.terms.sizes[name])
+
+    def aff(self, e: Aff) -> Named:
+        """The values of an index expression."""
+        total: Named = ((), np.asarray(e.const, np.int64))
+        for atom, c in e.terms:
+            if isinstance(atom, str):
+                names, a = self.of(int(atom[1:])) if atom[0] == "#" else self.variable(atom)
+            else:
+                names, a = self.aff(atom.arg)
+                a = a // atom.div if isinstance(atom, Floor) else a % atom.div
+            names, (x, y) = evaluated_together([total, (names, a.astype(np.int64) * c)])
+            total = names, x + y
+        return total
+
+    def _of(self, t: int) -> Named:
+        key = self.terms.keys[t]
+        match key:
+            case ("int", a):
+                return self.aff(a)
+            case ("ge", a):
+                names, x = self.aff(a)
+                return names, x >= 0
+            case ("eq", a):
+                names, x = self.aff(a)
+                return names, x == 0
+            case ("const", value):
+                return (), np.asarray(value, np.float64)
+            case ("true",) | ("false",):
+                return (), np.asarray(key[0] == "true")
+            case ("unknown",):
+                return (), np.asarray(math.nan)
+            case ("load", buffer, at, mask, other):
+                return self._load(buffer, at, mask, other)
+            case ("reduce", fn, _, body):
+                return self._reduce(t, fn, body)
+            case ("carried", *_):
+                raise Unsupported("what a loop carries")
+            case _:
+                return self._call(key)
+
+    def _call(self, key: tuple[Any, ...]) -> Named:
+        match key:
+            case ("add", base, parts):
+                names, arrays = evaluated_together([self.of(x) for x, _ in parts])
+                return names, sum((c * a for a, (_, c) in zip(arrays, parts, strict=True)), np.asarray(base))
+            case ("mul", parts):
+                names, arrays = evaluated_together([self.of(x) for x, _ in parts])
+                return names, math.prod((_power(a, e) for a, (_, e) in zip(arrays, parts, strict=True)), start=np.ones(()))
+            case ("all", parts):
+                names, arrays = evaluated_together([self.of(x) for x in parts])
+                return names, np.logical_and.reduce(np.broadcast_arrays(*arrays))
+            case ("not", c):
+                names, a = self.of(c)
+                return names, ~a
+            case ("where", *args):
+                names, (c, a, b) = evaluated_together([self.of(x) for x in args])
+                return names, np.where(c, a, b)
+            case ("same" | "flt" | "fle" | "feq", *args):
+                names, (a, b) = evaluated_together([self.of(x) for x in args])
+                return names, {"flt": np.less, "fle": np.less_equal}.get(key[0], np.equal)(a, b)
+            case ("exp", x):
+                names, a = self.of(x)
+                return names, np.exp(a)
+            case (fn, args):
+                names, arrays = evaluated_together([self.of(x) for x in args])
+                return names, self._own(fn, arrays) if fn in self.terms.own else _applied(fn, arrays)
+            case _:
+                raise Unsupported(f"{key[0]}")
+
+    def _own(self, fn: str, arrays: list[Array]) -> Array:
+        given = np.broadcast_arrays(*arrays)
+        return np.asarray(self.terms.own[fn](list(given)), np.float64)
+
+    def _load(self, buffer: str, at: Aff, mask: int, other: int) -> Named:
+        names, (place, inside, rest) = evaluated_together([self.aff(at), self.of(mask), self.of(other)])
+        if buffer.startswith(NOT_GIVEN):
+            if np.any(inside):
+                raise Unsupported(f"{buffer} read all the same")
+            return names, rest
+        cells = self.data[buffer]
+        there = (place >= 0) & (place < len(cells))
+        value = cells[np.where(there, place, 0)] if len(cells) else np.zeros(place.shape, cells.dtype)
+        value = np.where(there, value, np.nan if cells.dtype.kind == "f" else value.dtype.type(0))
+        return names, value if self.terms.keys[mask] == ("true",) else np.where(inside, value, rest)
+
+    def _reduce(self, t: int, fn: str, body: int) -> Named:
+        bound = self.terms.bound(t)
+        if fn == "add" and self.terms.keys[body][0] == "mul":
+            factors = [(n, _power(a, e)) for (n, a), e in ((self.of(x), e) for x, e in self.terms.keys[body][1])]
+            return _contracted(factors, bound)
+        names, a = self.of(body)
+        axes = tuple(k for k, n in enumerate(names) if n in bound)
+        missing = math.prod(self.terms.sizes[n] for n in bound if n not in names)
+        folded = FOLDS[fn].reduce(a, axis=axes) if axes else a
+        if missing != 1 and fn in ("add", "mul"):
+            folded = folded * missing if fn == "add" else folded**missing
+        return tuple(n for n in names if n not in bound), folded
+
+
+def evaluated_together(items: list[Named]) -> tuple[tuple[str, ...], list[Array]]:
+    """Arrays over the same axes, of extent 1 where one does not depend on a variable."""
+    names = tuple(sorted({n for own, _ in items for n in own}))
+    sizes = {n: a.shape[k] for own, a in items for k, n in enumerate(own)}
+    if math.prod(sizes.values()) > MOST_ELEMENTS:
+        raise OutOfReach
+    return names, [a.reshape([sizes[n] if n in own else 1 for n in names]) for own, a in items]
+
+
+def _contracted(factors: list[Named], bound: list[str]) -> Named:
+    """A sum of products, by numpy's contraction."""
+    names = sorted({n for own, _ in factors for n in own})
+    if len(names) > 50:
+        raise OutOfReach
+    letters = {n: chr(97 + k) if k < 26 else chr(39 + k) for k, n in enumerate(names)}
+    left = tuple(n for n in names if n not in bound)
+    sizes = {n: a.shape[k] for own, a in factors for k, n in enumerate(own)}
+    if math.prod(sizes[n] for n in left) > MOST_ELEMENTS or math.prod(sizes.values()) > MOST_ELEMENTS * 256:
+        raise OutOfReach
+    text = ",".join("".join(letters[n] for n in own) for own, _ in factors)
+    made = np.einsum(f"{text}->{''.join(letters[n] for n in left)}", *(a.astype(np.float64) for _, a in factors), optimize=True)
+    return left, made
+
+
+def _power(a: Array, e: float) -> Array:
+    if e == 1.0:
+        return a
+    return np.power(np.asarray(a, np.float64), int(e) if float(e).is_integer() and e > 0 else e)
+
+
+def _applied(fn: str, arrays: list[Array]) -> Array:
+    if fn in ("max", "min"):
+        out = arrays[0]
+        for a in arrays[1:]:
+            out = FOLDS[fn](out, a)
+        return out
+    if fn == "trunc":
+        return np.trunc(np.nan_to_num(arrays[0], nan=0.0, posinf=0.0, neginf=0.0)).astype(np.int64)
+    if fn.endswith(" bits"):
+        width = int(fn.removeprefix("u").removesuffix(" bits"))
+        return arrays[0].astype(f"{'u' if fn[0] == 'u' else ''}int{width}").astype(np.int64)
+    name = CALLS.get(fn, fn)
+    if name not in NUMPY:
+        raise Unsupported(f"'{fn}' has no value")
+    return np.asarray(NUMPY[name](*arrays))

@@ -4,15 +4,353 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from tapestry.ir.index import Aff, const, dim, dims_of, substitute
-from tapestry.verify.kernels import rearranged
-from tapestry.verify.kernels.integer_conditions import Conditions
-from tapestry.verify.kernels.terms import COMMUTATIVE, REDUCING, Terms
+import numpy as np
+
+from tapestry.ir.expr import Acc, Arg, Call, Const, Expr, Index, Let
+from tapestry.ir.graph import Block, Dim, Graph
+from tapestry.ir.index import Aff, Floor, Mod, const, dim, dims_of, substitute
+from tapestry.ir.monoid import MONOIDS, ByPrimitive, Moments, Monoid, Product, Rebased
+from tapestry.ir.plan import Kernel
+from tapestry.ir.recognise import state_box, varies
+from tapestry.ir.types import FLOATS
+from tapestry.verify.kernels.addresses import Conditions
+from tapestry.verify.kernels.kernel_text import NOT_GIVEN, Evaluation, KernelText, evaluated_together
+from tapestry.verify.kernels.terms import COMMUTATIVE, REDUCING, Kind, Terms, Unsupported, applied, kind_of
+
+# What a block of an operation computes at a cell, as terms over the buffers that its kernel is given.
+
+
+MOST_OPERATION_ORDERS = 24
+
+
+@dataclass(frozen=True)
+class Operation:
+    """A block of one operation, and where its buffers are.
+
+    Attributes:
+        order: of the reduced dimensions, as they make one number; ``inner_order`` of the inner reductions'.
+    """
+
+    terms: Terms
+    graph: Graph
+    kernel: Kernel
+    text: KernelText
+    order: tuple[int, ...] = ()
+
+    @property
+    def op(self) -> Block:
+        """The operation."""
+        op = self.graph.ops[self.kernel.op]
+        assert isinstance(op, Block)
+        return op
+
+    def values(self, at: Sequence[Aff]) -> list[int]:
+        """The value of each output (of ``partial``: of each field) at a cell, in coordinates of the whole tensor."""
+        op, env = self.op, {d.name: e for d, e in zip(self.op.dims, at, strict=True)}
+        if self.kernel.mode == "finish":
+            states = [self._state(k, at) for k in range(len(self.text.states))]
+            return [self._expr(e, env, states) for e in op.then]
+        if op.monoid is None:
+            return [self._expr(e, env, []) for e in op.body]
+        env_in, over = self._within(op.reduce, env, len(op.dims), self.order)
+        fields = [self._expr(e, env_in, self._lets(env_in)) for e in op.body]
+        states = reduced(self.terms, MONOIDS[op.monoid], over, fields)
+        return states if self.kernel.mode == "partial" else [self._expr(e, env, states) for e in op.then]
+
+    def _within(
+        self, dims: Sequence[Dim], env: Mapping[str, Aff], first: int, order: tuple[int, ...] = ()
+    ) -> tuple[dict[str, Aff], tuple[str, int]]:  # fmt: skip
+        """Reduced dimensions of the block as parts of one number, and its variable with its size."""
+        box = self.kernel.block[first : first + len(dims)]
+        ways, total = order or tuple(range(len(dims))), 1
+        for lo, hi in box:
+            total *= hi - lo
+        name = self.terms.fresh()
+        flat, rest, out = self.terms.variable(name, total), total, dict(env)
+        for k in ways:
+            lo, hi = box[k]
+            rest //= max(1, hi - lo)
+            out[dims[k].name] = self.terms.remainder(self.terms.divided(flat, max(rest, 1)), max(1, hi - lo)) + lo
+        return out, (name, total)
+
+    def _lets(self, env: Mapping[str, Aff]) -> list[int]:
+        op, out = self.op, list[int]()
+        first = len(op.dims) + len(op.reduce)
+        for s in op.inner:
+            env_in, over = self._within(s.dims, env, first)
+            first += len(s.dims)
+            body = self._expr(s.body, env_in, [])
+            out.append(reduced(self.terms, MONOIDS[s.monoid], over, [body])[0])
+        return out
+
+    def _state(self, k: int, at: Sequence[Aff]) -> int:
+        box, name = state_box(self.op, k, self.kernel.outs[0]), self.text.states[k]
+        buffer = self.text.buffers[name]
+        flat = _flat_of_operation_terms(
+            [e if own else const(0) for e, own in zip(at, varies(self.op)[k], strict=True)], box, buffer.steps(box)
+        )
+        kind = kind_of(buffer.dtype).kind
+        return self.terms.load(name, kind, flat, self.terms.true, self.terms.unknown)
+
+    def _expr(self, e: Expr, env: Mapping[str, Aff], states: Sequence[int], known: dict[int, int] | None = None) -> int:
+        known = {} if known is None else known
+        if id(e) not in known:
+            known[id(e)] = self._fresh(e, env, states, known)
+        return known[id(e)]
+
+    def _fresh(self, e: Expr, env: Mapping[str, Aff], states: Sequence[int], known: dict[int, int]) -> int:
+        match e:
+            case Arg(pos):
+                return self._read(pos, env)
+            case Acc(k) | Let(k):
+                return states[k]
+            case Const(value, dtype):
+                return constant(self.terms, value, dtype)
+            case Index(aff, dtype):
+                made = self.terms.int(self.terms.placed(aff, env))
+                return applied(self.terms, "cast", (made,), kind_of(dtype))
+            case Call(fn, args, dtype):
+                return applied(self.terms, fn, [self._expr(a, env, states, known) for a in args], kind_of(dtype))
+
+    def _read(self, pos: int, env: Mapping[str, Aff]) -> int:
+        r, terms = self.op.reads[pos], self.terms
+        t, box = self.graph.tensors[r.tensor], self.kernel.ins[pos]
+        index = [terms.placed(e, env) for e in r.index]
+        inside = list[int]()
+        if r.other is not None:
+            inside += [terms.at_least(e) for e in index]
+            inside += [terms.at_least(e * -1 + (n - 1)) for e, n in zip(index, t.shape, strict=True)]
+        for g in r.when:
+            aff = terms.placed(g.aff, env)
+            inside.append(terms.at_least(aff) if g.op == "ge" else terms.is_zero(aff))
+        other = terms.unknown if r.other is None else constant(terms, r.other, t.dtype)
+        if box is None or pos not in self.text.reads:  # nothing of it is for this block, or so the kernel says
+            return terms.load(f"{NOT_GIVEN} {pos}", kind_of(t.dtype).kind, const(0), terms.all(inside), other)
+        name = self.text.reads[pos]
+        at = _flat_of_operation_terms(index, box, self.text.buffers[name].steps(box))
+        return terms.load(name, kind_of(t.dtype).kind, at, terms.all(inside), other)
+
+
+def orders(kernel: Kernel, op: Block) -> Iterator[tuple[int, ...]]:
+    """Orders in which the reduced dimensions may be one number: as they stand, and others."""
+    box = kernel.block[len(op.dims) : len(op.dims) + len(op.reduce)]
+    long = [k for k, (lo, hi) in enumerate(box) if hi - lo > 1]
+    short = tuple(k for k in range(len(box)) if k not in long)
+    if len(long) <= 4:
+        yield from ((*p, *short) for p in itertools.permutations(long))
+    else:
+        yield tuple(range(len(box)))
+
+
+def _flat_of_operation_terms(index: Sequence[Aff], box: Sequence[tuple[int, int]], steps: Sequence[int]) -> Aff:
+    out = const(0)
+    for e, (lo, _), s in zip(index, box, steps, strict=True):
+        out = out + (e - lo) * s
+    return out
+
+
+def constant(terms: Terms, value: float | int | bool, dtype: str) -> int:
+    """A literal of an element type."""
+    if dtype in FLOATS:
+        return terms.const(float(value))
+    return (terms.true if value else terms.false) if dtype == "bool" else terms.int(const(int(value)))
+
+
+def reduced(terms: Terms, monoid: Monoid, over: tuple[str, int], fields: Sequence[int]) -> list[int]:
+    """The state of a reduction in closed form: what the laws of the monoid (`ir.monoid`) make of its merges."""
+    match monoid.structure:
+        case ByPrimitive(fn) if fn in ("add", "mul", "max", "min"):
+            chosen = _selected(terms, over, fields[0]) if fn == "add" else None
+            return [terms.reduce(fn, (over,), fields[0]) if chosen is None else chosen]
+        case Product(parts):
+            out, at = list[int](), 0
+            for p in parts:
+                out += reduced(terms, p, over, fields[at : at + len(p.fields)])
+                at += len(p.fields)
+            return out
+        case Moments():
+            return _moments(terms, over, *fields)
+        case Rebased(centre, acted, act):
+            n = len(centre.fields)
+            middle = reduced(terms, centre, over, fields[:n])
+            dtypes = ["f32"] * (len(middle) + len(fields))
+            given = [Arg(k, d) for k, d in enumerate(dtypes)]
+            values = [*fields[:n], *middle, *fields[n:]]
+            moved = [_said(terms, e, values) for e in act(tuple(given[:n]), tuple(given[n : 2 * n]), tuple(given[2 * n :]))]
+            return [*middle, *reduced(terms, acted, over, moved)]
+        case _:
+            raise Unsupported(f"the monoid '{monoid.name}' has no closed form")
+
+
+def _said(terms: Terms, e: Expr, values: Sequence[int]) -> int:
+    if isinstance(e, Arg):
+        return values[e.pos]
+    assert isinstance(e, Call), e
+    return applied(terms, e.fn, [_said(terms, a, values) for a in e.args], Kind("real", 64))
+
+
+def _moments(terms: Terms, over: tuple[str, int], n: int, mean: int, spread: int) -> list[int]:
+    """Count, mean and squared deviations of weighted ones (the parallel axis theorem)."""
+    total = terms.reduce("add", (over,), n)
+    middle = terms.mul([(terms.reduce("add", (over,), terms.mul([(n, 1.0), (mean, 1.0)])), 1.0), (total, -1.0)])
+    away = terms.add([(1.0, mean), (-1.0, middle)])
+    squares = terms.add([(1.0, spread), (1.0, terms.mul([(n, 1.0), (away, 2.0)]))])
+    return [total, middle, terms.reduce("add", (over,), squares)]
+
+
+def _selected(terms: Terms, over: tuple[str, int], body: int) -> int | None:
+    """``sum_v where(v == u, x[v], 0)`` is ``x[u]`` where u is one of the v, else 0."""
+    key: tuple[Any, ...] = terms.keys[body]
+    name, size = over
+    if key[0] != "where" or terms.number(key[3]) != 0.0:
+        return None
+    tests = terms.conjuncts(int(key[1]))
+    for c in tests:
+        aff = terms.aff_of(c, "eq")
+        by = aff.coef(name)
+        if abs(by) != 1:
+            continue
+        at = (aff - dim(name) * by) * -by
+        if name in terms.free[terms.int(at)]:
+            continue
+        inside = terms.all([terms.at_least(at), terms.at_least(at * -1 + (size - 1))])
+        rest = terms.all(t for t in tests if t != c)
+        value = terms.where(rest, key[2], key[3])
+        return terms.where(inside, terms.substituted(value, {name: at}), key[3])
+    return None
+
+
+# A reduction in another order: which step of the operation each step of a source is, and that it is each of them once.
+
+
+MOST_STEPS_ONE_BY_ONE = 1 << 20  # steps that are looked at one by one
+
+
+def rearranged_steps(terms: Terms, a: int, b: int, names: tuple[str, ...], step: str) -> Iterator[tuple[Aff, int]]:
+    """Candidates for the ``step`` of ``b`` that a step of ``a`` (of variables ``names``) is, and where ``a`` has steps.
+
+    They are read off addresses of one buffer in both bodies, and hold each step of ``b`` exactly once.
+    """
+    size = terms.sizes[step]
+    if math.prod(terms.sizes[n] for n in names) > MOST_STEPS_ONE_BY_ONE:
+        return
+    real = terms.all(c for c in conditions(terms, a) if terms.free[c] and terms.free[c] <= set(names))
+    seen = set[Aff]()
+    for buffer, at in addresses(terms, b):
+        digits = _digits(terms, at, step)
+        for other, mine in addresses(terms, a):
+            part = _part(mine, names) if digits and other == buffer else None
+            if part is None or part in seen:
+                continue
+            seen.add(part)
+            low = terms.reach(part)[0]
+            at_step = const(0)
+            for by, weight, count in digits:
+                at_step = at_step + terms.remainder(terms.divided(part - low, by), count) * weight
+            run = Evaluation(terms, {}, {})
+            own, (value, there) = evaluated_together([run.aff(at_step), run.of(real)])
+            value, there = np.broadcast_arrays(value, there)
+            hit = value[there]
+            if set(own) == set(names) and len(hit) == size and np.array_equal(np.sort(hit), np.arange(size)):
+                yield at_step, real
+
+
+def _digits(terms: Terms, at: Aff, step: str) -> list[tuple[int, int, int]]:
+    """How an address says its step: coefficients, what each digit counts in the step, and how many values it has."""
+    out = list[tuple[int, int, int]]()
+    for atom, c in at.terms:
+        if step not in ({atom} if isinstance(atom, str) else dims_of(atom.arg)):
+            continue
+        weight, last = 1, atom
+        while not isinstance(atom, str):
+            inner = atom.arg
+            if len(inner.terms) != 1 or inner.const or inner.terms[0][1] != 1:
+                return []
+            weight *= atom.div if isinstance(atom, Floor) else 1
+            atom = inner.terms[0][0]
+        count = last.div if isinstance(last, Mod) else -(-terms.sizes[step] // weight)
+        if c <= 0:
+            return []
+        out.append((c, weight, count))
+    return out
+
+
+def _part(at: Aff, names: tuple[str, ...]) -> Aff | None:
+    """What of an address depends on variables; ``None`` where it depends on others with them."""
+    own = Aff()
+    for atom, c in at.terms:
+        inside = {atom} if isinstance(atom, str) else dims_of(atom.arg)
+        if inside & set(names):
+            if not inside <= set(names):
+                return None
+            own = own + Aff(((atom, c),))
+    return own
+
+
+def addresses(terms: Terms, t: int) -> list[tuple[str, Aff]]:
+    """Buffers and addresses of the loads of a body."""
+    return [(key[1], key[2]) for key in _within(terms, t) if key[0] == "load"]
+
+
+def conditions(terms: Terms, t: int) -> set[int]:
+    """Conditions of the loads and choices of a body, each by itself."""
+    found = set[int]()
+    for key in _within(terms, t):
+        c = key[3] if key[0] == "load" else key[1] if key[0] == "where" else terms.true
+        found |= set(terms.conjuncts(c))
+    return found - {terms.true}
+
+
+def _within(terms: Terms, t: int) -> list[tuple[Any, ...]]:
+    """The terms that a body is made of."""
+    seen, stack, out = set[int](), [t], list[tuple[Any, ...]]()
+    while stack:
+        x = stack.pop()
+        if x not in seen:
+            seen.add(x)
+            out.append(terms.keys[x])
+            stack += terms.parts(x)
+    return out
+
+
+def nothing(terms: Terms, ask: Conditions, t: int, fn: str, given: int) -> bool:
+    """Whether a body is the identity of its reduction wherever a condition holds."""
+    key = terms.keys[t]
+    if terms.number(t) is not None:
+        return terms.number(t) == REDUCING[fn]
+    match key[0]:
+        case "load":
+            return ask.never(given, key[3]) and nothing(terms, ask, key[4], fn, given)
+        case "where":
+            return (ask.never(given, key[1]) or nothing(terms, ask, key[2], fn, given)) and (
+                ask.follows(given, key[1]) or nothing(terms, ask, key[3], fn, given)
+            )
+        case "mul" if fn == "add":
+            return any(nothing(terms, ask, x, fn, given) for x, _ in key[1]) and all(
+                known(terms, ask, x, given) for x, _ in key[1]
+            )
+        case _:
+            return False
+
+
+def known(terms: Terms, ask: Conditions, t: int, given: int) -> bool:
+    """Whether a value is a number wherever a condition holds: no lane that a load left as it was."""
+    key = terms.keys[t]
+    if t == terms.unknown:
+        return False
+    if key[0] == "load" and key[4] == terms.unknown:
+        return ask.follows(given, key[3])
+    if key[0] == "where":
+        return (ask.never(given, key[1]) or known(terms, ask, key[2], given)) and (
+            ask.follows(given, key[1]) or known(terms, ask, key[3], given)
+        )
+    return all(known(terms, ask, x, given) for x in terms.parts(t))
+
 
 CLOSE = 1e-6  # relative, of constants: those of a source may be of fewer bits
 MOST = 20_000
@@ -187,9 +525,9 @@ class Matching:
         if len(terms.keys[b][2]) != 1:
             return False
         theirs = terms.opened(b, [terms.variable(step, terms.keys[b][2][0])])
-        for at, real in rearranged.steps(terms, mine, theirs, tuple(names), step):
+        for at, real in rearranged_steps(terms, mine, theirs, tuple(names), step):
             past = terms.all((given, terms.negated(real)))
-            if real != terms.true and not rearranged.nothing(terms, self.ask, mine, fn, past):
+            if real != terms.true and not nothing(terms, self.ask, mine, fn, past):
                 continue
             if self.same(mine, terms.substituted(theirs, {step: at}), terms.all((given, real))):
                 return True

@@ -13,28 +13,303 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from tapestry.errors import LawError, TapestryError
-from tapestry.ir.expr import Call, arg_positions
-from tapestry.ir.graph import Block, Graph
-from tapestry.ir.index import dims_of
+from tapestry.ir.expr import Call, Expr, Index, arg_positions, distinct
+from tapestry.ir.graph import Block, Graph, Opaque
+from tapestry.ir.index import Aff, Mod, dim, dims_of
 from tapestry.ir.laws import where
 from tapestry.ir.types import FLOATS, numpy_dtype
-from tapestry.onnx_eval.value_kinds import is_array
-from tapestry.verify.model.awkward_numbers import KINDS, NOT_FINITE, Footprint, Numbers, Place, Placing, changed, sort_of
-from tapestry.verify.model.cell_sample import cells
-from tapestry.verify.model.cell_tolerance import explained, same
-from tapestry.verify.model.cell_values import CellValues
-from tapestry.verify.model.counterparts import Counterpart, Counterparts, NoCounterpart
-from tapestry.verify.model.model_facts import LAW
-from tapestry.verify.model.scaled_operands import LARGEST, variants
+from tapestry.onnx_eval import opaque_node
+from tapestry.onnx_eval.opaque_node import HostValue, is_array
+from tapestry.verify.model.cell_values import SPREAD, TRIALS, CellValues, cells, explained, same
+from tapestry.verify.model.counterparts import Counterpart, Counterparts, NoCounterpart, alike, near
+from tapestry.verify.model.model_values import LAW, ModelFile, Reader, ReferenceValues
 
 Array = np.ndarray[Any, Any]
+
+
+# Which awkward numbers are put where: into each read of an operation, at cells that only one of the output's cells looks at.
+#
+# An infinity hides what becomes of another number in the same sum. So numbers of one evaluation are put where the output cells
+# that are judged by them see no other: boxes around all that a cell looks at say so (intervals of its index expressions).
+
+
+Place = tuple[str, tuple[int, ...]]  # a tensor and a cell of it
+Numbers = dict[Place, float]
+Box = tuple[list[Array], list[Array]]  # lowest and highest places along each axis, of every output cell
+DENORMAL = {"f64": 1e-310, "f32": 1e-40, "f16": 1e-6, "bf16": 1e-40}
+FOLLOWED = 768  # cells of an operation that is followed back
+SELECTED = 0.75  # of the cells look where a body compares a merged dimension with a number
+BOTH = 0.2  # of the cells have a number in every operand
+ENDS = (np.minimum, np.maximum)
+KINDS = ("nan", "inf", "-inf", "large", "-large", "largest", "-largest", "denormal", "-0")
+NOT_FINITE = KINDS[:3]
+
+
+def number(dtype: str, kind: str, rng: np.random.Generator) -> float:
+    """A number of a kind, of a type; large ones are drawn."""
+    if kind in ("nan", "inf", "-inf", "-0"):
+        return float(kind)
+    if kind == "denormal":
+        return DENORMAL[dtype]
+    most = math.log10({"f16": 6e4, "f64": 3e300}.get(dtype, 3e38))
+    size = 10.0 ** (most if kind.endswith("largest") else rng.uniform(4.1, most))
+    return -float(size) if kind[0] == "-" else float(size)
+
+
+def sort_of(numbers: Numbers) -> tuple[str, ...]:
+    """What tells one trial from another: which tensors hold infinities, NaN, huge and small numbers."""
+
+    def of(v: float) -> str:
+        return str(v) if not math.isfinite(v) else ("huge" if abs(v) > 1 else "small") + "-" * (v < 0)
+
+    return tuple(sorted(f"{t} {of(v)}" for (t, _), v in numbers.items()))
+
+
+def changed(values: Mapping[str, Array], numbers: Numbers) -> dict[str, Array]:
+    """Copies of some values with numbers put into them."""
+    out = {t: values[t].copy() for t in {t for t, _ in numbers}}
+    for (t, index), v in numbers.items():
+        out[t][index] = v
+    return {**values, **out}
+
+
+class Placing:
+    """What is still to be put where: kinds of numbers for each read that output cells look through.
+
+    Attributes:
+        left: reads and kinds that no evaluation had.
+    """
+
+    def __init__(self, graph: Graph, found: Footprint, count: int, kinds: Sequence[str], each: int) -> None:
+        """Every kind in every read so many times, for so many output cells."""
+        self.seen = found.seen
+        self.dtypes = [graph.tensors[s.tensor].dtype for s in found.seen]
+        self.at = [_places(s) for s in found.seen]
+        self.meets = [_meets(s, found.boxes[s.tensor], count) for s in found.seen]
+        self.left = [(k, kind) for _ in range(each) for kind in kinds for k in range(len(found.seen))]
+        self.count = count
+
+    def draw(self, rng: np.random.Generator, most: int, both: float = BOTH) -> tuple[Array, list[Numbers]]:
+        """Output cells, and the numbers that each of them sees and no other one, of one evaluation."""
+        chosen, numbers = list[int](), list[Numbers]()
+        taken, touched = np.zeros(self.count, bool), np.zeros(self.count, bool)
+        for target in map(int, rng.permutation(self.count)):
+            if len(chosen) == most or touched[target]:
+                continue
+            free = [k for k in range(len(self.seen)) if target in self.at[k] and not (self.meets[k][target] & taken).any()]
+            first = next((i for i in self.left if i[0] in free), None)
+            if first is None:
+                continue
+            put = [first]
+            if rng.random() < both:
+                put += [(k, str(rng.choice(KINDS))) for k in free if k != first[0]]
+            mine = np.logical_or.reduce([self.meets[k][target] for k, _ in put])
+            self.left.remove(first)
+            touched |= mine
+            taken[target] = True
+            chosen.append(target)
+            numbers.append({})
+            for k, kind in put:
+                numbers[-1].setdefault((self.seen[k].tensor, self.at[k][target]), number(self.dtypes[k], kind, rng))
+        return np.array(chosen, int), numbers
+
+
+def _places(s: Seen) -> dict[int, tuple[int, ...]]:
+    """Where each output cell looks through a read."""
+    return {int(t): tuple(int(i) for i in row) for t, row in zip(s.targets, s.index, strict=True)}
+
+
+def _meets(s: Seen, box: Box, count: int) -> Array:
+    """For each output cell (a row), which of them may look where it looks through a read."""
+    out = np.zeros((count, count), bool)
+    inside = np.ones((len(s.targets), count), bool)
+    for axis, (low, high) in enumerate(zip(*box, strict=True)):
+        inside &= (low <= s.index[:, axis, None]) & (s.index[:, axis, None] <= high)
+    np.logical_or.at(out, s.targets, inside)
+    return out
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """Where output cells look through one read: a cell of the tensor for each target."""
+
+    tensor: str
+    targets: Array
+    index: Array
+
+
+class Footprint:
+    """Cells of a counterpart's operands that cells of an operation look at: one of each read, at a random place of a sum.
+
+    Every operation that is followed back is looked at once, behind all that read it, at so many cells at most.
+
+    Attributes:
+        seen: a read each.
+        boxes: for each tensor, and each output cell, a box around all that the cell looks at there.
+    """
+
+    def __init__(self, graph: Graph, parts: Counterparts, part: Counterpart) -> None:
+        self.graph, self.parts, self.part = graph, parts, part
+        self.values = CellValues(graph, lambda t: None)
+        self.asked: dict[str, list[Seen]] = {}
+        self.seen: list[Seen] = []
+        self.boxes: dict[str, Box] = {}
+
+    def look(self, op: Block, points: Array, rng: np.random.Generator) -> Footprint:
+        """Through all reads, also those of tensors that the model does not have."""
+        places = {d.name: (points[:, k], points[:, k]) for k, d in enumerate(op.dims)}
+        self.seen += self._of(op, points, np.arange(len(points)), rng)
+        self._around(op, places, len(points))
+        for b in reversed(self.part.behind):
+            asked = [s for t in b.outs for s in self.asked.pop(t, [])]
+            if asked:
+                targets, index = np.concatenate([s.targets for s in asked]), np.concatenate([s.index for s in asked])
+                some = rng.permutation(len(targets))[:FOLLOWED]
+                self.seen += self._of(b, index[some], targets[some], rng)
+            boxes = [self.boxes[t] for t in b.outs if t in self.boxes]
+            if boxes:
+                low, high = (
+                    tuple(map(f.reduce, zip(*side, strict=True)))
+                    for f, side in zip(ENDS, zip(*boxes, strict=True), strict=True)
+                )
+                self._around(b, {d.name: (low[k], high[k]) for k, d in enumerate(b.dims)}, len(points))
+        self.seen = [s for s in self.seen if len(s.targets)]
+        return self
+
+    def _of(self, op: Block, points: Array, targets: Array, rng: np.random.Generator) -> Iterator[Seen]:
+        env = {d.name: points[:, k] for k, d in enumerate(op.dims)}
+        env |= {d.name: rng.integers(0, d.size, len(points)) for d in (*op.reduce, *op.inner_dims)}
+        for name, place in self._selected(op, points):
+            env[name] = np.where((place >= 0) & (rng.random(len(points)) < SELECTED), place, env[name])
+        for r in op.reads:
+            operand = r.tensor in self.part.operands
+            if not operand and self.parts.given(r.tensor):
+                continue
+            index, valid = self.values.looked_at(op, r, env)
+            rows = np.array([np.broadcast_to(i, len(points)) for i in index], int).reshape(len(index), len(points)).T
+            keep = np.broadcast_to(valid, len(points))
+            seen = Seen(r.tensor, targets[keep], rows[keep])
+            if not operand:
+                self.asked.setdefault(r.tensor, []).append(seen)
+            elif self.graph.tensors[r.tensor].dtype in FLOATS:
+                yield seen
+
+    def _selected(self, op: Block, points: Array) -> Iterator[tuple[str, Array]]:
+        """Merged dimensions that a body compares with something, and what that is at each cell (-1: none of its places): a sum
+        that picks one of its terms reads all the others in vain."""
+        merged = {d.name: d.size for d in (*op.reduce, *op.inner_dims)}
+        for e in distinct(op.point):
+            for a, b in (e.args, e.args[::-1]) if isinstance(e, Call) and e.fn == "eq" else ():
+                name = next(iter(dims_of(b.aff)), "") if isinstance(b, Index) else ""
+                if name not in merged or b != Index(dim(name)) or _dims(op, a) & merged.keys():
+                    continue
+                probe = replace(op, outs=op.outs[:1], reduce=(), monoid=None, inner=(), body=(a,), then=())
+                try:
+                    found = CellValues(self.graph, self.parts.known).block(probe, points)[0][0]
+                except (TapestryError, NoCounterpart, ArithmeticError, ValueError):
+                    continue
+                yield name, np.where((found >= 0) & (found < merged[name]), found, -1).astype(int)
+
+    def looked_at(self, tensor: str) -> Array:
+        """Which cells of a tensor are inside some box."""
+        shape = self.graph.tensors[tensor].shape
+        out = np.zeros(shape, bool)
+        low, high = self.boxes.get(tensor, ([], []))
+        for a, b in zip(*(np.stack(side, axis=1) for side in (low, high)), strict=True) if low else ():
+            out[tuple(slice(max(0, i), max(0, j + 1)) for i, j in zip(a.tolist(), b.tolist(), strict=True))] = True
+        return out if shape else np.ones((), bool)
+
+    def _around(self, op: Block, places: Mapping[str, tuple[Array, Array]], count: int) -> None:
+        """Boxes around what an operation looks at for boxes of its own cells."""
+        merged = {d.name: (np.zeros(count, int), np.full(count, d.size - 1)) for d in (*op.reduce, *op.inner_dims)}
+        for r in op.reads:
+            ends = [_interval(e, {**merged, **places}, count) for e in r.index]
+            low, high = self.boxes.get(r.tensor, (None, None))
+            self.boxes[r.tensor] = (
+                [a if low is None else np.minimum(a, low[k]) for k, (a, _) in enumerate(ends)],
+                [b if high is None else np.maximum(b, high[k]) for k, (_, b) in enumerate(ends)],
+            )
+
+
+def _dims(op: Block, e: Expr) -> set[str]:
+    """Dimensions that an expression depends on."""
+    own = (dims_of(x.aff) for x in distinct((e,)) if isinstance(x, Index))
+    return set[str]().union(*own, *(op.read_dims(k) for k in arg_positions((e,))))
+
+
+def _interval(e: Aff, places: Mapping[str, tuple[Array, Array]], count: int) -> tuple[Array, Array]:
+    """The least and the greatest value of an index expression, or bounds of them."""
+    low = np.full(count, e.const)
+    high = low.copy()
+    for atom, c in e.terms:
+        if isinstance(atom, str):
+            a, b = places[atom]
+        else:
+            a, b = _interval(atom.arg, places, count)
+            a, b = a // atom.div, b // atom.div
+            if isinstance(atom, Mod):
+                whole = a == b  # no step between them
+                x, y = _interval(atom.arg, places, count)
+                a, b = np.where(whole, x % atom.div, 0), np.where(whole, y % atom.div, atom.div - 1)
+        low, high = (low + c * a, high + c * b) if c > 0 else (low + c * b, high + c * a)
+    return low, high
+
+
+# Operands of an operation made small, large or 0 as a whole, and others where it does not look: what a mean or a variance of
+# them hides from single numbers.
+#
+# Scales are powers of two, so that they round nothing. Small weights are scaled too, where the operation and its nodes read the
+# same ones: that their own numbers lead a result nowhere near some limit does not make an operation the model's.
+
+
+FACTORS = (-14, 14, None)  # exponents of what operands are multiplied by; None: by 0
+ELSEWHERE = {-14: 64.0, None: -64.0}  # with which of these, and what the others are at least
+PATTERN = 1021  # numbers that are drawn, over and over
+LARGE = 40  # the exponent that a weight's largest number is brought to, and then its type's own largest
+LARGEST = {"f64": 1023, "f32": 127, "f16": 15, "bf16": 127}
+ROOM = {"f64": 23}  # no wider type has its sums: theirs stay inside it, in whatever order
+
+
+def variants(
+    graph: Graph,
+    operands: Mapping[str, Array],
+    weights: Mapping[str, Array],
+    unseen: Mapping[str, Array],
+    rng: np.random.Generator,
+) -> Iterator[tuple[str, dict[str, Array]]]:
+    """What is scaled, as a person reads it, and the scaled values by name; nothing that is finite becomes infinite.
+
+    Cells that no cell of the operation looks at, if it looks where it says, are all large beside small and zero ones.
+    """
+    floats = {t: v for t, v in operands.items() if graph.tensors[t].dtype in FLOATS}
+    for e in FACTORS:
+        found = {t: np.asarray(v * np.asarray(0.0 if e is None else 2.0**e, v.dtype)) for t, v in floats.items()}
+        if found and all(np.isfinite(found[t]).sum() == np.isfinite(v).sum() for t, v in floats.items()):
+            others = {t: u for t, u in unseen.items() if t in found and u.any() and e in ELSEWHERE}
+            for t, u in others.items():
+                drawn = np.asarray(ELSEWHERE[e] * (1 + rng.random(PATTERN)), found[t].dtype)
+                found[t] = np.where(u, np.resize(drawn, u.shape), found[t])
+            said = ", ".join(found) + (" = 0" if e is None else f" times 2^{e}")
+            yield said + (f", and others where {', '.join(others)} is not looked at" if others else ""), found
+    for limit in (LARGE, None):
+        found = dict[str, Array]()
+        for t, v in weights.items():
+            most, dtype = float(np.abs(v).max(initial=0)), graph.tensors[t].dtype
+            largest = LARGEST[dtype] - ROOM.get(dtype, 0)
+            if np.isfinite(most) and most > 0:
+                wanted = largest if limit is None else min(limit, largest)
+                found[t] = np.ldexp(v, wanted - 1 - int(np.floor(np.log2(most))) + (limit is None))
+        if found:
+            yield f"{', '.join(found)} brought to 2^{limit or 'the largest of its type'}", found
+
+
 TARGETS = 96  # output cells of an operation
 WORK = 1 << 20  # index points that they may take
 BEHIND = 8  # index points that a cell which is followed back may take before fewer cells are looked at
@@ -323,3 +598,86 @@ def _work(op: Block) -> int:
         used = {n for k in arg_positions((s.body,)) for e in op.reads[k].index for n in dims_of(e)}
         found += math.prod(d.size for d in op.space if d.name in used)
     return found
+
+
+# Whether two results of a node differ by what rounding does: by its results for inputs that are rounded at random.
+#
+# A recurrence with large weights multiplies a rounding at every step: its last cells are decided by it, the first are not.
+
+
+ROUNDINGS = 4  # of an input, at most
+
+
+def within_rounding(compute: Callable[[list[Any]], Any], inputs: Sequence[Any], made: Any, other: Any, seed: int = 0) -> bool:
+    """Whether another result is as near to one, cell by cell, as those for its inputs a few roundings away.
+
+    Args:
+        compute: the result for some inputs.
+        made: the result for these.
+    """
+    if not is_array(made) or made.dtype.kind != "f" or made.shape != np.shape(other):
+        return False
+    rng, spread, wide = np.random.default_rng(seed), np.zeros(made.shape), made.astype(np.float64)
+    for _ in range(TRIALS):
+        again = compute([_rounded(v, rng) for v in inputs])
+        spread = np.fmax(spread, np.abs(np.asarray(again, np.float64) - wide))
+    return bool(np.all(near(made, other) | (np.abs(wide - np.asarray(other, np.float64)) <= SPREAD * spread)))
+
+
+def _rounded(value: Any, rng: np.random.Generator) -> Any:
+    """Numbers a few roundings away; what are no floats of numpy's as they are."""
+    if not is_array(value) or value.dtype.kind != "f":
+        return value
+    unit = ROUNDINGS * float(np.finfo(value.dtype).eps)
+    factors: Array = 1 + np.asarray(rng.uniform(-unit, unit, value.shape), np.float64)
+    return np.asarray(np.multiply(value, factors), value.dtype)
+
+
+# Opaque nodes that a run and its reference both give to one library: they are asked of another one, or named.
+
+
+_Expected = list[tuple[str, tuple[int, ...]]]
+
+
+def second_opinions(graph: Graph, model: ModelFile, feeds: Mapping[str, Any], read: Reader, reference: str) -> dict[str, Any]:
+    """What becomes of a graph's opaque nodes when another evaluator than the reference's runs them on the model's values.
+
+    Returns:
+        ``{asked, differ, same_engine}``: how many were asked again, those whose values differ, and those that no other
+        evaluator runs, which a comparison with the reference therefore says nothing of.
+    """
+    run = ReferenceValues(model, feeds, {t for t in graph.tensors if t not in graph.weights})
+
+    def known(name: str) -> Any:
+        value = read(name) if name in graph.weights else run.values.get(name)
+        return HostValue(value) if graph.tensors[name].on_host and name in run.values else value
+
+    values, asked = CellValues(graph, known), 0
+    differ, alone = list[str](), list[str]()
+    for op in (op for op in graph.ops if isinstance(op, Opaque)):
+        arrays = [values.stored(t, values.whole(t)) if t else None for t in op.ins]
+        expected = [(graph.tensors[t].dtype, graph.tensors[t].shape) for t in op.outs]
+        engine = opaque_node.engine(op, arrays, expected)
+        if engine not in reference:
+            continue  # the run and the reference are two libraries
+        other = next(n for n in opaque_node.NAMES.values() if n != engine)
+        again = opaque_node.asked_of(other, op, arrays, expected)
+        mine = opaque_node.asked_of(engine, op, arrays, expected)
+        name = ", ".join(op.source) or op.outs[0]
+        if again is None or mine is None:
+            alone.append(name)
+        elif not all(alike(a, b) or _rounding(engine, op, k, arrays, expected, a, b)
+                     for k, (a, b) in enumerate(zip(mine, again, strict=True))):  # fmt: skip
+            differ.append(name)
+        asked += again is not None
+    return {"asked": asked, "differ": differ, "same_engine": alone}
+
+
+def _rounding(engine: str, op: Opaque, k: int, arrays: Sequence[Any], expected: _Expected, mine: Any, other: Any) -> bool:
+    """Whether the two libraries differ by what rounding does to the node."""
+
+    def compute(given: list[Any]) -> Any:
+        found = opaque_node.asked_of(engine, op, given, expected)
+        return None if found is None else found[k]
+
+    return within_rounding(compute, arrays, mine, other)

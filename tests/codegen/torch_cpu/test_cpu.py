@@ -16,14 +16,14 @@ from onnx import TensorProto as T
 from tapestry import api
 from tapestry.codegen.torch_cpu import TorchCpu, kernels
 from tapestry.codegen.torch_cpu.base.closures import compile_value
+from tapestry.codegen.torch_cpu.base.scalars import native
 from tapestry.codegen.torch_cpu.base.strided_reads import Remembered
-from tapestry.codegen.torch_cpu.base.torch_unary import native
-from tapestry.codegen.torch_cpu.torch_ops import dense, norms
+from tapestry.codegen.torch_cpu.torch_ops import dense, layers
 from tapestry.ir.expr import Acc, Const, Expr, call, rewrite
 from tapestry.ir.graph import Block
-from tapestry.ir.kernel import Kernel
+from tapestry.ir.parser import parse
+from tapestry.ir.plan import Kernel
 from tapestry.ir.program import Launch
-from tapestry.ir.syntax.parser import parse
 from tapestry.lift import read_weight
 from tapestry.runtime.executor import kernel_of
 from tapestry.verify import interp
@@ -280,7 +280,7 @@ def test_pieces_digits_and_norms(tmp_path: Path) -> None:
     graph, program = c.build.plan.graph, c.build.program
     launches = [(s, graph.ops[s.op]) for s in program.steps if isinstance(s, Launch)]
     rows = [(s, op) for s, op in launches if isinstance(op, Block) and op.monoid == "moments"]
-    found = [norms.layer_norm(op, kernel_of(s, 0, program)) for s, op in rows]
+    found = [layers.layer_norm(op, kernel_of(s, 0, program)) for s, op in rows]
     assert found and all(found)
 
 

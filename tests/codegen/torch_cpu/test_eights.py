@@ -13,10 +13,10 @@ from onnx import numpy_helper
 import tapestry
 from tapestry.codegen.torch_cpu import TorchCpu, conv_int8, native
 from tapestry.codegen.torch_cpu.base.strided_reads import Frame
-from tapestry.codegen.torch_cpu.c import generated_c
+from tapestry.codegen.torch_cpu.c import print_c
 from tapestry.codegen.torch_cpu.torch_ops.dense import Packable
 from tapestry.ir.graph import Block, Graph
-from tapestry.ir.kernel import Box, Kernel, whole
+from tapestry.ir.plan import Box, Kernel, whole
 from tapestry.plan.strategy import read_box
 from tests.support.lifting import build, evaluate, lift_model, node
 
@@ -207,12 +207,12 @@ def test_one_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What follows the sum is a function in C; where that cannot be compiled, torch's operators do."""
     m, feeds = model("plain", "uint8 int8", "filters")
     graph, called = lift_model(m, tmp_path).graph, list[str]()
-    function = generated_c.function
-    monkeypatch.setattr(generated_c, "function", lambda name: called.append(name) or function(name))
+    function = print_c.function
+    monkeypatch.setattr(print_c, "function", lambda name: called.append(name) or function(name))
     arrays = {**initials(m), **feeds}
     (ours,) = run(graph, arrays, True)
     assert called
-    monkeypatch.setattr(generated_c, "function", lambda name: None)
+    monkeypatch.setattr(print_c, "function", lambda name: None)
     (plain,) = run(graph, arrays, True)
     assert np.array_equal(ours, plain)
 

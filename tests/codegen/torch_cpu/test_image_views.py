@@ -7,14 +7,14 @@ import pytest
 
 from tapestry.codegen.torch_cpu import TorchCpu
 from tapestry.codegen.torch_cpu.c import conv_c
+from tapestry.codegen.torch_cpu.c.blocks_c import Mapped
 from tapestry.codegen.torch_cpu.c.c_calls import Recorded
-from tapestry.codegen.torch_cpu.c.maps_c import Mapped
 from tapestry.codegen.torch_cpu.kernels import build, from_numpy
 from tapestry.codegen.torch_cpu.torch_ops.dense import Packable
-from tapestry.codegen.torch_cpu.views.image_view import seen
+from tapestry.codegen.torch_cpu.views import seen
 from tapestry.ir.graph import Block
-from tapestry.ir.kernel import Kernel, whole
-from tapestry.ir.syntax.parser import parse
+from tapestry.ir.parser import parse
+from tapestry.ir.plan import Kernel, whole
 from tapestry.verify import interp
 
 pytestmark = pytest.mark.usefixtures("threads")

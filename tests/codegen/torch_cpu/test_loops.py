@@ -11,13 +11,13 @@ import torch
 
 import tapestry
 from tapestry.codegen.torch_cpu import TorchCpu
-from tapestry.codegen.torch_cpu.c import conv_c, generated_c
-from tapestry.codegen.torch_cpu.c.maps_c import How, Mapped
+from tapestry.codegen.torch_cpu.c import conv_c, print_c
+from tapestry.codegen.torch_cpu.c.blocks_c import How, Mapped
 from tapestry.codegen.torch_cpu.kernels import build
 from tapestry.codegen.torch_cpu.torch_ops.dense import Packable
 from tapestry.ir.graph import Block
-from tapestry.ir.kernel import Kernel, whole
-from tapestry.ir.syntax.parser import parse
+from tapestry.ir.parser import parse
+from tapestry.ir.plan import Kernel, whole
 from tapestry.rewrites.core.rule_check import random_feeds
 from tapestry.verify import interp
 
@@ -88,18 +88,18 @@ for (int64_t i = 0; i < 8; i++) {{
 for (int64_t j = 0; j < 2; j++) {{
 y[(2 * i + j)] = ((i < 2) ? p0[(2 * i + j)] : (((i - 2) >= 0) ? p1[({wide} * (i - 2) + {step} * j)] : 0.0f));
 }}}}"""
-    assert generated_c.reads_under_conditions(body)
+    assert print_c.reads_under_conditions(body)
     past, new = np.arange(4, dtype=np.float32) + 1, np.arange(6 * wide, dtype=np.float32) + 100
     found = np.zeros((8, 2), np.float32)
     given = (ctypes.c_void_p * 3)(*(a.ctypes.data for a in (past, new, found)))
-    generated_c.function(generated_c.register(body))(None, given)
+    print_c.function(print_c.register(body))(None, given)
     np.testing.assert_array_equal(found[:2], past.reshape(2, 2))
     np.testing.assert_array_equal(found[2:], new.reshape(6, wide)[:, : step + 1 : step])
 
 
 def test_what_reads_under_a_condition_is_seen() -> None:
-    assert not generated_c.reads_under_conditions("y[i] = ((p0[i] < 2) ? 1.0f : a) + p1[i];")
-    assert generated_c.reads_under_conditions("float acc = v >= 0 && v < 5 ? p0[((v))] : 0.0f;")
+    assert not print_c.reads_under_conditions("y[i] = ((p0[i] < 2) ? 1.0f : a) + p1[i];")
+    assert print_c.reads_under_conditions("float acc = v >= 0 && v < 5 ? p0[((v))] : 0.0f;")
 
 
 @pytest.mark.usefixtures("one_thread")

@@ -17,12 +17,12 @@ from onnx import TensorProto as T
 from tapestry import api
 from tapestry.codegen.torch_cpu import attention_c, native
 from tapestry.codegen.torch_cpu.base import contract
-from tapestry.codegen.torch_cpu.base.epilogue import Epilogue
+from tapestry.codegen.torch_cpu.base.closures import Epilogue
 from tapestry.codegen.torch_cpu.c import attention_c_states as heads
-from tapestry.codegen.torch_cpu.c import c_calls, conv3d_c, conv_c
+from tapestry.codegen.torch_cpu.c import c_calls, conv_c
 from tapestry.ir.graph import Block
-from tapestry.ir.kernel import Kernel, whole
-from tapestry.ir.syntax.parser import parse
+from tapestry.ir.parser import parse
+from tapestry.ir.plan import Kernel, whole
 from tapestry.rewrites.core.driver import simplify
 from tapestry.rewrites.core.rule_check import random_feeds
 from tapestry.runtime.one_process.static_schedule import Segment
@@ -119,7 +119,7 @@ def test_convolutions_over_three_axes(case: str, pixels: bool) -> None:
     x = x.contiguous(memory_format=torch.channels_last_3d) if pixels else x
     want = torch.nn.functional.conv3d(x.double(), weight.double(), bias.double(), *how)
     more, then = torch.randn(want.shape, generator=g), Epilogue(bias=0, residual=1, low=-0.5, high=2.0)
-    kernel = conv3d_c.convolve(contract.Call((), (), tuple(x.shape), *how, 1), weight.shape, want.shape, then)
+    kernel = conv_c.convolve_3d(contract.Call((), (), tuple(x.shape), *how, 1), weight.shape, want.shape, then)
     assert kernel
     memory = torch.full((want.numel(),), float("nan"))
     call = kernel.call(x, kernel.pack(weight), bias, more, memory)
@@ -133,7 +133,7 @@ def test_convolutions_over_three_axes(case: str, pixels: bool) -> None:
 @needed
 def test_frames_of_padding_alone_are_left_to_torch() -> None:
     call = contract.Call((), (), (1, 4, 2, 5, 5), (1, 1, 1), (5, 0, 0), (1, 1, 1), 1)
-    assert conv3d_c.convolve(call, (8, 4, 3, 3, 3), (1, 8, 10, 3, 3), Epilogue()) is None
+    assert conv_c.convolve_3d(call, (8, 4, 3, 3, 3), (1, 8, 10, 3, 3), Epilogue()) is None
 
 
 @needed
@@ -236,7 +236,7 @@ def test_attention_on_buffers_as_they_are(
     kernel = Kernel(
         op=last, mode="full", block=whole(tuple(d.size for d in op.space)), ins=ins, outs=(whole((2, heads, rows, 20)),)
     )
-    found = attention_c.attention(op, graph, kernel)
+    found = attention_c.attention_kernel(op, graph, kernel)
     assert found and not found.names
     run = found.run
     before = run_ops(graph, feeds, last)
@@ -265,7 +265,7 @@ def few_rows(keys: int, feeds: Feeds | None = None) -> tuple[Any, list[torch.Ten
     ins = tuple(whole(graph.tensors[r.tensor].shape) for r in op.reads)
     block = whole(tuple(d.size for d in op.space))
     kernel = Kernel(op=last, mode="full", block=block, ins=ins, outs=(whole((2, 4, 5, 20)),))
-    found = attention_c.attention(op, graph, kernel)
+    found = attention_c.attention_kernel(op, graph, kernel)
     assert found
     given = [before[r.tensor].contiguous() for r in op.reads]
     return found.run, given, interp.run(graph, feeds, wide=True)["y"], feeds
@@ -339,7 +339,7 @@ def test_what_a_kernel_in_python_raises_is_raised(
 def test_a_signal_during_a_batch_is_heard() -> None:
     """Python raises it at the first line of the kernel that comes next, before any handler of that kernel stands."""
     pause = native.Called(ctypes.cast(ctypes.CDLL(None).pause, ctypes.c_void_p), 0)  # it waits for a signal
-    waits = c_calls.Call(native.library().tapestry_called, pause, ctypes.c_int64(0), ())
+    waits = c_calls.CCall(native.library().tapestry_called, pause, ctypes.c_int64(0), ())
     memory = torch.zeros(2)
     made = c_calls.called(lambda ins, _: [torch.ones(2)], (2,)).bind([], [memory])
     before = signal.signal(signal.SIGALRM, signal.default_int_handler)

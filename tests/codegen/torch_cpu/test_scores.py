@@ -5,13 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tapestry.codegen.torch_cpu.attention_c import attention
-from tapestry.codegen.torch_cpu.attention_scores import scored
+from tapestry.codegen.torch_cpu.attention_c import attention_kernel, scored
 from tapestry.codegen.torch_cpu.c import conv_c
 from tapestry.codegen.torch_cpu.kernels import build, from_numpy
 from tapestry.ir.graph import Block
-from tapestry.ir.kernel import Kernel, whole
-from tapestry.ir.syntax.parser import parse
+from tapestry.ir.parser import parse
+from tapestry.ir.plan import Kernel, whole
 from tapestry.verify import interp
 
 TAIL = "then where(isnan((acc0 - acc0)), (acc0 - acc0), (acc2 / acc1))\noutput y\n"
@@ -132,7 +131,7 @@ def test_a_bias_of_two_along_a_batch_of_one() -> None:
         want = interp.run(graph, values, wide=True)["y"]
     ins = tuple(whole(graph.tensors[r.tensor].shape) for r in op.reads)
     kernel = Kernel(op=0, mode="full", block=whole(tuple(d.size for d in op.space)), ins=ins, outs=(whole((1, 3, 53, 32)),))
-    found = attention(op, graph, kernel)
+    found = attention_kernel(op, graph, kernel)
     assert found is not None and found.names
     build(graph, kernel)  # registers and may compile what the bias is made by
     (got,) = found.run([from_numpy(values[r.tensor]) for r in op.reads], [])

@@ -13,10 +13,10 @@ from onnx import TensorProto as T
 
 import tapestry
 from tapestry.codegen.torch_cpu import TorchCpu
-from tapestry.codegen.torch_cpu.c import conv_c, pooling
+from tapestry.codegen.torch_cpu.c import conv_c
 from tapestry.codegen.torch_cpu.torch_ops.dense import Packable
 from tapestry.ir.graph import Block
-from tapestry.ir.kernel import Kernel, whole
+from tapestry.ir.plan import Kernel, whole
 from tapestry.verify import interp
 from tests.support.block_buffers import buffers, dense, sub_box
 from tests.support.small_models import N, f32, net
@@ -64,8 +64,8 @@ def test_pooling_of_any_block(pool: dict[str, object], tmp_path: Path) -> None:
         k, arrays = c.kernel("full", cells + whole(tuple(d.size for d in c.op.reduce)), rng)
         want = c.values["y"][tuple(slice(lo, hi) for lo, hi in cells)]
         somewhere = not np.isneginf(want).all()  # a block all of whose windows are padding is left to others
-        assert (pooling.max_pool(c.op, k) is not None) == somewhere
-        assert (pooling.pooled(c.op, k) is not None) == (somewhere and conv_c.available() is not None)
+        assert (conv_c.max_pool(c.op, k) is not None) == somewhere
+        assert (conv_c.pooled(c.op, k) is not None) == (somewhere and conv_c.available() is not None)
         (got,) = TorchCpu().kernel(c.graph, k)(arrays, [])
         np.testing.assert_array_equal(got.numpy(), want)
         assert dense(got) and got.untyped_storage().nbytes() == got.nbytes
@@ -89,7 +89,7 @@ def test_transposed_convolutions_of_any_block(spread: dict[str, object], kernel:
         cells = dims if seed == 0 else sub_box(dims, rng)
         want = c.sums()[tuple(slice(lo, hi) for lo, hi in cells)]
         k, arrays = c.kernel("full", cells + reduce, rng)
-        assert pooling.transposed(c.op, c.graph, k)
+        assert conv_c.transposed(c.op, c.graph, k)
         (got,) = TorchCpu().kernel(c.graph, k)(arrays, [])
         np.testing.assert_allclose(got.numpy(), want, rtol=1e-4, atol=1e-5)
         states: list[torch.Tensor] = []
@@ -97,7 +97,7 @@ def test_transposed_convolutions_of_any_block(spread: dict[str, object], kernel:
         for lo in range(reduce[cut][1]):
             part = tuple((lo, lo + 1) if n == cut else b for n, b in enumerate(reduce))
             k, arrays = c.kernel("partial", cells + part, rng)
-            assert pooling.transposed(c.op, c.graph, k)
+            assert conv_c.transposed(c.op, c.graph, k)
             states = TorchCpu().kernel(c.graph, k)(arrays, states)
             assert dense(states[0])
         np.testing.assert_allclose(states[0].numpy(), want, rtol=1e-4, atol=1e-5)

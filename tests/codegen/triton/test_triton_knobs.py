@@ -9,10 +9,10 @@ os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton; ahead-of
 import pytest
 
 from tapestry.codegen.triton import KernelConfig, candidates, default_config, generate, kernel_form
-from tapestry.codegen.triton.task.chips import CHIPS
 from tapestry.codegen.triton.task.lowered import points
+from tapestry.codegen.triton.task.primitives import CHIPS
 from tapestry.errors import TapestryError
-from tapestry.ir.syntax.parser import parse
+from tapestry.ir.parser import parse
 from tests.support.triton_kernels import check, kernel_of, poisoned_lanes  # noqa: F401
 from tests.support.triton_streams import CAUSAL, PLAIN, STREAMS, attention
 

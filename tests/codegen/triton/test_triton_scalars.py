@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from tapestry.codegen.triton import generate, kernel_key, launch, unavailable
-from tapestry.codegen.triton.run.execute import load
+from tapestry.codegen.triton.run.launcher import load
 from tapestry.errors import BuildError, TapestryError
 from tapestry.ir.expr import PRIMITIVES
 from tapestry.ir.graph import Graph, Opaque
-from tapestry.ir.kernel import Kernel
-from tapestry.ir.syntax.parser import parse
+from tapestry.ir.parser import parse
+from tapestry.ir.plan import Kernel
 from tapestry.ir.types import numpy_dtype
 from tapestry.verify import interp
 from tests.support.triton_kernels import (
@@ -236,7 +236,7 @@ def test_a_kernel_file_that_was_changed_is_refused(tmp_path: Path, monkeypatch: 
     load(tk, tmp_path)
     [path] = tmp_path.glob("*.py")
     path.write_text("raise SystemExit")
-    monkeypatch.setattr("tapestry.codegen.triton.run.execute._FUNCTIONS", {})
+    monkeypatch.setattr("tapestry.codegen.triton.run.launcher._FUNCTIONS", {})
     with pytest.raises(BuildError, match="hash"):
         load(tk, tmp_path)
 

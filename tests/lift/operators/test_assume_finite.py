@@ -10,7 +10,7 @@ from onnx import parser
 import tapestry
 from tapestry.errors import LawError
 from tapestry.ir.graph import Block, Rewrite, changes
-from tapestry.ir.syntax.parser import parse
+from tapestry.ir.parser import parse
 from tapestry.verify.rewriting.proofs import FINITE, prove_step
 from tests.support.command_line import run
 
@@ -79,7 +79,7 @@ def test_tests_that_are_results_are_false(body: str) -> None:
 
 
 def test_integers_are_not_concerned() -> None:
-    from tapestry.verify.rewriting.finite import assume_finite
+    from tapestry.verify.rewriting.normal_form import assume_finite
 
     graph = parse("graph g input x: f32[3] y: f32[3] = op [i: 3] reads x[i] body exp(x) output y")
     assert assume_finite(graph) is graph

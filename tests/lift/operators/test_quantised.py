@@ -17,8 +17,8 @@ from onnx import TensorProto as T
 from onnx import helper
 
 import tapestry
-from tapestry.codegen.torch_cpu.torch_ops import integers
-from tapestry.codegen.torch_cpu.torch_ops.integers import one_product
+from tapestry.codegen.torch_cpu.torch_ops import dense
+from tapestry.codegen.torch_cpu.torch_ops.dense import one_product
 from tapestry.ir.graph import Block
 from tapestry.onnx_eval.ort_session import ort_session
 from tests.support.lifting import build, data, evaluate, lift_model, node
@@ -67,7 +67,7 @@ def test_integer_products_of_any_strides(left, right):
 
 SATURATED = """
 import torch
-from tapestry.codegen.torch_cpu.torch_ops.integers import exact, one_product
+from tapestry.codegen.torch_cpu.torch_ops.dense import exact, one_product
 for kinds in ((torch.int8, torch.int8), (torch.uint8, torch.int8), (torch.int8, torch.uint8), (torch.uint8, torch.uint8)):
     for depth in (3, 64, 600, 3000):
         for high in (False, True):
@@ -93,7 +93,7 @@ def test_sums_beyond_i32_wrap_in_batches():
     """As the integer product's do, so that taking off zero points gives what is within again."""
     x, y = torch.full((17, 1, 40000), 255, dtype=torch.uint8), torch.full((17, 40000, 1), 255, dtype=torch.uint8)
     want = (x.long() @ y.long()).to(torch.int32)
-    assert torch.equal(integers._multiply(x, y), want) and torch.equal(integers._multiply(x[:1], y[:1]), want[:1])
+    assert torch.equal(dense._multiply(x, y), want) and torch.equal(dense._multiply(x[:1], y[:1]), want[:1])
 
 
 @pytest.mark.parametrize("groups", [1, 2])

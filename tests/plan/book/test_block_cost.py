@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from tapestry.ir.parser import parse
 from tapestry.ir.plan import Strategy
-from tapestry.ir.syntax.parser import parse
-from tapestry.plan.cost.block_cost import _union, block_cost
+from tapestry.plan.cost.compute import _union, block_cost
 from tapestry.plan.topology import parse_mesh, topology
 
 LINEAR = """

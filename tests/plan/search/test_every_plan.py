@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from bench.planning import bounds
-from tapestry.plan.schedule import paths, prefixes
-from tapestry.plan.schedule.any_order import least_seconds
-from tapestry.plan.schedule.marginals import marginals
+from tapestry.plan.schedule import paths
+from tapestry.plan.schedule.branches import least_seconds
+from tapestry.plan.schedule.paths import marginals
 from tapestry.plan.search.planner import search
 from tapestry.plan.search.priced_plan import priced_plan, schedule
 from tapestry.plan.simulate import simulate
@@ -61,7 +61,7 @@ def test_prefixes_find_the_best_of_all_plans(seed: int) -> None:
     lanes = len(problem.menus[0].own)
     weights = np.zeros((lanes, 2 * len(problem.menus) + len(problem.flows)))
     weights[:, : 2 * len(problem.menus)] = 1 / lanes
-    looked = prefixes.Prefixes(problem, kept, weights, lambda c: schedule(problem, c)[2], np.inf, Budget.of(None))
+    looked = paths.Prefixes(problem, kept, weights, lambda c: schedule(problem, c)[2], np.inf, Budget.of(None))
     seconds, choice = looked.search([int(k[-1]) for k in kept])
     assert choice is not None and seconds == pytest.approx(schedule(problem, choice)[2].total, rel=1e-12)
     assert seconds <= least * (1 + 1e-12)

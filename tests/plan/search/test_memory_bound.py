@@ -10,9 +10,8 @@ import pytest
 
 from bench.planning import bounds
 from tapestry.ir.graph import Graph
-from tapestry.ir.syntax.parser import parse
-from tapestry.plan.schedule.path_weights import Master
-from tapestry.plan.schedule.paths import Paths
+from tapestry.ir.parser import parse
+from tapestry.plan.schedule.paths import Master, Paths
 from tapestry.plan.schedule.time_bound import Game
 from tapestry.plan.search.memory_limit import Room, demands
 from tapestry.plan.search.planner import search

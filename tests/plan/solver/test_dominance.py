@@ -5,10 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tapestry.plan.solver.dominance import FEW, undominated
-from tapestry.plan.solver.elimination import minimise
+from tapestry.plan.solver.elimination import FEW_LABELS, minimise, undominated
 
-LABELS = 3 * FEW  # more than are compared with all others first
+LABELS = 3 * FEW_LABELS  # more than are compared with all others first
 
 
 def chain(seed: int, nodes: int = 4) -> tuple[list[int], list[tuple[tuple[int, ...], np.ndarray]]]:

@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from tapestry.plan.solver import incumbent, network, pairwise
+from tapestry.plan.solver import incumbent, network
 from tapestry.plan.solver.budget import Budget
 from tapestry.plan.solver.mip import Program
 from tapestry.plan.solver.network import Demand, Factor, Network, _instance, evaluate, solve
@@ -81,7 +81,7 @@ def test_each_part_of_the_search_is_only_a_help(seed, without, monkeypatch):
         case "ruling out":
             monkeypatch.setattr(incumbent, "rule_out", nothing)
         case "reductions":
-            monkeypatch.setattr(pairwise, "reduce", nothing)
+            monkeypatch.setattr(incumbent, "reduce", nothing)
         case "dominance":
             monkeypatch.setattr(network, "undominated", nothing)
     found = solve(Network(sizes, factors))

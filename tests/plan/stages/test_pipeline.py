@@ -12,14 +12,19 @@ from onnx import TensorProto as T
 
 import tapestry
 from tapestry.errors import PlanError, TapestryError
-from tapestry.ir.kernel import size
-from tapestry.ir.plan import coordinates, device_count
+from tapestry.ir.plan import coordinates, device_count, size
 from tapestry.ir.program import Transfer
-from tapestry.plan.pipelines.estimate import Estimates
-from tapestry.plan.pipelines.pipeline_search import search_stages
-from tapestry.plan.pipelines.segments import Pieces, _receiving, _with_arrivals
-from tapestry.plan.pipelines.sequence import cut_points, sequence
-from tapestry.plan.pipelines.stage_chain import Piece, best_chain, submeshes
+from tapestry.plan.pipelines.segments import (
+    Piece,
+    Pieces,
+    _receiving,
+    _with_arrivals,
+    best_chain,
+    cut_points,
+    sequence,
+    submeshes,
+)
+from tapestry.plan.pipelines.stage_choice import Estimates, search_stages
 from tapestry.plan.pipelines.staged_plan import stage_topology
 from tapestry.plan.search.planner import search
 from tapestry.plan.search.problem import build

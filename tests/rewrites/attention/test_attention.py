@@ -15,18 +15,15 @@ from tapestry.errors import LawError, TapestryError
 from tapestry.ir import laws
 from tapestry.ir.expr import call
 from tapestry.ir.graph import Block
-from tapestry.ir.kernel import Kernel, cut, whole
-from tapestry.ir.monoid import MONOIDS, driven, product, rebased, register, rescale
-from tapestry.ir.monoid_action import prove_driven, prove_rebased
-from tapestry.ir.plan import MeshAxis, Plan, Strategy
-from tapestry.ir.state import state_box, varies
-from tapestry.ir.syntax.parser import parse
-from tapestry.ir.syntax.printer import to_text
+from tapestry.ir.monoid import MONOIDS, driven, product, prove_driven, prove_rebased, rebased, register, rescale
+from tapestry.ir.parser import parse
+from tapestry.ir.plan import Kernel, MeshAxis, Plan, Strategy, cut, whole
+from tapestry.ir.printer import to_text
+from tapestry.ir.recognise import state_box, varies
 from tapestry.lift import lift
 from tapestry.plan.lower import lower
 from tapestry.plan.strategy import strategies
-from tapestry.rewrites.core.applied import apply_moves
-from tapestry.rewrites.core.driver import simplify
+from tapestry.rewrites.core.driver import apply_moves, simplify
 from tapestry.rewrites.core.rule import RULES, Refusal, parse_move
 from tapestry.rewrites.core.rule_check import same
 from tapestry.verify import certificate, interp

@@ -37,7 +37,7 @@ RIGHT, WRONG = equations("right.tap"), equations("wrong.tap")
 RIGHT_PAIRS, WRONG_PAIRS = pairs("right_graphs.txt"), pairs("wrong_graphs.txt")
 RULE = '''"""A rule of a user's own."""
 
-from tapestry.ir.syntax.parser import parse
+from tapestry.ir.parser import parse
 from tapestry.rewrites.core.rule import Move, Rule, register
 
 
@@ -106,7 +106,7 @@ DROPS = '''"""Drop what stands behind every reduction."""
 from dataclasses import replace
 
 from tapestry.ir.expr import Acc
-from tapestry.rewrites.core.matching import Match, OpRule
+from tapestry.rewrites.core.rule import Match, OpRule
 from tapestry.rewrites.core.rule import register
 
 
@@ -165,7 +165,7 @@ from dataclasses import replace
 
 from tapestry.ir.expr import Acc, call
 from tapestry.ir.monoid import number
-from tapestry.rewrites.core.matching import Match, OpRule
+from tapestry.rewrites.core.rule import Match, OpRule
 from tapestry.rewrites.core.rule import register
 
 

@@ -17,18 +17,15 @@ import pytest
 import tapestry
 from tapestry.codegen.torch_cpu import TorchCpu
 from tapestry.errors import TapestryError
-from tapestry.ir.collective_calls import CALLS
-from tapestry.plan.cost.kernel_class import kernel_class
+from tapestry.ir.program import CALLS
+from tapestry.plan.cost.compute import kernel_class
 from tapestry.plan.topology import from_data, parse_mesh, to_data, topology
-from tapestry.plan.topology.measured_costs import CLASSES
-from tapestry.runtime.calibration import automatic, rounds, start
-from tapestry.runtime.calibration.call_clock import CallPoint
-from tapestry.runtime.calibration.document import document, write
-from tapestry.runtime.calibration.kernel_clock import KernelClock
+from tapestry.plan.topology.fabric import CLASSES
+from tapestry.runtime.calibration import automatic
+from tapestry.runtime.calibration.automatic import document, write
+from tapestry.runtime.calibration.call_clock import CallPoint, KernelClock, probes
 from tapestry.runtime.calibration.measure import Measurements, Task
-from tapestry.runtime.calibration.probes import probes
-from tapestry.runtime.calibration.rate_fit import KernelPoint, fit_kernels, fit_table, rising
-from tapestry.runtime.calibration.trace_fit import from_trace
+from tapestry.runtime.calibration.rate_fit import KernelPoint, fit_kernels, fit_table, from_trace, rising
 from tests.support.command_line import run
 from tests.support.small_models import save
 
@@ -284,10 +281,10 @@ class Machine:
     def others(self) -> float:
         return self.share * self.now * (os.cpu_count() or 1)
 
-    def agreed(self, monkeypatch: pytest.MonkeyPatch, most: int = rounds.ROUNDS) -> dict[str, object]:
-        monkeypatch.setattr(rounds.time, "monotonic", lambda: self.now)
-        monkeypatch.setattr(rounds, "others", self.others)
-        found = rounds.agreed(self.round, most)
+    def agreed(self, monkeypatch: pytest.MonkeyPatch, most: int = automatic.ROUNDS) -> dict[str, object]:
+        monkeypatch.setattr(automatic.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(automatic, "others", self.others)
+        found = automatic.agreed(self.round, most)
         monkeypatch.undo()
         return found
 
@@ -327,13 +324,13 @@ def test_other_work_during_the_measurement_is_said(tmp_path: Path, monkeypatch: 
 
 def test_work_of_others_is_that_of_the_cores_less_our_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "stat").write_text("cpu  1000 200 300 50000 7000 10 20 30 0 0\ncpu0 1 1 1 1 1 1 1 1 0 0\n")
-    monkeypatch.setattr(rounds, "Path", lambda _: tmp_path / "stat")
+    monkeypatch.setattr(automatic, "Path", lambda _: tmp_path / "stat")
     monkeypatch.setattr(os, "times", lambda: (1.0, 0.5, 2.0, 0.25, 99.0))
-    assert rounds.others() == pytest.approx(1560 / os.sysconf("SC_CLK_TCK") - 3.75)
+    assert automatic.others() == pytest.approx(1560 / os.sysconf("SC_CLK_TCK") - 3.75)
 
 
 def kept(path: Path, **said: object) -> Path:
-    """A measured file as `rounds` leaves it, made two days ago."""
+    """A measured file as `automatic` leaves it, made two days ago."""
     made = document(measured(2), {})
     sure = {"when": time.time() - 2 * DAY, "rounds": 2, "agreement": 0.06, "others": 0.0, **said}
     write(path, {**made, "measured": {**made["measured"], **sure}})
@@ -381,7 +378,7 @@ def test_compile_and_explain_say_how_old_and_how_sure_the_figures_are(tmp_path: 
 def test_the_command_measures_again_what_auto_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("TAPESTRY_CACHE", str(tmp_path))
     machine = Machine([1.0, 1.0])
-    monkeypatch.setattr(start, "calibrate", lambda make, processes, threads, **how: machine.round())
+    monkeypatch.setattr(automatic, "calibrate", lambda make, processes, threads, **how: machine.round())
     assert run("calibrate", "--auto", "--processes", "2")[0] == 0
     monkeypatch.delenv("TAPESTRY_TOPOLOGY")
     path = Path(automatic.automatic(2))

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 from tapestry import api
-from tapestry.runtime.reordered.block_tasks import Task
-from tapestry.runtime.reordered.block_walk import Asked, BlockWalk, Drawn
-from tapestry.runtime.reordered.reordered_run import AnyOrderExecutor, digest, run_beside
+from tapestry.runtime.block_walk import Asked, BlockWalk, Drawn, Task
+from tapestry.tools.schedules import AnyOrderExecutor, digest, run_beside
 from tests.support.command_line import document, run
 from tests.support.small_models import MODELS
 

@@ -19,9 +19,9 @@ from torch.overrides import TorchFunctionMode
 
 from tapestry import flags
 from tapestry.codegen.triton import TritonKernel
-from tapestry.codegen.triton.run.triton_api import module
-from tapestry.codegen.triton.task.chips import CHIPS, Chip
-from tapestry.runtime.arrays import torch_dtype
+from tapestry.codegen.triton.run.launcher import triton_module
+from tapestry.codegen.triton.task.primitives import CHIPS, Chip
+from tapestry.runtime.target_protocol import torch_dtype
 
 SOURCE = Path(__file__).with_name("driver_rules.c")
 META = torch.device("meta")
@@ -82,7 +82,7 @@ class StandIn:
         """A GPU of the same kind with so many bytes of shared memory for a program."""
         major, minor = divmod(int(self.chip.arch), 10)
         self.library.stand_in_chip(major, minor, self.chip.units, most, most + 1024)
-        module("triton.compiler.compiler").max_shared_mem.cache_clear()
+        triton_module("triton.compiler.compiler").max_shared_mem.cache_clear()
 
     def lines(self) -> list[list[str]]:
         """Its log, in words."""
@@ -112,7 +112,7 @@ class StandIn:
 
 def built() -> ctypes.CDLL:
     """The library, compiled once against the ``cuda.h`` of the Triton wheel, in place of ``libcuda.so.1``."""
-    include = Path(module("triton").__file__).parent / "backends" / "nvidia" / "include"
+    include = Path(triton_module("triton").__file__).parent / "backends" / "nvidia" / "include"
     digest = hashlib.sha256(SOURCE.read_bytes() + str(include).encode()).hexdigest()[:16]
     folder = flags.cache_folder() / "gpu-stand-in" / digest
     path = folder / "libcuda.so.1"
@@ -133,12 +133,12 @@ def install(target: str) -> StandIn:
     assert isinstance(chip.arch, int)
     major, minor = divmod(chip.arch, 10)
     library.stand_in_chip(major, minor, chip.units, chip.shared, chip.shared_unit)
-    module("triton").knobs.nvidia.libcuda_path = str(Path(library._name).parent)
-    nvidia = module("triton.backends.nvidia.driver")
+    triton_module("triton").knobs.nvidia.libcuda_path = str(Path(library._name).parent)
+    nvidia = triton_module("triton.backends.nvidia.driver")
     found = nvidia.CudaDriver()
     found.get_current_device, found.set_current_device = lambda: 0, lambda device: None
     found.get_device_capability, found.get_current_stream = lambda device=0: (major, minor), lambda device: 0
-    module("triton.runtime").driver.set_active(found)
+    triton_module("triton.runtime").driver.set_active(found)
     torch.cuda.get_device_capability = lambda device=None: (major, minor)
     return StandIn(library, Memory(library), chip)
 

@@ -20,16 +20,15 @@ import torch
 from tapestry.codegen.torch_cpu import TorchCpu
 from tapestry.codegen.torch_cpu.kernels import from_numpy, to_numpy
 from tapestry.codegen.triton import KernelConfig
-from tapestry.codegen.triton.run import library
+from tapestry.codegen.triton.run import launcher
 from tapestry.codegen.triton.run.device_target import TritonTarget
-from tapestry.codegen.triton.run.local_gpu import find_device
 from tapestry.codegen.triton.run.tune import How, choose, measure, random_data, wrong
+from tapestry.codegen.triton.run.tuned import find_device
 from tapestry.ir.graph import Block, Graph
-from tapestry.ir.kernel import Kernel, whole
 from tapestry.ir.monoid import MONOIDS
-from tapestry.ir.plan import Plan
+from tapestry.ir.parser import parse
+from tapestry.ir.plan import Kernel, Plan, whole
 from tapestry.ir.program import Program
-from tapestry.ir.syntax.parser import parse
 from tapestry.plan.lower import lower
 from tapestry.runtime.one_process.gpu_devices import GpuExecutor
 from tests.support.small_models import Case, assert_same, case, execute, mesh_of, peak, planned_transfers, random_plan
@@ -129,12 +128,12 @@ def check_library() -> None:
             graph = parse(text.format(dtype))
             kernel = kernel_of(graph)
             data = random_data(graph, kernel, HERE, 3)
-            call = library.bind(graph, kernel, data.ins, data.outs)
+            call = launcher.bind_library(graph, kernel, data.ins, data.outs)
             assert call is not None
             call()
             assert not wrong(data), (dtype, text)
     assert (
-        library.bind(
+        launcher.bind_library(
             g := parse("graph g\n input x: f32[4]\n y: f32[4] = op [i: 4] reads x[i] body x * x\n output y"),
             kernel_of(g),
             [],

@@ -20,9 +20,8 @@ import torch.distributed as dist
 
 from tapestry.codegen.torch_cpu import TorchCpu
 from tapestry.codegen.torch_cpu.kernels import from_numpy, to_numpy
-from tapestry.runtime.processes.heartbeat import Heartbeat, shared
 from tapestry.runtime.processes.survivors import SurvivingExecutor, lost, sockets
-from tapestry.runtime.processes.wire import PeerLost, Wire
+from tapestry.runtime.processes.wire import Heartbeat, PeerLost, Wire, shared
 from tapestry.runtime.processes.worker import Rank
 from tests.support.programs.ranks import Trial
 

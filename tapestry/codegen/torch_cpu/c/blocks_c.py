@@ -17,23 +17,143 @@ from typing import Any
 
 import torch
 
-from tapestry.codegen.torch_cpu.base.piecewise import cut_pieces
-from tapestry.codegen.torch_cpu.base.point_values import Run, held
+from tapestry.codegen.torch_cpu import native
+from tapestry.codegen.torch_cpu.base.point_values import Run, cut_pieces, held
 from tapestry.codegen.torch_cpu.base.scalars import TORCH_DTYPES
-from tapestry.codegen.torch_cpu.c import conv_c, generated_c
-from tapestry.codegen.torch_cpu.c.c_calls import Call, Ins, Written, row_major, shares
-from tapestry.codegen.torch_cpu.c.maps_c import PLAIN, How, Mapped
-from tapestry.codegen.torch_cpu.c.print_c import TYPES, Writer, is_slow, literal, written
-from tapestry.ir.expr import Arg, Const, Expr, Index, Let, arg_positions, walk
+from tapestry.codegen.torch_cpu.c import conv_c, print_c
+from tapestry.codegen.torch_cpu.c.c_calls import CCall, Ins, Recorded, Written, row_major, shares
+from tapestry.codegen.torch_cpu.c.print_c import TYPES, Chosen, Piece, Writer, is_slow, literal, written
+from tapestry.ir.expr import Acc, Arg, Const, Expr, Index, Let, arg_positions, walk
 from tapestry.ir.expr import Call as Apply
 from tapestry.ir.graph import Block, Dim, Graph, Read
-from tapestry.ir.index import dims_of
-from tapestry.ir.kernel import Box, Kernel, shape, size
+from tapestry.ir.index import dim, dims_of, substitute
 from tapestry.ir.monoid import MONOIDS, Moments
-from tapestry.ir.recognise.contraction import only_sums
-from tapestry.ir.state import varies
+from tapestry.ir.plan import Box, Kernel, shape, size, whole
+from tapestry.ir.recognise import only_sums, selection, varies
 
 Tensor = torch.Tensor
+
+
+# Element-wise operations and rows of tables as fixed calls: C from their expressions, compiled once for all of a model.
+
+
+LEAST = 1 << 10  # points: fewer are worth a function in a program of many small operations alone
+MOST_PIECES = 32
+
+
+@dataclass(frozen=True, slots=True)
+class How:
+    """How functions in C are made: with sizes as arguments, so that one serves all sizes of a plan; and compiled where they are
+    not there yet, or not used."""
+
+    any_size: bool = False
+    compiles: bool = True
+
+
+PLAIN = How()
+
+
+@dataclass(frozen=True, slots=True)
+class Mapped:
+    """An operation with a function in C of the same meaning, which is compiled when a machine first asks for it.
+
+    Attributes:
+        plain: the operation on torch's operators.
+        names: of the functions in C.
+        recorded: the calls of that function.
+        reads: which reads of the operation a function that is all of it is given, in order.
+        few: whether torch's operators take no longer but for their calls.
+        compiles: whether it is compiled where it is not there yet.
+        sizes: what a function that takes sizes is called with.
+    """
+
+    plain: Run
+    names: tuple[str, ...]
+    recorded: Recorded | Written
+    reads: tuple[int, ...] = ()
+    few: bool = False
+    compiles: bool = True
+    sizes: tuple[int, ...] = ()
+
+    def __call__(self, ins: Ins, states: Sequence[Tensor]) -> list[Tensor]:
+        """Compute into new memory: by torch, where there are few points."""
+        found = None if self.few else self.recorder()
+        return self.plain(ins, states) if found is None else found(ins, states)
+
+    def recorder(self) -> Recorded | Written | None:
+        """The operation as one that writes where it is told; ``None`` without a working compiler."""
+        return self.recorded if all(print_c.function(n, self.compiles) for n in self.names) else None
+
+
+def mapped(op: Block, graph: Graph, kernel: Kernel, plain: Run, how: How = PLAIN) -> Run:
+    """The operation with its function in C, where it has one and torch is to use one thread."""
+    found = _pieces(op, kernel) if conv_c.available() and kernel.mode == "full" and not op.inner else None
+    out = kernel.block[: len(op.dims)]
+    if not found or any(hi <= lo for lo, hi in kernel.block) or kernel.outs[0] != out:
+        return plain
+    used = sorted(arg_positions(tuple(e for p in found for e in _exprs(p))))
+    boxes = {k: b for k in used if (b := kernel.ins[k]) is not None}
+    if (
+        len(boxes) < len(used)
+        or not all(_row_by_row(op, op.reads[k], boxes[k], out) for k in used)
+        or (how.any_size and _image(op, used))
+    ):
+        return plain
+    names = tuple(d.name for d in op.dims)
+    tensors = {k: graph.tensors[op.reads[k].tensor] for k in used}
+    reads = {k: (op.reads[k], boxes[k], t.shape, t.dtype) for k, t in tensors.items()}
+    writer = Writer(names, reads, out, given=[] if how.any_size else None)
+    name = print_c.register(writer.function(found), how.compiles)
+    extents = shape(out)
+    record = functools.partial(_record_of_maps_c, name, used, writer.sizes())
+    call = Recorded(lambda memory: memory.view(extents), record, size(out))
+    return Mapped(plain, (name,), call, tuple(used), few=size(out) < LEAST, compiles=how.compiles, sizes=writer.arguments)
+
+
+def _record_of_maps_c(name: str, used: Sequence[int], sizes: Any, ins: Ins, memory: Tensor) -> CCall:
+    function: Any = print_c.function(name)
+    given = [row_major(held(ins[k])) for k in used]
+    buffers = (ctypes.c_void_p * (len(given) + 1))(*(x.data_ptr() for x in given), memory.data_ptr())
+    fixed = all(shares(x, held(ins[k])) for x, k in zip(given, used, strict=True))
+    return CCall(function, sizes, buffers, (*given, memory), fixed)
+
+
+def _exprs(p: Piece) -> tuple[Expr, ...]:
+    return (p.value, *((p.chosen.wanted, p.chosen.picked) if p.chosen else ()))
+
+
+def _pieces(op: Block, kernel: Kernel) -> list[Piece] | None:
+    """The operation box by box, if all of it can be written in C."""
+    if op.monoid is None:
+        found = [Piece(box, body[0]) for box, body in cut_pieces(op.body, op, kernel.block)] if len(op.body) == 1 else []
+    else:
+        parts = selection(op) if len(op.then) == 1 else None
+        if parts is None or parts.shift or parts.picked.dtype != "f32":
+            return None
+        chosen = Chosen(parts.over.name, parts.wanted, parts.picked, kernel.block[-1])
+        found = [Piece(kernel.block[:-1], op.then[0], chosen)]
+    fine = all(p.value.dtype == "f32" and written(_exprs(p)) for p in found)
+    return found if fine and len(found) <= MOST_PIECES else None
+
+
+def _row_by_row(op: Block, r: Read, box: Box, out: Box) -> bool:
+    """Whether cells that follow each other in the last axis of the output are one cell of the buffer, or neighbours there."""
+    inner = next((d.name for d, (lo, hi) in reversed(list(zip(op.dims, out, strict=True))) if hi - lo > 1), None)
+    step, along = 1, 0
+    for e, n in reversed(list(zip(r.index, shape(box), strict=True))):
+        if any(not isinstance(a, str) and inner in dims_of(a.arg) for a, _ in e.terms):
+            return False
+        along += step * e.coef(inner or "")
+        step *= n
+    return along in (0, 1)
+
+
+def _image(op: Block, used: Sequence[int]) -> bool:
+    """Whether images are read as such: their channels may be adjacent, as they are not in a row-major result."""
+    plain = [sum(len(e.terms) == 1 and len(dims_of(e)) == 1 for e in op.reads[k].index) for k in used]
+    return len(op.dims) == 4 and any(n >= 3 and len(op.reads[k].index) == 4 for n, k in zip(plain, used, strict=True))
+
+
 Reads = Mapping[int, tuple[Read, Box, tuple[int, ...], str]]
 MOST_WORK = 1 << 18  # primitives: more take longer than torch's calls
 MOST_SUMS = 1 << 16  # in sums, which torch's matrix products are better at
@@ -65,7 +185,7 @@ def as_loops(op: Block, graph: Graph, kernel: Kernel, plain: Run, is_dear: Calla
     if reads is None or not written(exprs, few=True) or any(graph.tensors[t].dtype not in TYPES for t in op.outs):
         return plain
     writer = BlockWriter(tuple(d.name for d in op.space), reads, out, given=[] if how.any_size else None)
-    name = generated_c.register(writer.block(op, kernel), how.compiles)
+    name = print_c.register(writer.block(op, kernel), how.compiles)
     if not (few or dear):
         return plain
     extents = shape(out)
@@ -96,12 +216,12 @@ def _weight(exprs: Sequence[Expr]) -> int:
     return sum(SLOW if isinstance(x, Apply) and is_slow(x) else 1 for x in nodes)
 
 
-def _record(name: str, used: Sequence[int], sizes: Any, ins: Ins, memory: Sequence[Tensor]) -> Call:
-    function = generated_c.function(name)
+def _record(name: str, used: Sequence[int], sizes: Any, ins: Ins, memory: Sequence[Tensor]) -> CCall:
+    function = print_c.function(name)
     given = [row_major(held(ins[k])) for k in used]
     buffers = (ctypes.c_void_p * (len(given) + len(memory)))(*(x.data_ptr() for x in (*given, *memory)))
     fixed = all(shares(x, held(ins[k])) for x, k in zip(given, used, strict=True))
-    return Call(function, sizes, buffers, (*given, *memory), fixed)
+    return CCall(function, sizes, buffers, (*given, *memory), fixed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +234,7 @@ class Cells:
 
     name: str
     box: Box
-    record: Callable[[Ins, Tensor], Call]
+    record: Callable[[Ins, Tensor], CCall]
 
 
 def each_cell(value: Expr) -> Cells | None:
@@ -123,11 +243,11 @@ def each_cell(value: Expr) -> Cells | None:
         return None
     if conv_c.available() is None or not written((value,)):
         return None
-    name = generated_c.register(Writer((), {}, ()).each_cell(value))
+    name = print_c.register(Writer((), {}, ()).each_cell(value))
 
-    def record(_: Ins, memory: Tensor) -> Call:
+    def record(_: Ins, memory: Tensor) -> CCall:
         pointer = (ctypes.c_void_p * 1)(memory.data_ptr())
-        return Call(generated_c.function(name), ctypes.c_int64(memory.numel()), pointer, (memory,), True)
+        return CCall(print_c.function(name), ctypes.c_int64(memory.numel()), pointer, (memory,), True)
 
     return Cells(name, (), record)
 
@@ -144,7 +264,7 @@ def cells_of(op: Block, graph: Graph, kernel: Kernel, names: Sequence[str], valu
     if (slow and size(box) * _weight((value,)) > MOST_WORK) or any(isinstance(x, Let) for x in walk(value)):
         return None
     writer = BlockWriter(tuple(names), found, box, given=[] if how.any_size else None)
-    name = generated_c.register(writer.block(alone, replace(kernel, block=box)), how.compiles)
+    name = print_c.register(writer.block(alone, replace(kernel, block=box)), how.compiles)
     sizes, used = writer.sizes(), sorted(found)
     return Cells(name, box, lambda ins, memory: _record(name, used, sizes, ins, [memory]))
 
@@ -334,3 +454,100 @@ def _plain_moments(op: Block) -> bool:
         return False
     n, x, spread = op.body
     return x.dtype == "f32" and n == Const(1.0, "f32") and spread == Const(0.0, "f32")
+
+
+# Root-mean-square norms and means of whole images by our own kernels, found by structure.
+
+
+def rms_norm(op: Block, kernel: Kernel) -> Recorded | None:
+    """``scale * (x / sqrt(sum(x^2) / n + eps))`` over the last dimension, on whole rows."""
+    lib = conv_c.available()
+    single = len(op.body) == len(op.reduce) == len(op.then) == 1
+    if lib is None or op.monoid != "sum" or not single or op.inner or not op.dims:
+        return None
+    square, found = op.body[0], _scaled(op.then[0])
+    if found is None or not isinstance(square, Apply) or square.fn != "mul" or square.args[0] != square.args[1]:
+        return None
+    scale, value, count, epsilon = found
+    x, last, row = square.args[0], op.dims[-1], op.reduce[0]
+    if not isinstance(x, Arg) or x.dtype != "f32" or last.size != row.size or not row.size:
+        return None
+    r, v, q = op.reads[x.pos], op.reads[value], op.reads[scale]
+    moved = tuple(substitute(e, {row.name: dim(last.name)}) for e in r.index)
+    names = [d.name for d in op.dims]
+    plain = not any(y.when or y.other is not None for y in (r, v, q))
+    if not plain or r.tensor != v.tensor or moved != v.index or [str(e) for e in v.index] != names:
+        return None
+    if [str(e) for e in q.index] != [last.name] or kernel.ins[scale] != whole((row.size,)):
+        return None
+    rows = kernel.block[: len(op.dims)]
+    if kernel.ins[x.pos] != rows or kernel.ins[value] != rows or kernel.block[-1] != (0, row.size):
+        return None
+    shape, n = [hi - lo for lo, hi in rows], size(rows)
+    sizes = native.Rows(n // row.size, row.size, count, epsilon)
+
+    def record(ins: Ins, memory: Tensor) -> CCall:
+        given = held(ins[value]).contiguous()
+        weight = held(ins[scale])
+        buffers = native.RowBuffers(given.data_ptr(), weight.data_ptr(), memory.data_ptr())
+        return CCall(lib.tapestry_rms_norm, sizes, buffers, (given, weight, memory), shares(given, held(ins[value])))
+
+    return Recorded(lambda memory: memory.view(shape), record, n)
+
+
+def _scaled(e: Expr) -> tuple[int, int, float, float] | None:
+    """(scale's read, the row's, count, epsilon) of ``scale * (x * (1 / sqrt(sum / count + epsilon)))``."""
+    match e:
+        case Apply(
+            "mul",
+            (
+                Arg(pos=scale),
+                Apply(
+                    "mul",
+                    (Arg(pos=x), Apply("div", (Const(value=1.0), Apply("sqrt", (Apply("add", (mean, Const() as eps)),))))),
+                ),
+            ),
+        ):
+            pass
+        case _:
+            return None
+    match mean:
+        case Apply("div", (Acc(), Const() as count)):
+            return scale, x, float(count.value), float(eps.value)
+        case _:
+            return None
+
+
+def mean(op: Block, kernel: Kernel) -> Recorded | None:
+    """Sums over the last two axes of images with adjacent channels, perhaps divided by a number."""
+    lib = conv_c.available()
+    if lib is None or op.monoid != "sum" or len(op.body) != 1 or len(op.dims) != 2 or len(op.reduce) != 2 or op.inner:
+        return None
+    x, then = op.body[0], op.then[0] if len(op.then) == 1 else None
+    if not isinstance(x, Arg) or x.dtype != "f32":
+        return None
+    match then:
+        case Apply("div", (Acc(), Const() as divisor)):
+            count = float(divisor.value)
+        case Acc():
+            count = 1.0
+        case _:
+            return None
+    r = op.reads[x.pos]
+    if (
+        r.when
+        or r.other is not None
+        or [str(e) for e in r.index] != [d.name for d in op.space]
+        or kernel.ins[x.pos] != kernel.block
+    ):
+        return None
+    b, c, h, w = (hi - lo for lo, hi in kernel.block)
+
+    def record(ins: Ins, memory: Tensor) -> CCall:
+        given = conv_c.last(held(ins[x.pos]))
+        s = given.stride()
+        sizes = native.Conv(b, c, c, h, w, *(1,) * 10, s[0], s[2], s[3], *(0,) * 6, 0, 0.0, count)
+        buffers = native.Buffers(given.data_ptr(), None, None, None, None, memory.data_ptr())
+        return CCall(lib.tapestry_mean, sizes, buffers, (given, memory), shares(given, held(ins[x.pos])))
+
+    return Recorded(lambda memory: memory.view(b, c), record, b * c)

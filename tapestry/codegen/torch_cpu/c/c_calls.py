@@ -34,7 +34,7 @@ class InPython:
 
 
 @dataclass(slots=True)
-class Call:
+class CCall:
     """A kernel with sizes and addresses, and what has to stay for as long as it may be called.
 
     Attributes:
@@ -60,10 +60,10 @@ class Call:
 class Calls:
     """Calls one after another; the last one writes the result, unless there are several."""
 
-    parts: tuple[Call, ...]
+    parts: tuple[CCall, ...]
 
     @classmethod
-    def of(cls, *calls: Call | Calls) -> Calls:
+    def of(cls, *calls: CCall | Calls) -> Calls:
         """All of them."""
         return cls(tuple(c for call in calls for c in (call.parts if isinstance(call, Calls) else (call,))))
 
@@ -106,7 +106,7 @@ class Recorded:
     """
 
     array: Callable[[Tensor], Tensor]
-    record: Callable[[Ins, Tensor], Call | Calls]
+    record: Callable[[Ins, Tensor], CCall | Calls]
     size: int
     link: Link | None = None
     cells: tuple[tuple[int, int], ...] = ()
@@ -117,7 +117,7 @@ class Recorded:
         """The output, as `several` have theirs."""
         return (self.array,)
 
-    def bind(self, ins: Ins, memory: Sequence[Tensor]) -> Call | Calls:
+    def bind(self, ins: Ins, memory: Sequence[Tensor]) -> CCall | Calls:
         """The call for memory of the output."""
         return self.record(ins, memory[0])
 
@@ -139,7 +139,7 @@ class Written:
     """
 
     arrays: tuple[Callable[[Tensor], Tensor], ...]
-    bind: Callable[[Ins, Sequence[Tensor]], Call]
+    bind: Callable[[Ins, Sequence[Tensor]], CCall]
     memory: tuple[tuple[int, torch.dtype], ...]
 
     def __call__(self, ins: Ins, states: Sequence[Tensor]) -> list[Tensor]:
@@ -170,25 +170,25 @@ class Together:
         return self.plain(ins, states)
 
 
-def limit(call: Call | Calls, filled: int) -> None:
+def limit(call: CCall | Calls, filled: int) -> None:
     """Let a call leave out cells: those before the first number at an address count, and those from the second on."""
     last(call).buffers.filled = filled
 
 
-def ask(call: Call | Calls, made: Call) -> None:
+def ask(call: CCall | Calls, made: CCall) -> None:
     """Let a call run another one where it wants what that makes."""
     step, who = _step(made), last(call)
     who.buffers.seldom, who.kept = ctypes.addressof(step), (*who.kept, step, made)
     who.python = (*who.python, *made.python)
 
 
-def hold(call: Call | Calls, fixed: bool) -> Call | Calls:
+def hold(call: CCall | Calls, fixed: bool) -> CCall | Calls:
     """The call, which is bound anew at every run unless it is ``fixed``."""
     last(call).fixed &= fixed
     return call
 
 
-def last(call: Call | Calls) -> Call:
+def last(call: CCall | Calls) -> CCall:
     """The call that writes the result."""
     return call.parts[-1] if isinstance(call, Calls) else call
 
@@ -196,7 +196,7 @@ def last(call: Call | Calls) -> Call:
 def called(run: Callable[[Ins, Sequence[Tensor]], list[Tensor]], extents: tuple[int, ...]) -> Written:
     """A kernel of one output that is no function in C, as one that is."""
 
-    def bind(ins: Ins, memory: Sequence[Tensor]) -> Call:
+    def bind(ins: Ins, memory: Sequence[Tensor]) -> CCall:
         def compute() -> None:
             try:
                 memory[0].view(extents).copy_(run(ins, [])[0])
@@ -208,19 +208,19 @@ def called(run: Callable[[Ins, Sequence[Tensor]], list[Tensor]], extents: tuple[
         function, lib = ctypes.CFUNCTYPE(None)(compute), native.library()
         assert lib is not None
         state = InPython(native.Called(ctypes.cast(function, ctypes.c_void_p), 0))
-        return Call(lib.tapestry_called, state.call, ctypes.c_int64(0), (*ins, *memory, function), python=(state,))
+        return CCall(lib.tapestry_called, state.call, ctypes.c_int64(0), (*ins, *memory, function), python=(state,))
 
     return Written((lambda memory: memory.view(extents),), bind, ((prod(extents), torch.float32),))
 
 
-def move(values: Tensor, there: Tensor, axis: int, at: int) -> Call:
+def move(values: Tensor, there: Tensor, axis: int, at: int) -> CCall:
     """Copy what is dense from an axis on; each row as many cells further as its number says, at an address that is not 0."""
     item, outer = values.element_size(), prod(values.shape[:axis])
     steps = (x.stride(axis - 1) * item if axis else 0 for x in (values, there))
     each = prod(values.shape[1:axis])
     sizes = native.Move(outer, values.nbytes // max(outer, 1), *steps, there.stride(axis) * item, max(each, 1))
     lib: Any = native.library()
-    return Call(lib.tapestry_move, sizes, native.Ends(values.data_ptr(), there.data_ptr(), at or None), (values, there))
+    return CCall(lib.tapestry_move, sizes, native.Ends(values.data_ptr(), there.data_ptr(), at or None), (values, there))
 
 
 def shares(a: Tensor, b: Tensor) -> bool:
@@ -247,7 +247,7 @@ def moved(given: Ins, seen: Ins) -> bool:
     return any(a is not b and a is not None and b is not None and not shares(a, b) for a, b in zip(given, seen, strict=True))
 
 
-def batch(given: Sequence[Call | Calls]) -> Callable[[], None]:
+def batch(given: Sequence[CCall | Calls]) -> Callable[[], None]:
     """All calls, one after another, as one."""
     calls = Calls.of(*given).parts
     if len(calls) == 1:
@@ -266,6 +266,6 @@ def batch(given: Sequence[Call | Calls]) -> Callable[[], None]:
     return together
 
 
-def _step(c: Call) -> native.Step:
+def _step(c: CCall) -> native.Step:
     function = ctypes.cast(c.function, ctypes.c_void_p).value
     return native.Step(function, ctypes.addressof(c.sizes), ctypes.addressof(c.buffers))

@@ -9,21 +9,48 @@ factor, the rate and log2(e) meet in one constant.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from tapestry.codegen.triton.emit.emit_dot import described, dot_options, factor, mentions
-from tapestry.codegen.triton.model.config_fields import KernelConfig
-from tapestry.codegen.triton.task.chips import Chip
-from tapestry.codegen.triton.task.descriptors import TileBox, stream_boxes
-from tapestry.codegen.triton.task.kernel_form import KernelForm
-from tapestry.codegen.triton.task.lowered import points
-from tapestry.codegen.triton.task.primitives import TRITON_TYPES, literal
-from tapestry.codegen.triton.task.tiles import Stream, power_of_two
-from tapestry.codegen.triton.text.axes import Axis, View
-from tapestry.codegen.triton.text.folds import by_share
-from tapestry.codegen.triton.text.ranges import KeyRange, key_range, unguarded
-from tapestry.codegen.triton.text.scope import Frame, Scope, Written
-from tapestry.ir.expr import Acc, Call, Const, Expr, Let, walk
+from tapestry.codegen.triton.emit.emit_dot import (
+    Axes,
+    described,
+    dot_options,
+    factor,
+    k_loop,
+    loop,
+    mentions,
+    operands,
+    product_axes,
+    tile_order,
+)
+from tapestry.codegen.triton.kernel_config import KernelConfig
+from tapestry.codegen.triton.task.descriptors import TileBox, operand_boxes, stream_boxes
+from tapestry.codegen.triton.task.lowered import (
+    Access,
+    Check,
+    Task,
+    points,
+    substitute_access,
+    substitute_indices,
+    substitute_task,
+)
+from tapestry.codegen.triton.task.primitives import TRITON_TYPES, Chip, literal
+from tapestry.codegen.triton.task.tiles import (
+    Folded,
+    KernelForm,
+    Stream,
+    power_of_two,
+    row_dims,
+    split_selection,
+    transposing_dims,
+)
+from tapestry.codegen.triton.text.folds import by_share, identity, lane_reduction, reduction, state_types, tile_reduction
+from tapestry.codegen.triton.text.scope import Axis, Frame, KeyRange, Scope, View, Written, combine_source, key_range, unguarded
+from tapestry.ir.expr import Acc, Arg, Call, Const, Expr, Index, Let, call, rewrite, walk
+from tapestry.ir.graph import Dim
+from tapestry.ir.index import dim, dims_of
+from tapestry.ir.monoid import MONOIDS
+from tapestry.ir.recognise import Kept, Selection, dims_read, exponential, routed
 
 
 @dataclass(slots=True)
@@ -242,3 +269,355 @@ def _results(frame: Frame, plan: _Plan) -> list[str]:
         scope.store(access, name, value)
         lines += scope.lines
     return lines
+
+
+# Maps: every element of the block on its own, in one flat tile axis, or in tiles of two axes where memory is transposed.
+
+
+def emit_map(frame: Frame, config: KernelConfig) -> Written:
+    """Outputs of a map, or (mode ``finish``) what ``then`` makes of merged states."""
+    found = transposing_dims(frame.task) if config.rows > 1 else None
+    return _flat(frame, config) if found is None else _transposed(frame, config, *found)
+
+
+def _flat(frame: Frame, config: KernelConfig) -> Written:
+    axis = Axis(frame.task.dims, config.block, "BLOCK", frame.namer, "i")
+    lines = _values(frame, View([(axis, "")], frame.task.ranges))
+    index = f"{axis.name} = pid * BLOCK + tl.arange(0, BLOCK)"
+    return Written(
+        constants=(("BLOCK", config.block),), lines=(frame.program(), index, *axis.lines, *lines), programs=axis.tiles
+    )
+
+
+def _transposed(frame: Frame, config: KernelConfig, at: int, end: int) -> Written:
+    """Tiles of a dimension that reads run along by the one that writes do: both are copied by whole rows of a tile."""
+    dims = frame.task.dims
+    batch = Axis((*dims[:at], *dims[at + 1 : end], *dims[end + 1 :]), 0, "", frame.namer, "batch")
+    rows = Axis((dims[at],), config.rows, "ROWS", frame.namer, "row")
+    cols = Axis((dims[end],), config.cols, "COLS", frame.namer, "col")
+    view = View([(batch, ""), (rows, "[:, None]"), (cols, "[None, :]")], frame.task.ranges)
+    lines = _values(frame, view)
+    tile = rows.tiles * cols.tiles
+    head = [frame.program(), f"tile = pid % {tile}" if batch.size > 1 else "tile = pid"]
+    head += [f"{batch.name} = pid // {tile}"] if batch.size > 1 else []
+    head.append(f"{rows.name} = tile // {cols.tiles} * ROWS + tl.arange(0, ROWS)")
+    head.append(f"{cols.name} = tile % {cols.tiles} * COLS + tl.arange(0, COLS)")
+    body = (*head, *batch.lines, *rows.lines, *cols.lines, *lines)
+    return Written(constants=(("ROWS", config.rows), ("COLS", config.cols)), lines=body, programs=batch.tiles * tile)
+
+
+def _values(frame: Frame, view: View) -> list[str]:
+    """Lines that load, compute and store one tile."""
+    task = frame.task
+    loads = Scope(frame, view)
+    states = tuple(loads.load(a, n) for a, n in zip(task.states, frame.states, strict=True))
+    scope = Scope(frame, view, states)
+    return [*loads.lines, *scope.store_results()]
+
+
+# Gathers (`ir.recognise`): the places are loaded once for each row, and what stands there along the columns.
+
+
+def emit_gather(frame: Frame, s: Selection, config: KernelConfig) -> Written:
+    """Outputs (``full``) or the picked elements (``partial``); a place outside the block gives zero."""
+    task, namer = frame.task, frame.namer
+    of_place, others = split_selection(task, s)
+    rows = Axis(of_place, config.rows, "ROWS", namer, "row")
+    cols = Axis(others, config.cols, "COLS", namer, "col")
+    over = Axis((s.over,), 0, "", namer, "place")  # known at run time: a number for each row, not one of the grid's
+    first = Scope(frame, View([(rows, "")], task.ranges))
+    (wanted,) = first.printer.all((s.wanted,))
+    inside = namer.take("inside")
+    place = over.name
+    lines = [
+        *first.lines,
+        f"{place} = {wanted}" + (f" - {s.shift}" if s.shift > 0 else f" + {-s.shift}" if s.shift else ""),
+        f"{inside} = ({place} >= 0) & ({place} < {s.over.size})",
+        f"{place} = tl.where({inside}, {place}, 0).to({'tl.int64' if frame.wide else 'tl.int32'})",
+    ]
+    acc = namer.take("acc")
+    axes = [(over, "[:, None]"), (rows, "[:, None]"), (cols, "[None, :]")]
+    tile = Scope(frame, View(axes, task.ranges), (acc,))
+    (picked,) = tile.printer.all((s.picked,))
+    tile.lines.append(f"{acc} = tl.where({inside}[:, None], {picked}, 0)")
+    tile.store_results((acc,))
+    head = [
+        frame.program(),
+        *([f"pid_row = pid // {cols.tiles}"] if cols.tiles > 1 else []),
+        f"{rows.name} = {'pid_row' if cols.tiles > 1 else 'pid'} * ROWS + tl.arange(0, ROWS)",
+        f"{cols.name} = " + (f"pid % {cols.tiles} * COLS + tl.arange(0, COLS)" if cols.tiles > 1 else "tl.arange(0, COLS)"),
+    ]
+    body = (*head, *rows.lines, *lines, *over.lines, *cols.lines, *tile.lines)
+    constants = (("ROWS", config.rows), ("COLS", config.cols))
+    return Written(constants=constants, lines=body, programs=rows.tiles * cols.tiles)
+
+
+# Reductions of rows whose results are used at every element of the row: one program per few rows, read once.
+#
+# Where a row fits one tile, the elements that were reduced are still in registers when the results are written: a reduced
+# dimension and the map dimension of the same size that reads the same cells are one axis. A longer row is read twice, the
+# second time from the cache.
+
+
+def emit_rows(frame: Frame, config: KernelConfig) -> Written:
+    """Outputs of a row operation (mode ``full``)."""
+    task, namer = frame.task, frame.namer
+    found = row_dims(task)
+    assert found is not None
+    rows = Axis(found[0], config.rows, "ROWS", namer, "row")
+    joined = joint(task, found[1]) if max(points(task.reduce), points(found[1])) <= config.cols else None
+    accs = frame.accumulators()
+    shares = _shares(frame, accs)
+    head = (frame.program(), f"{rows.name} = pid * ROWS + tl.arange(0, ROWS)")
+    spread = tuple(f"{a}[:, None]" for a in (*accs, *shares))
+    constants = (("ROWS", config.rows), ("COLS", config.cols))
+    if joined is not None:
+        frame.task = replace(joined, then=tuple(by_share(e, 2) for e in joined.then)) if shares else joined
+        cols = Axis(found[1], config.cols, "COLS", namer, "col")
+        tile = Scope(frame, View([(rows, "[:, None]"), (cols, "[None, :]")], joined.ranges))
+        start, merge, end = reduction(frame, tile, cols, accs)
+        first = list(tile.lines)
+        last = _stores(tile, spread, len(first))
+        index = f"{cols.name} = tl.arange(0, COLS)"
+        body = (index, *rows.lines, *cols.lines, *start, *first, *merge, *end, *_worth(accs, shares), *last)
+        return Written(constants=constants, lines=(*head, *body), programs=rows.tiles)
+    reduced = Axis(task.reduce, config.cols, "COLS", namer, "red")
+    cols = Axis(found[1], config.cols, "COLS", namer, "col")
+    tile = Scope(frame, View([(rows, "[:, None]"), (reduced, "[None, :]")], task.ranges))
+    start, merge, end = reduction(frame, tile, reduced, accs)
+    frame.task = replace(task, then=tuple(by_share(e, 2) for e in task.then)) if shares else task
+    over = Scope(frame, View([(rows, "[:, None]"), (cols, "[None, :]")], task.ranges))
+    last = _stores(over, spread, 0)
+    once = loop(reduced, (*reduced.lines, *tile.lines, *merge), namer.take(f"{reduced.name}_0"), frame.wide)
+    again = loop(cols, (*cols.lines, *last), namer.take(f"{cols.name}_0"), frame.wide)
+    lines = (*head, *rows.lines, *start, *once, *end, *_worth(accs, shares), *again)
+    return Written(constants=constants, lines=lines, programs=rows.tiles)
+
+
+def _shares(frame: Frame, accs: tuple[str, ...]) -> tuple[str, ...]:
+    """The name of what one weight of a row is worth, where results are weights divided by their total."""
+    task = frame.task
+    if exponential(task.monoid, sums=1) is None or all(by_share(e, 2) == e for e in task.then):
+        return ()
+    return (frame.namer.take(f"{accs[1]}_share"),)
+
+
+def _worth(accs: tuple[str, ...], shares: tuple[str, ...]) -> list[str]:
+    return [f"{s} = 1.0 / {accs[1]}" for s in shares]
+
+
+def _stores(scope: Scope, accs: tuple[str, ...], seen: int) -> list[str]:
+    """Lines that write the results; those of the scope before ``seen`` are elsewhere already."""
+    scope.accs = accs
+    return scope.store_results()[seen:]
+
+
+def joint(task: Task, columns: tuple[Dim, ...]) -> Task | None:
+    """The task with its reduced dimensions named as the columns, where they have the same sizes; equal reads become one."""
+    sizes = [d.size for d in task.reduce if d.size > 1]
+    if sizes != [d.size for d in columns]:
+        return None
+    places = iter(columns)
+    moved = substitute_task(task, {d.name: dim(next(places).name) for d in task.reduce if d.size > 1})
+    first = {p: next(q for q, b in moved.reads.items() if b == a) for p, a in moved.reads.items()}
+
+    def expr(e: Expr) -> Expr:
+        return rewrite(e, lambda x: replace(x, pos=first[x.pos]) if isinstance(x, Arg) else x)
+
+    return replace(moved, body=tuple(map(expr, moved.body)), then=tuple(map(expr, moved.then)))
+
+
+# Running states (`scans`): a tile of rows by places, scanned along the places, with the state carried from tile to tile.
+
+
+def emit_scan(frame: Frame, config: KernelConfig, *, reverse: bool) -> Written:
+    """Outputs (``full``) or states (``partial``) at every place."""
+    task, namer = frame.task, frame.namer
+    rows = Axis(task.dims, config.rows, "ROWS", namer, "row")
+    cols = Axis(task.reduce, config.cols, "COLS", namer, "col")
+    accs = frame.accumulators()
+    tile = Scope(frame, View([(rows, "[:, None]"), (cols, "[None, :]")], task.ranges), accs)
+    _combine(frame, reverse)
+    lines, start = _running(frame, tile, cols, accs)
+    tile.lines.extend(lines)
+    tile.store_results(accs)
+    head = (frame.program(), f"{rows.name} = pid * ROWS + tl.arange(0, ROWS)")
+    steps = loop(cols, (*cols.lines, *tile.lines), namer.take(f"{cols.name}_0"), frame.wide)
+    constants = (("ROWS", config.rows), ("COLS", config.cols))
+    return Written(constants=constants, lines=(*head, *rows.lines, *start, *steps), programs=rows.tiles)
+
+
+def _running(frame: Frame, tile: Scope, cols: Axis, accs: tuple[str, ...]) -> tuple[list[str], list[str]]:
+    """Lines that make the states of one tile out of its values, and those before the first tile."""
+    task, namer = frame.task, frame.namer
+    assert task.monoid
+    shape = tile.view.shape
+    lines = [f"{a} = tl.broadcast_to({v}, {shape})" for a, v in zip(accs, tile.printer.all(task.body), strict=True)]
+    states = accs[0] if len(accs) == 1 else f"({', '.join(accs)})"
+    lines.append(f"{', '.join(accs)} = tl.associative_scan({states}, 1, combine)")
+    if cols.tiles == 1:
+        return lines, []
+    carries = [namer.take(f"{a}_end") for a in accs]
+    start = [f"{c} = tl.full((ROWS,), {z}, {t})" for c, z, t in zip(carries, identity(frame), state_types(frame), strict=True)]
+    lines.append(f"{', '.join(accs)} = combine({', '.join((*(f'{c}[:, None]' for c in carries), *accs))})")
+    end = namer.take("end")
+    lines.append(f"{end} = tl.arange(0, COLS)[None, :] == COLS - 1")
+    lines += [f"{c} = tl.sum(tl.where({end}, {a}, 0), axis=1).to({a}.dtype)" for c, a in zip(carries, accs, strict=True)]
+    return lines, start
+
+
+def _combine(frame: Frame, reverse: bool) -> None:
+    """The merge of two states, the first one met standing left (right, where elements come last first)."""
+    task = frame.task
+    assert task.monoid
+    dtypes = tuple(e.dtype for e in task.body)
+    left, right = (tuple(Arg(f + k * len(dtypes), d) for f, d in enumerate(dtypes)) for k in (0, 1))
+    merged = MONOIDS[task.monoid].combine(*((right, left) if reverse else (left, right)))
+    frame.functions.append(combine_source(merged, dtypes, frame.helpers))
+
+
+# Reductions of a product, tile by tile: the product stays in registers, bias, activation and residual included.
+#
+# Where reduced dimensions are columns of the product, the lanes of a tile's rows are folded and merged into the rows' states,
+# and a program goes through all columns. Where they are taps of a window (a pool behind a convolution), the products of one
+# tap after another are merged lane by lane.
+
+
+def emit_folded(frame: Frame, op: KernelForm, f: Folded, config: KernelConfig, chip: Chip) -> Written:
+    """Outputs (``full``) or states (``partial``)."""
+    if f.row is not None:
+        frame.task = _rows(frame.task, f.row)
+        config = replace(config, bn=max(config.bn, power_of_two(f.row.over.size)))  # whole rows, whatever is asked for
+    task, namer, c = frame.task, frame.namer, f.product
+    ax, outer = _axes(frame, f, config)
+    product = namer.take("product")
+    accs = frame.accumulators()
+    boxes = operand_boxes(task, c) if config.descriptors and chip.descriptors else None
+    loads, rows, columns = operands(frame, c, ax, boxes, config)
+    how = dot_options(c.operand, op.precision, config.bk, chip)
+    step = f"{product} = tl.dot({rows[c.a]}, {columns[c.b]}, {product}, {how})"
+    inner = k_loop(frame, ax, (*(() if boxes else ax.k.lines), *loads, step), boxes is not None)
+    scalars = [(a, "") for a in (ax.batch, outer)]
+    tile = Scope(frame, View([*scalars, (ax.m, "[:, None]"), (ax.n, "[None, :]")], task.ranges), (product,), narrow=True)
+    if f.folds:
+        start, merge = tile_reduction(frame, tile, ax.n, accs, once=outer.size * ax.n.tiles == 1)
+    else:
+        start, merge = lane_reduction(frame, tile, accs)
+    own = ""
+    if f.row is not None:
+        own = namer.take("element")
+        (text,) = tile.printer.all((_on_row(f.row.value, f.row),))
+        merge = [f"{own} = {text}", *merge]
+    last = _results_of_emit_folded(frame, ax, accs, own, folds=f.folds)
+    turn = [f"{product} = tl.zeros((ROWS, COLS), tl.float32)", *inner, *tile.lines, *merge]
+    turn = turn if f.folds else _only_picked(frame, scalars, (ax.m, ax.n), turn)
+    loop = _turns(frame, ax, outer, turn, last if own else [], folds=f.folds)
+    n = [] if f.folds else [*_index_of_emit_folded(frame, ax.n, "pid_n * COLS", [*turn, *last]), *ax.n.lines]
+    lines = (
+        frame.program(),
+        *_program_of_emit_folded(ax, config, folds=f.folds),
+        *ax.batch.lines,
+        *_index_of_emit_folded(frame, ax.m, "pid_m * ROWS", [*turn, *last]),
+        *ax.m.lines,
+        *n,
+        *start,
+        *loop,
+        *last,
+    )
+    programs = ax.batch.tiles * ax.m.tiles * (1 if f.folds else ax.n.tiles)
+    return Written(constants=(("ROWS", config.bm), ("COLS", config.bn), ("BK", config.bk)), lines=lines, programs=programs)
+
+
+def _only_picked(frame: Frame, scalars: list[tuple[Axis, str]], lanes: tuple[Axis, Axis], turn: list[str]) -> list[str]:
+    """A turn that nothing is done in where no row of the tile picks its matrix: the matrix is not loaded either."""
+    found = routed(frame.task)
+    along = dims_read(frame.task, found.wanted) if found else frozenset[str]()
+    rows = [a for a in lanes if along & {d.name for d in a.dims}]
+    if found is None or len(rows) != 1:
+        return turn
+    scope = Scope(frame, View([*scalars, (rows[0], "")], frame.task.ranges))
+    (test,) = scope.printer.all((call("eq", found.wanted, Index(dim(found.over.name) + found.shift)),))
+    return [*scope.lines, f"if tl.max(({test}).to(tl.int32), axis=0) > 0:", *(f"    {line}" for line in turn)]
+
+
+def _axes(frame: Frame, f: Folded, config: KernelConfig) -> tuple[Axes, Axis]:
+    """The axes of the product's tiles, and that of what tiles go through one after another."""
+    namer = frame.namer
+    outer = Axis(f.outer, 0, "", namer, "turn")
+    ax = product_axes(namer, f.product, config, ("ROWS", "COLS"), outer)
+    if f.folds:
+        ax.n_0 = namer.take(f"{ax.n.name}_0") if ax.n.tiles > 1 else "0"
+    return ax, outer
+
+
+def _index_of_emit_folded(frame: Frame, axis: Axis, start: str, lines: list[str]) -> list[str]:
+    """The line that says which points of an axis a tile has, where any other line asks."""
+    text = f"{start} + tl.arange(0, {axis.tile})" if start != "0" else f"tl.arange(0, {axis.tile})"
+    wide = f"({text}).to(tl.int64)" if frame.wide else text
+    return [f"{axis.name} = {wide}"] if axis.lines or mentions(lines, axis.name) else []
+
+
+def _program_of_emit_folded(ax: Axes, config: KernelConfig, *, folds: bool) -> list[str]:
+    """The tile that a program computes; of tiles that are folded, neighbours go through the same columns."""
+    if not folds:
+        return tile_order(ax, "pid", config.group)
+    if ax.batch.size == 1:
+        return ["pid_m = pid"]
+    return [f"{ax.batch.name} = pid // {ax.m.tiles}", f"pid_m = pid % {ax.m.tiles}"]
+
+
+def _turns(frame: Frame, ax: Axes, outer: Axis, turn: list[str], last: list[str], *, folds: bool) -> list[str]:
+    """One product after another: every tile of the columns that are folded, at every point of the outer dimensions."""
+    columns = ax.n.tiles if folds else 1
+    own = [*_index_of_emit_folded(frame, ax.n, ax.n_0, [*turn, *last]), *ax.n.lines] if folds else []
+    wide = [f"{outer.name} = {outer.name}.to(tl.int64)"] if frame.wide and outer.size > 1 else []
+    body = [*wide, *outer.lines, *own, *turn]
+    if outer.size * columns == 1:
+        return body
+    if columns == 1:
+        head = f"for {outer.name} in range(0, {outer.size}):"
+    elif outer.size == 1:
+        head = f"for {ax.n_0} in range(0, {ax.n.size}, COLS):"
+    else:
+        count = frame.namer.take("turn")
+        head = f"for {count} in range(0, {outer.size * columns}):"
+        body = [f"{outer.name} = {count} % {outer.size}", f"{ax.n_0} = {count} // {outer.size} * COLS", *body]
+    return [head, *(f"    {line}" for line in body)]
+
+
+def _rows(task: Task, row: Kept) -> Task:
+    """The task with the row's elements no state: what is computed at each column is computed at each lane that is one."""
+    lane = dim(row.over.name)
+    env = {row.column.name: lane - row.first}
+    part = (Check(lane, ">=", row.first), Check(lane, "<", row.first + row.column.size))
+
+    def access(a: Access) -> Access:
+        along = any(row.column.name in dims_of(e) for e in (a.offset, *(c.aff for c in a.checks)))
+        more = part if along and row.column.size < row.over.size else ()
+        moved = substitute_access(a, env)
+        return replace(moved, checks=(*moved.checks, *more))
+
+    assert task.monoid is not None
+    return replace(
+        task, dims=tuple(d for d in task.dims if d != row.column), monoid=task.monoid.removesuffix(".sum"),
+        reads={p: access(a) for p, a in task.reads.items()}, outs=tuple(map(access, task.outs)),
+        body=tuple(_on_row(e, row) for e in task.body[:-1]), then=tuple(_on_row(e, row) for e in task.then),
+    )  # fmt: skip
+
+
+def _on_row(e: Expr, row: Kept) -> Expr:
+    env = {row.column.name: dim(row.over.name) - row.first}
+    return substitute_indices(e, env)
+
+
+def _results_of_emit_folded(frame: Frame, ax: Axes, accs: tuple[str, ...], own: str, *, folds: bool) -> list[str]:
+    """Lines that store what ``then`` makes of the states (``full``), or the states (``partial``).
+
+    Args:
+        own: the lanes themselves, where results are those of every column of a row.
+    """
+    task = frame.task
+    lanes = [(ax.m, "")] if folds and not own else [(ax.m, "[:, None]"), (ax.n, "[None, :]")]
+    states = (*(f"{a}[:, None]" for a in accs), own) if own else accs
+    last = Scope(frame, View([(ax.batch, ""), *lanes], task.ranges), states, narrow=bool(own))
+    return last.store_results(accs)

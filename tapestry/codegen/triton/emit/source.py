@@ -5,33 +5,80 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 
-from tapestry.codegen.triton.emit.emit_dot import emit_dot
-from tapestry.codegen.triton.emit.emit_folded import emit_folded
-from tapestry.codegen.triton.emit.emit_gather import emit_gather
-from tapestry.codegen.triton.emit.emit_map import emit_map
-from tapestry.codegen.triton.emit.emit_reduce import emit_reduce
-from tapestry.codegen.triton.emit.emit_rows import emit_rows
-from tapestry.codegen.triton.emit.emit_scan import emit_scan
-from tapestry.codegen.triton.emit.emit_stream import emit_stream
-from tapestry.codegen.triton.emit.header import header
-from tapestry.codegen.triton.emit.split_passes import Parts, in_parts
-from tapestry.codegen.triton.model.config_fields import KernelConfig
-from tapestry.codegen.triton.model.kernel_config import default_config
-from tapestry.codegen.triton.task.chips import CHIPS, DEFAULT, PRECISIONS, Chip, chip_of, plain
-from tapestry.codegen.triton.task.descriptors import Descriptor, descriptor_type
-from tapestry.codegen.triton.task.kernel_choice import kernel_form
-from tapestry.codegen.triton.task.kernel_form import KernelForm, on_chip
-from tapestry.codegen.triton.task.lowered import lower, task_text
-from tapestry.codegen.triton.task.primitives import NARROW_POINTERS, POINTERS
-from tapestry.codegen.triton.task.ragged_parts import splits
-from tapestry.codegen.triton.text.axes import identifier
+from tapestry.codegen.triton.emit.emit_dot import Parts, emit_dot, emit_reduce, in_parts
+from tapestry.codegen.triton.emit.emit_stream import emit_folded, emit_gather, emit_map, emit_rows, emit_scan, emit_stream
+from tapestry.codegen.triton.kernel_config import KernelConfig, default_config
+from tapestry.codegen.triton.kernel_work import work_of
+from tapestry.codegen.triton.task.descriptors import Descriptor, descriptor_type, kernel_form, splits
+from tapestry.codegen.triton.task.lowered import lower, points, task_text
+from tapestry.codegen.triton.task.primitives import CHIPS, DEFAULT, NARROW_POINTERS, POINTERS, PRECISIONS, Chip, chip_of, plain
+from tapestry.codegen.triton.task.tiles import KernelForm, on_chip
 from tapestry.codegen.triton.text.device_functions import sources
-from tapestry.codegen.triton.text.scope import Frame, Written, frame
+from tapestry.codegen.triton.text.scope import Frame, Written, frame, identifier
 from tapestry.errors import TapestryError
-from tapestry.ir.graph import Graph
-from tapestry.ir.kernel import Kernel, size
+from tapestry.ir.graph import Block, Graph
+from tapestry.ir.plan import Box, Kernel, size
+from tapestry.ir.printer import op_text
+from tapestry.ir.types import itemsize
+
+# Comments at the head of a kernel: nodes, operation, block, projections, bytes, FLOPs, precision and config.
+
+
+# the config that each kind of kernel has
+_FIELDS = {
+    "map": ("block", "rows", "cols"), "rows": ("rows", "cols"), "reduce": ("rows", "cols", "split_k"), "scan": ("rows", "cols"),
+    "nest": ("rows", "cols"), "gather": ("rows", "cols"),
+    "dot": ("bm", "bn", "bk", "group", "persistent", "packed", "split_k", "descriptors", "warp_specialize"),
+    "folded": ("bm", "bn", "bk", "group", "packed", "split_k", "descriptors"),
+    "stream": ("bm", "bn", "split_k", "descriptors", "warp_specialize", "one_loop"),
+}  # fmt: skip
+
+
+def header(graph: Graph, kernel: Kernel, found: KernelForm, name: str, config: KernelConfig, target: str) -> list[str]:
+    """What the kernel is: nodes, operation, block, each buffer with its bytes, work, precision and config."""
+    op, task = graph.ops[kernel.op], found.task
+    assert isinstance(op, Block)
+    space = op.dims if task.mode == "finish" else op.space
+    block = ", ".join(f"{d.name} {lo}:{hi}" for d, (lo, hi) in zip(space, kernel.block, strict=True))
+    lines = [f"{name}: {task.mode}" + (f" of {', '.join(op.source)}" if op.source else ""), ""]
+    lines += [*op_text(op, graph).splitlines(), "", f"block  [{block}] of {points(task.dims + task.reduce):,} points"]
+    for p in task.reads:
+        read, box = op.reads[p], kernel.ins[p]
+        assert box is not None
+        index = ", ".join(map(str, read.index))
+        lines.append(f"reads  {read.tensor}[{index}] from {_buffer(box, task.reads[p].dtype)}")
+    for a in task.states:
+        lines.append(f"reads  {a.tensor} from {_buffer(kernel.outs[0], a.dtype)}")
+    for a, box in zip(task.outs, kernel.outs, strict=True):
+        lines.append(f"writes {a.tensor} to {_buffer(box, a.dtype)}")
+    work = work_of(graph, kernel, found)
+    lines.append(f"work   {work.matrix_flops:,} FLOPs of products, {work.other_flops:,} others, {work.bytes:,} bytes at least")
+    if (math := precision_text(found)) is not None:
+        lines.append(f"math   {math}")
+    shown = (*_FIELDS[found.kind], "num_warps", "num_stages")
+    lines.append(f"knobs  {', '.join(f'{n} {v}' for n, v in asdict(config).items() if n in shown)} for {target}")
+    return [f"# {line}".rstrip() for line in lines]
+
+
+def precision_text(found: KernelForm) -> str | None:
+    """How products are computed; ``None`` for a kernel without any."""
+    operands: list[str] = []
+    if found.product is not None:
+        operands = [found.product.operand]
+    elif found.streamed is not None:
+        operands = [found.streamed.operand, found.streamed.weighted]
+    if not operands:
+        return None
+    told = [f"f32 ({found.precision})" if d == "f32" else f"{d} on matrix units" for d in dict.fromkeys(operands)]
+    return f"products of {' and '.join(told)}, summed in {'i32' if operands == ['i8'] else 'f32'}"
+
+
+def _buffer(box: Box, dtype: str) -> str:
+    inside = ", ".join(f"{lo}:{hi}" for lo, hi in box)
+    return f"[{inside}], {size(box) * itemsize(dtype):,} bytes of {dtype}"
+
 
 _WIDTH = 112
 

@@ -16,22 +16,21 @@ from tapestry.codegen.torch_cpu import TorchCpu
 from tapestry.codegen.torch_cpu.base import scalars
 from tapestry.codegen.torch_cpu.kernels import Run
 from tapestry.codegen.triton.emit.source import TritonKernel, generate, kernel_key
-from tapestry.codegen.triton.model.config_fields import KernelConfig
-from tapestry.codegen.triton.run import library
-from tapestry.codegen.triton.run.execute import launch
-from tapestry.codegen.triton.run.launcher import Call, Shared, bind, compile_all
-from tapestry.codegen.triton.run.local_gpu import chip_name
-from tapestry.codegen.triton.run.sound_choice import sound
-from tapestry.codegen.triton.run.triton_api import here, shared_memory
-from tapestry.codegen.triton.run.tuned import Choice, Tuned, config_from
-from tapestry.codegen.triton.task.chips import DEFAULT
+from tapestry.codegen.triton.kernel_config import KernelConfig
+from tapestry.codegen.triton.run import launcher
+from tapestry.codegen.triton.run.launcher import Call, Shared, bind, compile_all, here, launch, shared_memory
+from tapestry.codegen.triton.run.tune import sound
+from tapestry.codegen.triton.run.tuned import Choice, Tuned, chip_name, config_from
 from tapestry.codegen.triton.task.lowered import unavailable
+from tapestry.codegen.triton.task.primitives import DEFAULT
 from tapestry.errors import TapestryError
 from tapestry.ir.graph import Block, Graph
-from tapestry.ir.kernel import Kernel, shape
+from tapestry.ir.plan import Kernel, shape
+
+Tensor = torch.Tensor
+
 
 log = logging.getLogger("tapestry")
-Tensor = torch.Tensor
 _WIDE = (torch.uint16, torch.uint32, torch.uint64)
 
 
@@ -135,7 +134,7 @@ class TritonTarget:
     ) -> Call:
         """A function that computes one block from these buffers into ``outs``."""
         theirs = self.libraries and self._choice(graph, kernel).library
-        if theirs and (call := library.bind(graph, kernel, ins, outs)) is not None:
+        if theirs and (call := launcher.bind_library(graph, kernel, ins, outs)) is not None:
             return call
         made = self._made(graph, kernel)
         given = [x for k in made.reads if (x := ins[k]) is not None]

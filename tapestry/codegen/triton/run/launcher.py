@@ -7,26 +7,219 @@ and a captured CUDA graph none. In the interpreter nothing is compiled, and the 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+import importlib.util
+import io
+import os
+import re
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from typing import TYPE_CHECKING, Any
+from contextlib import redirect_stdout
+from importlib import import_module
+from pathlib import Path
+from typing import Any
 
-from tapestry.codegen.triton.emit.source import Pass, TritonKernel
-from tapestry.codegen.triton.run.execute import arguments, launch, launch_options, load, scratch
-from tapestry.codegen.triton.run.triton_api import (
-    ALIGNMENT,
-    Architecture,
-    compiled,
-    driver,
-    give_room,
-    here,
-    interpreted,
-    module,
-)
-from tapestry.errors import TapestryError
+import torch
 
-if TYPE_CHECKING:
+from tapestry.codegen.torch_cpu.base.scalars import TORCH_DTYPES
+from tapestry.codegen.triton.emit.source import Pass, TritonKernel, generate
+from tapestry.codegen.triton.run.interpreter import corrected
+from tapestry.codegen.triton.task.lowered import Access, lower, points
+from tapestry.codegen.triton.task.primitives import HALVES
+from tapestry.codegen.triton.task.tiles import bare_read, contraction
+from tapestry.errors import BuildError, TapestryError
+from tapestry.ir.expr import Acc
+from tapestry.ir.graph import Block, Dim, Graph
+from tapestry.ir.plan import Kernel, shape
+
+Tensor = torch.Tensor
+
+
+# What is used of the ``triton`` package, which has no type stubs. It is imported at first use: that takes a second.
+
+
+Architecture = tuple[str, int | str, int]  # Triton's backend, architecture and threads per warp
+ALIGNMENT = 16  # bytes: of pointers that 128-bit accesses may start at
+
+
+def triton_module(name: str) -> Any:
+    """A module of Triton by its full name."""
+    return import_module(name)
+
+
+def interpreted() -> bool:
+    """Whether this process runs kernels in Triton's interpreter."""
+    return bool(triton_module("triton").knobs.runtime.interpret)
+
+
+def driver() -> Any:
+    """The driver of the current GPU."""
+    return triton_module("triton.runtime").driver.active
+
+
+def give_room() -> None:
+    """Let kernels that this thread launches have memory for descriptors that their programs make, from torch's allocator."""
+
+    def room(size: int, alignment: int, stream: int | None) -> Any:
+        torch = import_module("torch")
+        return torch.empty(size, dtype=torch.int8, device="cuda")
+
+    triton_module("triton").set_allocator(room)
+
+
+def here() -> Architecture:
+    """The architecture of the current GPU."""
+    target = driver().get_current_target()
+    return target.backend, target.arch, target.warp_size
+
+
+def shared_memory() -> int:
+    """Bytes of shared memory that one program may use on the current GPU."""
+    return int(driver().utils.get_device_properties(driver().get_current_device())["max_shared_mem"])
+
+
+def compiled(
+    function: Any, signature: Mapping[str, str], aligned: Iterable[int], target: Architecture, options: Mapping[str, Any]
+) -> Any:
+    """A jitted function compiled for a target; ``aligned`` lists the arguments that begin at multiples of 16 bytes."""
+    attributes = {(i,): [["tt.divisibility", ALIGNMENT]] for i in aligned}
+    source = triton_module("triton.compiler").ASTSource(fn=function, signature=dict(signature), constexprs={}, attrs=attributes)
+    gpu = triton_module("triton.backends.compiler").GPUTarget(*target)
+    return triton_module("triton").compile(source, target=gpu, options=dict(options))
+
+
+def assembled(ptx: str, target: Architecture) -> str:
+    """What Triton's assembler prints of a kernel (``-v``), by the command that Triton runs, which throws it away."""
+    nvidia, said = triton_module("triton").knobs.nvidia, io.StringIO()
+    backend = triton_module("triton.compiler").make_backend(triton_module("triton.backends.compiler").GPUTarget(*target))
+    with nvidia.scope(), redirect_stdout(said):
+        nvidia.dump_ptxas_log = True
+        backend.make_cubin(ptx, {}, backend.parse_options({"enable_fp_fusion": False}), target[1])
+    return said.getvalue()
+
+
+def tool(name: str) -> Path:
+    """A disassembler that is shipped in the Triton wheel."""
+    return Path(triton_module("triton").__file__).parent / "backends" / "nvidia" / "bin" / name
+
+
+# Running generated kernels: on a CUDA or HIP device, or on the CPU in Triton's interpreter (``TRITON_INTERPRET=1``).
+
+
+_FUNCTIONS: dict[str, Any] = {}
+_FOLDER: list[tempfile.TemporaryDirectory[str]] = []
+
+
+def load(tk: TritonKernel, folder: Path | None = None, one: Pass | None = None) -> Any:
+    """The jitted function of one of a kernel's passes (the last by default), from a file named by the hash of its source.
+
+    Triton reads the source of what it compiles, so there must be a file; it is written to ``folder`` (by default one of
+    this process's own), and one that is there already must hold exactly these bytes.
+
+    Raises:
+        BuildError: the file's content is not the kernel's source.
+    """
+    data = tk.source.encode()
+    digest = hashlib.sha256(data).hexdigest()
+    function = one.function if one is not None else tk.name
+    if digest in _FUNCTIONS:
+        return getattr(_FUNCTIONS[digest], function)
+    path = (folder or _own_folder()) / f"{tk.name}_{digest[:16]}.py"
+    if not path.exists():
+        partial = path.with_suffix(f".{os.getpid()}.tmp")
+        partial.write_bytes(data)
+        partial.replace(path)
+    if path.read_bytes() != data:
+        raise BuildError("a kernel file does not hold what its name's hash says", where=str(path), hint="delete the file")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    triton_module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(triton_module)
+    _FUNCTIONS[digest] = triton_module
+    return getattr(triton_module, function)
+
+
+def launch(tk: TritonKernel, arrays: Sequence[torch.Tensor]) -> None:
+    """Run a kernel on contiguous buffers, in the order of ``tk.args``; outputs are written in place.
+
+    Raises:
+        TapestryError: CPU tensors without Triton's interpreter.
+    """
+    assert len(arrays) == len(tk.args), f"{tk.name} takes {tk.args}"
+    assert all(a.is_contiguous() for a in arrays), "buffers are row-major"
+    on_host = interpreted()
+    if not on_host and any(a.device.type == "cpu" for a in arrays):
+        raise TapestryError(
+            "a Triton kernel cannot run on the CPU",
+            where=tk.name,
+            hint="set TRITON_INTERPRET=1 before triton is imported, or use the torch-cpu target",
+        )
+    buffers = [*(aligned(a) for a in arrays), *scratch(tk, arrays[-1].device)]
+    for one in tk.launches:
+        function = load(tk, one=one)[one.grid]
+        if on_host:
+            with corrected():
+                function(*arguments(one, buffers))
+        else:
+            give_room()
+            function(*arguments(one, buffers), **launch_options(one))
+    for given, used in zip(arrays, buffers, strict=False):
+        if given is not used:
+            given.copy_(used)  # an output that did not begin at a multiple of 16 bytes
+
+
+def aligned(a: torch.Tensor) -> torch.Tensor:
+    """The tensor, or a copy of one that does not begin at a multiple of 16 bytes, as kernels and descriptors expect."""
+    return a if a.data_ptr() % 16 == 0 else a.clone()
+
+
+def scratch(tk: TritonKernel, device: torch.device) -> list[torch.Tensor]:
+    """New buffers for what lives between the passes."""
     import torch
+
+    from tapestry.codegen.torch_cpu.base.scalars import TORCH_DTYPES
+
+    return [torch.empty(n, dtype=TORCH_DTYPES[d], device=device) for d, n in tk.scratch]
+
+
+def arguments(one: Pass, buffers: Sequence[torch.Tensor]) -> list[Any]:
+    """The arguments of a pass: buffers as they are, or as host tensor descriptors."""
+    out: list[Any] = []
+    for param, at in zip(one.params, one.takes, strict=True):
+        if (d := one.descriptors.get(param)) is None:
+            out.append(_viewed(buffers[at], one.signature[param]))
+            continue
+        descriptor = triton_module("triton.tools.tensor_descriptor").TensorDescriptor
+        out.append(descriptor(_viewed(buffers[at], one.signature[param]), list(d.shape), list(d.strides), list(d.block)))
+    return out
+
+
+_FLOAT8 = {"fp8e4nv": "float8_e4m3fn", "fp8e4b8": "float8_e4m3fnuz", "fp8e5": "float8_e5m2", "fp8e5b16": "float8_e5m2fnuz"}
+
+
+def _viewed(buffer: torch.Tensor, signature: str) -> torch.Tensor:
+    """A buffer as what a parameter is declared to be: floats of 8 bits are held as bits."""
+    import torch
+
+    kind = narrow_view(signature)
+    return buffer.view(getattr(torch, kind)) if kind else buffer
+
+
+def narrow_view(signature: str) -> str:
+    """As which type of torch's a parameter looks at its buffer, which is held as bits; "" for the buffer's own."""
+    return next((kind for name, kind in _FLOAT8.items() if re.match(rf"(\*|tensordesc<){name}\b", signature)), "")
+
+
+def launch_options(one: Pass) -> dict[str, Any]:
+    """Compiler options: no contraction into fused multiply-adds, so that every device gives the same bits."""
+    return {"num_warps": one.num_warps, "num_stages": one.num_stages, "enable_fp_fusion": False}
+
+
+def _own_folder() -> Path:
+    if not _FOLDER:
+        _FOLDER.append(tempfile.TemporaryDirectory(prefix="tapestry-triton-"))
+    return Path(_FOLDER[0].name)
+
 
 Call = Callable[[], None]
 Shared = dict[tuple[int, str], "list[torch.Tensor]"]
@@ -123,7 +316,7 @@ def _loaded(tk: TritonKernel, one: Pass, aligned: tuple[int, ...], device: int) 
             raise TapestryError("the kernel does not compile", where=tk.name, why=f"{type(e).__name__}: {first_line(e)}") from e
         try:
             assert built.run is not None  # loads the machine code
-        except module("triton.runtime.errors").OutOfResources as e:
+        except triton_module("triton.runtime.errors").OutOfResources as e:
             raise TapestryError("the kernel needs more than this GPU has", where=tk.name, why=str(e)) from None
         _COMPILED[key] = built
     return _COMPILED[key]
@@ -132,3 +325,83 @@ def _loaded(tk: TritonKernel, one: Pass, aligned: tuple[int, ...], device: int) 
 def first_line(e: BaseException) -> str:
     """What an error says, in a line."""
     return (str(e).strip().splitlines() or [""])[0][:200] or type(e).__name__
+
+
+# A product by the vendor's library (cuBLAS through torch), for where the user asks for it and it was measured to be faster.
+#
+# The library computes the sum, a generated kernel what follows it (``finish``). The sum is a buffer beyond the plan's.
+
+
+def bind_library(graph: Graph, kernel: Kernel, ins: Sequence[Tensor | None], outs: Sequence[Tensor]) -> Call | None:
+    """A function that computes a block; ``None`` where it is no plain product of two buffers."""
+    op = graph.ops[kernel.op]
+    if kernel.mode != "full" or not isinstance(op, Block) or op.inner or 0 in shape(kernel.block):
+        return None
+    task = lower(graph, kernel)
+    c = contraction(task)
+    if c is None or c.more or c.operand not in (*HALVES, "f32"):
+        return None
+    reduced = (*c.k, *c.taps)
+    views: list[Tensor] = []
+    for e, dims in ((c.a, (*c.batch, *c.m, *reduced)), (c.b, (*c.batch, *reduced, *c.n))):
+        p = bare_read(e)
+        x, access = (None, None) if p is None else (ins[p], task.reads[p])
+        if x is None or access is None or access.checks or not access.offset.is_affine or access.dtype != c.operand:
+            return None
+        views.append(_strided(x, access, dims))
+    batch, m, n, k = points(c.batch), points(c.m), points(c.n), points(reduced)
+    a, b = views[0].reshape(batch, m, k), views[1].reshape(batch, k, n)
+    if a.data_ptr() != views[0].data_ptr() or b.data_ptr() != views[1].data_ptr():  # a copy would have to be made at every run
+        return None
+    return _calls(graph, kernel, ins, outs, (a, b), (*c.batch, *c.m, *c.n))
+
+
+def _calls(
+    graph: Graph, kernel: Kernel, ins: Sequence[Tensor | None], outs: Sequence[Tensor], pair: tuple[Tensor, Tensor],
+    order: tuple[Dim, ...],
+) -> Call:  # fmt: skip
+    """The product into a state, and the kernel that finishes it."""
+    op = graph.ops[kernel.op]
+    assert isinstance(op, Block)
+    a, b = pair
+    dtype = TORCH_DTYPES[op.body[0].dtype]
+    names = [d.name for d in order]
+    plain = not op.then or op.then == (Acc(0, op.body[0].dtype),)
+    state = outs[0] if plain else torch.empty(shape(kernel.outs[0]), dtype=dtype, device=a.device)
+    permuted = state.permute([[d.name for d in op.dims].index(n) for n in names])  # in the product's order
+    direct = permuted.is_contiguous()
+    flat = permuted.view(a.shape[0], a.shape[1], b.shape[2]) if direct else None
+
+    def multiply() -> None:
+        product = _product(a, b, dtype, flat)
+        if not direct:
+            permuted.copy_(product.view(permuted.shape))
+
+    if plain:
+        return multiply
+    used = op.then_reads()
+    ins_of_then = tuple(box if p in used else None for p, box in enumerate(kernel.ins))
+    finish = Kernel(op=kernel.op, mode="finish", block=kernel.block[: len(op.dims)], ins=ins_of_then, outs=kernel.outs)
+    made = generate(graph, finish)
+    rest = bind(made, [*(x for p in made.reads if (x := ins[p]) is not None), state, *outs])
+
+    def both() -> None:
+        multiply()
+        rest()
+
+    return both
+
+
+def _product(a: Tensor, b: Tensor, dtype: torch.dtype, out: Tensor | None) -> Tensor:
+    """The batched product in a dtype; into ``out`` where it is given."""
+    if a.dtype == dtype:
+        return torch.bmm(a, b) if out is None else torch.bmm(a, b, out=out)
+    if a.device.type == "cuda":  # 16-bit operands, an f32 sum
+        return torch.bmm(a, b, out_dtype=dtype) if out is None else torch.bmm(a, b, out_dtype=dtype, out=out)
+    found = torch.bmm(a.to(dtype), b.to(dtype))
+    return found if out is None else out.copy_(found)
+
+
+def _strided(x: Tensor, access: Access, dims: tuple[Dim, ...]) -> Tensor:
+    steps = [access.offset.coef(d.name) for d in dims]
+    return x.as_strided([d.size for d in dims], steps, x.storage_offset() + access.offset.const)

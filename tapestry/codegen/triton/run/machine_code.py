@@ -2,15 +2,35 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 import subprocess
 import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from importlib.metadata import version
+from math import prod
 from pathlib import Path
+from subprocess import SubprocessError
+from typing import Any
 
-from tapestry.codegen.triton.run.triton_api import tool
+import msgspec
+
+from tapestry import flags
+from tapestry.build.store import new_file
+from tapestry.codegen.triton.emit.source import Pass, TritonKernel
+from tapestry.codegen.triton.kernel_work import predicted, roofline, work_of
+from tapestry.codegen.triton.run.launcher import assembled, compile_pass, first_line, interpreted, launch_options, tool
+from tapestry.codegen.triton.task.descriptors import kernel_form
+from tapestry.codegen.triton.task.lowered import points
+from tapestry.codegen.triton.task.primitives import CHIPS, Chip, chip_of, plain
+from tapestry.codegen.triton.task.tiles import on_chip
+from tapestry.errors import TapestryError
+from tapestry.ir.graph import Block, Graph
+from tapestry.ir.plan import Kernel
+from tapestry.ir.types import itemsize
 
 _GLOBAL = re.compile(r"^(LDG|STG|LDGSTS|global_(?:load|store)|buffer_(?:load|store))")
 # "        /*0010*/   @!P0 LDG.E.128 R4, [R2.64] ;"
@@ -204,3 +224,184 @@ def _tool(name: str, *args: str) -> str:
     """Output of a disassembler shipped in the Triton wheel."""
     done = subprocess.run([str(tool(name)), *args], capture_output=True, text=True, check=True)  # noqa: S603
     return done.stdout
+
+
+# Ahead-of-time compilation, without a GPU, and what the machine code of it says.
+
+
+FORMAT = 2  # of what is kept of a compiled kernel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compiled:
+    """``asm`` by stage (``ttir``, ``ttgir``, ``llir``, ``ptx`` and ``cubin``, or ``amdgcn`` and ``hsaco``)."""
+
+    name: str
+    target: str
+    asm: Mapping[str, str | bytes]
+    resources: Resources
+
+
+def compile_ahead(tk: TritonKernel, target: str) -> tuple[Compiled, ...]:
+    """Compile every pass for a target of `chips.CHIPS` (``triton:`` in front is fine).
+
+    Buffers begin at multiples of 16 bytes.
+
+    Raises:
+        TapestryError: unknown target, a kernel with descriptors for a target without, or Triton is in interpreter mode.
+    """
+    name = plain(target)
+    if interpreted():
+        raise TapestryError("Triton cannot compile in interpreter mode", where=tk.name, hint="unset TRITON_INTERPRET")
+    if not CHIPS[name].descriptors and any(p.descriptors for p in tk.passes):
+        raise TapestryError(
+            f"{name} has no tensor descriptors", where=tk.name, why=f"generated for {tk.target}", hint="generate for the target"
+        )
+    return tuple(_compiled(tk, one, name) for one in tk.passes)
+
+
+def _compiled(tk: TritonKernel, one: Pass, name: str) -> Compiled:
+    chip = CHIPS[name]
+    if chip.backend == "hip":  # 64 KiB of shared memory and no asynchronous copies worth three stages
+        one = replace(one, num_stages=min(2, one.num_stages))
+    built = compile_pass(tk, one, (chip.backend, chip.arch, chip.warp))
+    shared = int(built.metadata.shared)
+    if chip.backend == "cuda":
+        resources = of_cuda(built.asm["cubin"], assembled(built.asm["ptx"], (chip.backend, chip.arch, chip.warp)), shared)
+    else:
+        resources = of_amd(built.asm["amdgcn"], shared)
+    return Compiled(name=one.function, target=name, asm=dict(built.asm), resources=resources)
+
+
+def measured(tk: TritonKernel, target: str) -> tuple[Resources, ...]:
+    """What every pass takes: compiled once on this machine, and kept in the user's cache under the hash of all it depends on.
+
+    Raises:
+        TapestryError: as `compile_ahead`, and for a kernel that Triton or its assembler fails on.
+        OSError, SubprocessError: there are no disassemblers, or they fail.
+    """
+    path = flags.cache_folder() / "machine-code" / f"{_digest(tk, target)}.json"
+    with suppress(OSError, msgspec.MsgspecError):
+        return msgspec.json.decode(path.read_bytes(), type=tuple[Resources, ...])
+    try:
+        found = tuple(c.resources for c in compile_ahead(tk, target))
+    except (TapestryError, OSError, SubprocessError, ModuleNotFoundError):
+        raise
+    except Exception as e:  # whatever a pass of Triton's, or the assembler, stumbles over
+        raise TapestryError("the kernel does not compile", where=tk.name, why=f"{type(e).__name__}: {first_line(e)}") from None
+    with suppress(OSError), new_file(path) as temporary:
+        temporary.write_bytes(msgspec.json.encode(found))
+    return found
+
+
+def _digest(tk: TritonKernel, target: str) -> str:
+    """Of what the machine code and its measure depend on."""
+    passes = [(p.function, sorted(launch_options(p).items()), sorted(p.signature.items())) for p in tk.passes]
+    about = (FORMAT, plain(target), version("triton"), tk.source, passes)
+    return hashlib.sha256(repr(about).encode()).hexdigest()[:40]
+
+
+# Rows of ``tapestry kernels``: what a compiled kernel takes and must do, from machine code, limits and exact footprints.
+
+
+def occupancy(found: Resources, warps: int, chip: Chip) -> float:
+    """Resident warps of a multiprocessor over the most that it holds: what registers, shared memory and programs leave.
+
+    Source: CUDA Occupancy Calculator; registers are allocated per warp in units of ``chip.grain``.
+    """
+    each = -(-max(1, found.registers) * chip.warp // chip.grain) * chip.grain
+    by_registers = chip.registers // each // warps
+    by_shared = chip.shared_unit // (found.shared + 1024) if found.shared else chip.programs
+    programs = min(chip.programs, chip.warps // warps, by_registers, by_shared)
+    return programs * warps / chip.warps
+
+
+def matrix_instruction(found: Resources) -> str:
+    """The opcode that products run on; ``""`` for none."""
+    return next((m for m in MATRIX if found.instructions.get(m)), "")
+
+
+def rows_of(
+    graph: Graph, kernel: Kernel, made: TritonKernel, stem: str, compiled: Sequence[Compiled], launches: int,
+    refused: Sequence[Mapping[str, Any]] = (), gpu: str = "",
+) -> list[dict[str, Any]]:  # fmt: skip
+    """A row for each pass of a kernel; work and times are those of the whole kernel and stand in its last row.
+
+    Args:
+        refused: candidates that were passed over before this one.
+        gpu: the card that the plan is for.
+    """
+    op = graph.ops[kernel.op]
+    assert isinstance(op, Block)
+    chip = chip_of(compiled[0].target, gpu)
+    found = on_chip(kernel_form(graph, kernel, made.precision), chip)
+    work = work_of(graph, kernel, found)
+    config = asdict(made.config)
+    out: list[dict[str, Any]] = []
+    copies = len(made.passes) - 1 - _in_parts(made)
+    for k, (one, each) in enumerate(zip(made.passes, compiled, strict=True)):
+        last = one is made.passes[-1]
+        kind = "copy" if k < copies else f"{made.kind} in parts" if not last else "merge" if _in_parts(made) else made.kind
+        row = {"kernel": stem if last else f"{stem}.{k}", **_machine(made, one, each.resources, chip), "kind": kind}
+        row |= {
+            "mode": kernel.mode,
+            "nodes": list(op.source),
+            "launches": launches,
+            "precision": made.precision,
+            "knobs": config,
+        }
+        if (c := found.product) is not None and kind.startswith("dot"):
+            row["extents"] = [points(c.batch), points(c.m), points(c.n), points((*c.k, *c.taps))]
+            row["operand"] = c.operand
+        row |= {"flops": work.flops, "matrix_flops": work.matrix_flops, "bytes": work.bytes} if last else {}
+        row |= {"scratch_bytes": scratch_bytes(made), "roofline_s": roofline(work, found, chip)} if last else {}
+        out.append(row)
+    main = out[-2 if _in_parts(made) else -1]  # what the merge of parts reads is little
+    out[-1] |= {"predicted_s": predicted(work, found, chip, prod(main["grid"]), main["in_flight"]), "refused": list(refused)}
+    return out
+
+
+def _in_parts(made: TritonKernel) -> bool:
+    """Whether the last pass merges the states that the one before it wrote."""
+    return len(made.passes) > 1 and made.passes[-2].function.startswith(f"{made.name}_parts")
+
+
+def _machine(made: TritonKernel, one: Pass, found: Resources, chip: Chip) -> dict[str, Any]:
+    """What the machine code says."""
+    wide = found.wide_bytes / found.global_bytes if found.global_bytes else 1.0
+    return {
+        "grid": list(one.grid), "num_warps": one.num_warps, **asdict(found), "shared_limit": chip.shared,
+        "occupancy": round(occupancy(found, one.num_warps, chip), 4), "matrix": matrix_instruction(found),
+        "wide_share": round(wide, 4), "descriptors": len(one.descriptors), "in_flight": in_flight(made, one, found, chip),
+    }  # fmt: skip
+
+
+def in_flight(made: TritonKernel, one: Pass, found: Resources, chip: Chip) -> int:
+    """Bytes that all resident programs load at once: by threads, and by descriptors a stage less than there are."""
+    resident = int(occupancy(found, one.num_warps, chip) * chip.warps) // one.num_warps
+    loaded = [d for p, d in one.descriptors.items() if re.search(rf"\b{p}\.load\(", made.source)]
+    boxes = sum(prod(d.block) * itemsize(d.dtype) for d in loaded) * max(1, one.num_stages - 1)
+    each = found.thread_loads * chip.warp * one.num_warps + boxes
+    return min(prod(one.grid), chip.units * resident) * each
+
+
+def scratch_bytes(made: TritonKernel) -> int:
+    """Bytes written and read again between two passes."""
+    return 2 * sum(n * itemsize(d) for d, n in made.scratch)
+
+
+def summary(rows: Sequence[Mapping[str, Any]], opaque: Sequence[str], unfused: Mapping[str, Any]) -> dict[str, Any]:
+    """Over one run of the model on one device: launches, bytes and roofline time, against a kernel for each ONNX node."""
+    ends = [r for r in rows if "bytes" in r]
+    out: dict[str, Any] = {
+        "kernels": len(rows), "launches": sum(r["launches"] for r in rows),
+        "bytes": sum(r["launches"] * (r["bytes"] + r["scratch_bytes"]) for r in ends),
+        "flops": sum(r["launches"] * r["flops"] for r in ends),
+        "roofline_s": sum(r["launches"] * r["roofline_s"] for r in ends),
+        "predicted_s": sum(r["launches"] * r["predicted_s"] for r in ends),
+        "spilling": [r["kernel"] for r in rows if r["spills"]],
+        "serialized": [r["kernel"] for r in rows if any("serialized" in m for m in r["messages"])], "opaque": list(opaque),
+    }  # fmt: skip
+    if unfused:
+        out |= {"unfused_kernels": unfused["kernels"], "unfused_bytes": unfused["bytes"]}
+    return out

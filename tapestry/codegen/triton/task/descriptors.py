@@ -9,17 +9,20 @@ that no masks are needed.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
-from math import gcd
+from math import gcd, prod
 
-from tapestry.codegen.triton.task.lowered import Access, Task, points
-from tapestry.codegen.triton.task.primitives import NARROW_POINTERS, POINTERS, operand_size
-from tapestry.codegen.triton.task.tiles import Contraction, Stream, bare_read
-from tapestry.ir.expr import Expr, arg_positions
-from tapestry.ir.graph import Dim
-from tapestry.ir.index import Aff, Ranges, dims_of, span
-from tapestry.ir.types import itemsize
+from tapestry.codegen.triton.task.lowered import Access, Check, Task, inside, lower, points, substitute_task
+from tapestry.codegen.triton.task.primitives import EXACT_IN, HALVES, NARROW_POINTERS, POINTERS, operand_size
+from tapestry.codegen.triton.task.tiles import Contraction, KernelForm, PackedOperands, Stream, bare_read, centred, classified
+from tapestry.ir.expr import Arg, Expr, arg_positions
+from tapestry.ir.graph import Block, Dim, Graph, Read
+from tapestry.ir.index import Aff, Ranges, dim, dims_of, span
+from tapestry.ir.monoid import MONOIDS
+from tapestry.ir.plan import Box, Kernel, shape
+from tapestry.ir.recognise import Scan, as_scan
+from tapestry.ir.types import Tensor, itemsize
 
 _ALIGN = 16  # bytes, of every stride but the innermost and of the base
 
@@ -132,8 +135,226 @@ def _stride(offset: Aff, dims: Sequence[Dim]) -> int | None:
     kept = [d for d in dims if d.size > 1]
     if not kept:
         return None
-    for upper, lower in pairwise(kept):
-        if offset.coef(upper.name) != offset.coef(lower.name) * lower.size:
+    for outer, inner in pairwise(kept):
+        if offset.coef(outer.name) != offset.coef(inner.name) * inner.size:
             return None
     step = offset.coef(kept[-1].name)
     return step if step > 0 else None
+
+
+# Operands copied first, into a scratch buffer whose rows a matrix unit's loads can take 16 bytes at a time.
+#
+# A convolution's input with channels in front is gathered element by element, and so is a matrix whose rows are not multiples
+# of 16 bytes. A copy with the contracted axis last, or with padded rows, costs its bytes once; the contraction then reads
+# tiles by descriptors or 16-byte loads. To the rest of the generator the copy is a tensor like any other: the read's axes are
+# permuted.
+
+
+_ALIGN_OF_PACKED_OPERAND = 16  # bytes that rows begin at multiples of
+
+
+def packed_operands(graph: Graph, kernel: Kernel, found: KernelForm) -> PackedOperands | None:
+    """The operation on copies of the operands that cannot be read by whole rows; ``None`` where that is of no use."""
+    op, c = graph.ops[kernel.op], found.product
+    wide = c is not None and (c.operand != "f32" or found.precision != "ieee")
+    if c is None or not isinstance(op, Block) or c.masked or not wide:
+        return None
+    copies: dict[int, tuple[Box, tuple[int, ...]]] = {}
+    for pair in c.pairs:
+        for side, e in enumerate(pair):
+            p = bare_read(c.value(e, found.task))
+            if p is None or op.reads[p].tensor == "":
+                return None
+            order = _order(graph, kernel, found, p, side)
+            if order is None:
+                return None
+            box = kernel.ins[p]
+            if order and box is not None:
+                copies[p] = (box, order)
+    return _with_copies(graph, kernel, found, copies) if copies else None
+
+
+def _order(graph: Graph, kernel: Kernel, found: KernelForm, p: int, side: int) -> tuple[int, ...] | None:
+    """The order of axes of a read's copy; ``()`` where none is needed, ``None`` where none helps."""
+    c, op = found.product, graph.ops[kernel.op]
+    assert c is not None and isinstance(op, Block)
+    access, box = found.task.reads[p], kernel.ins[p]
+    if access.dtype not in ("f32", *EXACT_IN["f32"]) or box is None or len(box) < 2:
+        return None
+    if _by_rows(found, c, p, side):
+        return ()
+    plain = tuple(range(len(box)))
+    read = op.reads[p]
+    last = next((a for a, e in enumerate(read.index) if e.coef(c.k[-1].name) == 1 and e.is_affine), None) if c.k else None
+    orders = [plain] if not access.checks else []
+    orders += [(*(a for a in plain if a != last), last)] if last is not None else []
+    for order in orders:
+        trial = _with_copies(graph, kernel, found, {p: (box, order)})
+        if trial.product.product is not None and _by_rows(trial.product, trial.product.product, p, side):
+            return order
+    return None
+
+
+def _by_rows(found: KernelForm, c: Contraction, p: int, side: int) -> bool:
+    """Whether a factor's tiles are copied by a descriptor or in units of 16 bytes along k."""
+    access = found.task.reads[p]
+    first, second = (c.m, c.k) if side == 0 else (c.k, c.n)
+    tile = tile_box(access, first, second, found.task.ranges)
+    if tile is not None and (operand_size(c.operand) > 1 or tile.transposed == (side == 1)):
+        return True
+    step = _ALIGN_OF_PACKED_OPERAND // itemsize(access.dtype)
+    rows = all(k % step == 0 for a, k in access.offset.terms if a != c.k[-1].name) if c.k else False
+    return rows and access.offset.coef(c.k[-1].name) == 1
+
+
+def _with_copies(
+    graph: Graph, kernel: Kernel, found: KernelForm, copies: dict[int, tuple[Box, tuple[int, ...]]]
+) -> PackedOperands:  # fmt: skip
+    op = graph.ops[kernel.op]
+    assert isinstance(op, Block)
+    tensors, ins, reads = dict(graph.tensors), list(kernel.ins), list(op.reads)
+    made: list[tuple[int, KernelForm]] = []
+    scratch: list[tuple[str, int]] = []
+    moved, padding = 0, False
+    for p, (box, order) in copies.items():
+        old = tensors[op.reads[p].tensor]
+        step = _ALIGN_OF_PACKED_OPERAND // itemsize(old.dtype)
+        held = tuple(box[a] for a in order)
+        lo, hi = held[-1]
+        padded = (*held[:-1], (lo, lo + -(-(hi - lo) // step) * step))
+        new = Tensor(name=f"{old.name}.rows{p}", dtype=old.dtype, shape=tuple(old.shape[a] for a in order))
+        tensors[new.name] = new
+        ins[p] = padded
+        reads[p] = replace(op.reads[p], tensor=new.name, index=tuple(op.reads[p].index[a] for a in order))
+        made.append((p, _copy(old, new, box, held, padded, order)))
+        scratch.append((old.dtype, prod(shape(padded))))
+        padding = padding or padded != held
+        moved += 2 * prod(shape(box)) * itemsize(old.dtype)
+    changed = replace(
+        graph, tensors=tensors, ops=(*graph.ops[: kernel.op], replace(op, reads=tuple(reads)), *graph.ops[kernel.op + 1 :])
+    )
+    product = classified(lower(changed, replace(kernel, ins=tuple(ins))), found.precision)
+    return PackedOperands(copies=tuple(made), product=product, scratch=tuple(scratch), moved=moved, padded=padding)
+
+
+def _copy(old: Tensor, new: Tensor, box: Box, held: Box, padded: Box, order: tuple[int, ...]) -> KernelForm:
+    """The map that writes a buffer's cells in another order of axes."""
+    dims = tuple(Dim(f"x{k}", n) for k, n in enumerate(new.shape))
+    index = tuple(dim(dims[order.index(a)].name) for a in range(len(order)))
+    op = Block(outs=(new.name,), dims=dims, reads=(Read(tensor=old.name, index=index),), body=(Arg(0, old.dtype),))
+    graph = Graph(name="copy", tensors={old.name: old, new.name: new}, ops=(op,), inputs=(old.name,), outputs=(new.name,))
+    return classified(lower(graph, Kernel(op=0, mode="full", block=held, ins=(box,), outs=(padded,))))
+
+
+# A reduced dimension in parts of equal size, but for the last one, which may have fewer points.
+
+
+_GRAIN, _LARGE = 16, 64  # points that a part has a multiple of, where its end is not the dimension's: whole tiles
+
+
+def part_size(total: int, parts: int) -> int:
+    """Points of every part but the last, which has what is left; 0 where nothing would be left."""
+    share = total // parts if total % parts == 0 else _in_tiles(-(-total // parts))
+    return share if (parts - 1) * share < total else 0
+
+
+def most_parts(total: int, most: int) -> int:
+    """The number of parts, ``most`` at the most, that begin at whole tiles and have points all."""
+    return -(-total // _in_tiles(-(-total // most))) if most > 0 else 0
+
+
+def _in_tiles(share: int) -> int:
+    grain = _LARGE if share >= 4 * _LARGE else _GRAIN
+    return -(-share // grain) * grain
+
+
+def splits(form: KernelForm, parts: int, depth: int = 1) -> str:
+    """The reduced dimension that ``parts`` programs may share, each with ``depth`` points at least; ``""`` for none."""
+    task = form.task
+    if form.kind not in ("dot", "stream", "reduce", "folded") or task.mode != "full":
+        return ""
+    if task.monoid is None or not MONOIDS[task.monoid].commutative:
+        return ""
+    dims = (form.streamed.key,) if form.streamed else task.reduce
+    fit = [d for d in dims if part_size(d.size, parts) >= max(2, depth)]
+    fit = [d for d in fit if d.size % parts == 0] or (fit if _may_be_ragged(form) else [])
+    return max(fit, key=lambda d: d.size).name if fit else ""
+
+
+def _may_be_ragged(form: KernelForm) -> bool:
+    """Whether points past the end can be kept from the result: by a hidden score, by factors of zero or by the identity."""
+    if form.streamed is not None:
+        return _zero_outside(form, form.streamed.value)
+    if form.kind == "dot" and form.product is not None:
+        c = form.product
+        return c.operand in (*HALVES, "f32") and all(_zero_outside(form, e) for pair in c.pairs for e in pair)
+    return form.kind == "reduce" and not centred(form.task)
+
+
+def _zero_outside(form: KernelForm, e: Expr) -> bool:
+    """Whether an expression is a read that may give zero where it has no cell."""
+    position = bare_read(e)
+    return position is not None and not form.task.reads[position].other
+
+
+# Running states (`ir.recognise`) as tasks: the scanned dimension becomes a segment and a step.
+#
+# The segment is one more map dimension, the step u counts in the order of merging; place and element are then affine in both.
+# Steps at which there is no element give the identity, and those without a place are not stored.
+
+
+def scan_of(graph: Graph, kernel: Kernel) -> Scan | None:
+    """The scan that a kernel runs; ``None`` for other kernels, and for one that only finishes merged states."""
+    return None if kernel.mode == "finish" else as_scan(graph.ops[kernel.op])
+
+
+def scan_task(graph: Graph, kernel: Kernel, scan: Scan) -> Task:
+    """The kernel in block coordinates, over the other map dimensions, segments and (as the reduced dimension) steps."""
+    op = graph.ops[kernel.op]
+    assert isinstance(op, Block)
+    task = lower(graph, kernel, without=scan.guard)
+    at = {d.name: b for d, b in zip(op.space, kernel.block, strict=True)}
+    (i0, i1), (j0, j1), q = at[scan.dim], at[scan.over], scan.segment
+    first, last = i0 // q, (max(i1, i0 + 1) - 1) // q
+    low, high = (i0 - first * q, i1 - first * q) if first == last else (0, q)
+    names = {d.name for d in op.space} - {scan.dim, scan.over}
+    k, u = (next(n for n in (w, f"{w}_", f"{w}__") if n not in names) for w in ("segment", scan.dim))
+    if scan.sign > 0:
+        start = min(low, j0 + scan.shift)
+        inner, element, steps = dim(u) + start, dim(u) + (start - scan.shift - j0), high - start
+    else:
+        start = max(high - 1, j1 - 1 - scan.shift)
+        inner, element, steps = dim(u) * -1 + start, dim(u) * -1 + (start + scan.shift - j0), start - low + 1
+    place = dim(k) * q + inner + (first * q - i0) if last > first else inner + (first * q - i0)
+    segments = (Dim(k, last - first + 1),) if last > first else ()
+    dims = tuple(e for d in task.dims for e in (segments if d.name == scan.dim else (d,)))
+    env = {scan.dim: place, scan.over: element}
+    ranges = {d.name: d.size for d in (*dims, Dim(u, steps))}
+    placed, elements = inside(place, i1 - i0, ranges), inside(element, j1 - j0, ranges)
+    moved, body = substitute_task(task, env, ranges), op.body_reads()
+
+    def checked(a: Access, more: list[Check]) -> Access:
+        return replace(a, checks=tuple(dict.fromkeys((*a.checks, *more))))
+
+    return replace(
+        moved, dims=dims, reduce=(Dim(u, steps),), states=(), outs=tuple(checked(a, placed) for a in moved.outs),
+        reads={p: checked(a, elements if p in body else placed) for p, a in moved.reads.items()},
+    )  # fmt: skip
+
+
+# From a kernel of the Program to the form in which it is emitted.
+
+
+def kernel_form(graph: Graph, kernel: Kernel, precision: str = "ieee") -> KernelForm:
+    """The form of a kernel of the Program.
+
+    Args:
+        precision: of products of f32: ``ieee``, ``tf32x3`` or ``tf32``.
+
+    Raises:
+        TapestryError: the operation is opaque.
+    """
+    if (scan := scan_of(graph, kernel)) is not None:
+        return KernelForm(kind="scan", task=scan_task(graph, kernel, scan), reverse=scan.sign < 0)
+    form = classified(lower(graph, kernel), precision)
+    return replace(form, packed=packed_operands(graph, kernel, form)) if form.product is not None else form

@@ -2,7 +2,7 @@
 
 A state that refers to a centre (``max ⋉ sum``, ``mean ⋉ squares``) is folded centre first: the centre of all lanes by one
 reduction, then every lane moved to it by the action and summed. That is what the monoid's law says of any tree of merges, with
-one action per lane instead of one per merge; the identity is proved where the monoid is made (`ir.monoid_action`), and of
+one action per lane instead of one per merge; the identity is proved where the monoid is made (`ir.monoid`), and of
 moments it is the parallel axis theorem. Other monoids are folded by their ``combine``.
 """
 
@@ -10,13 +10,10 @@ from __future__ import annotations
 
 from tapestry.codegen.triton.task.primitives import TRITON_TYPES, compute, literal
 from tapestry.codegen.triton.task.tiles import centred
-from tapestry.codegen.triton.text.axes import Axis
-from tapestry.codegen.triton.text.expressions import combine_source
-from tapestry.codegen.triton.text.scope import Frame, Scope
+from tapestry.codegen.triton.text.scope import Axis, Frame, Scope, combine_source
 from tapestry.ir.expr import Acc, Arg, Call, Const, Expr, Let, walk
 from tapestry.ir.monoid import MONOIDS, number
-from tapestry.ir.recognise.contraction import only_sums
-from tapestry.ir.recognise.exponential import Exponential, exponential
+from tapestry.ir.recognise import Exponential, exponential, only_sums
 
 
 def reduction(frame: Frame, tile: Scope, cols: Axis, accs: tuple[str, ...]) -> tuple[list[str], list[str], list[str]]:

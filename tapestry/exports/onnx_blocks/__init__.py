@@ -1,1 +1,0 @@
-"""One block of an operation as nodes of plain ONNX."""

@@ -1,1 +1,0 @@
-"""What a model's author calls its operations, weights and dimensions."""

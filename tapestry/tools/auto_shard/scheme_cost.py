@@ -1,0 +1,521 @@
+"""What a sharding scheme costs: per stage seconds, FLOPs and memory; many schemes at once in several processes.
+
+A scheme is one set of subgraphs per stage, as a bit mask. Costs depend on the set alone, so they are kept by mask.
+
+The model. A stage computes its operations one after another; before that it receives every activation that an earlier
+stage made and it reads (``alpha + beta * bytes`` each); nothing overlaps inside a stage. The *interval* of the pipeline
+is its slowest stage, its *latency* the sum over stages: one run passes all of them. Memory of a stage: its weights, and the
+activations at their peak, where what is received is there from the beginning and what is sent stays to the end.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from onnx import ModelProto, NodeProto, TensorProto
+
+from tapestry.ir.expr import Arg
+from tapestry.ir.graph import Block, Graph, Op
+from tapestry.lift.file.external_data import tensor_bytes
+from tapestry.lift.file.protos import captured, node_name
+from tapestry.lift.normalize.prepare import RANDOM
+from tapestry.plan.cost import compute
+from tapestry.plan.topology import Topology
+
+# The graph that stages are cut from: one vertex per ONNX node, with costs from the lifted Graph's index spaces.
+#
+# Vertices and edges are the ONNX file's, because stages are written back onto its nodes; bytes, FLOPs and seconds are
+# those of the operations that the nodes lift to. Nodes that lifting folds away (shape arithmetic, a node equal to another one)
+# cost nothing; views are names for the tensor behind them. Seconds are whole picoseconds: sums are then exact, so that
+# "never worse" can be tested with ``<=`` and does not depend on the order of addition.
+
+
+PICO = 10**12  # picoseconds in a second
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One operation as stages see it: its node, picoseconds, FLOPs, and the activations that it reads and writes."""
+
+    node: int
+    time: int
+    flops: int
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeGraph:
+    """Nodes in topological order.
+
+    Attributes:
+        parents: nodes that each node needs.
+        joined: how many different intermediate inputs each node has (model inputs and constants do not count).
+        weights: numbers of the weights that each node reads; ``weight_names`` and ``weight_bytes`` say what they are.
+        tensors: names of the activations and of the model's inputs; ``sizes`` their bytes, ``moves`` the picoseconds that it
+            takes to send one to another device, ``maker`` the node that writes it (-1: a model input).
+        steps: operations, in an order that their data allow and nodes follow.
+        kept: tensors that the model returns.
+    """
+
+    names: tuple[str, ...]
+    parents: tuple[tuple[int, ...], ...]
+    joined: tuple[int, ...]
+    weights: tuple[tuple[int, ...], ...]
+    weight_names: tuple[str, ...]
+    weight_bytes: tuple[int, ...]
+    tensors: tuple[str, ...]
+    sizes: tuple[int, ...]
+    moves: tuple[int, ...]
+    maker: tuple[int, ...]
+    steps: tuple[Step, ...]
+    kept: frozenset[int]
+
+
+def node_graph(model: ModelProto, lifted: Graph, topo: Topology) -> NodeGraph:
+    """The graph of a model's nodes.
+
+    Args:
+        model: the file, its nodes in topological order (`lift.file.structure.check_structure` sorts them).
+        lifted: the same model as a Graph, not simplified: its operations still name one node each.
+        topo: device rates and, for transfers between stages, the link of its slowest mesh axis.
+    """
+    return _Builder(model, lifted, topo).finish()
+
+
+@dataclass(slots=True)
+class _Builder:
+    model: ModelProto
+    lifted: Graph
+    topo: Topology
+    nodes: list[NodeProto] = field(init=False)
+    producer: dict[str, int] = field(init=False)  # tensor of the file → node
+    parents: list[set[int]] = field(init=False)
+    constant: list[bool] = field(default_factory=list[bool])
+    weights: list[dict[int, None]] = field(init=False)
+    weight_ids: dict[str, int] = field(default_factory=dict[str, int])
+    weight_bytes: list[int] = field(default_factory=list[int])
+    root: dict[str, str] = field(default_factory=dict[str, str])  # view → the tensor behind it
+    ids: dict[str, int] = field(default_factory=dict[str, int])
+    maker: list[int] = field(default_factory=list[int])
+    steps: list[Step] = field(default_factory=list[Step])
+    alive: list[bool] = field(init=False)
+    priced: dict[Any, tuple[int, int]] = field(default_factory=dict[Any, tuple[int, int]])
+
+    def __post_init__(self) -> None:
+        self.nodes = list(self.model.graph.node)
+        self.producer = {o: k for k, n in enumerate(self.nodes) for o in n.output if o}
+        self.parents = [set() for _ in self.nodes]
+        self.weights = [{} for _ in self.nodes]
+        self.alive = [False] * len(self.nodes)
+
+    def finish(self) -> NodeGraph:
+        self._edges()
+        for t in self.lifted.inputs:
+            self._tensor(t, -1)
+        homes = self._homes()
+        order = sorted(range(len(self.lifted.ops)), key=lambda i: (homes[i], i))
+        for i in order:
+            self._step(self.lifted.ops[i], homes[i])
+        outputs = (self.root.get(t, t) for t in self.lifted.outputs)
+        names = tuple(self.ids)
+        sizes = tuple(self.lifted.tensors[t].nbytes for t in names)
+        link = max(self.topo.links, key=lambda k: (k.alpha, k.beta))
+        return NodeGraph(
+            names=tuple(node_name(n) for n in self.nodes),
+            parents=tuple(tuple(sorted(p)) for p in self.parents), joined=tuple(self._joined()),
+            weights=tuple(tuple(w) for w in self.weights), weight_names=tuple(self.weight_ids),
+            weight_bytes=tuple(self.weight_bytes), tensors=names, sizes=sizes,
+            moves=tuple(round((link.alpha + link.beta * n) * PICO) for n in sizes), maker=tuple(self.maker),
+            steps=tuple(self.steps), kept=frozenset(self.ids[t] for t in outputs if t in self.ids),
+        )  # fmt: skip
+
+    def _edges(self) -> None:
+        """Edges, weights and which nodes are constant, from the file alone."""
+        stored = {t.name: t for t in self.model.graph.initializer}
+        for k, node in enumerate(self.nodes):
+            names = [i for i in (*node.input, *captured(node)) if i]
+            self.parents[k] = {self.producer[i] for i in names if i in self.producer}
+            known = all(i in stored or (i in self.producer and self.constant[self.producer[i]]) for i in names)
+            self.constant.append(known and node.op_type not in RANDOM)
+            for name in names:
+                if name in stored:
+                    self._weight(k, name, tensor_bytes(stored[name]) if stored[name].data_type != TensorProto.STRING else 0)
+
+    def _weight(self, node: int, name: str, nbytes: int) -> None:
+        if name not in self.weight_ids:
+            self.weight_ids[name] = len(self.weight_bytes)
+            self.weight_bytes.append(nbytes)
+        self.weights[node][self.weight_ids[name]] = None
+
+    def _homes(self) -> list[int]:
+        """The node of each operation; never before a node that it reads from, whatever passes did to names."""
+        named: dict[str, list[int]] = {}
+        for k, node in enumerate(self.nodes):
+            named.setdefault(node_name(node), []).append(k)
+        homes: list[int] = []
+        home_of: dict[str, int] = {}
+        for op in self.lifted.ops:
+            first = max((home_of[t] for t in op.inputs if t in home_of), default=0)
+            same = [k for s in op.source for k in named.get(s, ())]
+            makes = [self.producer[t] for t in op.outs if t in self.producer]
+            chosen = next((k for k in makes if k in same), None)
+            if chosen is None:
+                chosen = next((k for k in (*same, *makes) if k >= first), first)
+            homes.append(max(chosen, first))
+            home_of.update(dict.fromkeys(op.outs, homes[-1]))
+        return homes
+
+    def _step(self, op: Op, home: int) -> None:
+        self.alive[home] = True
+        roots = list(dict.fromkeys(self.root.get(t, t) for t in op.inputs))
+        for t in roots:
+            if t not in self.ids:
+                self._weight(home, t, self.lifted.tensors[t].nbytes)
+        reads = tuple(self.ids[t] for t in roots if t in self.ids)
+        self.parents[home] |= {self.maker[t] for t in reads if self.maker[t] not in (-1, home)}
+        if is_view(op):
+            self.root[op.outs[0]] = roots[0]
+            return
+        constant = self.constant[home] and not reads
+        writes = () if constant else tuple(self._tensor(t, home) for t in op.outs)  # a constant is a weight of its readers
+        time, flops = self._price(op)
+        self.steps.append(Step(home, time, flops, reads, writes))
+
+    def _tensor(self, name: str, maker: int) -> int:
+        self.ids[name] = len(self.ids)
+        self.maker.append(maker)
+        return self.ids[name]
+
+    def _price(self, op: Op) -> tuple[int, int]:
+        """(picoseconds, FLOPs), worked out once per signature."""
+        types = tuple((self.lifted.tensors[t].dtype, self.lifted.tensors[t].shape) for t in (*op.inputs, *op.outs))
+        places = tuple((r.index, r.when) for r in op.reads) if isinstance(op, Block) else ()
+        body = (op.reduce, op.monoid, op.inner, op.body, op.then, places) if isinstance(op, Block) else (op.kind,)
+        key = (op.dims, body, types)
+        if key not in self.priced:
+            self.priced[key] = _price(op, self.lifted, self.topo)
+        return self.priced[key]
+
+    def _joined(self) -> Iterator[int]:
+        for node in self.nodes:
+            made = {i: self.producer[i] for i in (*node.input, *captured(node)) if i in self.producer}
+            yield sum(self.alive[k] and not self.constant[k] for k in made.values())
+
+
+def _price(op: Op, graph: Graph, topo: Topology) -> tuple[int, int]:
+    block = _whole(tuple(d.size for d in op.space))
+    final = block[:, : len(op.dims)]
+    reads = {(t, b""): _whole(graph.tensors[t].shape) for t in op.inputs}
+    heavy, light, _ = compute.quantities(op, graph, block, final, reads)
+    seconds = compute.seconds(op, graph, block, final, reads, topo)
+    return round(seconds * PICO), int(heavy[0] + light[0])
+
+
+def _whole(shape: tuple[int, ...]) -> np.ndarray:
+    """The box of one device that holds everything."""
+    return np.array([[(0, s) for s in shape]], np.int64).reshape(1, len(shape), 2)
+
+
+def is_view(op: Op) -> bool:
+    """Whether an operation only renames cells of one tensor, so that its readers can read that tensor instead."""
+    if not isinstance(op, Block) or op.monoid or len(op.reads) != 1 or len(op.outs) != 1:
+        return False
+    return isinstance(op.body[0], Arg)
+
+
+# Subgraphs, the smallest things that move between stages: a node where data flows join, and what leads up to it.
+#
+# A *candidate* (PopRT: alternative node) has several intermediate inputs. Its subgraph is everything before it that no
+# earlier candidate has claimed. In topological order of the candidates the subgraphs are in topological order themselves:
+# what a subgraph needs from outside was claimed earlier. Nodes after the last candidate belong to the subgraphs of the
+# nodes where the graph ends.
+
+
+Unit = tuple[int, ...]  # nodes, ascending; the last one is the candidate
+
+
+def joins(graph: NodeGraph) -> list[int]:
+    """Nodes with several intermediate inputs, in topological order."""
+    return [k for k, n in enumerate(graph.joined) if n >= 2]
+
+
+def everywhere(graph: NodeGraph) -> list[int]:
+    """Every node that computes something: for chains, which have no joins."""
+    busy = {s.node for s in graph.steps}
+    return [k for k in range(len(graph.names)) if k in busy]
+
+
+def candidate_subgraphs(graph: NodeGraph, candidates: Sequence[int]) -> list[Unit]:
+    """One subgraph per candidate, then one per end of the graph that is left; every node is in exactly one."""
+    claimed = [False] * len(graph.names)
+    needed = {p for row in graph.parents for p in row}
+    ends = [k for k in range(len(graph.names)) if k not in needed]
+    units: list[Unit] = []
+    for top in (*candidates, *ends):
+        if claimed[top]:
+            continue
+        stack, unit = [top], list[int]()
+        claimed[top] = True
+        while stack:
+            k = stack.pop()
+            unit.append(k)
+            for p in graph.parents[k]:
+                if not claimed[p]:
+                    claimed[p] = True
+                    stack.append(p)
+        units.append(tuple(sorted(unit)))
+    assert all(claimed), "a node leads to no end of the graph"
+    return units
+
+
+def shares(graph: NodeGraph, units: Sequence[Unit]) -> list[float]:
+    """How large a part of the whole each subgraph is, in bytes or in FLOPs, whichever is larger."""
+    home = {k: u for u, nodes in enumerate(units) for k in nodes}
+    nbytes, flops = [0] * len(units), [0] * len(units)
+    for u, nodes in enumerate(units):
+        nbytes[u] = sum(graph.weight_bytes[w] for w in {w for k in nodes for w in graph.weights[k]})
+    for step in graph.steps:
+        flops[home[step.node]] += step.flops
+    all_bytes, all_flops = max(sum(nbytes), 1), max(sum(flops), 1)
+    return [max(b / all_bytes, f / all_flops) for b, f in zip(nbytes, flops)]
+
+
+def merge(graph: NodeGraph, units: Sequence[Unit], wanted: int, at_least: int) -> list[Unit]:
+    """Merge neighbours in the list while they are small in bytes and in FLOPs, down to about ``wanted``.
+
+    Neighbours, because merging them keeps the list in topological order whatever the edges. A subgraph is small when it
+    is less than a ``wanted``-th of the whole. Nothing is merged when fewer than ``at_least`` would be left.
+    """
+    merged = _merged(graph, units, wanted, [0] * len(units))
+    return merged if len(merged) >= at_least else list(units)
+
+
+def refine(graph: NodeGraph, units: Sequence[Unit], wanted: int) -> list[Unit]:
+    """Cut subgraphs into about ``wanted`` smaller ones, down to single nodes, each inside one of the given ones.
+
+    A list in topological order again; cuts between the given subgraphs remain cuts.
+    """
+    busy = {s.node for s in graph.steps}
+    home = {k: u for u, nodes in enumerate(units) for k in nodes}
+    # nodes that cost nothing come last of their subgraph, or else a later one would claim them
+    tops = [k for nodes in units for k in (*(k for k in nodes if k in busy), *reversed(nodes))]
+    small = candidate_subgraphs(graph, tops)
+    return _merged(graph, small, wanted, [home[unit[0]] for unit in small])
+
+
+def _merged(graph: NodeGraph, units: Sequence[Unit], wanted: int, parts: Sequence[int]) -> list[Unit]:
+    """Merge small neighbours of the same part."""
+    if len(units) <= wanted:
+        return list(units)
+    limit = 1 / wanted
+    groups: list[list[int]] = []
+    filled, last = 0.0, -1
+    for unit, share, part in zip(units, shares(graph, units), parts):
+        if filled + share > limit or part != last:
+            groups.append([])
+            filled, last = 0.0, part
+        groups[-1].extend(unit)
+        filled += share
+    return [tuple(sorted(g)) for g in groups]
+
+
+Scheme = tuple[int, ...]  # a mask of subgraphs per stage
+WORTH = 400_000  # operations in a batch of schemes from which on other processes are started
+
+
+@dataclass(frozen=True, slots=True)
+class StageCost:
+    """One stage: picoseconds of computing and of receiving, FLOPs, bytes of weights and of activations at their peak.
+
+    ``node`` is the node at the peak.
+    """
+
+    compute: int
+    receive: int
+    flops: int
+    weights: int
+    peak: int
+    node: int
+
+    @property
+    def time(self) -> int:
+        """Picoseconds of a run."""
+        return self.compute + self.receive
+
+    @property
+    def memory(self) -> int:
+        """Bytes on the device."""
+        return self.weights + self.peak
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """A scheme and its stages."""
+
+    scheme: Scheme
+    stages: tuple[StageCost, ...]
+
+    @property
+    def interval(self) -> int:
+        """Picoseconds between two runs: the slowest stage."""
+        return max(s.time for s in self.stages)
+
+    @property
+    def latency(self) -> int:
+        """Picoseconds of one run through all stages."""
+        return sum(s.time for s in self.stages)
+
+    @property
+    def memory(self) -> int:
+        """Bytes of the fullest stage."""
+        return max(s.memory for s in self.stages)
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Smaller is better: interval, then latency."""
+        return self.interval, self.latency
+
+
+class Problem:
+    """Subgraphs of a graph with their sums, and costs of sets of them, kept by mask."""
+
+    def __init__(self, graph: NodeGraph, units: Sequence[Unit]) -> None:
+        self.graph, self.units = graph, tuple(units)
+        count = len(self.units)
+        self.all = (1 << count) - 1
+        self.home = {k: u for u, nodes in enumerate(self.units) for k in nodes}
+        self.steps: list[list[int]] = [[] for _ in range(count)]
+        self.readers = [0] * len(graph.tensors)
+        for i, step in enumerate(graph.steps):
+            u = self.home[step.node]
+            self.steps[u].append(i)
+            for t in step.reads:
+                self.readers[t] |= 1 << u
+        self.made = [-1 if m < 0 else self.home[m] for m in graph.maker]
+        self.weights = [frozenset(w for k in nodes for w in graph.weights[k]) for nodes in self.units]
+        self.time = [sum(graph.steps[i].time for i in row) for row in self.steps]
+        self.flops = [sum(graph.steps[i].flops for i in row) for row in self.steps]
+        self.bytes = [self.weight_bytes(w) for w in self.weights]
+        self.parents = [0] * count
+        for u, nodes in enumerate(self.units):
+            for p in {self.home[p] for k in nodes for p in graph.parents[k]} - {u}:
+                self.parents[u] |= 1 << p
+        self.children = [0] * count
+        for u, mask in enumerate(self.parents):
+            for p in bits(mask):
+                self.children[p] |= 1 << u
+        self._known: dict[int, StageCost] = {}
+
+    def weight_bytes(self, weights: frozenset[int]) -> int:
+        """Bytes of distinct weights."""
+        return sum(self.graph.weight_bytes[w] for w in weights)
+
+    def cost(self, mask: int) -> StageCost:
+        """The cost of a stage of these subgraphs."""
+        if mask not in self._known:
+            self._known[mask] = self._cost(mask)
+        return self._known[mask]
+
+    def evaluate(self, scheme: Scheme) -> Evaluation:
+        """The costs of all stages."""
+        return Evaluation(scheme, tuple(self.cost(m) for m in scheme))
+
+    def translate(self, scheme: Scheme, other: Problem) -> Scheme:
+        """The same scheme in the subgraphs of another problem whose own are unions of these, or parts of them."""
+        out = [0] * len(scheme)
+        for stage, mask in enumerate(scheme):
+            for u in bits(mask):
+                for k in self.units[u]:
+                    out[stage] |= 1 << other.home[k]
+        assert sum(m.bit_count() for m in out) == len(other.units), "a subgraph would be torn apart"
+        return tuple(out)
+
+    def _cost(self, mask: int) -> StageCost:
+        graph = self.graph
+        units = list(bits(mask))
+        weights = self.weight_bytes(frozenset[int]().union(*(self.weights[u] for u in units)))
+        steps = sorted(i for u in units for i in self.steps[u])
+        inside, last = set[int](), dict[int, int]()
+        for at, i in enumerate(steps):
+            inside.update(graph.steps[i].writes)
+            last.update(dict.fromkeys((*graph.steps[i].reads, *graph.steps[i].writes), at))
+        received = [t for t in last if t not in inside]
+        for t in inside:
+            if t in graph.kept or self.readers[t] & ~mask:
+                last[t] = len(steps)
+        peak, node = self._peak(steps, received, last)
+        return StageCost(
+            sum(self.time[u] for u in units), sum(graph.moves[t] for t in received if self.made[t] >= 0),
+            sum(self.flops[u] for u in units), weights, peak, node if node >= 0 else max(self.units[units[-1]]),
+        )  # fmt: skip
+
+    def _peak(self, steps: list[int], received: list[int], last: dict[int, int]) -> tuple[int, int]:
+        """Bytes of activations at their peak, and the node there."""
+        graph = self.graph
+        dies: list[int] = [0] * (len(steps) + 1)
+        for t, at in last.items():
+            dies[at] += graph.sizes[t]
+        alive = peak = sum(graph.sizes[t] for t in received)
+        node = graph.steps[steps[0]].node if steps else -1
+        for at, i in enumerate(steps):
+            alive += sum(graph.sizes[t] for t in graph.steps[i].writes)
+            if alive > peak:
+                peak, node = alive, graph.steps[i].node
+            alive -= dies[at]
+        return peak, node
+
+
+def bits(mask: int) -> Iterator[int]:
+    """Positions of the ones."""
+    while mask:
+        low = mask & -mask
+        yield low.bit_length() - 1
+        mask ^= low
+
+
+_problem: Problem | None = None  # of a worker process
+
+
+def _start(graph: NodeGraph, units: tuple[Unit, ...]) -> None:
+    global _problem
+    _problem = Problem(graph, units)
+
+
+def _work(scheme: Scheme) -> Evaluation:
+    assert _problem is not None
+    return _problem.evaluate(scheme)
+
+
+class Workers:
+    """Evaluates batches of schemes, in order, in up to ``processes`` processes, started when there is enough to do."""
+
+    def __init__(self, problem: Problem, processes: int, worth: int | None = None) -> None:
+        self.problem, self.processes = problem, processes
+        self.worth = WORTH if worth is None else worth
+        self._pool: ProcessPoolExecutor | None = None
+
+    def __call__(self, schemes: Sequence[Scheme]) -> list[Evaluation]:
+        """Evaluations in the order of the schemes, whatever the number of processes."""
+        if self.processes == 1 or len(schemes) * len(self.problem.graph.steps) < self.worth:
+            return [self.problem.evaluate(s) for s in schemes]
+        if self._pool is None:
+            # not fork: the parent may have threads of numpy's or torch's, which do not survive it
+            self._pool = ProcessPoolExecutor(
+                self.processes, multiprocessing.get_context("spawn"), _start, (self.problem.graph, self.problem.units)
+            )
+        chunk = max(1, len(schemes) // (2 * self.processes))
+        return list(self._pool.map(_work, schemes, chunksize=chunk))
+
+    def __enter__(self) -> Workers:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)

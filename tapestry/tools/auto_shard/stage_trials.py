@@ -1,0 +1,124 @@
+"""Candidates of ``auto-shard --measure``: compiled in several processes, and run in turns, a batch of each after the other."""
+
+from __future__ import annotations
+
+import multiprocessing
+import statistics
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from tapestry import api
+from tapestry.errors import TapestryError
+from tapestry.interop import annotation_rules
+from tapestry.lift.file.structure import check_structure, load
+from tapestry.plugins import tool
+from tapestry.tools.auto_shard import auto_shard
+from tapestry.tools.auto_shard.auto_shard import Options, Trial
+
+RUNS = 5  # of each, after one that counts for nothing; their median does
+TOGETHER = 4  # candidates that are loaded at a time
+
+
+@dataclass(slots=True)
+class StageTrials:
+    """Compiles and runs candidates of one model, with its external data in reach: their files lie beside it until the end.
+
+    One process plays all devices, so that a batch passes the stages one after another, as it does on devices of their own, but
+    with no wire between them; or, where the options say so, each device is a process of its own, and what goes from stage to
+    stage is sent.
+    """
+
+    options: Options
+    _folder: tempfile.TemporaryDirectory[str] = field(default_factory=tempfile.TemporaryDirectory)
+    _pool: ProcessPoolExecutor | None = None
+    _count: int = 0
+    _builds: dict[tuple[int, ...], Path] = field(default_factory=dict[tuple[int, ...], Path])
+    _files: list[Path] = field(default_factory=list[Path])
+
+    def __call__(self, schemes: Sequence[Sequence[int]], capacity: int) -> list[Trial]:
+        """Each compiled; run where no device needs more than so many bytes."""
+        jobs = [self._job(scheme) for scheme in schemes]
+        done = self._compiled(jobs)
+        self._builds |= {tuple(s): j.build for s, j in zip(schemes, jobs, strict=True)}
+        fit = [k for k, t in enumerate(done) if not t.refused and max(t.peaks) <= capacity]
+        for at in range(0, len(fit), TOGETHER):
+            some = fit[at : at + TOGETHER]
+            for k, seconds in zip(some, self.in_turns([schemes[k] for k in some]), strict=True):
+                done[k] = Trial(done[k].peaks, seconds)
+        return done
+
+    def _compiled(self, jobs: Sequence[_Job]) -> list[Trial]:
+        if len(jobs) == 1 or self.options.processes == 1:
+            return [_compile(job) for job in jobs]
+        if self._pool is None:
+            # not fork: the parent may have threads of numpy's or torch's, which do not survive it
+            context = multiprocessing.get_context("spawn")
+            self._pool = ProcessPoolExecutor(self.options.processes, mp_context=context)
+        return list(self._pool.map(_compile, jobs))
+
+    def _job(self, scheme: Sequence[int]) -> _Job:
+        self._count += 1
+        o = self.options
+        source = o.model.absolute()
+        target = auto_shard.output_path(source, o.output)
+        file = target.with_name(f".{target.stem}.candidate{self._count}.onnx")
+        model = load(source)
+        self._files.append(file)
+        check_structure(model, source.parent, weights=False)  # sorts nodes, as the scheme has them
+        auto_shard.annotate_stages(model, scheme, o.devices)
+        annotation_rules.write(model, source, file)
+        return _Job(file, Path(self._folder.name) / str(self._count), o.devices, o.topology, o.shapes)
+
+    def in_turns(self, schemes: Sequence[Sequence[int]]) -> list[float]:
+        """Seconds of a batch of each, all compiled before: medians of runs that take turns, whoever begins a round."""
+        builds = [self._builds[tuple(s)] for s in schemes]
+        feeds = [api.load(b).random_feeds() for b in builds]
+        seconds: list[list[float]] = [[] for _ in builds]
+        with ExitStack() as loaded:
+            processes, session = self.options.ranks, tool("serving.sessions").Session
+            sessions = [loaded.enter_context(session(b, processes=processes if processes > 1 else None)) for b in builds]
+            for n in range(RUNS + 1):
+                for k in range(len(builds)):
+                    at = (k + n) % len(builds)
+                    start = time.perf_counter()
+                    sessions[at].run(feeds[at])
+                    seconds[at].append(time.perf_counter() - start)
+        return [statistics.median(s[1:]) for s in seconds]
+
+    def __enter__(self) -> StageTrials:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+        for file in self._files:
+            file.unlink(missing_ok=True)
+        self._folder.cleanup()
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """A candidate's file, and where its build goes."""
+
+    model: Path
+    build: Path
+    devices: int
+    topology: str
+    shapes: Mapping[str, Any]
+
+
+def _compile(job: _Job) -> Trial:
+    """Compile one candidate without a limit of memory: its peaks say whether it fits."""
+    try:
+        compiled = api.compile(job.model, devices=job.devices, topology=job.topology, shapes=job.shapes, micro_batches=1)
+    except TapestryError as e:
+        return Trial((), refused=str(e))
+    compiled.save(job.build)
+    return Trial(tuple(compiled.build.peak_bytes))

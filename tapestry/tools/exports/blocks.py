@@ -1,0 +1,439 @@
+"""A launch of an operation as ONNX nodes: whole results, states of a part of a reduction, or what becomes of merged states."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import prod
+
+import numpy as np
+from onnx import NodeProto, defs
+
+from tapestry.ir.expr import Arg, Call, Const, Expr, Let, arg_positions, walk
+from tapestry.ir.graph import Block, Graph, Inner, Opaque
+from tapestry.ir.monoid import MONOIDS, Best, ByPrimitive, Moments, Monoid, Product, Rebased, highest
+from tapestry.ir.plan import Kernel, shape, whole
+from tapestry.ir.recognise import as_onnx_counts, convolution, exponential, part, products, selection
+from tapestry.ir.types import FLOATS
+from tapestry.tools.exports.contractions import SoftmaxSum, contract, convolve, pooled, softmax_sum, transpose_convolved
+from tapestry.tools.exports.onnx_nodes import (
+    OPSET,
+    Expressions,
+    Frame,
+    Nodes,
+    NotExpressible,
+    Value,
+    cut_out,
+    plain,
+    primitive,
+    read_value,
+)
+
+# Merges of states as nodes: by the monoid's structure, as sums, extremes, softmaxes and moments; else by halving in order.
+
+
+Add = Callable[[int, Value], Value]
+"""The sum of a field's values over what is reduced: the field's number, and what it sums."""
+_REDUCE = {"add": "ReduceSum", "mul": "ReduceProd", "max": "ReduceMax", "min": "ReduceMin"}
+
+
+class Merging:
+    """States over a frame, merged along its axes from ``kept`` on; those stay, with one cell."""
+
+    def __init__(self, nodes: Nodes, extents: tuple[int, ...], kept: int) -> None:
+        self.nodes, self.extents, self.kept = nodes, extents, kept
+        self.axes = list(range(kept, len(extents)))
+
+    def merged(self, monoid: Monoid, fields: Sequence[Value], add: Add | None = None) -> list[Value]:
+        """The merged fields of a monoid.
+
+        Args:
+            add: how the sum of a field is taken, where a caller knows better (by a matrix product).
+        """
+        s = monoid.structure
+        fields = [self._ranked(f) for f in fields]
+        if 0 in self.extents[self.kept :]:
+            zeros = monoid.zero(tuple(f.dtype for f in fields))
+            return [self.nodes.filled(self._small(f), z.value, f.dtype) for f, z in zip(fields, zeros, strict=True)]
+        match s:
+            case ByPrimitive(fn):
+                return [self.by(fn, fields[0], add)]
+            case Product(parts):
+                out: list[Value] = []
+                for part in parts:
+                    first = len(out)
+                    own = None if add is None else _shifted(add, first)
+                    out += self.merged(part, fields[first : first + len(part.fields)], own)
+                return out
+            case Rebased():
+                return self._rebased(s, fields, add)
+            case Moments():
+                return self._moments(fields)
+            case Best(better):
+                return self._best(better, fields)
+            case _:
+                return self.folded(monoid, fields)
+
+    def by(self, fn: str, x: Value, add: Add | None = None) -> Value:
+        """One field, merged by one primitive."""
+        if fn == "add" and x.dtype != "bool":
+            return self.total(x) if add is None else add(0, x)
+        if fn in ("and", "or") and x.dtype == "bool":
+            wide = self.nodes.cast(x, "i32")
+            return self.nodes.cast(self.nodes.reduce("ReduceMin" if fn == "and" else "ReduceMax", wide, self.axes), "bool")
+        if fn not in _REDUCE or x.dtype == "bool":
+            return self.folded(next(m for m in MONOIDS.values() if m.structure == ByPrimitive(fn)), [x])[0]
+        if fn == "mul":
+            x = self.nodes.expand(x, self._wide(x))
+        return self.nodes.reduce(_REDUCE[fn], x, self.axes)
+
+    def total(self, x: Value) -> Value:
+        """A sum; what does not vary along an axis counts as often as that has points."""
+        times = 1
+        for a in self.axes:
+            times *= self.extents[a] if x.shape[a] == 1 else 1
+        out = self.nodes.reduce("ReduceSum", x, self.axes)
+        return out if times == 1 else self.nodes.apply("Mul", [out, self.nodes.scalar(times, x.dtype)])
+
+    def of_args(self, e: Expr, args: Sequence[Value]) -> Value:
+        """The value of an expression over given arguments."""
+        if isinstance(e, Arg):
+            return args[e.pos]
+        if isinstance(e, Const):
+            return self.nodes.scalar(e.value, e.dtype)
+        assert isinstance(e, Call)
+        return primitive(self.nodes, e.fn, [self.of_args(a, args) for a in e.args], e.dtype)
+
+    def _rebased(self, s: Rebased, fields: Sequence[Value], add: Add | None) -> list[Value]:
+        """States moved to the common centre, then merged."""
+        n = len(s.centre.fields)
+        centre = self.merged(s.centre, fields[:n])
+        given = [*fields[:n], *centre, *fields[n:]]
+        args = [Arg(k, v.dtype) for k, v in enumerate(given)]
+        exprs = s.act(tuple(args[:n]), tuple(args[n : 2 * n]), tuple(args[2 * n :]))
+        if add is not None:  # what is summed is a weight times a factor that the caller contracts
+            return [*centre, *self._weighed(s, exprs, given, _shifted(add, n))]
+        return [*centre, *self.merged(s.acted, [self.of_args(e, given) for e in exprs])]
+
+    def _weighed(self, s: Rebased, exprs: Sequence[Expr], given: Sequence[Value], add: Add) -> list[Value]:
+        """Sums of weighted factors: the weight is what becomes of a state of 1."""
+        n = len(s.centre.fields)
+        one = self.nodes.scalar(1, given[2 * n].dtype)
+        weight = self.of_args(exprs[0], [*given[: 2 * n], one, *given[2 * n + 1 :]])
+        out = [self.total(self._ranked(self.of_args(exprs[0], given)))]
+        return [*out, *(add(k, weight) for k in range(1, len(exprs)))]
+
+    def _moments(self, fields: Sequence[Value]) -> list[Value]:
+        """(n, mean, M2): the mean first, then the squares of what is left."""
+        n, mean, m2 = fields
+        dtype = mean.dtype
+        total = self.total(n)
+        safe = primitive(self.nodes, "where", [self._test("Equal", total, 0), self.nodes.scalar(1, dtype), total], dtype)
+        centre = self.nodes.apply("Div", [self.total(self.nodes.apply("Mul", [n, mean])), safe])
+        off = self.nodes.apply("Sub", [mean, centre])
+        spread = self.nodes.apply("Add", [m2, self.nodes.apply("Mul", [n, self.nodes.apply("Mul", [off, off])])])
+        return [total, centre, self.total(self._ranked(spread))]
+
+    def _test(self, kind: str, x: Value, number: float) -> Value:
+        return self.nodes.apply(kind, [x, self.nodes.scalar(number, x.dtype)], "bool")
+
+    def _best(self, better: str, fields: Sequence[Value]) -> list[Value]:
+        """The best value, and the least index of those that have it."""
+        value, index = fields
+        top = self.nodes.reduce("ReduceMax" if better == "gt" else "ReduceMin", value, self.axes)
+        hit = best_at(self.nodes, value, top)
+        last = self.nodes.scalar(highest(index.dtype).value, index.dtype)
+        return [top, self.nodes.reduce("ReduceMin", self.nodes.apply("Where", [hit, index, last]), self.axes)]
+
+    def folded(self, monoid: Monoid, fields: Sequence[Value]) -> list[Value]:
+        """Any monoid, by halving in order: neighbours merge, so that associativity alone is needed."""
+        common = np.broadcast_shapes(*(self._wide(f) for f in fields))
+        flat, points = [self.nodes.expand(f, common) for f in fields], prod(self.extents[self.kept :])
+        flat = [self.nodes.reshape(f, (*f.shape[: self.kept], points)) for f in flat]
+        exprs = monoid.combiner(tuple(f.dtype for f in flat))
+        while (n := flat[0].shape[-1]) > 1:
+            even = n - n % 2
+            halves = [[self._every(f, k, even) for f in flat] for k in (0, 1)]
+            merged = [self.of_args(e, [*halves[0], *halves[1]]) for e in exprs]
+            rest = [self.nodes.slice(f, [*((0, m) for m in f.shape[:-1]), (even, n)]) for f in flat] if n % 2 else []
+            flat = [self.nodes.concat([m, r], self.kept) for m, r in zip(merged, rest, strict=True)] if rest else merged
+        return [self.nodes.reshape(f, (*f.shape[: self.kept], *(1 for _ in self.axes))) for f in flat]
+
+    def _every(self, x: Value, first: int, last: int) -> Value:
+        box = [*((0, n) for n in x.shape[:-1]), (first, last)]
+        return self.nodes.slice(x, box, [*(1 for _ in x.shape[:-1]), 2])
+
+    def _ranked(self, x: Value) -> Value:
+        return x if x.shape else self.nodes.reshape(x, (1,) * len(self.extents))
+
+    def _wide(self, x: Value) -> tuple[int, ...]:
+        """A value's shape with all that is reduced written out."""
+        return (*x.shape[: self.kept], *self.extents[self.kept :])
+
+    def _small(self, x: Value) -> tuple[int, ...]:
+        return (*x.shape[: self.kept], *(1 for _ in self.axes))
+
+
+def best_at(nodes: Nodes, value: Value, top: Value) -> Value:
+    """Where a value is the best one; a NaN is, where there is any."""
+    hit = nodes.apply("Equal", [value, top], "bool")
+    if value.dtype not in FLOATS:
+        return hit
+    return nodes.apply("Or", [hit, nodes.apply("And", [nodes.apply("IsNaN", [v], "bool") for v in (value, top)])])
+
+
+def _shifted(add: Add, by: int) -> Add:
+    return lambda k, x: add(k + by, x)
+
+
+def launch(
+    nodes: Nodes, graph: Graph, kernel: Kernel, ins: Sequence[Value | None], states: Sequence[Value] = ()
+) -> list[Value]:  # fmt: skip
+    """The results of a kernel, one for each of its buffers.
+
+    Args:
+        ins: the buffers of its reads; ``states``: those of ``finish``, or the states that a ``partial`` one's are merged with.
+
+    Raises:
+        NotExpressible: plain ONNX has no way to say it.
+    """
+    op = graph.ops[kernel.op]
+    if isinstance(op, Opaque):
+        return _opaque(nodes, graph, op, kernel, ins)
+    return _Launch(nodes, graph, op, kernel, ins, states).results()
+
+
+class _Launch:
+    """A block operation on one block."""
+
+    def __init__(
+        self, nodes: Nodes, graph: Graph, op: Block, kernel: Kernel, ins: Sequence[Value | None], states: Sequence[Value]
+    ) -> None:
+        self.nodes, self.graph, self.op, self.kernel, self.ins, self.given = nodes, graph, op, kernel, ins, states
+        maps, reduced = len(op.dims), len(op.dims) + len(op.reduce)
+        names = tuple(d.name for d in op.space)
+        self.base = Frame(names[:maps], kernel.block[:maps])
+        self.frame = Frame(names[:reduced], kernel.block[:reduced])
+        self.space = Frame(names, (*kernel.block[:reduced], *((0, d.size) for d in op.inner_dims)))
+        self.known: dict[tuple[int, Frame], Value] = {}
+        self.softmax: SoftmaxSum | None = None
+
+    def results(self) -> list[Value]:
+        """What the mode asks for."""
+        op, mode = self.op, self.kernel.mode
+        if mode == "finish":
+            return self.finished(list(self.given))
+        if op.monoid is None:
+            values = Expressions(self.nodes, self.frame, self.reader(self.frame), lets=self.lets())
+            return [self.whole(values(e), k) for k, e in enumerate(op.body)]
+        if mode == "full":
+            self.softmax = softmax_sum(op)
+        merged = self.states()
+        if mode == "full":
+            return self.finished(merged)
+        if self.given:
+            merging = Merging(self.nodes, self.frame.extents, len(op.dims))
+            exprs = MONOIDS[op.monoid].combiner(tuple(v.dtype for v in merged))
+            merged = [merging.of_args(e, [*self.given, *merged]) for e in exprs]
+        return [self.whole(v, k) for k, v in enumerate(merged)]
+
+    def finished(self, states: Sequence[Value]) -> list[Value]:
+        """Results of merged states."""
+        then = self.op.then if self.softmax is None else self.softmax.then
+        values = Expressions(self.nodes, self.base, self.reader(self.base), states)
+        return [self.whole(values(e), k) for k, e in enumerate(then)]
+
+    def whole(self, v: Value, k: int) -> Value:
+        """A value over all of its buffer."""
+        box = shape(self.kernel.outs[k])
+        if v.size == 0 or 0 in box:
+            return self.nodes.filled(box, 0, v.dtype)
+        v = self.nodes.reshape(v, (1,) * len(box)) if not v.shape else v
+        return self.nodes.expand(v, box)
+
+    def reader(self, frame: Frame) -> Callable[[int], Value]:
+        """Values of reads over a frame, each once."""
+
+        def read(k: int) -> Value:
+            if (k, frame) not in self.known:
+                r, buffer, box = self.op.reads[k], self.ins[k], self.kernel.ins[k]
+                assert buffer is not None and box is not None, "a read that the kernel uses has no buffer"
+                self.known[k, frame] = read_value(self.nodes, r, frame, box, buffer)
+            return self.known[k, frame]
+
+        return read
+
+    # states
+
+    def states(self) -> list[Value]:
+        """States merged over the block's part of what is reduced, over the map dimensions."""
+        op, kept = self.op, len(self.op.dims)
+        assert op.monoid is not None
+        single = self.selected() or self.convolved() or pooled(self.nodes, op, self.frame, self.kernel.ins, self.ins)
+        if single is not None:
+            return [single]
+        both = products(op)
+        if both is not None and not op.inner and 0 not in self.frame.extents:
+            values = Expressions(self.nodes, self.frame, self.reader(self.frame))
+            out: list[Value] = []
+            for (a, b), e in zip(both, op.body, strict=True):
+                x, y = (self.nodes.cast(values(f), e.dtype) for f in (a, b))
+                out.append(contract(self.nodes, x, y, self.frame, kept))
+            return out
+        return self.merged()
+
+    def merged(self) -> list[Value]:
+        """States by the monoid's structure."""
+        op, kept = self.op, len(self.op.dims)
+        assert op.monoid is not None
+        merging = Merging(self.nodes, self.frame.extents, kept)
+        values = Expressions(self.nodes, self.frame, self.reader(self.frame), lets=self.lets())
+        if self.softmax is not None:
+            return self.softened(values)
+        if exponential(op.monoid) is not None and 0 not in self.frame.extents:
+            fields = [values(e) for e in op.body]
+
+            def add(k: int, weight: Value) -> Value:
+                return self.nodes.reshape(
+                    contract(self.nodes, weight, fields[k], self.frame, kept),
+                    self.small(np.broadcast_shapes(weight.shape, fields[k].shape)),
+                )
+
+            done = merging.merged(MONOIDS[op.monoid], fields, add if len(op.body) > 2 else None)
+        else:
+            done = merging.merged(MONOIDS[op.monoid], [values(e) for e in op.body])
+        return [self.nodes.reshape(v, v.shape[:kept]) for v in done]
+
+    def small(self, extents: Sequence[int]) -> tuple[int, ...]:
+        """A shape with one cell along what is reduced."""
+        return (*extents[: len(self.op.dims)], *(1 for _ in self.op.reduce))
+
+    def softened(self, values: Expressions) -> list[Value]:
+        """The sum of values under a softmax of scores, in the place of the state that is divided."""
+        op, kept = self.op, len(self.op.dims)
+        score, value = values(op.body[0]), values(op.body[2])
+        rank = len(self.frame.extents)
+        score = self.nodes.reshape(score, (1,) * rank) if not score.shape else score
+        wide = self.nodes.expand(score, (*score.shape[:kept], *self.frame.extents[kept:]))
+        weights = self.nodes.add("Softmax", [wide], wide.shape, wide.dtype, axis=rank - 1)
+        return [contract(self.nodes, weights, value, self.frame, kept)]
+
+    def selected(self) -> Value | None:
+        """A sum that picks one element: rows of a table, zero where the place is in no part that this block has."""
+        found = selection(self.op)
+        if found is None or found.shift or 0 in self.frame.extents:
+            return None
+        table = found.picked
+        if not isinstance(table, Arg) or arg_positions((found.wanted,)) & {table.pos}:
+            return None
+        nodes, (lo, hi), count = self.nodes, self.frame.box[-1], self.op.reduce[0].size
+        wanted = as_onnx_counts(found.wanted, count) if hi - lo == count else found.wanted
+        place = Expressions(nodes, self.base, self.reader(self.base))(wanted)
+        rows = self.reader(self.frame)(table.pos)
+        wide_p = [k for k, n in enumerate(place.shape) if n > 1]
+        wide_r = [k for k, n in enumerate(rows.shape[:-1]) if n > 1]
+        if set(wide_p) & set(wide_r) or not place.shape or rows.shape[-1] != hi - lo:
+            return None
+        at = place if lo == 0 else nodes.apply("Sub", [place, nodes.scalar(lo, place.dtype)])
+        inside: Value | None = None
+        if hi - lo != count:
+            low = nodes.apply("GreaterOrEqual", [at, nodes.scalar(0, at.dtype)], "bool")
+            inside = nodes.apply("And", [low, nodes.apply("Less", [at, nodes.scalar(hi - lo, at.dtype)], "bool")])
+            at = nodes.apply("Where", [inside, at, nodes.scalar(0, at.dtype)])
+        out = self._taken(rows, nodes.cast(at, "i64"), wide_p, wide_r)
+        return out if inside is None else nodes.apply("Where", [inside, out, nodes.scalar(0, out.dtype)])
+
+    def _taken(self, rows: Value, at: Value, wide_p: list[int], wide_r: list[int]) -> Value:
+        """Rows of a table at places that vary along other dimensions than what is in a row."""
+        nodes, rank = self.nodes, len(rows.shape) - 1
+        table = nodes.transpose(rows, [rank, *range(rank)])
+        table = nodes.reshape(table, [rows.shape[-1], *(rows.shape[k] for k in wide_r)])
+        flat = nodes.reshape(at, [at.shape[k] for k in wide_p])
+        out = nodes.add("Gather", [table, flat], (*flat.shape, *table.shape[1:]), table.dtype, axis=0)
+        order = [*wide_p, *wide_r]
+        out = nodes.transpose(out, [order.index(k) for k in sorted(order)])
+        both = {**{k: at.shape[k] for k in wide_p}, **{k: rows.shape[k] for k in wide_r}}
+        return nodes.reshape(out, [both.get(k, 1) for k in range(rank)])
+
+    def convolved(self) -> Value | None:
+        """A convolution, or a transposed one."""
+        if self.op.inner or len(self.op.body) != 1:
+            return None
+        one, ins = part(self.op, 0), list(zip(self.kernel.ins, self.ins, strict=True))
+        if convolution(one) is None:
+            extents = [self.graph.tensors[r.tensor].shape for r in one.reads]
+            plainer = plain(one, extents)
+            if convolution(plainer) is None:
+                return transpose_convolved(self.nodes, one, self.frame, extents, self.kernel.ins, self.ins)
+            at = dict(zip(self.frame.names, self.frame.box, strict=True))
+            for k, (r, new) in enumerate(zip(one.reads, plainer.reads, strict=True)):
+                ins[k] = ins[k] if r.index == new.index else cut_out(self.nodes, r, at, *ins[k])
+            one = plainer
+        return convolve(self.nodes, one, self.frame, [b for b, _ in ins], [v for _, v in ins])
+
+    def lets(self) -> list[Value]:
+        """The reductions inside every point, over the map and the reduced dimensions."""
+        out: list[Value] = []
+        for k, inner in enumerate(self.op.inner):
+            out.append(self._let(k, inner, out))
+        return out
+
+    def _let(self, number: int, inner: Inner, before: Sequence[Value]) -> Value:
+        own = {d.name for d in inner.dims}
+        keep = [k for k, n in enumerate(self.space.names) if n in own or k < len(self.frame.names)]
+        frame = Frame(tuple(self.space.names[k] for k in keep), tuple(self.space.box[k] for k in keep))
+        if any(isinstance(e, Let) for e in walk(inner.body)):
+            raise NotExpressible("one inner reduction reads another", why=f"number {number} of {len(before)} before it")
+        values = Expressions(self.nodes, frame, self.reader(frame))
+        kept = len(self.frame.names)
+        single = Block(outs=("",), dims=(), reduce=inner.dims, monoid=inner.monoid, body=(inner.body,))
+        both = products(single)
+        if both is not None and 0 not in frame.extents:
+            x, y = (self.nodes.cast(values(f), inner.body.dtype) for f in both[0])
+            return contract(self.nodes, x, y, frame, kept)
+        (out,) = Merging(self.nodes, frame.extents, kept).merged(MONOIDS[inner.monoid], [values(inner.body)])
+        return self.nodes.reshape(out, out.shape[:kept])
+
+
+def opset_of(graph: Graph) -> int:
+    """The opset of a file that has a graph's nodes: that of the nodes that are kept as they are, if it is later than ours."""
+    return max([OPSET, *(dict(op.opsets).get("", 0) for op in graph.ops if isinstance(op, Opaque))])
+
+
+def _opaque(nodes: Nodes, graph: Graph, op: Opaque, kernel: Kernel, ins: Sequence[Value | None]) -> list[Value]:
+    """The model's own node on its parts."""
+    version, file = dict(op.opsets).get("", OPSET), opset_of(graph)
+    node = NodeProto.FromString(op.node)
+    if any(graph.tensors[t].on_host for t in (*op.inputs, *op.outs)):
+        raise NotExpressible("a value of the host is no tensor of the file's")
+    if node.domain in ("", "ai.onnx") and since(op.kind, version) != since(op.kind, file):
+        raise NotExpressible(f"{op.kind} of opset {version} is another one than that of opset {file}")
+    for k, v in enumerate(ins):
+        if k < len(node.input) and v is not None:
+            node.input[k] = nodes.named(nodes.slice(v, _taken(graph, op, kernel, k))).name
+    dtypes = [graph.tensors[t].dtype for t in op.outs]
+    outs = [Value(nodes.fresh(f"{nodes.part}/{op.kind}"), shape(b), d) for b, d in zip(kernel.outs, dtypes, strict=True)]
+    nodes.values |= {v.name: v for v in outs}
+    for k, v in enumerate(outs):
+        if k < len(node.output):
+            node.output[k] = v.name
+    node.name = nodes.fresh(nodes.part or op.kind)
+    nodes.keep(node)
+    return outs
+
+
+def _taken(graph: Graph, op: Opaque, kernel: Kernel, k: int) -> list[tuple[int, int]]:
+    """The part of an input's buffer that a block reads: its own along the dimensions that the node commutes with, else all."""
+    wanted, held = list(whole(graph.tensors[op.ins[k]].shape)), kernel.ins[k]
+    assert held is not None
+    for i, axis in enumerate(op.in_axes[k] if op.in_axes else ()):
+        if axis is not None:
+            wanted[axis] = kernel.block[i]
+    return [(lo - first, hi - first) for (lo, hi), (first, _) in zip(wanted, held, strict=True)]
+
+
+def since(kind: str, version: int) -> int:
+    """The opset in which an operator became what it is in a later one; 0 where it is not known there."""
+    try:
+        return int(defs.get_schema(kind, version, "").since_version)
+    except defs.SchemaError:
+        return 0

@@ -1,0 +1,297 @@
+"""What `tapestry export` writes: a table of formats."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tapestry.build import store
+from tapestry.build.store import Build, new_file
+from tapestry.errors import BuildError, TapestryError, similar, some
+from tapestry.interop.sharding_specs import OURS
+from tapestry.ir.plan import Strategy
+from tapestry.plan.search.priced_plan import PricedPlan
+from tapestry.plan.strategy import Language
+from tapestry.sharding import export_sharding
+from tapestry.tools.exports import kernel_package, layouts, onnx_files, rank_onnx, shardy, tp_plan
+from tapestry.verify.rewriting import rewrite_log
+
+INDENTED: dict[str, Any] = {
+    "initial_indent": "  ",
+    "subsequent_indent": "    ",
+    "break_long_words": False,
+    "break_on_hyphens": False,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """A build, and what is asked of its export.
+
+    Attributes:
+        constants: data of derived constants.
+        rewrites: the log of rewrites, as it is stored; nothing where the build has none.
+        nearest: whether the nearest plan that the format can say will do.
+        copy: whether external data that would be out of reach is copied.
+        into: an annotated file whose configurations are kept; ``configuration`` is the name of the plan's.
+    """
+
+    build: Build
+    constants: bytes
+    rewrites: bytes
+    target: Path
+    nearest: bool = False
+    copy: bool = False
+    into: Path | None = None
+    configuration: str = OURS
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """A format: what it is, what writes it, and a line or more of what was written, of the document that writing gives.
+
+    Attributes:
+        language: what it can say of a graph's operations, for a search of such plans alone; none: that cannot be asked for.
+        said: the strategies of a plan that was found so, as the format says them: one choice, or several.
+    """
+
+    about: str
+    write: Callable[[Asked], dict[str, Any]]
+    text: Callable[[dict[str, Any]], list[str]]
+    language: Language | None = None
+    said: Callable[[PricedPlan], Sequence[tuple[Strategy, ...]]] | None = None
+
+
+def language(form: str) -> Language | None:
+    """What a plan for a format keeps to.
+
+    Raises:
+        TapestryError: there is no such format, or it says a plan as it is.
+    """
+    known = [name for name, f in FORMATS.items() if f.language]
+    if form not in known:
+        hint = similar(form, known) or f"one of {', '.join(known)}"
+        raise TapestryError(f"no plan can be asked for in format '{form}'", where="--for", hint=hint)
+    return FORMATS[form].language
+
+
+def said(form: str, plan: PricedPlan) -> Sequence[tuple[Strategy, ...]]:
+    """The strategies of a plan that was planned for a format, as the format says them: one choice, or several.
+
+    Raises:
+        NotExpressible: it cannot.
+    """
+    as_said = FORMATS[form].said
+    return as_said(plan) if as_said else [plan.plan.strategies]
+
+
+def _placed(plan: PricedPlan, form: str) -> Sequence[tuple[Strategy, ...]]:
+    layouts.places(plan, form, nearest_will_do=False)
+    return [plan.plan.strategies]
+
+
+def write(form: str, asked: Asked) -> dict[str, Any]:
+    """Write a build in a format.
+
+    Raises:
+        TapestryError: it cannot be written there; NotExpressible: the format cannot say the plan.
+    """
+    target = asked.target
+    if form not in FORMATS:
+        raise TapestryError(f"no format named '{form}'", hint=similar(form, FORMATS) or f"one of {', '.join(FORMATS)}")
+    if asked.nearest and form not in NEAREST:
+        what = "the format says a plan as it is, or not at all"
+        raise TapestryError(what, where=f"--nearest, --format {form}", hint=f"formats with it: {', '.join(sorted(NEAREST))}")
+    if form != "onnx" and (asked.into is not None or asked.configuration != OURS):
+        what = "only annotations have configurations"
+        raise TapestryError(what, where=f"--into or --configuration, --format {form}", hint="--format onnx")
+    if target.is_dir() and form not in FOLDERS:
+        raise TapestryError("cannot write there", where=str(target), why="it is a folder", hint="another -o")
+    if target.resolve() == Path(asked.build.model).resolve():
+        raise TapestryError("cannot write there", where=str(target), why="it is the build's model", hint="another -o")
+    return {"format": form, **FORMATS[form].write(asked)}
+
+
+def export(
+    folder: Path, form: str, target: Path, *, nearest: bool = False, copy: bool = False, into: Path | None = None,
+    configuration: str = OURS,
+) -> dict[str, Any]:  # fmt: skip
+    """Write a build that is stored in a format.
+
+    Raises:
+        TapestryError: it cannot be written there; NotExpressible: the format cannot say the plan.
+    """
+    build, _ = store.read(folder)
+    constants = (folder / "constants.bin").read_bytes() if (folder / "constants.bin").is_file() else b""
+    if len(constants) != max((o + n for o, n in build.constants.values()), default=0):
+        raise BuildError("constants.bin has another size than the plan says", where=str(folder))
+    log = (folder / store.REWRITES).read_bytes() if (folder / store.REWRITES).is_file() else b""
+    asked = Asked(
+        build=build, constants=constants, rewrites=log, target=target, nearest=nearest, copy=copy, into=into,
+        configuration=configuration,
+    )  # fmt: skip
+    return write(form, asked)
+
+
+def text(document: dict[str, Any]) -> list[str]:
+    """What was written, in lines."""
+    return FORMATS[document["format"]].text(document)
+
+
+def _annotated(d: dict[str, Any]) -> list[str]:
+    return [
+        f"{d['model']}: {d['specs']} sharding specs over {d['devices']} devices, IR version {d['ir_version']}",
+        f"  results of the plan that have an ONNX name: {d['outputs']} of {d['tensors']}",
+        f"  cut reductions, completed as the nodes' 'tapestry.partial' says: {d['partial']}",
+        *([f"  configurations: {', '.join(d['configurations'])}"] if len(d["configurations"]) > 1 else []),
+    ]
+
+
+def _ranks(d: dict[str, Any]) -> list[str]:
+    kinds = ", ".join(f"{n} {kind}" for kind, n in d["by_kind"].items()) or "none"
+    return [
+        f"{d['folder']}: {some(d['ranks'], 'file')}, {some(max(d['nodes']), 'node')}; collectives of rank 0: {kinds}",
+        f"  bytes moved: {d['bytes']:,}, by the plan {d['plan_bytes']:,}",
+        *(f"  {n:,} bytes more: {why}" for why, n in d["extra"].items()),
+        *textwrap.wrap(
+            f"every rank is given all of {', '.join(d['whole_inputs'])}" if d["whole_inputs"] else "", 78, **INDENTED
+        ),
+    ]
+
+
+def _styles(d: dict[str, Any]) -> list[str]:
+    left = f"; {', '.join(d['left_out'])}: not said" if d["left_out"] else ""
+    return [
+        f"{d['file']}: {some(len(d['styles']), 'style')} for {d['ranks']} ranks along {d['axis']}{left}",
+        *(f"  {p}: {style}" for p, style in d["styles"].items()),
+        f"  bytes moved: {d['bytes']:,}, by the plan {d['plan_bytes']:,}",
+        *([f"  run otherwise than in the plan: {some(len(d['different']), 'operation')}"] if d["different"] else []),
+    ]
+
+
+def _text_of_xla(d: dict[str, Any]) -> list[str]:
+    counts = f"{len(d['arguments'])} arguments, {d['operations']} operations, {d['constraints']} sharding constraints"
+    return [f"{d['file']}: {counts}", *_nearest(d)]
+
+
+def _nearest(d: dict[str, Any]) -> list[str]:
+    """What is held beyond the plan, and what XLA may compute wrongly."""
+    return [
+        *(f"  {n:,} bytes more are held of '{t}'" for t, n in d["extra"].items()),
+        *(
+            line
+            for w in d.get("wrong_in_xla", ())
+            for line in textwrap.wrap(
+                f"'{w['operation']}': XLA on CPUs (JAX 0.10.2) may compute it wrongly: {w['why']}; use --format {w['instead']}",
+                78,
+                **INDENTED,
+            )
+        ),
+    ]
+
+
+def _text_of_ranks(d: dict[str, Any]) -> list[str]:
+    parts = [e["tensor"] for k in ("arguments", "results") for e in d[k] if "parts" in e]
+    return [
+        f"{d['file']}: {len(d['arguments'])} arguments, {d['ranks']} ranks, {d['collectives']} collectives",
+        *textwrap.wrap(
+            f"given in parts, one for each device: {', '.join(dict.fromkeys(parts))}" if parts else "", 78, **INDENTED
+        ),
+        *(f"  {n:,} bytes more: {why}" for why, n in d["extra"].items()),
+    ]
+
+
+def _places(d: dict[str, Any]) -> list[str]:
+    kinds = ("parameters", "constants", "inputs", "outputs", "activations")
+    counts = ", ".join(f"{d[k]} {k}" for k in kinds if d[k])
+    return [f"{d['file']}: {counts}", *_nearest(d)]
+
+
+def _kernels(d: dict[str, Any]) -> list[str]:
+    return [
+        f"{d['folder']}: {len(d['kernels'])} kernels for {d['target']}, {d['cases']} of them with a case in test_kernels.py",
+        *(f"  no kernel for {node}: {why}" for node, why in d["without"].items()),
+    ]
+
+
+def _text_of_ir(d: dict[str, Any]) -> list[str]:
+    """What was written; and what `tapestry compile` would not find beside it."""
+    lines = [f"{d['file']}: {d['operations']} operations"]
+    if d["beside"]:
+        lines += textwrap.wrap(f"reads weights from, beside it: {', '.join(d['beside'])}", 80, **INDENTED)
+    if d["absent"]:
+        lines += textwrap.wrap(f"not there: {', '.join(d['absent'])}; --copy-data brings them", 80, **INDENTED)
+    return lines
+
+
+def _history(a: Asked) -> dict[str, Any]:
+    """The rewrites behind the plan's graph, with the graph that they begin with."""
+    if not a.rewrites:
+        raise TapestryError("the build has no log of rewrites", where="--format history", hint="compile the model again")
+    document = rewrite_log.to_document(rewrite_log.read(a.rewrites, store.REWRITES), a.build.plan.graph)
+    with new_file(a.target) as path:
+        path.write_text(json.dumps(document, indent=1) + "\n")
+    return {"file": str(a.target), "steps": len(document["steps"]), "end_sha256": document["end_sha256"]}
+
+
+FORMATS: dict[str, Format] = {
+    "onnx": Format(
+        "the model with the plan as multi-device annotations",
+        lambda a: export_sharding.export(a.build, a.target, copy=a.copy, into=a.into, configuration=a.configuration),
+        _annotated,
+    ),
+    "onnx-ranks": Format(
+        "a folder with an ONNX file for each rank, collectives as nodes",
+        lambda a: rank_onnx.export(a.build, a.constants, a.target, nearest=a.nearest), _ranks, rank_onnx.language,
+    ),
+    "onnx-fused": Format(
+        "the graph after every rewrite as plain ONNX for one device",
+        lambda a: onnx_files.export_fused(a.build, a.constants, a.target),
+        lambda d: [f"{d['model']}: {d['nodes']} nodes for {d['operations']} operations, weights in {d['data']}"],
+    ),
+    "tp-plan": Format(
+        "transformers' base_model_tp_plan: a style for each linear layer and table",
+        lambda a: tp_plan.export(a.build, a.target, nearest=a.nearest), _styles, tp_plan.language, tp_plan.said,
+    ),
+    "dtensor": Format(
+        "placements of torch.distributed.tensor for every parameter, input, output and activation",
+        lambda a: layouts.export_places(a.build, a.target, "dtensor", nearest_will_do=a.nearest), _places,
+        layouts.language, lambda plan: _placed(plan, "dtensor"),
+    ),
+    "jax": Format(
+        "a PartitionSpec for every parameter, input, output and activation",
+        lambda a: layouts.export_places(a.build, a.target, "jax", nearest_will_do=a.nearest), _places,
+        layouts.language, lambda plan: _placed(plan, "jax"),
+    ),
+    "shardy": Format(
+        "StableHLO text with shardings in Shardy's words, for XLA to partition",
+        lambda a: shardy.export_shardy(a.build, a.target, nearest=a.nearest), _text_of_xla,
+    ),
+    "shardy-ranks": Format(
+        "StableHLO text of what every device does, with the plan's own collectives",
+        lambda a: shardy.export_shardy_ranks(a.build, a.target, nearest=a.nearest), _text_of_ranks,
+    ),
+    "json": Format(
+        "the layout of every tensor, and what every operation cuts",
+        lambda a: layouts.export_json(a.build, a.target),
+        lambda d: [f"{d['file']}: {d['tensors']} tensors, {d['operations']} operations, {d['plan_bytes']:,} bytes moved"],
+    ),
+    "kernels": Format(
+        "the Triton kernels as a Python package of torch's custom operators, which needs torch and triton alone",
+        lambda a: kernel_package.export(a.build, a.target), _kernels,
+    ),
+    "ir": Format(
+        "the plan's graph: IR text (.tap), or a JSON document",
+        lambda a: onnx_files.export_ir(a.build, a.constants, a.target, copy=a.copy), _text_of_ir,
+    ),
+    "history": Format(
+        "the rewrites from the lifted graph to the plan's, for tapestry opt --replay", _history,
+        lambda d: [f"{d['file']}: {some(d['steps'], 'rewrite')} to the graph of SHA-256 {d['end_sha256']}"],
+    ),
+}  # fmt: skip
+NEAREST = frozenset({"onnx-ranks", "tp-plan", "dtensor", "jax", "shardy", "shardy-ranks"})
+FOLDERS = frozenset({"onnx-ranks", "kernels"})

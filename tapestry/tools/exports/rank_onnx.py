@@ -1,0 +1,633 @@
+"""``onnx-ranks``: one ONNX file per rank, with collectives as ``DistCollective`` nodes as TensorRT 11 and polygraphy have them.
+
+Attributes: ``collective_operation``, ``reduce_op``, ``root``, ``nb_rank``, ``group_size`` and ``groups``, the ranks of one
+group. Beside ``rank0.onnx``, … lie the weights, every part of each once, and ``program.json``: the mesh, and where inputs and
+outputs lie. `tapestry prove MODEL FOLDER` decides whether the files compute the model.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from onnx import ModelProto, helper
+
+from tapestry.build.store import Build, check_place, new_folder
+from tapestry.interop.placement import layout_of_boxes
+from tapestry.ir.author_names import operation_names
+from tapestry.ir.graph import Block, Graph
+from tapestry.ir.monoid import MONOIDS, Best, ByPrimitive, Moments, Monoid, Product, highest
+from tapestry.ir.plan import Box, Kernel, Mesh, intersect, shape, size, whole
+from tapestry.ir.program import ALL_GATHER, Free, Launch, Load, Program, Reduce, Transfer, transfer_bytes, transfer_call
+from tapestry.ir.recognise import exponential
+from tapestry.ir.types import itemsize
+from tapestry.plan.strategy import Sayable
+from tapestry.tools.exports.blocks import Merging, best_at, launch, opset_of
+from tapestry.tools.exports.onnx_files import DataFile, checked, model_of, refused, stored, weights_of
+from tapestry.tools.exports.onnx_nodes import COLLECTIVE, Nodes, NotExpressible, Value
+
+# Transfers and merges of a program as ``DistCollective`` nodes of one rank.
+#
+# A transfer is ALL_GATHER where its messages are that, else a BROADCAST for each box that is sent, to those that want it: as
+# many bytes as the plan's messages. A merge is ALL_REDUCE, or REDUCE_SCATTER along the first axis, or a REDUCE for each
+# rank's part where parts are unequal. States that refer to a centre (of a softmax) are moved to the merged one first, moments
+# to the merged mean. What has no such form moves more bytes than the plan does, `Exchange.extra`: merges in order
+# (recurrences) gather all states, and a scatter of a softmax's states needs all of the centres on every rank.
+
+
+_REDUCE = {"add": "SUM", "mul": "PROD", "max": "MAX", "min": "MIN"}
+Group = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Which box of an input each rank is given, and how ``program.json`` says it (``said``: it can)."""
+
+    boxes: tuple[Box | None, ...]
+    spec: list[Any]
+    said: bool
+
+
+@dataclass(slots=True)
+class Exchange:
+    """Collectives of one rank.
+
+    Attributes:
+        counts: nodes by kind; ``sent``: bytes on the wire, this rank's share of each.
+        extra: bytes that this rank puts on the wire beyond what the plan does, by reason.
+        described: values whose types a reader of the file must be told, since it does not know the node.
+    """
+
+    nodes: Nodes
+    program: Program
+    rank: int
+    nearest: bool
+    counts: dict[str, int] = field(default_factory=dict[str, int])
+    sent: float = 0
+    extra: dict[str, float] = field(default_factory=dict[str, float])
+    described: list[Value] = field(default_factory=list[Value])
+
+    def collective(self, kind: str, x: Value, group: Group, *, op: str = "NONE", root: int = -1) -> Value:
+        """One node; parts are along the first axis."""
+        n = len(group)
+        shape = list(x.shape)
+        if kind == "ALL_GATHER":
+            shape[0] *= n
+        if kind == "REDUCE_SCATTER":
+            shape[0] //= n
+        out = Value(self.nodes.fresh(f"{self.nodes.part}/{kind}"), tuple(shape), x.dtype)
+        node = helper.make_node(
+            COLLECTIVE, [self.nodes.named(x).name], [out.name], name=out.name, collective_operation=kind, reduce_op=op,
+            root=root, nb_rank=n, groups=list(group), group_size=n,
+        )  # fmt: skip
+        self.nodes.keep(node)
+        self.nodes.values[out.name] = out
+        self.described += [x, out]
+        self.counts[kind] = self.counts.get(kind, 0) + 1
+        whole = x.size * itemsize(x.dtype)  # of one rank; all together, by the algorithms that `transfer_bytes` counts
+        times = {
+            "ALL_REDUCE": 2 * (n - 1),
+            "REDUCE_SCATTER": n - 1,
+            "ALL_GATHER": n * (n - 1),
+            "BROADCAST": n - 1,
+            "REDUCE": n - 1,
+        }[kind]
+        self.sent += times * whole / n
+        return out
+
+    def costs(self, reason: str, nbytes: float, where: str) -> None:
+        """More bytes than the plan's.
+
+        Raises:
+            NotExpressible: nobody asked for the nearest program.
+        """
+        if not self.nearest:
+            raise NotExpressible(
+                f"no collective does what the plan does: {reason}", where=f"'{where}'",
+                why=f"the nearest one moves {nbytes:,.0f} bytes more from each rank", hint="--nearest",
+            )  # fmt: skip
+        self.extra[reason] = self.extra.get(reason, 0) + nbytes
+
+    def others(self, rank: int) -> list[int]:
+        """All ranks but one."""
+        return [d for d in range(self.program.devices) if d != rank]
+
+    def first(self, x: Value, axis: int) -> Value:
+        """An axis and the first one swapped."""
+        turn = list(range(len(x.shape)))
+        turn[0], turn[axis] = axis, 0
+        return self.nodes.transpose(x, turn)
+
+
+# transfers
+
+
+def moved(x: Exchange, step: Transfer, source: Value | None) -> Value | None:
+    """The buffer that a transfer fills on this rank; None where it fills none here."""
+    src, dst = x.program.buffers[step.src], x.program.buffers[step.dst]
+    mine, held = dst.boxes[x.rank], src.boxes[x.rank]
+    call = transfer_call(step, x.program)
+    pieces: dict[Box, Value] = {}
+    if call.name == ALL_GATHER:
+        group = next((g for g in call.groups if x.rank in g), None)
+        if group is not None and source is not None and mine is not None:
+            return _gathered(x, source, [src.boxes[d] for d in group], group, mine)
+    else:
+        for (sender, box), receivers in _sent(step).items():
+            if x.rank in (sender, *receivers):
+                found = broadcast(x, source if sender == x.rank else None, held, box, (sender, *receivers), dst.dtype)
+                pieces[box] = found
+    if mine is None:
+        return None
+    if not size(mine):
+        return x.nodes.filled(shape(mine), 0, dst.dtype)
+    if held is not None and source is not None and (common := intersect(held, mine)) is not None:
+        pieces[common] = x.nodes.slice(source, _within(common, held))
+    kept = {box: v for box, v in pieces.items() if intersect(box, mine) == box}
+    return assembled(x.nodes, mine, kept, step.dst)
+
+
+def _sent(step: Transfer) -> dict[tuple[int, Box], list[int]]:
+    """Who gets each box, by sender: one broadcast for each."""
+    out: dict[tuple[int, Box], list[int]] = {}
+    for m in step.messages:
+        out.setdefault((m.src, m.box), []).append(m.dst)
+    return out
+
+
+def broadcast(x: Exchange, source: Value | None, held: Box | None, box: Box, members: Sequence[int], dtype: str) -> Value:
+    """A box from the first of some ranks to the others; those give an array of zeros, which is not read."""
+    if source is not None and held is not None:
+        given = x.nodes.slice(source, _within(box, held))
+    else:
+        given = x.nodes.filled(shape(box), 0, dtype)
+    return x.collective("BROADCAST", _ranked(x, given), tuple(sorted(members)), root=members[0])
+
+
+def _ranked(x: Exchange, v: Value) -> Value:
+    return v if v.shape else x.nodes.reshape(v, (1,))
+
+
+def _within(box: Box, held: Box) -> list[tuple[int, int]]:
+    return [(lo - a, hi - a) for (lo, hi), (a, _) in zip(box, held, strict=True)]
+
+
+def _gathered(x: Exchange, source: Value, boxes: Sequence[Box | None], group: Group, mine: Box) -> Value:
+    """Equal blocks of a group: joined along the one axis that they differ in, or each put where it belongs."""
+    present = [b for b in boxes if b is not None]
+    apart = [k for k in range(len(mine)) if len({b[k] for b in present}) > 1]
+    joined = len(apart) == 1 and [b[apart[0]] for b in present] == sorted(b[apart[0]] for b in present)
+    if joined:
+        out = x.collective("ALL_GATHER", x.first(source, apart[0]), group)
+        return x.first(out, apart[0])
+    out = x.collective("ALL_GATHER", source, group)
+    n = source.shape[0]
+    rest = [(0, m) for m in source.shape[1:]]
+    pieces = {b: x.nodes.slice(out, [(k * n, (k + 1) * n), *rest]) for k, b in enumerate(present)}
+    return assembled(x.nodes, mine, pieces, "")
+
+
+def assembled(nodes: Nodes, box: Box, pieces: dict[Box, Value], where: str) -> Value:
+    """An array put together of disjoint boxes of it: cut where no box is cut, and so on.
+
+    Raises:
+        NotExpressible: there is no such cut.
+    """
+    pieces = {b: v for b, v in pieces.items() if size(b)}
+    if box in pieces:
+        v = pieces[box]
+        return v if v.shape == shape(box) else nodes.reshape(v, shape(box))
+    for axis, (lo, hi) in enumerate(box):
+        for at in sorted({b[axis][0] for b in pieces} - {lo}):
+            if any(b[axis][0] < at < b[axis][1] for b in pieces):
+                continue
+            halves: list[Value] = []
+            for part in ((lo, at), (at, hi)):
+                inner = (*box[:axis], part, *box[axis + 1 :])
+                halves.append(assembled(nodes, inner, {b: v for b, v in pieces.items() if intersect(b, inner)}, where))
+            return nodes.concat(halves, axis)
+    raise NotExpressible("what a transfer brings does not go together", where=f"'{where}'", why=f"{len(pieces)} boxes of {box}")
+
+
+# merges
+
+
+def reduced(x: Exchange, step: Reduce, group: Group, monoid: str, states: Sequence[Value | None]) -> list[Value]:
+    """The merged fields of one group, on this rank's own boxes."""
+    fields = list[Value]()
+    for k, (name, v) in enumerate(zip(step.srcs, states, strict=True)):
+        known = step.known[k] if step.known else ()
+        box = x.program.buffers[name].boxes[x.rank]
+        assert box is not None
+        if known:
+            fields.append(x.nodes.filled(shape(box), known[x.rank], x.program.buffers[name].dtype))
+        else:
+            assert v is not None
+            fields.append(x.nodes.cast(v, step.sent_as) if step.sent_as else v)
+    merged = _Merge(x, step, group).merged(MONOIDS[monoid], fields, 0)
+    dtypes = [x.program.buffers[n].dtype for n in step.dsts]
+    return [x.nodes.cast(v, d) for v, d in zip(merged, dtypes, strict=True)] if step.sent_as else merged
+
+
+class _Merge:
+    """One group's merge on one rank."""
+
+    def __init__(self, x: Exchange, step: Reduce, group: Group) -> None:
+        self.x, self.step, self.group = x, step, group
+
+    def merged(self, monoid: Monoid, fields: Sequence[Value], at: int) -> list[Value]:
+        """Fields number ``at`` and on, in the boxes where they end."""
+        s = monoid.structure
+        nodes = self.x.nodes
+        if isinstance(s, ByPrimitive) and (s.fn in _REDUCE or s.fn in ("and", "or")):
+            return [self.by(s.fn, fields[0], at)]
+        if isinstance(s, Product):
+            out: list[Value] = []
+            for part in s.parts:
+                n = len(part.fields)
+                out += self.merged(part, fields[len(out) : len(out) + n], at + len(out))
+            return out
+        if exponential(monoid.name) is not None:
+            return self._centred(monoid, fields, at)
+        if isinstance(s, Moments):
+            n, mean, m2 = fields
+            total, sums = self.by("add", n, at, whole=True), nodes.apply("Mul", [n, mean])
+            safe = nodes.apply("Max", [total, nodes.scalar(1, total.dtype)])
+            centre = nodes.apply("Div", [self.by("add", sums, at + 1, whole=True), safe])
+            off = nodes.apply("Sub", [mean, centre])
+            spread = nodes.apply("Add", [m2, nodes.apply("Mul", [n, nodes.apply("Mul", [off, off])])])
+            return [self.part(total, at), self.part(centre, at + 1), self.by("add", spread, at + 2)]
+        if isinstance(s, Best):
+            value, index = fields
+            top = self.by("max" if s.better == "gt" else "min", value, at, whole=True)
+            hit = best_at(nodes, value, top)
+            last = nodes.scalar(highest(index.dtype).value, index.dtype)
+            return [self.part(top, at), self.by("min", nodes.apply("Where", [hit, index, last]), at + 1)]
+        return self._in_order(monoid, fields, at)
+
+    def _centred(self, monoid: Monoid, fields: Sequence[Value], at: int) -> list[Value]:
+        """Sums of what is weighted by ``exp(rate * (score - centre))``: moved to the common centre, and added."""
+        weights, nodes = exponential(monoid.name), self.x.nodes
+        assert weights is not None
+        centre, *sums = fields
+        common = self.by(weights.fn, centre, at, whole=True)
+        off = nodes.apply("Sub", [centre, common])
+        off = off if weights.rate == 1 else nodes.apply("Mul", [off, nodes.scalar(weights.rate, off.dtype)])
+        same = nodes.apply("Equal", [centre, common], "bool")
+        scale = nodes.apply("Where", [same, nodes.scalar(1, centre.dtype), nodes.apply("Exp", [off])])
+        moved = [nodes.apply("Mul", [v, scale]) for v in sums]
+        return [self.part(common, at), *(self.by("add", v, at + 1 + k) for k, v in enumerate(moved))]
+
+    def by(self, fn: str, v: Value, field: int, *, whole: bool = False) -> Value:
+        """One field merged by a primitive; all of it, or this rank's part."""
+        nodes, op = self.x.nodes, {"and": "MIN", "or": "MAX"}.get(fn) or _REDUCE[fn]
+        if self.step.known and self.step.known[field]:
+            return self._known(v, field, whole)
+        dtype, v = v.dtype, nodes.cast(v, "u8") if v.dtype == "bool" else v
+        if whole or all(a == b for a, b in self._ends(field)):
+            self._pays(field, v)
+            out = self.x.collective("ALL_REDUCE", _ranked(self.x, v), self.group, op=op)
+            return nodes.cast(nodes.reshape(out, v.shape), dtype)
+        axis = self.axis(field)
+        if axis is None:
+            return nodes.cast(self._each(v, field, op), dtype)
+        out = self.x.collective("REDUCE_SCATTER", self.x.first(v, axis), self.group, op=op)
+        return nodes.cast(self.x.first(out, axis), dtype)
+
+    def _known(self, v: Value, field: int, whole: bool) -> Value:
+        """A count that everybody knows: the sum of the group's."""
+        total = sum(self.step.known[field][d] for d in self.group)
+        out = self.x.nodes.filled(v.shape, total, v.dtype)
+        return out if whole else self.part(out, field)
+
+    def _each(self, v: Value, field: int, op: str) -> Value:
+        """A scatter into unequal parts, or along several axes: a REDUCE for each rank's part."""
+        out, n = None, len(self.group)
+        again = sum(size(dst) for _, dst in self._ends(field)) - v.size
+        if again > 0:
+            nbytes = (n - 1) * again * itemsize(v.dtype) / n
+            self.x.costs("parts that several ranks want of one merge", nbytes, self.step.dsts[field])
+        for d, (src, dst) in zip(self.group, self._ends(field), strict=True):
+            mine = self.x.nodes.slice(v, _within(dst, self._ends(field)[self.group.index(self.x.rank)][0]))
+            assert intersect(src, dst) == dst
+            found = self.x.collective("REDUCE", _ranked(self.x, mine), self.group, op=op, root=d)
+            out = self.x.nodes.reshape(found, mine.shape) if d == self.x.rank else out
+        assert out is not None
+        return out
+
+    def _pays(self, field: int, v: Value) -> None:
+        """An all-reduce where the plan scatters, of what all others are merged by."""
+        if any(a != b for a, b in self._ends(field)):
+            n, where = len(self.group), self.step.dsts[field]
+            self.x.costs("an all-reduce for a reduce-scatter", (n - 1) * v.size * itemsize(v.dtype) / n, where)
+
+    def _ends(self, field: int) -> list[tuple[Box, Box]]:
+        """Where the field is before, and where it ends, on each rank of the group."""
+        src, dst = (self.x.program.buffers[names[field]].boxes for names in (self.step.srcs, self.step.dsts))
+        return [(a, b) for d in self.group if (a := src[d]) is not None and (b := dst[d]) is not None]
+
+    def axis(self, field: int) -> int | None:
+        """The axis along which a scatter gives equal parts in the order of the group; None where it does not."""
+        ends = self._ends(field)
+        first, parts = ends[0][0], [b for _, b in ends]
+        if any(a != first for a, _ in ends):
+            return None
+        for axis in range(len(first)):
+            lo, n = first[axis][0], len(parts)
+            each, left = divmod(first[axis][1] - lo, n)
+            wanted = [(*first[:axis], (lo + k * each, lo + (k + 1) * each), *first[axis + 1 :]) for k in range(n)]
+            if not left and each and parts == wanted:
+                return axis
+        return None
+
+    def part(self, v: Value, field: int) -> Value:
+        """This rank's part of a field that it has all of."""
+        src, dst = self._ends(field)[self.group.index(self.x.rank)]
+        return self.x.nodes.slice(v, _within(dst, src)) if v.shape == shape(src) else v
+
+    def _in_order(self, monoid: Monoid, fields: Sequence[Value], at: int) -> list[Value]:
+        """Any monoid: everybody's states, gathered and merged in the order of the group."""
+        nodes, n = self.x.nodes, len(self.group)
+        gathered: list[Value] = []
+        for k, v in enumerate(fields):
+            all_of = self.x.collective("ALL_GATHER", nodes.reshape(v, (1, *v.shape)), self.group)
+            gathered.append(nodes.transpose(all_of, [*range(1, len(all_of.shape)), 0]))
+            sent = v.size * itemsize(v.dtype)
+            planned = (2 * (n - 1) * sent) / n if self.step.kind == "all_reduce" else (n - 1) * sent / n
+            if (n - 1) * sent > planned:
+                self.x.costs(f"merges of '{monoid.name}' in order", (n - 1) * sent - planned, self.step.dsts[at + k])
+        rank = len(fields[0].shape)
+        done = Merging(nodes, gathered[0].shape, rank).folded(monoid, gathered)
+        return [self.part(nodes.reshape(v, v.shape[:rank]), at + k) for k, v in enumerate(done)]
+
+
+MARK, DATA = "program.json", "weights.data"
+
+
+def language(graph: Graph, mesh: Mesh) -> list[Sayable]:
+    """What collectives of ONNX can say: equal parts, no merge in order, and only plain sums and extremes scattered."""
+    del mesh
+    out = list[Sayable]()
+    for op in graph.ops:
+        monoid = MONOIDS[op.monoid] if isinstance(op, Block) and op.monoid is not None else None
+        maps = frozenset(d.name for d in op.dims) if monoid and not monoid.commutative else None
+        out.append(Sayable(dims=maps, scatters=monoid is None or _is_plain(monoid)))
+    return out
+
+
+def _is_plain(monoid: Monoid) -> bool:
+    """Whether each field is merged by itself, by an operation that a collective has."""
+    s = monoid.structure
+    return isinstance(s, ByPrimitive) or (isinstance(s, Product) and all(map(_is_plain, s.parts)))
+
+
+def export(build: Build, constants: bytes, target: Path, *, nearest: bool) -> dict[str, Any]:
+    """Write a folder of rank files; returns what was written, with the bytes that the files move beyond the plan's.
+
+    Args:
+        nearest: whether collectives may move more than the plan does, where ``DistCollective`` cannot say what it does.
+
+    Raises:
+        NotExpressible: an operation has no form in ONNX, or a step no collective.
+    """
+    check_place(target, MARK)
+    ranks = [RankFile(build, rank, nearest) for rank in range(build.program.devices)]
+    for rank in ranks:
+        rank.walk()
+    with new_folder(target, MARK) as folder:
+        with open(folder / DATA, "wb") as file:
+            store = DataFile(DATA, file, weights_of(build, constants))
+            for rank in ranks:
+                (folder / f"rank{rank.rank}.onnx").write_bytes(rank.model(store).SerializeToString())
+        (folder / MARK).write_text(json.dumps(document(build, ranks), indent=2) + "\n")
+        checked_ranks(folder, len(ranks))
+    extra = {
+        k: round(sum(r.exchange.extra.get(k, 0) for r in ranks)) for k in sorted({k for r in ranks for k in r.exchange.extra})
+    }
+    planned = sum(transfer_bytes(s, build.program) for s in build.program.steps if isinstance(s, Transfer | Reduce))
+    return {
+        "folder": str(target), "ranks": len(ranks), "nodes": [r.size for r in ranks],
+        "collectives": sum(ranks[0].exchange.counts.values()), "by_kind": dict(sorted(ranks[0].exchange.counts.items())),
+        "bytes": round(sum(r.exchange.sent for r in ranks)), "plan_bytes": planned,
+        "extra_bytes": sum(extra.values()), "extra": extra, "whole_inputs": sorted(ranks[0].split),
+    }  # fmt: skip
+
+
+@dataclass(slots=True)
+class RankFile:
+    """One rank's program, step by step.
+
+    Attributes:
+        values: buffers that the rank has.
+        split: inputs of which every rank is given all, because its part is none that ``program.json`` can say.
+        parts: whether inputs and outputs may be given in parts that ``program.json`` cannot say.
+        marks: how many nodes there are before each step but the first, and before the outputs.
+    """
+
+    build: Build
+    rank: int
+    nearest: bool
+    parts: bool = False
+    nodes: Nodes = field(init=False)
+    values: dict[str, Value] = field(default_factory=dict[str, Value])
+    weights: dict[str, tuple[str, Box]] = field(default_factory=dict[str, tuple[str, Box]])
+    inputs: dict[str, Value] = field(default_factory=dict[str, Value])
+    split: set[str] = field(default_factory=set[str])
+    named: set[str] = field(default_factory=set[str])
+    exchange: Exchange = field(init=False)
+    places: dict[str, Places] = field(init=False)
+    marks: list[int] = field(default_factory=list[int])
+    size: int = 0
+
+    def __post_init__(self) -> None:
+        program = self.build.program
+        self.nodes = Nodes.of(self.graph, program.buffers)
+        own = {t for t, b in program.outputs.items() if t == b and output_spec(self.build, t) is not None}
+        self.named |= (set(program.outputs) | set(self.graph.inputs)) - own  # names that are for what comes last, or first
+        self.exchange = Exchange(self.nodes, program, self.rank, self.nearest)
+        self.places = input_places(self.build, parts=self.parts)
+
+    @property
+    def graph(self) -> Graph:
+        """What is computed."""
+        return self.build.plan.graph
+
+    @property
+    def program(self) -> Program:
+        """What every device does."""
+        return self.build.program
+
+    def walk(self) -> None:
+        """Nodes of every step."""
+        names = operation_names(self.graph)
+        for step in self.program.steps:
+            match step:
+                case Load(buffer=name):
+                    self._load(name, self.places)
+                case Launch():
+                    self.nodes.begin(names[step.op])
+                    try:
+                        self._launch(step)
+                    except NotExpressible as e:
+                        raise refused(self.graph.ops[step.op], names[step.op], e) from None
+                case Transfer():
+                    self.nodes.begin(step.dst)
+                    found = moved(self.exchange, step, self.values.get(step.src))
+                    if found is not None:
+                        self._have([step.dst], [found])
+                case Reduce():
+                    self.nodes.begin(names[step.op])
+                    self._reduce(step)
+                case Free():
+                    for b in step.buffers:
+                        self.values.pop(b, None)
+            self.marks.append(len(self.nodes.nodes))
+        for t, name in self.program.outputs.items():
+            if output_spec(self.build, t) is None and not self.parts:
+                self.nodes.begin(t)
+                self._bring(t, name)
+
+    def _load(self, name: str, placed: Mapping[str, Places]) -> None:
+        """A part of a weight, or of an input: as it is given, or cut out of all of it."""
+        buffer = self.program.buffers[name]
+        box = buffer.boxes[self.rank]
+        if box is None:
+            return
+        if buffer.tensor in self.graph.weights:
+            self.weights[name] = buffer.tensor, box
+            self.values[name] = Value(name, shape(box), buffer.dtype)
+            return
+        given = placed[buffer.tensor].boxes[self.rank]
+        assert given is not None
+        mine = self.inputs.setdefault(buffer.tensor, Value(buffer.tensor, shape(given), buffer.dtype))
+        if not placed[buffer.tensor].said:
+            self.split.add(buffer.tensor)
+        self.nodes.begin(buffer.tensor)
+        part = [(lo - first, hi - first) for (lo, hi), (first, _) in zip(box, given, strict=True)]
+        self.values[name] = self.nodes.slice(mine, part)
+
+    def _launch(self, step: Launch) -> None:
+        block = step.blocks[self.rank]
+        if block is None:
+            return
+        buffers, rank = self.program.buffers, self.rank
+        ins = tuple(buffers[b].boxes[rank] if b else None for b in step.ins)
+        outs = tuple(box for b in step.outs if (box := buffers[b].boxes[rank]) is not None)
+        kernel = Kernel(op=step.op, mode=step.mode, block=block, ins=ins, outs=outs)
+        held = [self.values[b] if b else None for b in step.ins]
+        found = launch(self.nodes, self.graph, kernel, held, [self.values[b] for b in step.states])
+        self._have(step.outs, found)
+
+    def _have(self, names: Sequence[str], values: Sequence[Value]) -> None:
+        """Buffers under their own names, the first time that there are such."""
+        for name, v in zip(names, values, strict=True):
+            self.values[name] = v if name in self.named else self.nodes.result(v, name)
+            self.named.add(name)
+
+    def _reduce(self, step: Reduce) -> None:
+        op = self.graph.ops[step.op]
+        monoid = getattr(op, "monoid", None)
+        assert monoid is not None
+        for group in step.groups:
+            if self.rank in group:
+                found = reduced(self.exchange, step, group, monoid, [self.values.get(b) for b in step.srcs])
+                self._have(step.dsts, found)
+
+    def _bring(self, output: str, name: str) -> None:
+        """All of an output that ends in parts which cannot be said, from its holders to every rank."""
+        buffer = self.program.buffers[name]
+        everything, pieces = whole(self.graph.tensors[output].shape), dict[Box, Value]()
+        for box, holder in {b: d for d, b in reversed(list(enumerate(buffer.boxes))) if b is not None}.items():
+            given = self.values.get(name) if self.rank == holder else None
+            pieces[box] = broadcast(self.exchange, given, box, box, (holder, *self.exchange.others(holder)), buffer.dtype)
+            n = self.program.devices
+            nbytes = (n - 1) * size(box) * itemsize(buffer.dtype) / n
+            self.exchange.costs("an output in unequal parts, brought to every rank", nbytes, output)
+        self.values[name] = assembled(self.nodes, everything, pieces, output)
+
+    def model(self, store: DataFile) -> Any:
+        """The file, with its weights in a store."""
+        outputs = [(t, self.values[b]) for t, b in self.program.outputs.items() if b in self.values]
+        self.nodes.begin("")
+        named = [v if v.name == t else self.nodes.result(v, t) for t, v in outputs]
+        weights = [
+            stored(store, name, tensor, box, self.graph.tensors[tensor].dtype) for name, (tensor, box) in self.weights.items()
+        ]
+        model = model_of(
+            self.nodes, f"rank{self.rank}", list(self.inputs.values()), named, weights, opset_of(self.graph),
+            described=[*self.exchange.described, *self.inputs.values()],
+        )  # fmt: skip
+        self.size = len(model.graph.node)
+        return model
+
+
+def input_places(build: Build, *, parts: bool = False) -> dict[str, Places]:
+    """The box of each input that every rank is given: the one that it loads, if that is one and can be said (``parts``: or
+    not); else all of it."""
+    program, graph = build.program, build.plan.graph
+    out: dict[str, Places] = {}
+    for t in graph.inputs:
+        found = {b.boxes for s in program.steps if isinstance(s, Load) and (b := program.buffers[s.buffer]).tensor == t}
+        everything = whole(graph.tensors[t].shape)
+        boxes = next(iter(found)) if len(found) == 1 else tuple(everything for _ in range(program.devices))
+        spec = said_boxes(build, boxes, graph.tensors[t].shape)
+        if spec is None and parts:
+            out[t] = Places(boxes, [], said=False)
+        elif spec is None:
+            out[t] = Places(tuple(everything for _ in range(program.devices)), [None] * len(everything), said=False)
+        else:
+            out[t] = Places(boxes, spec, said=True)
+    return out
+
+
+def said_boxes(build: Build, boxes: tuple[Box | None, ...], extents: tuple[int, ...]) -> list[Any] | None:
+    """Boxes as mesh axes that cut each axis into equal parts; None where they are none."""
+    mesh = build.plan.mesh
+    present = tuple(b for b in boxes if b is not None)
+    if len(present) < len(boxes) or any(a.weights or a.order for a in mesh):
+        return None
+    layout = layout_of_boxes(present, extents, mesh)
+    if layout is None:
+        return None
+    axes = [[mesh[a].name for a, k in enumerate(layout) if k == axis and mesh[a].size > 1] for axis in range(len(extents))]
+    if len({shape(b) for b in present}) > 1:
+        return None
+    return [None if not names else names[0] if len(names) == 1 else names for names in axes]
+
+
+def document(build: Build, ranks: list[RankFile]) -> dict[str, Any]:
+    """``program.json``: the mesh, and which mesh axes cut each axis of inputs and outputs."""
+    places = {t: p.spec for t, p in input_places(build).items() if t in ranks[0].inputs}
+    for t in build.program.outputs:
+        places[t] = output_spec(build, t) or [None] * len(build.plan.graph.tensors[t].shape)
+    return {"mesh": {a.name: a.size for a in build.plan.mesh}, "placement": places}
+
+
+def output_spec(build: Build, output: str) -> list[Any] | None:
+    """Where an output ends, as `said_boxes` says it; None where that cannot be said."""
+    boxes, extents = build.program.buffers[build.program.outputs[output]].boxes, build.plan.graph.tensors[output].shape
+    everything = {b for b in boxes if b is not None} == {whole(extents)}
+    return [None] * len(extents) if everything else said_boxes(build, boxes, extents)
+
+
+def checked_ranks(folder: Path, ranks: int) -> None:
+    """Let onnx check each file, with a plain node in the place of each collective, which it does not know.
+
+    Raises:
+        TapestryError: it refuses one.
+    """
+    for rank in range(ranks):
+        model = ModelProto.FromString((folder / f"rank{rank}.onnx").read_bytes())
+        for node in model.graph.node:
+            if node.op_type == COLLECTIVE:
+                node.op_type = "Identity"
+                del node.attribute[:]
+        trial = folder / "trial.onnx"
+        trial.write_bytes(model.SerializeToString())
+        try:
+            checked(trial)
+        finally:
+            trial.unlink()

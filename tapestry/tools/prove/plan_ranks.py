@@ -1,0 +1,574 @@
+"""Each rank's program of a tensor-parallel plan: the model's own nodes on parts of weights, with the plan's collectives.
+
+A plan is transformers' ``tp_plan``: patterns of module names, each with a style. A module is found by its parameters' names
+(``layers.0.mlp.up_proj.weight``). Numbers that an export wrote where its source had a size of a tensor (heads in a Reshape,
+pieces in a Split) are scaled as that tensor's axis is; all else is as the file has it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import onnx
+from onnx import AttributeProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper
+
+from tapestry.errors import ModelError, TapestryError, refusing
+from tapestry.ir.index import Aff, const, dim
+from tapestry.lift.normalize.inference import InferenceError, infer_shapes
+from tapestry.onnx_eval.reference_fixes import reference_evaluator
+
+Shape = tuple[int, ...]
+STYLES = {
+    "colwise": "out", "colwise_rep": "out", "colwise_gather_output": "out", "rowwise": "in", "rowwise_rep": "in",
+    "rowwise_split_input": "in", "replicate": "", "replicated_with_grad_allreduce": "", "embedding_rowwise": "",
+    "embedding_colwise": "",
+}  # fmt: skip
+TABLES = {"embedding_rowwise", "embedding_colwise"}
+GATHERED, SPLIT = {"colwise_rep", "colwise_gather_output"}, {"rowwise_rep", "rowwise_split_input"}
+SMALL = 64  # cells of a constant that may say sizes
+END = 1 << 31  # an end of a Slice beyond this means all that is there
+
+
+def rank_models(
+    model: ModelProto, folder: Path, plan: Mapping[str, str], ranks: int
+) -> tuple[list[ModelProto], list[str]]:  # fmt: skip
+    """The program of every rank, and the patterns that are of nothing in the model (they are passed over, as by transformers).
+
+    Args:
+        model: of static shapes, with the data of its weights in it or beside it.
+        plan: patterns (``*`` is a number) and styles.
+
+    Raises:
+        ModelError: the plan does not say how, or what it says cannot be done.
+    """
+    for pattern, style in plan.items():
+        if style not in STYLES:
+            raise ModelError(f"the style '{style}' is not known", where=f"tp_plan, '{pattern}'", hint=", ".join(STYLES))
+    try:
+        shapes = _shapes(infer_shapes(model, data_prop=True))
+    except InferenceError as e:
+        raise ModelError("shapes contradict each other", where="shape inference", why=str(e)[:300]) from None
+    styles, unused = _styles(model, plan)
+    with refusing(ModelError, "the plan cannot be applied", "tp_plan", "a model of linear layers, exported without folding"):
+        return [_Rank(model, folder, shapes, styles, r, ranks).made() for r in range(ranks)], unused
+
+
+def _styles(model: ModelProto, plan: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
+    """The style of each parameter by its name; patterns of no parameter.
+
+    Raises:
+        ModelError: none is of any.
+    """
+    out, unused = dict[str, str](), list[str]()
+    for pattern, style in plan.items():
+        text = re.escape(pattern).replace(r"\*", r"\d+")
+        found = [t.name for t in model.graph.initializer if re.search(rf"(^|\.){text}(\.weight|\.bias)?$", t.name)]
+        out |= dict.fromkeys(found, style)
+        unused += [] if found else [pattern]
+    if not out:
+        names = [t.name for t in model.graph.initializer if t.name.endswith(".weight")]
+        why = f"it has {names[:4]}" if names else "its weights have lost their names"
+        raise ModelError("the plan's modules are not in the model", where=f"'{next(iter(plan), '')}'", why=why)
+    return out, unused
+
+
+def _shapes(model: ModelProto) -> dict[str, Shape]:
+    out = {t.name: tuple(t.dims) for t in model.graph.initializer}
+    for v in (*model.graph.input, *model.graph.value_info, *model.graph.output):
+        dims = v.type.tensor_type.shape.dim
+        if v.name not in out and v.type.tensor_type.HasField("shape") and all(d.HasField("dim_value") for d in dims):
+            out[v.name] = tuple(d.dim_value for d in dims)
+    return out
+
+
+class _Rank:
+    """One rank's program, node by node, with the sizes that its tensors have."""
+
+    def __init__(
+        self, model: ModelProto, folder: Path, whole: dict[str, Shape], styles: Mapping[str, str], rank: int, ranks: int
+    ) -> None:
+        self.model, self.folder, self.whole, self.styles, self.rank, self.ranks = model, folder, whole, styles, rank, ranks
+        self.weights = {t.name: t for t in model.graph.initializer}
+        self.makers = {o: n for n in model.graph.node for o in n.output}
+        self.types = {v.name: v.type for v in model.graph.input}
+        self.types |= {t.name: helper.make_tensor_type_proto(t.data_type, list(t.dims)) for t in model.graph.initializer}
+        self.nodes: list[NodeProto] = []
+        self.more: list[TensorProto] = []
+        self.parts: dict[str, tuple[int, int]] = {}  # of a weight: the axis that is cut, and in how many sections
+        self.values: dict[str, np.ndarray | None] = {}
+
+    def made(self) -> ModelProto:
+        """The program."""
+        for node in self.model.graph.node:
+            self._node(NodeProto.FromString(node.SerializeToString()))
+        out = ModelProto()
+        out.CopyFrom(self.model)
+        del out.graph.node[:], out.graph.initializer[:], out.graph.value_info[:]
+        out.graph.node.extend(self.nodes)
+        out.graph.initializer.extend([self._cut(t) for t in self.model.graph.initializer] + self.more)
+        sent = {t: self.types[t] for n in self.nodes if n.op_type == "DistCollective" for t in (*n.input, *n.output)}
+        out.graph.value_info.extend(helper.make_value_info(t, kind) for t, kind in sent.items())
+        for o in out.graph.output:
+            o.type.CopyFrom(self.types[o.name])
+        return out
+
+    # a node
+
+    def _node(self, node: NodeProto) -> None:
+        linear = self._linear(node)
+        if linear is not None:
+            self._apply(node, *linear)
+        elif node.op_type == "Gather" and self.styles.get(node.input[0]) in TABLES and not _attribute(node, "axis", 0):
+            self._embedding(node, self.styles[node.input[0]])
+        elif node.op_type == "Add" and any(i in self.styles and len(self.whole[i]) == 1 for i in node.input):
+            self._bias(node)
+        else:
+            self._plain(node)
+
+    def _linear(self, node: NodeProto) -> tuple[str, str, int] | None:
+        """The weight of a module that a node multiplies by, its style, and the axis of its outputs."""
+        if node.op_type not in ("MatMul", "Gemm"):
+            return None
+        name, turned = node.input[1], node.op_type == "Gemm" and _attribute(node, "transB", 0) == 1
+        maker = self.makers.get(name)
+        if maker is not None and maker.op_type == "Transpose":
+            name, turned = maker.input[0], not turned
+        style = self.styles.get(name, "")
+        return (name, style, 0 if turned else 1) if STYLES.get(style) and len(self.whole[name]) == 2 else None
+
+    def _apply(self, node: NodeProto, weight: str, style: str, out: int) -> None:
+        """A linear layer on a rank's part of its weight."""
+        axis = out if STYLES[style] == "out" else 1 - out
+        self._cut_weight(weight, axis)
+        for t in (n for n in self.nodes if n.op_type == "Transpose" and n.input[0] == weight):
+            self._infer(t)
+        if STYLES[style] == "out":
+            if node.op_type == "Gemm" and len(node.input) > 2:
+                self._cut_weight(node.input[2], len(self.whole[node.input[2]]) - 1)
+            self._end(node, style, gemm=node.op_type == "Gemm")
+            return
+        if style in SPLIT:
+            node.input[0] = self._piece(node.input[0])
+        bias = node.input[2] if node.op_type == "Gemm" and len(node.input) > 2 else ""
+        result, node.output[0] = node.output[0], f"{node.output[0]}.part"
+        if bias:
+            del node.input[2:]
+        self._plain(node)
+        self._collective("ALL_REDUCE", node.output[0], f"{result}.sum" if bias else result)
+        if bias:
+            self._add(helper.make_node("Add", [f"{result}.sum", bias], [result]))
+
+    def _bias(self, node: NodeProto) -> None:
+        """The bias of a module that was written as a node of its own."""
+        name = next(i for i in node.input if i in self.styles and len(self.whole[i]) == 1)
+        if STYLES[self.styles[name]] == "out":
+            self._cut_weight(name, 0)
+            self._end(node, self.styles[name], gemm=True)
+        else:
+            self._plain(node)
+
+    def _embedding(self, node: NodeProto, style: str) -> None:
+        """A lookup in a part of a table: rows of other ranks are 0, and all ranks' are added; columns are gathered."""
+        table, ids = node.input
+        (out,) = node.output
+        if style == "embedding_colwise":
+            self._cut_weight(table, 1)
+            self._gathered(node)
+            return
+        self._cut_weight(table, 0)
+        rows, of_ids = self._shape(table)[0], self.types[ids].tensor_type.elem_type
+        zero, last = self._stored(f"{out}.zero", [0], of_ids), self._stored(f"{out}.rows", [rows], of_ids)
+        first = self._stored(f"{out}.first", [self.rank * rows], of_ids)
+        nothing = self._stored(f"{out}.nothing", [0], self.weights[table].data_type)
+        self._add(helper.make_node("Sub", [ids, first], [f"{out}.at"]))
+        self._add(helper.make_node("Less", [f"{out}.at", zero], [f"{out}.below"]))
+        self._add(helper.make_node("Less", [f"{out}.at", last], [f"{out}.under"]))
+        self._add(helper.make_node("Not", [f"{out}.below"], [f"{out}.from"]))
+        self._add(helper.make_node("And", [f"{out}.from", f"{out}.under"], [f"{out}.mine"]))
+        self._add(helper.make_node("Where", [f"{out}.mine", f"{out}.at", zero], [f"{out}.row"]))
+        self._add(helper.make_node("Gather", [table, f"{out}.row"], [f"{out}.any"]))
+        axis = self._stored(f"{out}.axis", [len(self._shape(ids))], TensorProto.INT64)
+        self._add(helper.make_node("Unsqueeze", [f"{out}.mine", axis], [f"{out}.wide"]))
+        self._add(helper.make_node("Where", [f"{out}.wide", f"{out}.any", nothing], [f"{out}.part"]))
+        self._collective("ALL_REDUCE", f"{out}.part", out)
+
+    def _end(self, node: NodeProto, style: str, *, gemm: bool) -> None:
+        """A node whose last axis is a rank's part; gathered where the style says so, after the bias if there is one."""
+        result = node.output[0]
+        readers = [n for n in self.model.graph.node if result in n.input]
+        later = not gemm and any(n.op_type == "Add" and any(self.styles.get(i) == style for i in n.input) for n in readers)
+        if style not in GATHERED or later:
+            self._plain(node)
+        else:
+            self._gathered(node)
+
+    def _gathered(self, node: NodeProto) -> None:
+        """A node whose last axis is a rank's part, and all ranks' parts of its result."""
+        result = node.output[0]
+        node.output[0] = f"{result}.part"
+        self._plain(node)
+        rank = len(self._shape(node.output[0]))
+        turn = [rank - 1, *range(1, rank - 1), 0] if rank > 1 else [0]
+        self._add(helper.make_node("Transpose", [node.output[0]], [f"{result}.turned"], perm=turn))
+        self._collective("ALL_GATHER", f"{result}.turned", f"{result}.all")
+        self._add(helper.make_node("Transpose", [f"{result}.all"], [result], perm=turn))
+
+    def _plain(self, node: NodeProto) -> None:
+        """A node as it is, but for numbers that are sizes."""
+        if node.op_type in ("Reshape", "Expand", "Split", "Slice") and len(node.input) > 1:
+            self._sizes(node)
+        self._add(node)
+
+    # sizes
+
+    def _sizes(self, node: NodeProto) -> None:
+        x = node.input[0]
+        mine, all_of = self._shape(x), self.whole[x]
+        if mine == all_of:
+            return
+        if node.op_type == "Reshape":
+            self._number(node, 1, _reshaped(mine, all_of, self.whole[node.output[0]]))
+        elif node.op_type == "Expand":
+            out = self.whole[node.output[0]]
+            aligned = [(1, 1)] * (len(out) - len(mine)) + list(zip(mine, all_of, strict=True))
+            self._number(node, 1, [m if m != w else n for n, (m, w) in zip(out, aligned, strict=True)])
+        elif node.op_type == "Split":
+            axis = int(_attribute(node, "axis", 0)) % len(mine)
+            self._scaled(node, 1, [(mine[axis], all_of[axis])] * len(node.output))
+        else:
+            count = len(self._constant(node.input[1]))
+            axes: list[int] = self._constant(node.input[3]) if len(node.input) > 3 and node.input[3] else list(range(count))
+            for k in (1, 2):
+                self._scaled(node, k, [(mine[a], all_of[a]) for a in axes])
+
+    def _scaled(self, node: NodeProto, at: int, ratios: Sequence[tuple[int, int]]) -> None:
+        """Numbers of places along axes, in a rank's part of them."""
+        numbers: list[int] = []
+        for n, (mine, all_of) in zip(self._constant(node.input[at]), ratios, strict=True):
+            if mine != all_of and abs(n) < END and n * mine % all_of:
+                what = "a piece does not divide among the ranks"
+                raise ModelError(what, where=f"node '{node.name or node.output[0]}'", why=f"{n} of {all_of} cells")
+            numbers.append(n if abs(n) >= END else n * mine // all_of)
+        self._number(node, at, numbers)
+
+    def _constant(self, name: str) -> list[int]:
+        """The numbers of a constant.
+
+        Raises:
+            ModelError: it is computed of what is none.
+        """
+        value = self._value(name)
+        if value is None:
+            raise ModelError("a size on a part of a tensor is computed", where=f"'{name}'", hint="export with fixed shapes")
+        return [int(n) for n in value.reshape(-1)]
+
+    def _value(self, name: str) -> np.ndarray | None:
+        """A small constant, or what nodes make of small constants; None of any other value."""
+        if name not in self.values:
+            self.values[name] = self._evaluated(name)
+        return self.values[name]
+
+    def _evaluated(self, name: str) -> np.ndarray | None:
+        if name in self.weights:
+            t = self.weights[name]
+            small = prod(t.dims) < SMALL and t.data_location != TensorProto.EXTERNAL
+            return numpy_helper.to_array(t) if small and name not in self.styles else None
+        maker = self.makers.get(name)
+        if maker is None or any(a.type == AttributeProto.GRAPH for a in maker.attribute):
+            return None
+        names = [i for i in maker.input if i]
+        feeds = {i: a for i in names if (a := self._value(i)) is not None}
+        if len(feeds) < len(set(names)) or prod(self.whole.get(name, (SMALL,))) >= SMALL:
+            return None
+        infos = [helper.make_tensor_value_info(n, helper.np_dtype_to_tensor_dtype(a.dtype), a.shape) for n, a in feeds.items()]
+        outs = [helper.make_empty_tensor_value_info(o) for o in maker.output]
+        graph = helper.make_graph([maker], "constant", infos, outs)
+        one = helper.make_model(graph, opset_imports=list(self.model.opset_import), ir_version=self.model.ir_version)
+        return np.asarray(reference_evaluator(one).run(None, feeds)[list(maker.output).index(name)])
+
+    def _number(self, node: NodeProto, at: int, numbers: Sequence[int]) -> None:
+        """Numbers in place of a node's input."""
+        node.input[at] = self._stored(f"{node.output[0]}.sizes{at}", numbers, TensorProto.INT64)
+
+    def _stored(self, name: str, numbers: Sequence[int], dtype: int) -> str:
+        """A constant of the rank's own."""
+        self.more.append(helper.make_tensor(name, dtype, [len(numbers)], list(numbers)))
+        self.types[name] = helper.make_tensor_type_proto(dtype, [len(numbers)])
+        return name
+
+    def _shape(self, name: str) -> Shape:
+        return tuple(d.dim_value for d in self.types[name].tensor_type.shape.dim)
+
+    # what a rank has, and sends
+
+    def _cut_weight(self, name: str, axis: int) -> None:
+        shape = list(self.whole[name])
+        if shape[axis] % self.ranks:
+            raise ModelError("a weight does not divide among the ranks", where=f"'{name}'", why=f"{shape} in {self.ranks}")
+        shape[axis] //= self.ranks
+        self.parts[name] = axis, shape[axis]
+        self.types[name] = helper.make_tensor_type_proto(self.weights[name].data_type, shape)
+
+    def _cut(self, t: TensorProto) -> TensorProto:
+        """A weight as the rank has it; one whose data is not there stays so."""
+        if t.name not in self.parts:
+            return t
+        axis, size = self.parts[t.name]
+        try:
+            a = numpy_helper.to_array(t, str(self.folder))
+        except (OSError, ValueError, onnx.checker.ValidationError):
+            bare = TensorProto.FromString(t.SerializeToString())
+            bare.dims[axis] = size
+            return bare
+        return numpy_helper.from_array(np.ascontiguousarray(np.take(a, self._places(size), axis)), t.name)
+
+    def _places(self, size: int) -> range:
+        return range(self.rank * size, (self.rank + 1) * size)
+
+    def _piece(self, name: str) -> str:
+        """A rank's part of the last axis of a value that every rank has whole."""
+        shape = self._shape(name)
+        at = f"{name}.piece"
+        if at in self.types:  # another module has split it
+            return at
+        numbers = [self.rank * (shape[-1] // self.ranks), (self.rank + 1) * (shape[-1] // self.ranks), len(shape) - 1]
+        given = [self._stored(f"{at}{k}", [n], TensorProto.INT64) for k, n in enumerate(numbers)]
+        self._add(helper.make_node("Slice", [name, *given], [at]))
+        return at
+
+    def _collective(self, kind: str, source: str, target: str) -> None:
+        """A collective over all ranks."""
+        t = self.types[source].tensor_type
+        dims = list(self._shape(source))
+        dims[0] *= self.ranks if kind == "ALL_GATHER" else 1
+        self.nodes.append(
+            helper.make_node(
+                "DistCollective", [source], [target], name=target, collective_operation=kind, nb_rank=self.ranks, root=-1,
+                reduce_op="SUM" if kind == "ALL_REDUCE" else "NONE",
+            )
+        )  # fmt: skip
+        self.types[target] = helper.make_tensor_type_proto(t.elem_type, dims)
+
+    def _add(self, node: NodeProto) -> None:
+        self._infer(node)
+        self.nodes.append(node)
+
+    def _infer(self, node: NodeProto) -> None:
+        """Types of a node's results.
+
+        Raises:
+            ModelError: it cannot run on what the rank has.
+        """
+        version = next(o.version for o in self.model.opset_import if o.domain in (node.domain, node.domain or "ai.onnx"))
+        held = {i: self.types[i] for i in node.input if i in self.types}
+        data = {t.name: t for t in self.more if t.name in node.input}
+        data |= {i: numpy_helper.from_array(a) for i in node.input if i not in data and (a := self._value(i)) is not None}
+        try:
+            schema = onnx.defs.get_schema(node.op_type, version, node.domain)
+            found = onnx.shape_inference.infer_node_outputs(
+                schema, node, held, data, opset_imports=list(self.model.opset_import), ir_version=self.model.ir_version
+            )
+        except (onnx.shape_inference.InferenceError, onnx.defs.SchemaError) as e:
+            shapes = ", ".join(str(list(self._shape(i))) for i in held)
+            where = f"node '{node.name or node.output[0]}' ({node.op_type})"
+            raise ModelError("a rank cannot run it on its parts", where=where, why=f"{shapes}: {str(e)[:200]}") from None
+        cut = any(self._shape(i) != self.whole.get(i) for i in held)
+        for name in node.output:
+            if name:
+                self.types[name] = self._checked(name, found.get(name), cut)
+
+    def _checked(self, name: str, found: Any, cut: bool) -> Any:
+        """A type with sizes: those of the whole model, where a node reads nothing that is cut.
+
+        Raises:
+            TapestryError: they are not known.
+        """
+        dims = found.tensor_type.shape.dim if found is not None else ()
+        if found is not None and found.tensor_type.HasField("shape") and all(d.HasField("dim_value") for d in dims):
+            return found
+        if name not in self.whole or cut or found is None:
+            raise TapestryError("the size of a value is not known", where=f"'{name}'", hint="give --shape")
+        return helper.make_tensor_type_proto(found.tensor_type.elem_type, list(self.whole[name]))
+
+
+def _attribute(node: NodeProto, name: str, otherwise: Any) -> Any:
+    found = next((a for a in node.attribute if a.name == name), None)
+    if found is None:
+        return otherwise
+    return found.t if found.type == AttributeProto.TENSOR else helper.get_attribute_value(found)
+
+
+def _reshaped(mine: Shape, all_of: Shape, out: Shape) -> list[int]:
+    """The sizes that a Reshape gives of a part of its input, by the groups of axes that it turns into each other.
+
+    >>> _reshaped((1, 6, 16), (1, 6, 32), (1, 6, 4, 8))
+    [1, 6, 2, 8]
+    """
+    found, i = list(out), 0
+    for group in _groups(all_of, out):
+        count = len(group[0])
+        ratio = prod(all_of[i : i + count]) // max(prod(mine[i : i + count]), 1)
+        i += count
+        at = next((a for a in group[1] if out[a] % ratio == 0 and out[a] > 1), None)
+        if ratio > 1 and at is None:
+            raise ModelError(
+                "a Reshape does not divide among the ranks", why=f"{list(all_of)} to {list(out)}, on a rank {list(mine)}"
+            )
+        if ratio > 1 and at is not None:
+            found[at] //= ratio
+    return found
+
+
+def _groups(a: Shape, b: Shape) -> list[tuple[list[int], list[int]]]:
+    """Runs of axes of two shapes that hold as many cells each, as short as they can be."""
+    out: list[tuple[list[int], list[int]]] = []
+    i = j = 0
+    while i < len(a) or j < len(b):
+        left, right, x, y = [i] if i < len(a) else [], [j] if j < len(b) else [], 1, 1
+        x, y = a[i] if left else 1, b[j] if right else 1
+        i, j = i + len(left), j + len(right)
+        while x != y:
+            if (x < y and i < len(a)) or j >= len(b):
+                left.append(i)
+                x, i = x * a[i], i + 1
+            else:
+                right.append(j)
+                y, j = y * b[j], j + 1
+        out.append((left, right))
+    return out
+
+
+# Which cells of a model's tensor a rank's tensor is: said, told by the data, or by the order of the ranks.
+
+
+MOST_STARTS = 4096  # places where a slice is looked for by its data
+MOST_RUNS = 256  # that an axis is made of
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Neighbouring cells of a rank's axis that are neighbours in the model: where they begin in each, and how many."""
+
+    here: int
+    there: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A rank's tensor as a box of a model's: where it begins, and how that is known.
+
+    Attributes:
+        axis, runs: where one axis is no single range (a fused weight, cut within each of its sections): what it is made of.
+    """
+
+    tensor: str
+    start: tuple[int, ...]
+    source: str
+    axis: int = 0
+    runs: tuple[Run, ...] = ()
+
+    def places(self, shape: Sequence[int]) -> tuple[Aff, ...]:
+        """Index expressions over ``y0, …`` for a box of a shape."""
+        return tuple((dim(f"y{k}") if n != 1 else const(0)) + s for k, (n, s) in enumerate(zip(shape, self.start, strict=True)))
+
+    def of(self, whole: np.ndarray, shape: Sequence[int]) -> np.ndarray:
+        """The cells, out of the model's tensor."""
+        box = [slice(s, s + n) for s, n in zip(self.start, shape, strict=True)]
+        runs = self.runs or (Run(0, self.start[self.axis], shape[self.axis]),) if shape else ()
+        parts = [
+            whole[tuple(slice(r.there, r.there + r.size) if k == self.axis else b for k, b in enumerate(box))] for r in runs
+        ]
+        return np.concatenate(parts, self.axis) if parts else whole
+
+
+def said(spec: object, name: str, rank: int, mesh: Mapping[str, int], whole: Sequence[int]) -> tuple[int, ...]:
+    """Where a box begins by a line of ``program.json``: per axis null, a mesh axis or a list of them (the major one first).
+
+    Raises:
+        TapestryError: the line does not fit the tensor.
+    """
+    where = f"placement of '{name}'"
+    entries = cast("list[object]", spec) if isinstance(spec, list) else []
+    if len(entries) != len(whole):
+        raise TapestryError("one entry per axis is needed", where=where, why=f"it has {len(whole)} axes, and says {spec}")
+    place = dict(zip(mesh, np.unravel_index(rank, tuple(mesh.values())), strict=True))
+    start: list[int] = []
+    for entry, n in zip(entries, whole, strict=True):
+        some = cast("list[object]", entry) if isinstance(entry, list) else [] if entry is None else [entry]
+        axes = [str(a) for a in some]
+        if not all(a in mesh for a in axes):
+            raise TapestryError("no such mesh axis", where=where, why=f"it says {entry}, the mesh has {list(mesh)}")
+        number = 0
+        for a in axes:
+            number = number * mesh[a] + int(place[a])
+        parts = prod(mesh[a] for a in axes)
+        if n % parts:
+            raise TapestryError("an axis does not divide into equal parts", where=where, why=f"{n} cells in {parts} parts")
+        start.append(number * (n // parts))
+    return tuple(start)
+
+
+def starts_in_order(rank: int, world: int, shape: Sequence[int], whole: Sequence[int]) -> list[tuple[int, ...]]:
+    """Where a box begins if parts are in the order of the ranks: neighbours hold neighbouring parts, or equal ones."""
+    if len(shape) != len(whole) or any(n == 0 or w % n for n, w in zip(shape, whole, strict=True)):
+        return []
+    parts = [w // n for n, w in zip(shape, whole, strict=True)]
+    count = prod(parts)
+    if count > world or world % count:
+        return []
+    numbers = dict.fromkeys((rank % count, rank // (world // count)))
+    return [tuple(int(i) * n for i, n in zip(np.unravel_index(k, parts), shape, strict=True)) for k in numbers]
+
+
+def by_data(mine: np.ndarray, whole: np.ndarray, first: Sequence[tuple[int, ...]]) -> tuple[int, ...] | None:
+    """Where an array is a box of another one, bit for bit: at one of some places, else at any multiple of its sizes, or any."""
+    if mine.ndim != whole.ndim or mine.dtype != whole.dtype or any(a > b for a, b in zip(mine.shape, whole.shape, strict=True)):
+        return None
+    aligned = [range(0, w - n + 1, n or 1) for n, w in zip(mine.shape, whole.shape, strict=True)]
+    every = [range(w - n + 1) for n, w in zip(mine.shape, whole.shape, strict=True)]
+    for starts in (first, product(*aligned), product(*every)):
+        for k, start in enumerate(starts):
+            if k >= MOST_STARTS:
+                break
+            if np.array_equal(mine, whole[tuple(slice(s, s + n) for s, n in zip(start, mine.shape, strict=True))]):
+                return tuple(start)
+    return None
+
+
+def runs_by_data(mine: np.ndarray, whole: np.ndarray) -> tuple[int, tuple[Run, ...]] | None:
+    """The axis along which an array holds some of another one's slices, bit for bit, and which; None where there is none."""
+    if mine.ndim != whole.ndim or mine.dtype != whole.dtype:
+        return None
+    shorter = [k for k, (a, b) in enumerate(zip(mine.shape, whole.shape, strict=True)) if a != b]
+    if len(shorter) != 1 or mine.shape[shorter[0]] > whole.shape[shorter[0]]:
+        return None
+    rows, all_of = ([r.tobytes() for r in np.moveaxis(a, shorter[0], 0)] for a in (mine, whole))
+    number = {r: k for k, r in enumerate(all_of)}
+    if len(number) < len(all_of) or not all(r in number for r in rows):
+        return None  # slices that are equal say nothing of where they come from
+    runs: list[Run] = []
+    for here, row in enumerate(rows):
+        there = number[row]
+        if runs and runs[-1].there + runs[-1].size == there:
+            runs[-1] = Run(runs[-1].here, runs[-1].there, runs[-1].size + 1)
+        else:
+            runs.append(Run(here, there, 1))
+    return (shorter[0], tuple(runs)) if len(runs) <= MOST_RUNS else None
+
+
+def apart(mine: np.ndarray, whole: np.ndarray, start: Sequence[int]) -> str:
+    """The first cell where an array is not the box of another one that begins at a place."""
+    box = whole[tuple(slice(s, s + n) for s, n in zip(start, mine.shape, strict=True))]
+    if box.shape != mine.shape:
+        return f"its shape is {list(mine.shape)}, of {list(whole.shape)}"
+    at = tuple(int(i) for i in np.argwhere(mine != box)[0])
+    there = [a + b for a, b in zip(at, start, strict=True)]
+    return f"cell {list(at)} is {mine[at]!r}, the model's cell {there} {box[at]!r}"

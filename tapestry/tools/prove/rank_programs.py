@@ -1,0 +1,547 @@
+"""A parallel program as ONNX files: one per rank (or one for all), with collectives as ``DistCollective`` nodes.
+
+The attributes are those of TensorRT 11 and polygraphy: ``collective_operation``, ``reduce_op``, ``root``, ``nb_rank``, and
+``groups``, the ranks of one group (all, when it is empty), ``group_size`` of them. A file is cut at its collectives: what one
+gives becomes an input, what it takes an output. What is left is lifted as any model is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import prod
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import onnx
+from onnx import AttributeProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper
+
+from tapestry.errors import ModelError, TapestryError, refusing
+from tapestry.ir.expr import Const
+from tapestry.ir.graph import Graph, Op
+from tapestry.ir.index import Aff, const, dim, evaluate, floordiv, modulo
+from tapestry.ir.types import FLOATS, INTEGERS, Tensor
+from tapestry.lift.builder import fit
+from tapestry.lift.file.external_data import open_inside, parse_place
+from tapestry.lift.file.structure import Given, load, rewrite_file
+from tapestry.lift.normalize.inference import InferenceError, infer_shapes
+from tapestry.lift.onnx_to_graph import Lifted, lift
+from tapestry.tools.prove.collectives import REDUCING, Collective
+from tapestry.tools.prove.plan_ranks import Placed, apart, by_data, rank_models, runs_by_data, said, starts_in_order
+from tapestry.tools.prove.values import Ref, Table, Value
+from tapestry.verify import interp
+
+Array = np.ndarray[Any, Any]
+
+
+NODE = "DistCollective"
+KINDS = ("ALL_REDUCE", "ALL_GATHER", "REDUCE_SCATTER", "ALL_TO_ALL", "BROADCAST", "REDUCE", "GATHER", "SCATTER")
+SIZES = ("Resize", "Upsample", "Pad", "Range", "Clip", "Reshape", "Tile", "Expand", "Slice")  # whose inputs shapes depend on
+FLOATING = (TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.FLOAT16, TensorProto.BFLOAT16)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OneFile:
+    """A model file, lifted; its weights are names, and their data stays where it is.
+
+    Attributes:
+        stored: weights by name, as the file has them.
+        outputs: names of the file's outputs.
+        collectives: in the order of the file.
+    """
+
+    path: Path
+    lifted: Lifted
+    stored: Mapping[str, TensorProto]
+    outputs: tuple[str, ...]
+    collectives: tuple[Collective, ...] = ()
+
+    @property
+    def graph(self) -> Graph:
+        """The operations between collectives."""
+        return self.lifted.graph
+
+    def data(self, name: str) -> np.ndarray | None:
+        """The data of a weight or a derived constant; None where the file with it is not there."""
+        if name in self.lifted.constants:
+            return self.lifted.constants[name]
+        t = self.stored.get(name)
+        if t is None:
+            return None
+        if t.data_location != TensorProto.EXTERNAL:
+            return numpy_helper.to_array(t)
+        place = parse_place(t)
+        if not (self.path.parent / place.file).is_file():
+            return None
+        whole = TensorProto(data_type=t.data_type, dims=t.dims)
+        with open(open_inside(self.path.parent, place.file, name), "rb") as f:
+            f.seek(place.offset)
+            whole.raw_data = f.read(place.length)
+        with refusing(ModelError, "the weight's data cannot be read", f"{self.path}, '{name}'", "export the file again"):
+            return numpy_helper.to_array(whole)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """A parallel program: a file per rank, and what ``program.json`` says of it.
+
+    Attributes:
+        mesh: names of the axes along which ranks are counted, row-major, and their sizes.
+        placement: for tensors of the model by name, the mesh axes that cut each of their axes.
+        names: tensors of the ranks that the model calls otherwise.
+        unused: patterns of a plan that are of nothing in the model.
+    """
+
+    ranks: tuple[OneFile, ...]
+    mesh: Mapping[str, int]
+    placement: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    names: Mapping[str, str] = field(default_factory=dict[str, str])
+    unused: tuple[str, ...] = ()
+
+
+def read_file(path: Path, shapes: Given, rank: int = 0, world: int = 1, known: dict[str, Lifted] | None = None) -> OneFile:
+    """One file, cut at its collectives and lifted.
+
+    Args:
+        known: what was lifted before, by contents; ranks often differ in their weights alone.
+    """
+    return _lifted(load(path), path, shapes, rank, world, {} if known is None else known)
+
+
+def _lifted(proto: ModelProto, path: Path, shapes: Given, rank: int, world: int, known: dict[str, Lifted]) -> OneFile:
+    stored, outputs = _without_data(proto), tuple(o.name for o in proto.graph.output)
+    found = [n for n in proto.graph.node if n.op_type == NODE]
+    nested = [
+        n
+        for n in proto.graph.node
+        for a in n.attribute
+        if a.type == AttributeProto.GRAPH
+        for m in a.g.node
+        if m.op_type == NODE
+    ]
+    if nested:
+        raise ModelError("collectives inside loops and branches are not read", where=f"node '{nested[0].name}'")
+    collectives = tuple(_collective(n, k, rank, world) for k, n in enumerate(found))
+    if found:
+        if shapes and all(isinstance(v, int) or str(v).isdigit() for v in shapes.values()):
+            rewrite_file(proto, {k: int(cast("Any", v)) for k, v in shapes.items()})
+        _cut(proto, collectives, found)
+    names = {d.dim_param for i in proto.graph.input for d in i.type.tensor_type.shape.dim} | {i.name for i in proto.graph.input}
+    given = {k: v for k, v in shapes.items() if k in names}
+    digest = hashlib.sha256(proto.SerializeToString(deterministic=True) + repr(sorted(given.items())).encode()).hexdigest()
+    if digest not in known:
+        known[digest] = lift(path, given, weights=False, model=proto)
+    return OneFile(path=path, lifted=known[digest], stored=stored, outputs=outputs, collectives=collectives)
+
+
+def read_program(paths: Sequence[Path], shapes: Given, model: Path | None = None) -> Program:
+    """A folder of rank files (with ``program.json``), or the files themselves; one file is what all ranks run.
+
+    Args:
+        model: what a tensor-parallel plan, in a JSON file alone, is applied to.
+
+    Raises:
+        TapestryError: there is nothing to read, or it contradicts itself.
+    """
+    files, document = _found(paths)
+    if "tp_plan" in document and not files and model is not None:
+        return _planned(model, document, shapes)
+    counts = {
+        a.i for f in files[:1] for n in load(f).graph.node if n.op_type == NODE for a in n.attribute if a.name == "nb_rank"
+    }
+    mesh = {str(k): int(v) for k, v in document.get("mesh", {}).items()}
+    world = int(np.prod(list(mesh.values()))) if mesh else len(files) if len(files) > 1 else max(counts, default=1)
+    if len(files) not in (1, world):
+        raise TapestryError("not one file per rank", where=str(paths[0]), why=f"{len(files)} files for {world} ranks")
+    known: dict[str, Lifted] = {}
+    ranks = tuple(read_file(files[r if len(files) > 1 else 0], shapes, r, world, known) for r in range(world))
+    return Program(
+        ranks=ranks, mesh=mesh or {"rank": world}, placement=document.get("placement", {}), names=document.get("names", {})
+    )
+
+
+def _planned(model: Path, document: Mapping[str, Any], shapes: Given) -> Program:
+    """The program that a tensor-parallel plan makes of a model."""
+    proto, mesh = load(model), {str(k): int(v) for k, v in document.get("mesh", {"tp": 2}).items()}
+    if len(mesh) != 1 or min(mesh.values()) < 1:
+        raise TapestryError("a plan has one axis", where="mesh", why=f"it is {mesh}", hint='"mesh": {"tp": 4}')
+    if shapes:
+        rewrite_file(proto, {k: int(cast("Any", v)) for k, v in shapes.items()})
+    (world,) = mesh.values()
+    known: dict[str, Lifted] = {}
+    made, unused = rank_models(proto, model.parent, document["tp_plan"], world)
+    ranks = tuple(_lifted(p, model, {}, r, world, known) for r, p in enumerate(made))
+    whole = {v.name: [None] * len(v.type.tensor_type.shape.dim) for v in (*proto.graph.input, *proto.graph.output)}
+    return Program(ranks=ranks, mesh=mesh, placement={**whole, **document.get("placement", {})}, unused=tuple(unused))
+
+
+def _found(paths: Sequence[Path]) -> tuple[list[Path], dict[str, Any]]:
+    """Files in the order of their ranks, and the document beside them."""
+    files = [p for p in paths if p.suffix != ".json" and not p.is_dir()]
+    documents = [p for p in paths if p.suffix == ".json"]
+    for folder in (p for p in paths if p.is_dir()):
+        files += sorted(folder.glob("*.onnx"), key=_number)
+        documents += [p for p in [folder / "program.json"] if p.is_file()]
+    if not documents and files:
+        return files, {}
+    if not documents:
+        raise TapestryError("there is no program", where=str(paths[0]), hint="a folder with rank0.onnx, rank1.onnx, …")
+    try:
+        document: Any = json.loads(documents[0].read_text())
+    except ValueError as e:
+        raise TapestryError("not JSON", where=str(documents[0]), why=str(e)) from None
+    known = cast("dict[str, Any]", document if isinstance(document, dict) else {"(no object)": None})
+    if not files and "tp_plan" not in known and known and all(isinstance(v, str) for v in known.values()):
+        known = {"tp_plan": known}  # as transformers has it
+    unknown = set(known) - {"mesh", "placement", "names", "tp_plan"}
+    if unknown:
+        what = f"unknown keys {sorted(unknown)}"
+        raise TapestryError(what, where=str(documents[0]), hint="mesh, placement, names, tp_plan")
+    if not files and "tp_plan" not in known:
+        raise TapestryError("there is no program", where=str(paths[0]), hint="a folder with rank0.onnx, rank1.onnx, …")
+    return files, known
+
+
+def _number(path: Path) -> tuple[int, str]:
+    numbers = re.findall(r"\d+", path.stem)
+    return int(numbers[-1]) if numbers else -1, path.name
+
+
+def _without_data(proto: ModelProto) -> dict[str, TensorProto]:
+    """Take the data out of every floating weight, so that none is folded; returns all weights as the file has them."""
+    sizes = {i for n in proto.graph.node if n.op_type in SIZES for i in n.input[1:]}
+    kept: list[NodeProto] = []
+    stored: dict[str, TensorProto] = {}
+    for node in proto.graph.node:
+        value = next((a.t for a in node.attribute if a.name == "value"), None) if node.op_type == "Constant" else None
+        if value is not None and value.data_type in FLOATING and int(np.prod(value.dims)) > 1 and node.output[0] not in sizes:
+            proto.graph.initializer.add().CopyFrom(value)
+            proto.graph.initializer[-1].name = node.output[0]
+        else:
+            kept.append(node)
+            if value is not None:
+                stored[node.output[0]] = TensorProto.FromString(value.SerializeToString())
+    if len(kept) < len(proto.graph.node):
+        nodes = [NodeProto.FromString(n.SerializeToString()) for n in kept]
+        del proto.graph.node[:]
+        proto.graph.node.extend(nodes)
+    for t in proto.graph.initializer:
+        stored[t.name] = TensorProto.FromString(t.SerializeToString())
+        if t.data_type not in FLOATING or int(np.prod(t.dims)) < 2 or t.name in sizes:
+            continue
+        bare = TensorProto(name=t.name, data_type=t.data_type, dims=t.dims, data_location=TensorProto.EXTERNAL)
+        length = int(np.prod(t.dims)) * helper.tensor_dtype_to_np_dtype(t.data_type).itemsize
+        for key, value in (("location", "weights"), ("offset", "0"), ("length", str(length))):
+            bare.external_data.add(key=key, value=value)
+        t.CopyFrom(bare)
+    return stored
+
+
+def _collective(node: NodeProto, number: int, rank: int, world: int) -> Collective:
+    """A node's attributes, checked."""
+    a = {x.name: helper.get_attribute_value(x) for x in node.attribute}
+    where = f"node '{node.name or number}'"
+    kind, op = (bytes(a.get(n, b)).decode().upper() for n, b in (("collective_operation", b""), ("reduce_op", b"NONE")))
+    kind = kind.removeprefix("K")
+    group = tuple(int(r) for r in cast("Sequence[int]", a.get("groups", ()))) or tuple(range(world))
+    if kind not in KINDS or (kind in ("ALL_REDUCE", "REDUCE", "REDUCE_SCATTER")) != (op in REDUCING):
+        raise ModelError("not a collective", where=where, why=f"collective_operation is '{kind}', reduce_op '{op}'")
+    if rank not in group or len(set(group)) < len(group) or not all(0 <= r < world for r in group):
+        raise ModelError("not a group of this rank", where=where, why=f"groups is {list(group)}, the rank {rank} of {world}")
+    root, parts = int(a.get("root", -1)), int(a.get("nb_rank", len(group)))
+    if kind in ("BROADCAST", "REDUCE", "GATHER", "SCATTER") and root not in group:
+        raise ModelError("the root is not in the group", where=where, why=f"root is {root}, groups {list(group)}")
+    if parts not in (len(group), world):
+        raise ModelError("nb_rank is not the number of ranks", where=where, why=f"it is {parts}, for {len(group)} of {world}")
+    source = node.input[0] if node.input else ""
+    target = node.output[0] if node.output else ""
+    if kind in ("REDUCE", "GATHER") and rank != root:
+        target = ""
+    return Collective(node.name or target or f"{kind}_{number}", kind, op, root, group, source, target)
+
+
+def _cut(proto: ModelProto, collectives: Sequence[Collective], nodes: Sequence[NodeProto]) -> None:
+    """Make what collectives give inputs, and what they take outputs."""
+    types = _types(proto, collectives)
+    names = {n.output[0] for n in nodes if n.output}
+    rest = [NodeProto.FromString(n.SerializeToString()) for n in proto.graph.node if n.op_type != NODE]
+    del proto.graph.node[:]
+    proto.graph.node.extend(rest)
+    outputs = [o for o in proto.graph.output if o.name not in names]
+    outputs = [onnx.ValueInfoProto.FromString(o.SerializeToString()) for o in outputs]
+    have = {o.name for o in outputs}
+    stored = {t.name for t in proto.graph.initializer}
+    for c in collectives:
+        if c.target:
+            proto.graph.input.append(helper.make_value_info(c.target, types[c.target].type))
+        if c.source and c.source not in have | names | stored:
+            have.add(c.source)
+            outputs.append(helper.make_value_info(c.source, types[c.source].type))
+    if not outputs:  # a program that ends in a collective of an input: any value will do
+        c = next(c for c in collectives if c.target)
+        outputs.append(helper.make_value_info(c.target, types[c.target].type))
+    del proto.graph.output[:]
+    proto.graph.output.extend(outputs)
+
+
+def _types(proto: ModelProto, collectives: Sequence[Collective]) -> dict[str, onnx.ValueInfoProto]:
+    """Types of all values: by inference, with operators of the same shapes in place of collectives."""
+    trial = ModelProto()
+    trial.CopyFrom(proto)
+    by_target = {(c.source, c.target): c for c in collectives}
+    version = max((o.version for o in trial.opset_import if o.domain in ("", "ai.onnx")), default=1)
+    for node in trial.graph.node:
+        if node.op_type != NODE:
+            continue
+        c = by_target.get((node.input[0] if node.input else "", node.output[0] if node.output else ""))
+        if c is None or not c.source or not c.target:
+            node.CopyFrom(helper.make_node("Identity", [trial.graph.input[0].name], [f"{node.name}.none"]))
+            continue
+        n = len(c.group)
+        if c.kind in ("ALL_GATHER", "GATHER"):
+            node.CopyFrom(helper.make_node("Concat", [c.source] * n, [c.target], axis=0))
+        elif c.kind in ("REDUCE_SCATTER", "SCATTER"):
+            rest = [f"{c.target}.{k}" for k in range(1, n)]
+            node.CopyFrom(helper.make_node("Split", [c.source], [c.target, *rest], axis=0))
+            if version >= 18:
+                node.attribute.append(helper.make_attribute("num_outputs", n))
+        else:
+            node.CopyFrom(helper.make_node("Identity", [c.source], [c.target]))
+    del trial.graph.output[1:]
+    try:
+        done = infer_shapes(trial, data_prop=True)
+    except InferenceError as e:
+        raise ModelError("shapes contradict each other", where="shape inference", why=str(e)[:300]) from None
+    graph = done.graph
+    out = {v.name: v for group in (graph.input, graph.value_info, graph.output, proto.graph.value_info) for v in group}
+    for t in graph.initializer:
+        out[t.name] = helper.make_tensor_value_info(t.name, t.data_type, list(t.dims))
+    for c in collectives:
+        for name in (c.source, c.target):
+            if name and (name not in out or not _static(out[name])):
+                raise ModelError("the size of what a collective moves is not known", where=f"'{name}'", hint="give --shape")
+    return out
+
+
+def _static(v: onnx.ValueInfoProto) -> bool:
+    t = v.type.tensor_type
+    return t.HasField("shape") and all(d.HasField("dim_value") for d in t.shape.dim)
+
+
+# Inputs, weights and constants of the model and of the ranks, as cells of the model's tensors.
+
+
+MOST_CELLS = 1 << 22  # of a constant that the model computes
+EXACT = 1 << 24  # whole numbers below are floats of any type that models count in
+
+
+@dataclass(slots=True)
+class Leaves:
+    """Where ranks' tensors lie in the model's.
+
+    Attributes:
+        data: reads of weights, each once.
+        placed: (rank, tensor) to what it is of the model's.
+        own: (rank, weight) that is nothing of the model's.
+        unchecked: weights whose data is not there, so that where they lie is taken from the order of ranks or what is said.
+        open: tensors whose parts may lie on the ranks in more than one order, as far as anybody said.
+        values: the model's.
+        computed: what the model computes of nothing but constants, in its own types; made when it is first asked for.
+        order: which of two orders inputs have, where shapes leave both: neighbours hold neighbouring parts, or equal ones.
+    """
+
+    table: Table
+    model: OneFile
+    program: Program
+    data: dict[tuple[int, str], Array | None] = field(default_factory=dict[tuple[int, str], Array | None])
+    placed: dict[tuple[int, str], Placed] = field(default_factory=dict[tuple[int, str], Placed])
+    own: list[tuple[int, str]] = field(default_factory=list[tuple[int, str]])
+    unchecked: set[str] = field(default_factory=set[str])
+    open: set[str] = field(default_factory=set[str])
+    values: dict[str, Value] = field(default_factory=dict[str, Value])
+    computed: dict[str, Array] | None = None
+    order: int = 0
+
+    def read(self, rank: int, name: str) -> Array | None:
+        """Data of a weight of a rank; of the model for rank -1."""
+        key = (rank, name)
+        if key not in self.data:
+            self.data[key] = (self.model if rank < 0 else self.program.ranks[rank]).data(name)
+        return self.data[key]
+
+    def of_model(self, name: str) -> Value:
+        """A tensor that the model is given."""
+        t = self.model.graph.tensors[name]
+        simple = self._simple(self.model, name, t)
+        return simple if simple is not None else self._leaf(name, t.dtype, here(t.shape))
+
+    def _leaf(self, name: str, dtype: str, index: Sequence[Aff]) -> Ref:
+        return Ref(self.table.leaf(name, len(index), dtype), tuple(index))
+
+    def _simple(self, file: OneFile, name: str, t: Tensor) -> Value | None:
+        """A derived constant that is one number, or the value of an index expression (a float of one, if all are whole)."""
+        a = _constant(file, name, t)
+        if a is None or a.size == 0:
+            return None
+        first = a.reshape(-1)[0]
+        if np.all(a == first):
+            return Const(first.item(), t.dtype)
+        ranges = _ranges(a.shape)
+        if t.dtype == "bool":
+            place = _half(a)
+            return None if place is None else self.table.test("ge", place, ranges)
+        exact = t.dtype in INTEGERS or (t.dtype in FLOATS and np.all(np.abs(a) < EXACT) and np.all(a == np.rint(a)))
+        found = fit(a.astype(np.int64)) if exact else None
+        if found is None:
+            return None
+        place = sum((e * step for e, step in zip(here(a.shape), found[1], strict=True)), const(found[0]))
+        whole = self.table.iota(place, t.dtype if t.dtype in INTEGERS else "i64")
+        return self.table.call("cast", (whole,), t.dtype, ranges)
+
+    def of_rank(self, rank: int, name: str) -> Value:
+        """A tensor that a rank is given."""
+        file = self.program.ranks[rank]
+        t = file.graph.tensors[name]
+        simple = self._simple(file, name, t)
+        if simple is not None:
+            return simple
+        found = self._place(rank, name, t)
+        if found is None:
+            a = self.read(rank, name)
+            folded = self._folded(a, t) if a is not None and _constant(file, name, t) is not None else None
+            if folded is not None:
+                return folded
+            self.own.append((rank, name))
+            digest = hashlib.sha256(a.tobytes()).hexdigest()[:12] if a is not None else f"{rank}"
+            return self._leaf(f"{name} of rank {rank} ({digest})", t.dtype, here(t.shape))
+        self.placed[rank, name] = found
+        if found.runs:
+            return self._joined(found, t)
+        env = {f"y{k}": e for k, e in enumerate(found.places(t.shape))}
+        return self.table.read(self.of_model(found.tensor), env, _ranges(t.shape))
+
+    def _folded(self, a: Array, t: Tensor) -> Value | None:
+        """A constant as a part of what the model computes of constants: whoever wrote the rank has computed it before."""
+        tensors, mine = self.model.graph.tensors, a.squeeze()
+        if self.computed is None:
+            self.computed = _computed(self.model)
+        for name, whole in self.computed.items():
+            axes = [k for k, n in enumerate(whole.shape) if n != 1]
+            if tensors[name].dtype == t.dtype and name in self.values and len(axes) == mine.ndim:
+                start = by_data(mine, whole.squeeze().astype(a.dtype), [])
+                if start is not None:
+                    places = (e for e in here(a.shape) if e.terms)
+                    env = {f"y{k}": e + s for k, e, s in zip(axes, places, start, strict=True)}
+                    return self.table.read(self.values[name], env, _ranges(a.shape))
+        return None
+
+    def _joined(self, found: Placed, t: Tensor) -> Value:
+        """A tensor made of runs of the model's along one axis: one expression where they are regular, else a choice of them."""
+        size, name, places = found.runs[0].size, f"y{found.axis}", list(found.places(t.shape))
+        ranges = _ranges(t.shape)
+        step = found.runs[1].there - found.runs[0].there
+        if all(r.size == size and r.there == found.runs[0].there + k * step for k, r in enumerate(found.runs)):
+            number, inside = floordiv(dim(name), size, ranges), modulo(dim(name), size, ranges)
+            places[found.axis] = number * step + inside + found.runs[0].there
+            return self._leaf(found.tensor, t.dtype, places)
+        out: Value | None = None
+        for r in reversed(found.runs):
+            places[found.axis] = dim(name) + (r.there - r.here)
+            here = self._leaf(found.tensor, t.dtype, places)
+            test = self.table.test("ge", dim(name) * -1 + (r.here + r.size - 1), ranges)
+            out = here if out is None else self.table.call("where", (test, here, out), t.dtype, ranges)
+        assert out is not None
+        return out
+
+    def _place(self, rank: int, name: str, t: Tensor) -> Placed | None:
+        graph = self.model.graph
+        theirs = self.program.names.get(name, name)
+        given = theirs in graph.inputs or theirs in graph.weights
+        if given and graph.tensors[theirs].dtype == t.dtype:
+            found = self._of(rank, name, t, theirs)
+            if found is not None or name in self.program.ranks[rank].graph.inputs:
+                return found
+        a = self.read(rank, name)
+        if a is None:
+            return None
+        for other in graph.weights:
+            whole = self.read(-1, other) if graph.tensors[other].dtype == t.dtype and other != theirs else None
+            if whole is not None and whole.ndim == a.ndim:
+                start = by_data(a, whole, starts_in_order(rank, len(self.program.ranks), t.shape, whole.shape))
+                if start is not None:
+                    return Placed(other, start, "data")
+        return None
+
+    def _of(self, rank: int, name: str, t: Tensor, theirs: str) -> Placed | None:
+        """Which box of a tensor of the model a rank's tensor is."""
+        whole = self.model.graph.tensors[theirs].shape
+        spec, world = self.program.placement.get(theirs), len(self.program.ranks)
+        first = starts_in_order(rank, world, t.shape, whole)
+        if spec is not None:
+            first = [said(spec, theirs, rank, self.program.mesh, whole)]
+            if any(s + n > w for s, n, w in zip(first[0], t.shape, whole, strict=False)) or len(whole) != len(t.shape):
+                first = []
+        source = "program.json" if spec is not None else "shape" if t.shape == whole else "order of ranks"
+        if theirs in self.model.graph.inputs:
+            if len(first) > 1:
+                self.open.add(theirs)
+            return Placed(theirs, first[min(self.order, len(first) - 1)], source) if first else None
+        mine, all_of = self.read(rank, name), self.read(-1, theirs)
+        if mine is None or all_of is None:
+            self.unchecked.add(name)
+            return Placed(theirs, first[0], source) if first else None
+        start = by_data(mine, all_of, first)
+        if start is not None:
+            return Placed(theirs, start, "data" if start not in first else f"{source}, data")
+        runs = runs_by_data(mine, all_of)
+        if runs is not None:
+            return Placed(theirs, (0,) * len(whole), "data", *runs)
+        if first:
+            self.table.rank, self.table.tensor = rank, name
+            self.table.miss(f"{apart(mine, all_of, first[0])}", theirs)
+        return None
+
+
+def _constant(file: OneFile, name: str, t: Tensor) -> Array | None:
+    """The data of what is no weight: a derived constant, or whole numbers that the file has."""
+    return file.data(name) if t.dtype not in FLOATS or name in file.lifted.constants else None
+
+
+def _computed(model: OneFile) -> dict[str, Array]:
+    """What a model computes of nothing but constants."""
+    graph, ops = model.graph, list[Op]()
+    given = {n: c for n, c in model.lifted.constants.items() if not graph.tensors[n].on_host}
+    names = {*given}
+    for op in graph.ops:
+        outs = [graph.tensors[o] for o in op.outs]
+        if names.issuperset(op.inputs) and not any(o.on_host or prod(o.shape) > MOST_CELLS for o in outs):
+            ops.append(op)
+            names.update(op.outs)
+    outputs = tuple(n for op in ops for n in op.outs)
+    with np.errstate(all="ignore"):
+        return interp.run(replace(graph, ops=tuple(ops), inputs=tuple(given), weights=(), outputs=outputs), given)
+
+
+def _ranges(shape: Sequence[int]) -> dict[str, int]:
+    return {f"y{k}": n for k, n in enumerate(shape) if n != 1}
+
+
+def _half(mask: Array) -> Aff | None:
+    """What is at least 0 where a mask is true: up to a place of an axis, from one on, or on one side of a diagonal."""
+    axes = [e for e in here(mask.shape) if e.terms]
+    grids: Any = np.indices(tuple(mask.shape), sparse=True)
+    env: dict[str, Any] = {f"y{k}": grids[k] for k in range(mask.ndim)}
+    for place in (*axes, *(e * -1 for e in axes), *(a - b for a in axes for b in axes if a is not b)):
+        cells = np.broadcast_to(evaluate(place, env), mask.shape)
+        if (low := int(cells[mask].min())) > cells[~mask].max():
+            return place - low
+    return None
+
+
+def here(shape: Sequence[int]) -> list[Aff]:
+    """Places of a tensor's own cells."""
+    return [dim(f"y{k}") if n != 1 else const(0) for k, n in enumerate(shape)]

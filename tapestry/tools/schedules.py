@@ -1,0 +1,204 @@
+"""Runs a program's blocks in any legal order, on any device, more than once, with losses: each is a function of what it reads.
+
+Weights are read, packed and lost as everything else is. The kernels are those of a plain run, so that results must be the same
+bits; what each block makes is compared by its hash whenever it is made again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from tapestry.errors import TapestryError
+from tapestry.ir.graph import Graph
+from tapestry.ir.plan import Box, intersect, shape, size
+from tapestry.ir.program import Launch, Load, Program, Reduce, Transfer
+from tapestry.onnx_eval.opaque_node import HostValue, is_array, is_map, is_sequence
+from tapestry.runtime import target_protocol
+from tapestry.runtime.block_walk import Asked, BlockWalk, Task, Told, Value, tasks_of
+from tapestry.runtime.executor import Held, present, silent
+from tapestry.runtime.one_process.logical_devices import LocalExecutor
+from tapestry.runtime.one_process.static_schedule import Schedule
+from tapestry.runtime.session import Result, Session
+from tapestry.runtime.target_protocol import Array, Measured, PackableKernel, Progress, Recorder, Source, Target
+
+Values = Mapping[Value, Array]
+
+
+class AnyOrderExecutor(LocalExecutor):
+    """Runs one Program as tasks.
+
+    Attributes:
+        asked: what is to happen in the next run.
+        told: what happened in the last one.
+    """
+
+    def __init__(
+        self, graph: Graph, program: Program, target: Target, weights: Source, streamed: frozenset[str] = frozenset(),
+    ) -> None:  # fmt: skip
+        super().__init__(graph, program, target, weights, streamed)
+        self.tasks = tasks_of(graph, program)
+        self.asked, self.told = Asked(), Told()
+        self.recorders: Mapping[int, Recorder] = {}
+        self._packs: dict[tuple[int, Hashable], tuple[Array, Array]] = {}
+
+    def scheduled(self) -> Schedule | None:
+        """Nothing has a position, but kernels are those of a plain run, which on one device are bound to theirs."""
+        found = super().scheduled()
+        self.recorders = {} if found is None else found.recorders
+        return None
+
+    def run(
+        self, feeds: Source, progress: Progress = silent, wanted: Collection[str] | None = None
+    ) -> tuple[dict[str, Array], Measured]:
+        """Outputs by name (those that are wanted, by default all), and what the run used."""
+        self.bind()
+        with self.busy:
+            self.feeds, self.held = feeds, Held.nothing(self.program.devices)
+            self._packs.clear()
+            ends = [(d, n) for n in self.program.outputs.values() for d in self.devices if self._has(d, n)]
+            walk = BlockWalk(
+                self.tasks, ends, self.program.devices, self.asked, self._computed_by, digest, target_protocol.nbytes
+            )
+            walk.run(progress)
+            self.told = walk.told
+            for d, name in ends:
+                self.held.arrays[d][name] = walk.held[d, name]
+            try:
+                return self.outputs(wanted), Measured(walk.told.peak)
+            finally:
+                self.held, self.feeds = Held.nothing(self.program.devices), self.weights
+                self._packs.clear()
+
+    def _has(self, device: int, name: str) -> bool:
+        return self.program.buffers[name].boxes[device] is not None
+
+    def _computed_by(self, at: int, values: Values) -> Sequence[Array]:
+        """What a task makes."""
+        task = self.tasks[at]
+        step, d = self.program.steps[task.step], task.device
+        match step:
+            case Load():
+                tensor = self.program.buffers[step.buffer].tensor
+                source = self.weights if tensor in self.graph.weights else self.feeds
+                return [source(tensor, self.box(d, step.buffer))]
+            case Launch():
+                return self._launched(task, step, values)
+            case Transfer():
+                return [self._received(step, d, values)]
+            case Reduce():
+                return self._merged(step, d, values)
+            case _:
+                raise AssertionError(step)
+
+    def _launched(self, task: Task, step: Launch, values: Values) -> list[Array]:
+        d, kernel = task.device, self.kernels[task.step, task.device]
+        ins = [values.get((d, n)) if n else None for n in step.ins]
+        names = self.packing[d].names.get(task.step)
+        run = kernel
+        if names and isinstance(kernel, PackableKernel):
+            run = kernel.packed
+            for k in names:
+                ins[k] = self._packed_as(kernel, k, ins[k])
+        recorder = self.recorders.get(task.step)
+        if recorder is None:
+            return run(ins, [values[d, n] for n in step.states])
+        memory = [self._memory(d, n) for n in step.outs]
+        recorder.bind(ins, memory).run()
+        return [view(m) for view, m in zip(recorder.arrays, memory, strict=True)]
+
+    def _memory(self, device: int, name: str) -> Array:
+        """New memory for a buffer, flat."""
+        count, dtype = size(self.box(device, name)), target_protocol.torch_dtype(self.program.buffers[name].dtype)
+        return torch.empty(count, dtype=dtype, device=self.target.device)
+
+    def _packed_as(self, kernel: PackableKernel, k: int, plain: Array) -> Array:
+        """A weight as a kernel likes it, made again where the weight has been read again."""
+        how = kernel.packs[k]
+        key = (id(plain), how.key)
+        if key not in self._packs:
+            self._packs[key] = (how.run(plain), plain)  # what it was made of stays, so that its id does
+        return self._packs[key][0]
+
+    def _received(self, step: Transfer, device: int, values: Values) -> Array:
+        buffer, box = self.program.buffers[step.dst], self.box(device, step.dst)
+        parts = [(m.src, m.box) for m in step.messages if m.dst == device]
+        held = self.program.buffers[step.src].boxes[device]
+        own = None if held is None else intersect(held, box)
+        parts += [] if own is None else [(device, own)]
+        pieces = [(b, self._part(values, src, step.src, b)) for src, b in parts]
+        return target_protocol.assemble(box, buffer.dtype, pieces, self.target.device)
+
+    def _merged(self, step: Reduce, device: int, values: Values) -> list[Array]:
+        group = next(g for g in step.groups if device in g)
+        boxes = [self.box(device, n) for n in step.dsts]
+        states = [[self._state(step, k, e, box, values) for k, box in enumerate(boxes)] for e in group]
+        merged = self.merged_as_sent(self.monoid(step.op), states, step.sent_as)
+        dtypes = [self.program.buffers[n].dtype for n in step.dsts]
+        there = zip(boxes, dtypes, merged, strict=True)
+        return [target_protocol.assemble(box, dtype, [(box, a)], self.target.device) for box, dtype, a in there]
+
+    def _state(self, step: Reduce, k: int, device: int, box: Box, values: Values) -> Array:
+        if step.known and step.known[k]:
+            return self.count(step, k, device, shape(box))
+        return self._part(values, device, step.srcs[k], box)
+
+    def _part(self, values: Values, device: int, name: str, box: Box) -> Array:
+        return target_protocol.part(values[device, name], box, present(self.program.buffers[name].boxes[device]))
+
+
+def digest(array: Array) -> bytes:
+    """A hash of all the bits of an array; of a value of the host, of its arrays, keys and order."""
+    h = hashlib.blake2b(digest_size=16)
+    if isinstance(array, HostValue):
+        _add(h, array.value)
+    else:
+        flat = array.detach().cpu().clone(memory_format=torch.contiguous_format).reshape(-1)
+        h.update(memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else b"")
+    return h.digest()
+
+
+def _add(h: Any, value: Any) -> None:
+    if is_array(value):
+        h.update(f"{value.dtype}{value.shape}".encode())
+        h.update(repr(value.tolist()).encode() if value.dtype == object else np.ascontiguousarray(value).tobytes())
+    elif is_sequence(value):
+        h.update(f"[{len(value)}".encode())
+        for x in value:
+            _add(h, x)
+    elif is_map(value):
+        for k, x in value.items():
+            h.update(repr(k).encode())
+            _add(h, x)
+    else:
+        h.update(repr(value).encode())
+
+
+def run_beside(
+    plain: Session, other: Session, feeds: Mapping[str, Any], asked: Asked, progress: Progress = silent
+) -> tuple[Result, dict[str, Any]]:
+    """Run a session of an `AnyOrderExecutor` beside one that keeps the plan's order: the results must have the same bits.
+
+    Returns:
+        The second one's result, and what was computed where, what was lost, and what that cost beside a restart.
+
+    Raises:
+        TapestryError: no device would be left.
+    """
+    executor = other.executor
+    assert isinstance(executor, AnyOrderExecutor)
+    devices = executor.program.devices
+    if asked.devices >= devices:
+        hint = f"at most {devices - 1}: one must be left"
+        raise TapestryError(f"{asked.devices} of {devices} devices cannot be lost", where="--lose-devices", hint=hint)
+    executor.asked = asked
+    expected, result = plain.run(feeds).outputs, other.run(feeds, progress)
+    found = result.outputs
+    differ = [n for n, a in expected.items() if digest(HostValue(a)) != digest(HostValue(found[n]))]
+    told = executor.told.document()
+    same = not differ and not told["differ"]
+    return result, {"order": "random", "seed": asked.seed, "same_bits": same, "other_outputs": differ, **told}

@@ -1,0 +1,435 @@
+"""What runs the builds of a session: this process, where weights are loaded once for all of them."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import time
+from collections import OrderedDict, deque
+from collections.abc import Collection, Generator, Hashable, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import prod
+from pathlib import Path
+from threading import Lock
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from tapestry import api, flags
+from tapestry.build.store import Build, Cache
+from tapestry.errors import RunError, TapestryError
+from tapestry.ir.graph import Graph
+from tapestry.ir.symbolic_plan import Sizes
+from tapestry.ir.types import Tensor, numpy_dtype
+from tapestry.runtime import kept_state
+from tapestry.runtime.feeds import check_indices, index_bounds
+from tapestry.runtime.kept_state import State
+from tapestry.runtime.session import KEPT, MakeExecutor, OnceRead, Session, Slices, as_numpy, check_feeds, shapes_of
+from tapestry.runtime.target_protocol import Target
+from tapestry.sizes.sized_compile import SizedOpener
+
+if TYPE_CHECKING:
+    from tapestry.runtime.one_process.held_state import Carry, HeldState, Places
+
+Array = np.ndarray[Any, Any]
+
+
+# The builds of one session: one model at one or more sizes, of which the inputs' sizes choose one.
+
+
+Given = str | Path | api.Compiled
+"""A build directory, or what was compiled."""
+
+
+@dataclass(frozen=True)
+class Member:
+    """One build."""
+
+    compiled: api.Compiled
+
+    @property
+    def graph(self) -> Graph:
+        """What it computes."""
+        return self.compiled.build.plan.graph
+
+    @cached_property
+    def state(self) -> State | None:
+        """What stays on the devices between steps."""
+        return kept_state.read(self.compiled.build.report, self.graph)
+
+    @cached_property
+    def caches(self) -> Sequence[Cache]:
+        """The same, one by one."""
+        return self.state.caches if self.state else ()
+
+    @cached_property
+    def rows(self) -> int:
+        """Of a step of what keeps caches, or of their first axis, if those are more; 0 where nothing is kept."""
+        names = [c.past for c in self.caches] + ([self.state.mask] if self.state else [])
+        return max((self.graph.tensors[n].shape[0] for n in names), default=0)
+
+    @cached_property
+    def inputs(self) -> dict[str, Tensor]:
+        """What a caller gives."""
+        stay = {c.past for c in self.caches}
+        return {t: self.graph.tensors[t] for t in self.graph.inputs if t not in stay}
+
+    @cached_property
+    def outputs(self) -> dict[str, Tensor]:
+        """What a caller may ask for."""
+        stay = {c.present for c in self.caches}
+        return {t: self.graph.tensors[t] for t in self.compiled.build.program.outputs if t not in stay}
+
+    @cached_property
+    def widest(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Inputs and outputs with as many cells along each axis as at any size."""
+        if (sized := self.compiled.sized) is None:
+            return self.inputs, self.outputs
+
+        def most(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+            shapes = {n: zip(*(r.widest(n) for r in sized.regions), strict=True) for n in tensors}
+            return {n: replace(t, shape=tuple(max(some) for some in shapes[n])) for n, t in tensors.items()}
+
+        return most(self.inputs), most(self.outputs)
+
+    @cached_property
+    def bounds(self) -> Any:
+        """What its indices may be."""
+        return [b for b in index_bounds(self.graph) if b[0] in self.inputs]
+
+    def checked(self, feeds: Mapping[str, Any]) -> dict[str, Any]:
+        """The inputs, over the caller's memory where that can be. Of a build for several sizes as they are: they say which.
+
+        Raises:
+            TapestryError: one is missing, unknown, or of another shape or dtype, or has an index outside its table.
+        """
+        if self.compiled.sized is not None:
+            return dict(feeds)
+        checked = check_feeds(feeds, list(self.inputs.values()))
+        check_indices(checked, self.bounds)
+        return checked
+
+    def wanted(self, names: Sequence[str] | None) -> tuple[str, ...]:
+        """The outputs of those names, by default all.
+
+        Raises:
+            TapestryError: there is no such output.
+        """
+        unknown = next((n for n in names or () if n not in self.outputs), None)
+        if unknown is not None:
+            raise TapestryError(f"there is no output '{unknown}'", hint=f"the outputs are {', '.join(self.outputs)}")
+        return tuple(self.outputs) if names is None else tuple(names)
+
+
+class KnownSizes:
+    """A build for several sizes at those that were wanted lately; nothing of it is loaded."""
+
+    def __init__(self) -> None:
+        self._there: OrderedDict[tuple[int, Sizes], Member] = OrderedDict()
+
+    def of(self, member: Member, feeds: Mapping[str, Any]) -> tuple[Member, Sizes]:
+        """The member at the sizes of some inputs, and the sizes; one of one size as it is.
+
+        Raises:
+            TapestryError: it is not for these sizes.
+        """
+        sized = member.compiled.sized
+        if sized is None:
+            return member, ()
+        sizes = sized.sizes_of(shapes_of(feeds))
+        key = (id(member), sizes)
+        if key not in self._there:
+            self._there[key] = Member(member.compiled.planned(sizes))
+            if len(self._there) > KEPT:
+                self._there.popitem(last=False)
+        self._there.move_to_end(key)
+        return self._there[key], sizes
+
+
+def members(builds: Sequence[Given]) -> list[Member]:
+    """The builds of a session.
+
+    Raises:
+        TapestryError: they are not of one model.
+    """
+    out = [Member(b if isinstance(b, api.Compiled) else api.load(b)) for b in builds]
+    if not out:
+        raise TapestryError("a session of no build")
+    first = out[0].compiled.build
+    for m in out[1:]:
+        build = m.compiled.build
+        if build.model_sha256 != first.model_sha256 or build.program.devices != first.program.devices:
+            what = "the builds of a session are of one model, on as many devices"
+            raise TapestryError(what, where=build.model, why=f"another one is of {first.model}")
+        if (m.state and m.state.capacity) != (out[0].state and out[0].state.capacity):
+            what = "the builds of a session keep caches of one capacity"
+            raise TapestryError(what, why=f"{m.state and m.state.capacity} and {out[0].state and out[0].state.capacity}")
+    return out
+
+
+def chosen(of: Sequence[Member], feeds: Mapping[str, Any]) -> int:
+    """The member whose inputs have these sizes; of one alone, that one.
+
+    Raises:
+        TapestryError: none has; the sizes that there are, are said.
+    """
+    if len(of) == 1:
+        return 0
+    try:
+        given = {n: tuple(as_numpy(v).shape) for n, v in feeds.items()}
+    except (ValueError, TypeError, RuntimeError, BufferError) as e:
+        raise TapestryError(f"an input is no array: {e}") from None
+    for k, m in enumerate(of):
+        if all(given.get(n) == t.shape for n, t in m.inputs.items() if not t.on_host):
+            return k
+    sizes = "; ".join(", ".join(f"{n} {list(t.shape)}" for n, t in m.inputs.items()) for m in of)
+    said = ", ".join(f"{n} {list(s)}" for n, s in given.items())
+    raise TapestryError(f"no build of this session takes {said}", hint=f"the sizes are: {sizes}")
+
+
+class Engine(Protocol):
+    """Runs one member of a session at a time."""
+
+    def step(
+        self, member: int, feeds: Mapping[str, Any], wanted: Collection[str], at: Places, fresh: Collection[int]
+    ) -> dict[str, Any]:
+        """Outputs by name, from inputs that were checked.
+
+        Args:
+            at: where caches are appended to.
+            fresh: rows of them that are emptied first.
+        """
+        ...
+
+    def close(self) -> None:
+        """Give everything back; called again it does nothing."""
+        ...
+
+
+class Loader:
+    """Opens sessions of builds of one model, in this process; a weight that several read in one form is there once."""
+
+    def __init__(self, members: Sequence[Member], state: HeldState, libraries: bool = False) -> None:
+        self.members, self.state, self.libraries = members, state, libraries
+        self.once = OnceRead()
+        self.packed: dict[Hashable, Array] = {}
+        self.weights: Slices | None = None
+
+    def opener(self, make: MakeExecutor[Target] | None) -> SizedOpener:
+        """What opens a build for several sizes, on the same weights."""
+        found = SizedOpener(make, self.weights)
+        found.once, found.packed = self.once, self.packed
+        return found
+
+    def __call__(
+        self, build: Build, constants: bytes, *, weights: Slices | None = None, make: MakeExecutor[Target] | None = None
+    ) -> Session:
+        """A session; see `api.open_session`. Of a build for several sizes at those at which it was made."""
+        from tapestry.runtime.one_process.logical_devices import LocalExecutor
+
+        self.weights, slices = weights, self.once.of(build, weights)
+        member = next(m for m in self.members if m.compiled.build is build)
+        if member.compiled.sized is not None:
+            return self.opener(make)(build, constants, True, {})
+        session = api.open_session(build, constants, weights=slices, make=make, libraries=self.libraries)
+        if isinstance(session.executor, LocalExecutor):
+            session.executor.packed = self.packed
+        keep(member, session, self.state)
+        return session
+
+
+def keep(member: Member, session: Session, state: HeldState) -> None:
+    """Let a session keep its caches there, before it is bound.
+
+    Raises:
+        TapestryError: its target has no place for them.
+    """
+    from tapestry.runtime.one_process.logical_devices import LocalExecutor
+
+    if not member.caches:
+        return
+    if not isinstance(session.executor, LocalExecutor):
+        raise TapestryError(f"no caches stay on {member.compiled.build.target}", hint="--target torch-cpu, or without --state")
+    state.join(session.executor, member.caches)
+
+
+def held(members: Sequence[Member], carry: Carry | None = None) -> HeldState:
+    """Where the caches of all members are going to be."""
+    from tapestry.runtime.one_process.held_state import HeldState
+
+    longest = max((m.state.new for m in members if m.state), default=0)
+    return HeldState(longest, max(m.rows for m in members), carry)
+
+
+class InProcess:
+    """Everything in this process."""
+
+    def __init__(self, members: Sequence[Member], libraries: bool = False) -> None:
+        flags.before_torch()
+        from tapestry.runtime.one_process.logical_devices import LocalExecutor
+
+        self.members, self.state = members, held(members)
+        loader = Loader(members, self.state, libraries)
+        self.sessions = [loader(m.compiled.build, b"".join(m.compiled.constants.values())) for m in members]
+        for s in self.sessions:
+            if isinstance(s.executor, LocalExecutor):
+                s.executor.bind()
+
+    def step(
+        self, member: int, feeds: Mapping[str, Any], wanted: Collection[str], at: Places, fresh: Collection[int]
+    ) -> dict[str, Any]:
+        """Outputs by name."""
+        self.state.clear(fresh)
+        if (kept := self.members[member].state) is not None:
+            self.state.expect(at, kept.caches[0], feeds[kept.mask])
+        return self.sessions[member].compute(feeds, wanted=wanted).outputs
+
+    def close(self) -> None:
+        """Nothing is held but memory."""
+        self.sessions.clear()
+
+
+class AnySize:
+    """A build for several sizes, in this process: the inputs of a step say which."""
+
+    def __init__(self, member: Member) -> None:
+        self.compiled = member.compiled
+        self.compiled.prepare()
+
+    def step(
+        self, member: int, feeds: Mapping[str, Any], wanted: Collection[str], at: Places, fresh: Collection[int]
+    ) -> dict[str, Any]:
+        """Outputs by name, from inputs that are checked here, where their sizes are known."""
+        one = Member(self.compiled.at_inputs(feeds))
+        return one.compiled.session.compute(one.checked(feeds), wanted=wanted).outputs
+
+    def close(self) -> None:
+        """Nothing is held but memory."""
+
+
+# Callers of a session take turns, in the order in which they came; how many may wait is limited.
+
+
+class Busy(TapestryError):
+    """More callers than may wait, or one has waited for longer than it wanted."""
+
+
+class Turns:
+    """One caller at a time, first come first served.
+
+    Args:
+        limit: how many may wait beside the one whose turn it is; one more is refused at once.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._lock = Lock()
+        self._taken = False
+        self._waiting: deque[Lock] = deque()
+
+    @property
+    def waiting(self) -> int:
+        """How many callers wait."""
+        return len(self._waiting)
+
+    @contextmanager
+    def turn(self, timeout: float | None = None) -> Generator[None]:
+        """A turn.
+
+        Args:
+            timeout: seconds that the caller waits for it at most.
+
+        Raises:
+            Busy: too many wait, or the time is over.
+        """
+        self._take(timeout)
+        try:
+            yield
+        finally:
+            with self._lock:
+                if self._waiting:
+                    self._waiting.popleft().release()  # it is that caller's turn: it stays taken
+                else:
+                    self._taken = False
+
+    def _take(self, timeout: float | None) -> None:
+        with self._lock:
+            if not self._taken:
+                self._taken = True
+                return
+            if len(self._waiting) >= self.limit:
+                raise Busy(f"{self.limit} callers wait already", hint="fewer callers at a time, or a larger queue=")
+            place = Lock()
+            place.acquire()
+            self._waiting.append(place)
+        began = time.monotonic()
+        if place.acquire(timeout=-1 if timeout is None else max(0.0, timeout)):
+            return
+        with self._lock:
+            if place in self._waiting:
+                self._waiting.remove(place)
+                raise Busy(f"no turn within {time.monotonic() - began:.3g} s", hint="a longer timeout=, or fewer callers")
+        # the turn came in the moment in which the time was over
+
+
+# Memory that a session shares with its ranks: a place for every input and output, the same at every step.
+#
+# The caller's arrays are copied into it once; ranks read their parts where they lie, and write their parts of outputs.
+
+
+Tensors = Mapping[str, Tensor]
+ALIGNMENT = 64
+
+
+class SharedPlaces:
+    """Arrays over one piece of anonymous shared memory.
+
+    Args:
+        members: inputs and outputs of each.
+        file: a descriptor of `new_memory`.
+
+    Attributes:
+        inputs, outputs: for each member, arrays by name; values of the host have none.
+        nbytes: of the memory.
+    """
+
+    def __init__(self, members: Sequence[tuple[Tensors, Tensors]], file: int) -> None:
+        tensors = [[[t for t in ts.values() if not t.on_host] for ts in member] for member in members]
+        flat = [t for member in tensors for group in member for t in group]
+        starts, self.nbytes = _offsets(flat)
+        try:
+            os.ftruncate(file, self.nbytes)
+            self._memory = mmap.mmap(file, self.nbytes)
+        except (OSError, OverflowError) as e:
+            raise RunError(f"no memory for {self.nbytes:,} bytes of inputs and outputs: {e}") from None
+        found = iter([self._array(t, at) for t, at in zip(flat, starts, strict=True)])
+        self.inputs: list[dict[str, Array]] = []
+        self.outputs: list[dict[str, Array]] = []
+        for ins, outs in tensors:
+            self.inputs.append({t.name: next(found) for t in ins})
+            self.outputs.append({t.name: next(found) for t in outs})
+
+    @staticmethod
+    def part(place: Array, shape: Sequence[int]) -> Array:
+        """The beginning of a place as an array of a shape that it has room for."""
+        return place.reshape(-1)[: prod(shape)].reshape(shape)
+
+    def _array(self, t: Tensor, offset: int) -> Array:
+        dtype = numpy_dtype(t.dtype)
+        return np.frombuffer(self._memory, dtype, t.size, offset).reshape(t.shape)
+
+
+def _offsets(tensors: Sequence[Tensor]) -> tuple[list[int], int]:
+    """Where each lies, and how many bytes there are in all (at least one)."""
+    starts, end = list[int](), 0
+    for t in tensors:
+        starts.append(end)
+        end += -(-t.size * numpy_dtype(t.dtype).itemsize // ALIGNMENT) * ALIGNMENT
+    return starts, max(end, 1)
+
+
+def new_memory() -> int:
+    """A file of no name that lies in memory, as a descriptor."""
+    return os.memfd_create("tapestry session", os.MFD_CLOEXEC)

@@ -1,0 +1,501 @@
+"""What readers of all languages share: cells that statements touch, and what a loop leaves behind, over terms."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
+from typing import Any
+
+import numpy as np
+
+from tapestry.ir.expr import PRIMITIVES
+from tapestry.ir.index import Aff, const
+from tapestry.verify.interp import NUMPY
+from tapestry.verify.kernels import terms as term_arithmetic
+from tapestry.verify.kernels.kernel_text import (
+    Buffer,
+    Evaluation,
+    KernelLaunch,
+    Pointer,
+    Shape,
+    Tile,
+    dot,
+    each,
+    folded,
+    lane,
+    lanes,
+    moved,
+    scalar,
+    together,
+)
+from tapestry.verify.kernels.terms import REDUCING, Kind, Terms, Unsupported, arithmetic, extreme, kind_of
+
+Array = np.ndarray[Any, Any]
+
+
+# Functions that a source brings along: which primitive each is, found by its values and not by its name.
+
+
+Said = Callable[[Terms, list[Tile]], Any]
+Values = Callable[[list[Array]], Array]
+CLOSE = 1e-6  # relative: formulas of helpers are approximations
+_known: dict[tuple[object, tuple[str, ...]], str | None] = {}
+
+
+def primitive_of(text: object, name: str, kinds: tuple[str, ...], values: Values) -> str | None:
+    """The primitive that a function agrees with at every point of a sample; ``None`` when with none.
+
+    Args:
+        text: what the function says, by which answers are kept; ``kinds`` of its arguments.
+        values: the function's values at arrays of arguments.
+    """
+    key = text, kinds
+    if key not in _known:
+        _known[key] = _found(name, kinds, values)
+    return _known[key]
+
+
+def _found(name: str, kinds: tuple[str, ...], values_at: Values) -> str | None:
+    kind = next(iter(kinds), "bool")
+    if set(kinds) != {kind} or kind == "bool" or len(kinds) > 2:
+        return None
+    points = _points(kind, len(kinds))
+    try:
+        values = values_at(points)
+    except (Unsupported, AttributeError):
+        return None
+    fits = [fn for fn, p in PRIMITIVES.items() if p.arity == len(kinds) and p.result in ("same", "float") and fn in NUMPY]
+    named = sorted(fits, key=lambda fn: not name.removeprefix("t_").startswith(fn))
+    return next((fn for fn in named if _agrees(fn, points, values)), None)
+
+
+def of_terms(kinds: tuple[str, ...], said: Said) -> Values:
+    """The values of a function that ``said`` gives as a term of terms of its arguments."""
+
+    def values(points: list[Array]) -> Array:
+        terms = Terms()
+        at = terms.variable("x", len(points[0]))
+        ins = [Tile(terms.load(f"x{k}", kind, at, terms.true, terms.unknown)) for k, kind in enumerate(kinds)]
+        made = said(terms, ins)
+        names, found = Evaluation(terms, {}, {f"x{k}": p for k, p in enumerate(points)}).of(made.term)
+        return np.broadcast_to(found, len(points[0])) if not names else found
+
+    return values
+
+
+def _agrees(fn: str, points: list[Array], values: Array) -> bool:
+    with np.errstate(all="ignore"):
+        try:
+            right = np.asarray(NUMPY[fn](*points))
+        except (TypeError, ValueError):
+            return False
+        if right.dtype.kind not in "fi" or values.dtype.kind not in "fi":
+            return False
+        finite = np.isfinite(right) & (np.abs(right) < 1e30)
+        near = np.abs(values - right) <= CLOSE * (np.abs(right) + 1e-12 / CLOSE) + 1e-9
+    return bool(finite.mean() > 0.2 and np.all(near[finite]))
+
+
+@lru_cache
+def _points(kind: str, count: int) -> list[Array]:
+    rng = np.random.default_rng(7)
+    if kind == "int":
+        one = np.array([*range(-20, 21), 63, 64, 65, 1000, -1000], np.int64)
+    else:
+        one = np.concatenate([np.linspace(-8, 8, 65), np.arange(-5, 6) / 2, rng.uniform(-1.2, 1.2, 40), [30.0, -30.0, 1e-4]])
+    if count == 1:
+        return [one]
+    a, b = np.meshgrid(one, one)
+    return [a.reshape(-1), b.reshape(-1)]
+
+
+# What a loop leaves in the variables that it carries, as reductions over its steps.
+#
+# Known are sums, maxima and minima, and sums that refer to a centre which the loop carries too: where ``u`` becomes
+# ``u * g(m) / g(m') + x / g(m')`` with the new centre m', ``u * g(m)`` is a plain sum of the x.
+
+
+def closed(
+    terms: Terms, loop: str, step: tuple[str, int], runs: int, before: Mapping[str, Tile], starts: Mapping[str, Tile],
+    after: Mapping[str, Tile],
+) -> dict[str, Tile]:  # fmt: skip
+    """Values after a loop of those variables that are reductions over it.
+
+    Args:
+        loop: what terms that depend on the loop's state are free in.
+        step: the loop's variable and its size; the loop runs where ``runs`` holds.
+        before, starts, after: before the loop, when a step begins (the carried terms), and when it ends.
+    """
+    out = dict[str, Tile]()
+    for n in after:
+        found = _plain(terms, loop, step, runs, before[n], starts[n], after[n])
+        if found is not None:
+            out[n] = found
+    for n in after:
+        if n not in out and (found := _centred(terms, loop, step, runs, n, before, starts, after, out)) is not None:
+            out[n] = found
+    return out
+
+
+def _plain(
+    terms: Terms, loop: str, step: tuple[str, int], runs: int, before: Tile, start: Tile, after: Tile
+) -> Tile | None:  # fmt: skip
+    key = terms.keys[after.term]
+    if loop not in terms.free[after.term] and runs == terms.true:  # nothing of what was before: the last step's
+        return Tile(terms.substituted(after.term, {step[0]: const(step[1] - 1)}), after.shape)
+    if key[0] == "add":
+        rest = terms.add([(key[1], terms.const(1.0)), *((c, t) for t, c in key[2] if t != start.term)])
+        if dict(key[2]).get(start.term) == 1.0 and loop not in terms.free[rest]:
+            total = terms.reduce("add", (step,), terms.where(runs, rest, terms.const(0.0)))
+            return each(terms, partial(arithmetic, terms, "add"), before, Tile(total, after.shape))
+    if key[0] in ("max", "min") and start.term in key[1]:
+        rest = terms.call(key[0], [t for t in key[1] if t != start.term])
+        if loop not in terms.free[rest]:
+            most = terms.reduce(key[0], (step,), terms.where(runs, rest, terms.const(REDUCING[key[0]])))
+            return each(terms, partial(extreme, terms, str(key[0])), before, Tile(most, after.shape))
+    return None
+
+
+def _centred(
+    terms: Terms, loop: str, step: tuple[str, int], runs: int, name: str, before: Mapping[str, Tile],
+    starts: Mapping[str, Tile], after: Mapping[str, Tile], done: Mapping[str, Tile],
+) -> Tile | None:  # fmt: skip
+    """A sum that is moved to each new centre."""
+    own, value = starts[name].term, after[name].term
+    key = terms.keys[value]
+    parts = [(t, c) for t, c in key[2]] if key[0] == "add" else [(value, 1.0)]
+    mine = [(t, c) for t, c in parts if terms.keys[t][0] == "mul" and (own, 1.0) in terms.keys[t][1]]
+    if len(mine) != 1 or mine[0][1] != 1.0:
+        return None
+    factors: list[tuple[int, float]] = [f for f in terms.keys[mine[0][0]][1] if f != (own, 1.0)]
+    centres = {starts[n].term: n for n in done}
+    back, first, final = list[tuple[int, float]](), list[tuple[int, float]](), list[tuple[int, float]]()
+    for t, e in factors:
+        held: tuple[Any, ...] = terms.keys[t]
+        if held[0] != "exp":
+            return None
+        n = centres.get(held[1])
+        if n is None:
+            continue  # of the new centre: looked at below
+        new = terms.exp(after[n].term)
+        if (new, -e) not in factors or starts[n].shape != starts[name].shape[: len(starts[n].shape)]:
+            return None
+        back.append((new, e))
+        first.append((terms.exp(before[n].term), e))
+        final.append((terms.exp(done[n].term), -e))
+    if len(factors) != 2 * len(back):
+        return None
+    rest = terms.add([(key[1], terms.const(1.0)), *((c, t) for t, c in parts if t != mine[0][0])]) if key[0] == "add" else None
+    if rest is None:
+        return None
+    plain = terms.mul([(rest, 1.0), *back]) if terms.keys[rest][0] != "add" else terms.add(
+        [(c, terms.mul([(t, 1.0), *back])) for t, c in terms.keys[rest][2]]
+    )  # fmt: skip
+    if loop in terms.free[plain]:
+        return None
+    total = terms.reduce("add", (step,), terms.where(runs, plain, terms.const(0.0)))
+    start = terms.mul([(before[name].term, 1.0), *first])
+    return Tile(terms.mul([(terms.add([(1.0, start), (1.0, total)]), 1.0), *final]), after[name].shape)
+
+
+# What functions of ``triton.language`` mean, as terms.
+
+
+KINDS = {
+    **{f"float{b}": Kind("real", b) for b in (16, 32, 64)}, "bfloat16": Kind("real", 16), "int1": Kind("bool", 1),
+    **{f"int{b}": Kind("int", b) for b in (8, 16, 32, 64)}, **{f"uint{b}": Kind("int", b, False) for b in (8, 16, 32, 64)},
+}  # fmt: skip
+REAL = ("exp", "exp2", "sqrt", "sqrt_rn", "log", "log2", "abs", "sin", "cos", "erf", "floor", "ceil")
+
+
+class Calls:
+    """Functions of ``tl`` by name, over one proof's terms."""
+
+    def __init__(self, terms: Terms) -> None:
+        self.terms = terms
+
+    def tile(self, x: Any) -> Tile:
+        """A value as a tile."""
+        if isinstance(x, Tile):
+            return x
+        if isinstance(x, bool | int | float):
+            return scalar(self.terms, x)
+        raise Unsupported(f"a {type(x).__name__} where a number is needed")
+
+    # arithmetic
+    def operator(self, fn: str, a: Any, b: Any) -> Any:
+        """A binary operator, of numbers, tiles and pointers."""
+        if isinstance(b, Pointer) and fn == "add":
+            a, b = b, a
+        if isinstance(a, Pointer):
+            if fn not in ("add", "sub"):
+                raise Unsupported(f"{fn} of a pointer")
+            return Pointer(a.buffer, self.operator(fn, a.at, self.tile(b)))
+        terms = self.terms
+        if fn in ("and", "or", "xor", "shl", "shr"):
+            return each(terms, partial(term_arithmetic.bits, terms, fn), self.tile(a), self.tile(b))
+        if fn in ("lt", "le", "gt", "ge", "eq", "ne"):
+            return each(terms, partial(terms.compared, fn), self.tile(a), self.tile(b))
+        return each(terms, partial(term_arithmetic.arithmetic, terms, fn), self.tile(a), self.tile(b))
+
+    # makers
+    def full(self, shape: Any, value: Any, kind: Kind) -> Tile:
+        """``tl.full``."""
+        made = self.cast(self.tile(value), kind)
+        return Tile(made.term, tuple(shape))
+
+    def arange(self, lo: int, hi: int) -> Tile:
+        """``tl.arange``."""
+        return Tile(self.terms.int(lane(self.terms, 0, hi - lo) + lo), (hi - lo,))
+
+    def cast(self, x: Tile, kind: Kind) -> Tile:
+        """Another type."""
+        return Tile(term_arithmetic.cast(self.terms, x.term, kind), x.shape)
+
+    def broadcast_to(self, x: Any, shape: Any) -> Tile:
+        """``tl.broadcast_to``."""
+        (made,), whole = together(self.terms, [self.tile(x)], tuple(shape))
+        if whole != tuple(shape):
+            raise Unsupported(f"{self.tile(x).shape} does not broadcast to {shape}")
+        return Tile(made.term, whole)
+
+    def where(self, c: Any, a: Any, b: Any) -> Tile:
+        """``tl.where``."""
+        return each(self.terms, self.terms.where, self.tile(c), self.tile(a), self.tile(b))
+
+    def extreme(self, fn: str, a: Any, b: Any) -> Tile:
+        """``tl.maximum`` and ``tl.minimum``."""
+        return each(self.terms, partial(term_arithmetic.extreme, self.terms, fn), self.tile(a), self.tile(b))
+
+    def real(self, fn: str, x: Any) -> Tile:
+        """A function of one real number."""
+        return each(self.terms, partial(term_arithmetic.real, self.terms, fn), self.tile(x))
+
+    def zeros(self, shape: Any, kind: Kind) -> Tile:
+        """``tl.zeros``."""
+        return self.full(shape, 0, kind)
+
+    def maximum(self, a: Any, b: Any, propagate_nan: Any = None) -> Tile:
+        """``tl.maximum``."""
+        return self.extreme("max", a, b)
+
+    def minimum(self, a: Any, b: Any, propagate_nan: Any = None) -> Tile:
+        """``tl.minimum``."""
+        return self.extreme("min", a, b)
+
+    def divided(self, a: Any, b: Any) -> Any:
+        """``tl.div_rn``."""
+        return self.operator("truediv", a, b)
+
+    def fused(self, a: Any, b: Any, c: Any) -> Any:
+        """``tl.fma``."""
+        return self.operator("add", self.operator("mul", a, b), c)
+
+    def dot(self, a: Tile, b: Tile, acc: Any = None, **how: Any) -> Tile:
+        """``tl.dot``; its other options concern precision and types."""
+        if set(how) - {"input_precision", "out_dtype", "max_num_imprecise_acc"}:
+            raise Unsupported(f"options {sorted(how)} of a product")
+        made = dot(self.terms, a, b)
+        return made if acc is None else self.operator("add", acc, made)
+
+    def sum(self, x: Any, axis: int) -> Tile:
+        """``tl.sum``."""
+        return folded(self.terms, "add", self.tile(x), axis)
+
+    def max(self, x: Any, axis: int) -> Tile:
+        """``tl.max``."""
+        return folded(self.terms, "max", self.tile(x), axis)
+
+    def min(self, x: Any, axis: int) -> Tile:
+        """``tl.min``."""
+        return folded(self.terms, "min", self.tile(x), axis)
+
+    def transposed(self, x: Tile) -> Tile:
+        """``tl.trans`` of two axes."""
+        if len(x.shape) != 2:
+            raise Unsupported("a transposition of more than two axes")
+        a, b = x.shape
+        return moved(self.terms, x, [lane(self.terms, 1, a), lane(self.terms, 0, b)], (b, a))
+
+    def reshaped(self, x: Tile, shape: Shape) -> Tile:
+        """``reshape``, row-major."""
+        terms = self.terms
+        if math.prod(shape) != math.prod(x.shape):
+            raise Unsupported("a reshape to another size")
+        flat: Aff = const(0)
+        for n, e in zip(shape, lanes(terms, shape), strict=True):
+            flat = flat * n + e
+        places = list[Aff]()
+        for k, n in enumerate(x.shape):
+            inner = math.prod(x.shape[k + 1 :])
+            places.append(terms.remainder(terms.divided(flat, inner), n))
+        return moved(terms, x, places, shape)
+
+    def table(self) -> dict[str, Callable[..., Any]]:
+        """``tl.NAME`` to what it does; options that concern the hardware are ignored."""
+        return {
+            "arange": self.arange, "full": self.full, "zeros": self.zeros, "where": self.where, "dot": self.dot,
+            "sum": self.sum, "max": self.max, "min": self.min, "trans": self.transposed, "broadcast_to": self.broadcast_to,
+            "maximum": self.maximum, "minimum": self.minimum, "div_rn": self.divided,
+            "fma": self.fused, **{fn: partial(self.real, fn) for fn in REAL},
+        }  # fmt: skip
+
+
+MOST_STEPS = 64  # of an unrolled loop
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """Cells that a statement touches: the offset at every lane of a shape, where the mask holds."""
+
+    buffer: str
+    at: Aff
+    mask: int
+    shape: Shape
+    line: int
+    loops: tuple[str, ...] = ()  # variables of the loops that the statement stands in
+
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    """An access that writes, and the value."""
+
+    to: Access
+    value: int
+
+
+@dataclass
+class Program:
+    """What one launch does."""
+
+    terms: Terms
+    grid: dict[str, int]  # variables of the programs, and how many there are
+    loads: list[Access] = field(default_factory=list[Access])
+    stores: list[Store] = field(default_factory=list[Store])
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """A loop's variable by name, its first value, the end that it does not reach, and how much it grows."""
+
+    name: str
+    first: Any
+    end: Any
+    step: int
+    always_unrolled: bool = False
+
+
+class Return(Exception):
+    """The end of a function, with its value."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+class Reading:
+    """A launch read statement by statement.
+
+    Attributes:
+        around: variables of the loops that a statement stands in.
+        inside: under which conditions a statement runs.
+        unrolled: whether loops are read step by step.
+    """
+
+    def __init__(self, terms: Terms, launch: KernelLaunch, buffers: Mapping[str, Buffer]) -> None:
+        self.terms, self.launch, self.buffers = terms, launch, buffers
+        self.calls = Calls(terms)
+        pass_ = terms.fresh()[1:]
+        self.program = Program(terms, {f"p{k}.{pass_}": n for k, n in enumerate(launch.grid)})
+        self.around, self.inside, self.unrolled = tuple[str, ...](), terms.true, False
+
+    # loops
+    def loop(self, along: Steps, run: Callable[[], None], assigned: set[str], env: dict[str, Any]) -> None:
+        """Read a loop; ``run`` reads its body, which assigns some names of ``env``."""
+        name, first, end, step = along.name, along.first, along.end, along.step
+        if (self.unrolled or along.always_unrolled) and isinstance(first, int) and isinstance(end, int):
+            if len(range(first, end, step)) > MOST_STEPS:
+                raise Unsupported("a long unrolled loop")
+            for k in range(first, end, step):
+                env[name] = scalar(self.terms, k)
+                run()
+            return
+        terms = self.terms
+        a, b = (terms.aff(self.calls.tile(x).term) for x in (first, end))
+        most = max(0, -(-terms.reach(b - a)[1] // step))
+        if not most:
+            return
+        variable = f"k{terms.fresh()[1:]}"
+        number = len(terms.keys)
+        at = terms.variable(variable, most)
+        env[name] = Tile(terms.int(a + at * step))
+        runs = terms.at_least(b - a - at * step - 1)
+        before: dict[str, Any] = dict(env)
+        outside = self.inside
+        carried = sorted(assigned & {n for n, v in before.items() if isinstance(v, Tile)} - {name})
+        for n in carried:
+            first_value: Tile = before[n]
+            kind = terms.kinds[first_value.term] if terms.kinds[first_value.term] != "int" else "real"
+            env[n] = Tile(terms.carried(number, n, lanes(terms, first_value.shape), kind), first_value.shape)
+        starts = {n: env[n] for n in carried}
+        self.inside, self.around = terms.all([outside, runs]), (*self.around, variable)
+        run()
+        self.inside, self.around = outside, self.around[:-1]
+        self._after(number, (variable, most), runs, before, starts, env, assigned | {name})
+
+    def _after(
+        self, number: int, step: tuple[str, int], runs: int, before: dict[str, Any], starts: dict[str, Tile],
+        env: dict[str, Any], assigned: set[str],
+    ) -> None:  # fmt: skip
+        """What variables hold when a loop is over."""
+        updates: dict[str, Any] = {n: env[n] for n in starts}
+        free = f"loop {number}"
+        for n in assigned:  # of what a step makes anew, the last one is not known
+            env[n] = None
+        changed = {n: u for n, u in updates.items() if isinstance(u, Tile) and u.term != starts[n].term}
+        found = closed(self.terms, free, step, runs, {n: before[n] for n in changed}, {n: starts[n] for n in changed}, changed)
+        for n in starts:
+            if isinstance(updates[n], Tile) and n not in changed:
+                env[n] = before[n]
+            elif n in found:
+                env[n] = found[n]
+        for n, value in list(env.items()):
+            if isinstance(value, Tile) and (free in self.terms.free[value.term] or step[0] in self.terms.free[value.term]):
+                env[n] = None
+
+    # memory
+    def load(self, pointer: Any, mask: Any, other: Any, line: int) -> Tile:
+        """The cells that a pointer points to where a mask holds, else ``other``."""
+        access, tiles = self.access(pointer, mask, line)
+        self.program.loads.append(access)
+        kind = kind_of(self.buffers[access.buffer].dtype).kind
+        terms = self.terms
+        if other is None:
+            rest = terms.unknown
+        elif kind == "bool":
+            rest = terms.compared("ne", self.calls.tile(other).term, terms.int(Aff()))
+        else:
+            rest = self.calls.cast(self.calls.tile(other), Kind(kind, 64)).term
+        return Tile(terms.load(access.buffer, kind, access.at, tiles[1].term, rest), access.shape)
+
+    def access(self, pointer: Any, mask: Any, line: int) -> tuple[Access, list[Tile]]:
+        """What a statement touches; and offset and mask as tiles of one rank."""
+        if not isinstance(pointer, Pointer):
+            raise Unsupported("an address that is no pointer")
+        terms = self.terms
+        tiles, shape = together(terms, [pointer.at, self.calls.tile(True if mask is None else mask)])
+        if any(x.startswith("loop ") for t in tiles for x in terms.free[t.term]):
+            raise Unsupported("an address from what a loop carries")
+        inside = terms.all([self.inside, tiles[1].term])
+        loops = tuple(v for v in self.around if terms.sizes.get(v, 1) > 1)
+        return Access(pointer.buffer, terms.aff(tiles[0].term), inside, shape, line, loops), tiles
+
+    def store(self, pointer: Any, value: Tile, mask: Any, line: int) -> None:
+        """A value stored where a mask holds."""
+        terms = self.terms
+        access, tiles = self.access(pointer, mask, line)
+        (value, *_), shape = together(terms, [value, *tiles])
+        if shape != access.shape:
+            raise Unsupported("a value that is wider than where it is stored")
+        self.program.stores.append(Store(access, value.term))

@@ -1,1 +1,0 @@
-"""Sources read: from the text of a kernel to terms."""
