@@ -2,7 +2,7 @@
 
     .venv/bin/python -m bench fuzz_series --seed S [--count 20000] [--jobs 2] [--log FILE]
 
-The same as `tapestry fuzz --jobs --log` (a run that was ended goes on where its log ends), with the sums written to
+The same as `python -m tests.fuzz --jobs --log` (a run that was ended goes on where its log ends), with the sums written to
 bench/results/fuzz_series.json: cases by family of nodes, operator, rewrite rule, way of running and mesh; what was refused;
 what failed. Exits 1 if a case failed, or did not run.
 """

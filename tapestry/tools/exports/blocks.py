@@ -14,7 +14,7 @@ from tapestry.ir.monoid import MONOIDS, Best, ByPrimitive, Moments, Monoid, Prod
 from tapestry.ir.plan import Kernel, shape, whole
 from tapestry.ir.recognise import as_onnx_counts, convolution, exponential, part, products, selection
 from tapestry.ir.types import FLOATS
-from tapestry.tools.exports.contractions import SoftmaxSum, contract, convolve, pooled, softmax_sum, transpose_convolved
+from tapestry.tools.exports.contraction_nodes import SoftmaxSum, contract, convolve, pooled, softmax_sum, transpose_convolved
 from tapestry.tools.exports.onnx_nodes import (
     OPSET,
     Expressions,
