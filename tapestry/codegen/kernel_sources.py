@@ -26,7 +26,7 @@ from tapestry.ir.graph import Block, Graph, Op
 from tapestry.ir.plan import Box, Kernel, size
 from tapestry.ir.printer import signature
 from tapestry.ir.program import Launch, Program
-from tapestry.ir.recognise import state_box
+from tapestry.ir.states import state_box
 from tapestry.rewrites.core.edit import is_view
 from tapestry.verify.kernels import kernel_text
 from tapestry.verify.kernels.kernel_text import Argument, At, Buffer, KernelLaunch, KernelText

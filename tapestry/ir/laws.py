@@ -18,7 +18,8 @@ from tapestry.ir.index import dims_of, span
 from tapestry.ir.monoid import MONOIDS
 from tapestry.ir.plan import whole
 from tapestry.ir.printer import signature
-from tapestry.ir.recognise import dims_read, reads_behind
+from tapestry.ir.recognise import dims_read
+from tapestry.ir.states import reads_behind
 from tapestry.ir.types import FLOAT8, FLOATS, STORED
 
 Law = Callable[[Graph], int]

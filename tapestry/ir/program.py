@@ -16,7 +16,7 @@ import numpy as np
 from tapestry.ir.graph import Block, Op
 from tapestry.ir.monoid import MONOIDS, ByPrimitive, Monoid, Product
 from tapestry.ir.plan import Box, shape, size
-from tapestry.ir.recognise import counted
+from tapestry.ir.states import counted
 from tapestry.ir.types import FLOATS, itemsize
 
 T = TypeVar("T")

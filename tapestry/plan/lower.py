@@ -18,7 +18,7 @@ from tapestry.ir.graph import Block, Op
 from tapestry.ir.plan import Box, Layout, Mesh, Plan, Strategy, coordinates, device_count
 from tapestry.ir.printer import signature
 from tapestry.ir.program import Buffer, Free, Launch, Load, Message, Program, Reduce, Shared, Step, Transfer, allocated, reads
-from tapestry.ir.recognise import counted, native, varies
+from tapestry.ir.states import counted, native, varies
 from tapestry.plan import ring_attention
 from tapestry.plan.requests import kind_of
 from tapestry.plan.strategy import Boxes, covers, footprints, merges, op_boxes, out_layout, tensor_boxes, which_cover

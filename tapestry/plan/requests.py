@@ -20,7 +20,7 @@ from tapestry.ir.author_names import parts as parts_of_model
 from tapestry.ir.graph import Block, Graph, Op, Opaque, Split
 from tapestry.ir.plan import Box, Layout, Mesh, cut, intersect
 from tapestry.ir.program import Message
-from tapestry.ir.recognise import as_scan
+from tapestry.ir.states import as_scan
 from tapestry.plan.strategy import Pin
 from tapestry.rewrites.core.driver import apply_moves
 from tapestry.rewrites.core.rule import Move

@@ -19,7 +19,7 @@ from tapestry.ir.graph import Block, Graph, Guard, Op, Read
 from tapestry.ir.index import Aff, Floor, Mod, bounds, dims_of
 from tapestry.ir.monoid import MONOIDS
 from tapestry.ir.plan import Box, Layout, Mesh, Strategy, coordinates, may_cut, shares
-from tapestry.ir.recognise import varies
+from tapestry.ir.states import varies
 from tapestry.rewrites.partition.split import splittable
 
 Boxes = np.ndarray  # int64 [devices, rank, 2]: half-open boxes, one per device

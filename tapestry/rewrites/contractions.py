@@ -11,7 +11,6 @@ from tapestry.ir.index import const, dim, dims_of, substitute
 from tapestry.ir.monoid import MOST_SUMS, number, sums
 from tapestry.ir.recognise import (
     MOST_KEPT,
-    as_scan,
     dims_read,
     factors,
     folded_roles,
@@ -22,6 +21,7 @@ from tapestry.ir.recognise import (
     routed,
     selection,
 )
+from tapestry.ir.states import as_scan
 from tapestry.ir.types import FLOAT8, FLOATS, Tensor
 from tapestry.rewrites.core.edit import (
     fresh_dim,

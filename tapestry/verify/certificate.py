@@ -25,7 +25,7 @@ from tapestry.ir.monoid import MONOIDS
 from tapestry.ir.plan import Layout, Mesh, Plan, Stage, size, whole
 from tapestry.ir.printer import signature
 from tapestry.ir.program import Buffer, Free, Launch, Load, Message, Program, Reduce, Step, Transfer, allocated
-from tapestry.ir.recognise import native
+from tapestry.ir.states import native
 from tapestry.ir.types import DTYPES, FLOATS, HOST, itemsize
 from tapestry.verify import deadlock, exchange, monoid_laws
 from tapestry.verify.exchange import Boxes, Breach, Lists, Parts, Spans, coverage, first, spans_of

@@ -16,7 +16,7 @@ from tapestry.ir.graph import Block, Graph, Op
 from tapestry.ir.laws import where
 from tapestry.ir.plan import Box, Stage, coordinates, interval, whole
 from tapestry.ir.program import Message
-from tapestry.ir.recognise import varies
+from tapestry.ir.states import varies
 
 Array = np.ndarray[Any, Any]
 

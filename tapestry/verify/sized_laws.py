@@ -25,8 +25,8 @@ from tapestry.ir.index import Aff, Atom, Mod, bounds, dims_of
 from tapestry.ir.laws import where
 from tapestry.ir.plan import Box
 from tapestry.ir.program import Free, Launch, Program, Reduce, Transfer, allocated
-from tapestry.ir.recognise import varies
 from tapestry.ir.space import apart
+from tapestry.ir.states import varies
 from tapestry.ir.symbolic_plan import Formula, Region, Size, Sizes, SymbolicPlan, formula_of, names_of
 from tapestry.ir.types import itemsize
 

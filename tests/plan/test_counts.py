@@ -15,7 +15,7 @@ from tapestry.ir.graph import Graph
 from tapestry.ir.parser import parse
 from tapestry.ir.plan import Kernel, Plan, Strategy
 from tapestry.ir.program import Program, Reduce, transfer_bytes
-from tapestry.ir.recognise import counted
+from tapestry.ir.states import counted
 from tapestry.plan.cost.compute import state_bytes
 from tapestry.plan.lower import lower
 from tapestry.plan.strategy import op_boxes

@@ -12,7 +12,7 @@ from tapestry.ir.parser import parse
 from tapestry.ir.plan import Kernel, MeshAxis, Plan, whole
 from tapestry.ir.printer import to_text
 from tapestry.ir.program import Launch
-from tapestry.ir.recognise import row_groups, state_box
+from tapestry.ir.states import row_groups, state_box
 from tapestry.plan.cost.compute import layered_flops
 from tapestry.plan.lower import lower
 from tapestry.plan.strategy import strategies

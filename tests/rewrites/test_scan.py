@@ -17,7 +17,7 @@ from tapestry.ir.graph import Block, Graph
 from tapestry.ir.parser import parse
 from tapestry.ir.plan import Box, Kernel, whole
 from tapestry.ir.program import Transfer
-from tapestry.ir.recognise import as_scan
+from tapestry.ir.states import as_scan
 from tapestry.plan.cost.compute import work
 from tapestry.plan.search.planner import search
 from tapestry.plan.strategy import Pin

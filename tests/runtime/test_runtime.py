@@ -20,7 +20,7 @@ from tapestry.ir.monoid import MONOIDS
 from tapestry.ir.parser import parse
 from tapestry.ir.plan import Box, Kernel, Plan, whole
 from tapestry.ir.plan import shape as extents
-from tapestry.ir.recognise import state_box
+from tapestry.ir.states import state_box
 from tapestry.ir.types import numpy_dtype
 from tapestry.plan.lower import lower
 from tapestry.plan.strategy import strategies

@@ -20,7 +20,7 @@ from tapestry.ir.graph import Block, Graph
 from tapestry.ir.index import bounds
 from tapestry.ir.parser import parse
 from tapestry.ir.plan import Box, Kernel, whole
-from tapestry.ir.recognise import state_box
+from tapestry.ir.states import state_box
 from tapestry.ir.types import FLOAT8, numpy_dtype
 from tapestry.verify import interp
 

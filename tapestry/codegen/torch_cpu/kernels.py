@@ -29,7 +29,8 @@ from tapestry.ir.expr import Expr, arg_positions
 from tapestry.ir.graph import Block, Graph, Op, Opaque
 from tapestry.ir.monoid import parts_of
 from tapestry.ir.plan import Box, Kernel, shape, size
-from tapestry.ir.recognise import as_scan, layered, only_sums, part, sides
+from tapestry.ir.recognise import only_sums, part, sides
+from tapestry.ir.states import as_scan, layered
 from tapestry.ir.types import HOST, STORED, numpy_dtype
 from tapestry.onnx_eval import opaque_node
 from tapestry.plan.strategy import read_box

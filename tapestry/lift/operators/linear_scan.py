@@ -13,7 +13,7 @@ from tapestry.ir.expr import Acc, Arg, Call, Const, Expr, Index, call, cast, rew
 from tapestry.ir.graph import Block, Dim, Read
 from tapestry.ir.index import Aff, const, dim, dims_of, span, substitute
 from tapestry.ir.monoid import MONOIDS, number
-from tapestry.ir.recognise import running
+from tapestry.ir.states import running
 from tapestry.ir.types import Tensor
 from tapestry.lift.builder import Declined, Node, accumulator, axes, here, index_value, lifts
 from tapestry.lift.operators.rnn import LoopBody, NotLinear, Recurrence, linear_body

@@ -10,7 +10,7 @@ from tapestry.ir.expr import Acc, Arg, Expr, Index, call, cast
 from tapestry.ir.graph import Dim
 from tapestry.ir.index import Aff, const, dim, floordiv
 from tapestry.ir.monoid import MONOIDS, highest, lowest, number
-from tapestry.ir.recognise import running
+from tapestry.ir.states import running
 from tapestry.ir.types import Tensor
 from tapestry.lift.builder import Declined, Node, Operand, accumulator, axes, broadcast, here, lifts, literal
 from tapestry.lift.operators.conv import norm

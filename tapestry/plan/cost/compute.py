@@ -20,22 +20,17 @@ from tapestry.ir.index import Aff, bounds, dims_of
 from tapestry.ir.monoid import MONOIDS
 from tapestry.ir.plan import Layout, Mesh, Strategy, coordinates, device_count
 from tapestry.ir.recognise import (
-    as_scan,
     convolution,
-    counted,
     dims_read,
     dims_varied,
     exponential,
     inner_product,
     kept,
-    layered,
-    native,
     products,
     routed,
-    row_groups,
     selection,
-    varies,
 )
+from tapestry.ir.states import as_scan, counted, layered, native, row_groups, varies
 from tapestry.ir.types import itemsize
 from tapestry.plan.cost import objective
 from tapestry.plan.strategy import Boxes, footprints, op_boxes, tensor_boxes

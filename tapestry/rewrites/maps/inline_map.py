@@ -8,7 +8,8 @@ from dataclasses import replace
 from tapestry.ir.expr import Arg, Call, count
 from tapestry.ir.graph import Block, Guard, Op, Read
 from tapestry.ir.index import Ranges
-from tapestry.ir.recognise import as_scan, products
+from tapestry.ir.recognise import products
+from tapestry.ir.states import as_scan
 from tapestry.ir.types import Tensor
 from tapestry.rewrites.core.edit import (
     MOST_ATOMS,

@@ -9,7 +9,7 @@ from tapestry.ir.expr import Acc, Arg, Expr, Index, call, rewrite
 from tapestry.ir.graph import Block, Dim, Graph, Guard, Read, replace_op
 from tapestry.ir.index import Aff, const, dim, floordiv, modulo
 from tapestry.ir.monoid import MONOIDS, Driven, number
-from tapestry.ir.recognise import Scan, as_scan, running, unguarded
+from tapestry.ir.states import Scan, as_scan, running, unguarded
 from tapestry.rewrites.core.edit import accept, block_at, fresh, fresh_dim, plain_index, prune, reindex, resized, results
 from tapestry.rewrites.core.rule import Move, Refusal, Rule, register
 

@@ -11,7 +11,7 @@ from tapestry.ir.expr import Arg, Const, Expr, Index, call
 from tapestry.ir.graph import Block, Dim, Graph, Guard, Read, replace_op, with_ops
 from tapestry.ir.index import Aff, dim, dims_of, floordiv, modulo, span
 from tapestry.ir.monoid import MONOIDS, number
-from tapestry.ir.recognise import as_scan
+from tapestry.ir.states import as_scan
 from tapestry.ir.types import Tensor
 from tapestry.rewrites.core.edit import (
     block_at,

@@ -11,7 +11,8 @@ from tapestry.ir.expr import Acc, Arg, rewrite
 from tapestry.ir.graph import Block, Dim, Read
 from tapestry.ir.index import Aff, Floor, const, dim, floordiv
 from tapestry.ir.monoid import primitive_of
-from tapestry.ir.recognise import as_scan, exponential, layered, row_groups
+from tapestry.ir.recognise import exponential
+from tapestry.ir.states import as_scan, layered, row_groups
 from tapestry.ir.types import Tensor
 from tapestry.rewrites.core.edit import (
     MOST_DEPTH,

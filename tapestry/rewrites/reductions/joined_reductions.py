@@ -13,7 +13,8 @@ from tapestry.ir.expr import Acc, Arg, Call, Const, Expr, cast, rewrite
 from tapestry.ir.graph import Block, Op, Read
 from tapestry.ir.index import Aff, const, dim, substitute
 from tapestry.ir.monoid import MONOIDS, Moments, number, primitive_of
-from tapestry.ir.recognise import as_scan, factors
+from tapestry.ir.recognise import factors
+from tapestry.ir.states import as_scan
 from tapestry.ir.types import FLOATS, Tensor
 from tapestry.rewrites.core.edit import (
     inline,

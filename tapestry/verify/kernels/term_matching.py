@@ -16,7 +16,7 @@ from tapestry.ir.graph import Block, Dim, Graph
 from tapestry.ir.index import Aff, Floor, Mod, const, dim, dims_of, substitute
 from tapestry.ir.monoid import MONOIDS, ByPrimitive, Moments, Monoid, Product, Rebased
 from tapestry.ir.plan import Kernel
-from tapestry.ir.recognise import state_box, varies
+from tapestry.ir.states import state_box, varies
 from tapestry.ir.types import FLOATS
 from tapestry.verify.kernels.addresses import Conditions
 from tapestry.verify.kernels.kernel_text import NOT_GIVEN, Evaluation, KernelText, evaluated_together

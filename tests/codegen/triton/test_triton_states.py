@@ -15,7 +15,7 @@ from tapestry.ir.graph import Block, Graph, Tensor
 from tapestry.ir.monoid import MONOIDS
 from tapestry.ir.parser import parse
 from tapestry.ir.plan import Kernel, whole
-from tapestry.ir.recognise import state_box
+from tapestry.ir.states import state_box
 from tapestry.verify import interp
 from tests.support.attention.attention_cases import CASES
 from tests.support.attention.attention_runs import fused

@@ -19,7 +19,7 @@ from tapestry.ir.graph import Block, Opaque
 from tapestry.ir.parser import parse
 from tapestry.ir.plan import MeshAxis, Plan, whole
 from tapestry.ir.program import Reduce
-from tapestry.ir.recognise import as_scan
+from tapestry.ir.states import as_scan
 from tapestry.lift.file.weight_data import read_weight
 from tapestry.onnx_eval.ort_session import ort_session
 from tapestry.plan.lower import lower

@@ -19,7 +19,7 @@ from tapestry.ir.monoid import MONOIDS, driven, product, prove_driven, prove_reb
 from tapestry.ir.parser import parse
 from tapestry.ir.plan import Kernel, MeshAxis, Plan, Strategy, cut, whole
 from tapestry.ir.printer import to_text
-from tapestry.ir.recognise import state_box, varies
+from tapestry.ir.states import state_box, varies
 from tapestry.lift import lift
 from tapestry.plan.lower import lower
 from tapestry.plan.strategy import strategies

@@ -29,7 +29,8 @@ from tapestry.ir.graph import Block, Dim, Graph, Read
 from tapestry.ir.index import dim, dims_of, substitute
 from tapestry.ir.monoid import MONOIDS, Moments
 from tapestry.ir.plan import Box, Kernel, shape, size, whole
-from tapestry.ir.recognise import only_sums, selection, varies
+from tapestry.ir.recognise import only_sums, selection
+from tapestry.ir.states import varies
 
 Tensor = torch.Tensor
 

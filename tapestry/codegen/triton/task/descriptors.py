@@ -21,7 +21,7 @@ from tapestry.ir.graph import Block, Dim, Graph, Read
 from tapestry.ir.index import Aff, Ranges, dim, dims_of, span
 from tapestry.ir.monoid import MONOIDS
 from tapestry.ir.plan import Box, Kernel, shape
-from tapestry.ir.recognise import Scan, as_scan
+from tapestry.ir.states import Scan, as_scan
 from tapestry.ir.types import Tensor, itemsize
 
 _ALIGN = 16  # bytes, of every stride but the innermost and of the base

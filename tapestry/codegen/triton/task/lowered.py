@@ -17,7 +17,7 @@ from tapestry.ir.graph import Block, Dim, Graph, Guard, Inner, Opaque, Read
 from tapestry.ir.index import Aff, Floor, Mod, Ranges, const, dim, dims_of, span, substitute
 from tapestry.ir.plan import Box, Kernel, strides
 from tapestry.ir.printer import expr as expr_text
-from tapestry.ir.recognise import state_box, varies
+from tapestry.ir.states import state_box, varies
 from tapestry.ir.types import FLOAT8, STORED
 
 
