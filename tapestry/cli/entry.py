@@ -157,7 +157,6 @@ class _Version(argparse.Action):
 
 
 def _load_operators(args: argparse.Namespace) -> None:
-    """The files of ``--ops``."""
     if getattr(args, "ops", ()):
         from tapestry.lift.own_operators import load_operators
 

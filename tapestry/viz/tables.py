@@ -360,7 +360,6 @@ def sharding_lines(d: Mapping[str, Any]) -> list[str]:
 
 
 def _sharding_nodes(d: Mapping[str, Any]) -> list[str]:
-    """As PopRT prints them."""
     return [f"Sharding nodes: Device {k} - {ends}" for k, ends in enumerate(d["sharding_nodes"])]
 
 

@@ -176,7 +176,6 @@ def _read(op: Op) -> tuple[str, ...]:
 
 
 def _bare(op: Op) -> object:
-    """An operation without names."""
     if isinstance(op, Opaque):
         return replace(op, outs=(), ins=(), source=(), why="")
     reads = tuple((r.index, r.when, r.other) for r in op.reads)

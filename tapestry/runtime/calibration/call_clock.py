@@ -403,14 +403,12 @@ def _strips(c: int, o: int, side: int, parts: int) -> Probe:
 
 
 def _into_strips(c: int, o: int, side: int, parts: int) -> Probe:
-    """Into such strips."""
     rows = side // parts
     place = f"{rows}*k + p + r - 2, s + w_ - 1] else 0.0"
     return _unfolded(c, o, {"k": parts, "p": rows + 2, "w_": side}, (side, side), place)
 
 
 def _norm(rows: int, width: int) -> Probe:
-    """Layer normalisation."""
     op = (
         f"y@: f32[{rows}, {width}] = op [i: {rows}, n: {width} | m: {width} moments]\n"
         "  reads x[i, m], z = x[i, n], g = g@[n], b = b@[n]\n  body 1.0, x, 0.0\n"

@@ -252,7 +252,6 @@ def softmax_sum(op: Block) -> SoftmaxSum | None:
 
 
 def _sum(like: Expr) -> Acc:
-    """The one state."""
     return Acc(-1, like.dtype)
 
 

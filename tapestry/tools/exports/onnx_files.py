@@ -201,7 +201,6 @@ def graph_nodes(graph: Graph, copies: Mapping[tuple[int, str], str] | None = Non
 
 
 def _whole(graph: Graph, op: Op, k: int) -> Kernel:
-    """All of an operation."""
     names = [r.tensor for r in op.reads] if isinstance(op, Block) else op.ins
     ins = tuple(whole(graph.tensors[t].shape) if t else None for t in names)
     outs = tuple(whole(graph.tensors[t].shape) for t in op.outs)

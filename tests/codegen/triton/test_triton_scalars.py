@@ -236,7 +236,7 @@ def test_a_kernel_file_that_was_changed_is_refused(tmp_path: Path, monkeypatch: 
     load(tk, tmp_path)
     [path] = tmp_path.glob("*.py")
     path.write_text("raise SystemExit")
-    monkeypatch.setattr("tapestry.codegen.triton.run.launcher._FUNCTIONS", {})
+    monkeypatch.setitem(load.__globals__, "_FUNCTIONS", {})
     with pytest.raises(BuildError, match="hash"):
         load(tk, tmp_path)
 

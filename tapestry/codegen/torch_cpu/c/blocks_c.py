@@ -356,7 +356,6 @@ class BlockWriter(Writer):
         return zeros, [*loops, each, *lifted, *merged, close], [f"((float)a{k}[i])" for k in range(len(dtypes))]
 
     def _loop(self, names: Sequence[str]) -> list[str]:
-        """The beginnings of loops."""
         at = [(self.names.index(n), self.inner[n]) for n in names]
         ends = [(i, self._size(lo), self._size(hi + 1)) for i, (lo, hi) in at]
         return [f"for (int64_t d{i} = {lo}; d{i} < {hi}; d{i}++) {{" for i, lo, hi in ends]
@@ -369,7 +368,6 @@ class BlockWriter(Writer):
         return [f"y0[{place}]"]
 
     def _reduced(self, op: Block, lines: list[str]) -> list[str]:
-        """The reduced state's fields."""
         assert op.monoid
         names = [d.name for d in op.reduce]
         if _plain_moments(op):
@@ -421,7 +419,6 @@ class BlockWriter(Writer):
         return [f"((float){cells})", "((float)mean)", "((float)spread)"]
 
     def _count(self, names: Sequence[str]) -> int:
-        """Points of some dimensions."""
         return prod(hi - lo + 1 for lo, hi in (self.inner[n] for n in names))
 
     @staticmethod

@@ -218,7 +218,6 @@ class Writer:
         return (*(self.given or ()), *(self.shifts or {}).values())
 
     def _given(self) -> list[str]:
-        """The arguments by name."""
         return [f"const int64_t s{i} = sizes[{i}];" for i in range(len(self.arguments))]
 
     def sizes(self) -> ctypes.Array[ctypes.c_int64]:

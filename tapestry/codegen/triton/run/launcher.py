@@ -133,10 +133,10 @@ def load(tk: TritonKernel, folder: Path | None = None, one: Pass | None = None) 
         raise BuildError("a kernel file does not hold what its name's hash says", where=str(path), hint="delete the file")
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
-    triton_module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(triton_module)
-    _FUNCTIONS[digest] = triton_module
-    return getattr(triton_module, function)
+    loaded = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(loaded)
+    _FUNCTIONS[digest] = loaded
+    return getattr(loaded, function)
 
 
 def launch(tk: TritonKernel, arrays: Sequence[torch.Tensor]) -> None:

@@ -557,7 +557,6 @@ def _unrounded(e: Expr) -> Expr:
 
 
 def _holds(c: Check) -> bool:
-    """A check without dimensions."""
     value = c.aff.const
     return value >= c.bound if c.op == ">=" else value < c.bound if c.op == "<" else value == c.bound
 
