@@ -27,9 +27,9 @@ from bench.support import record
 from bench.support.record import Row
 from tapestry.errors import PlanError
 from tapestry.ir.graph import Graph
-from tapestry.ir.parser import parse
 from tapestry.ir.plan import Layout, MeshAxis
 from tapestry.ir.program import Program, peak_bytes
+from tapestry.ir.syntax.parser import parse
 from tapestry.plan.cost import compute
 from tapestry.plan.hoist_transfers import early, in_better_order
 from tapestry.plan.memory import fit

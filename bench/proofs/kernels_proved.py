@@ -31,7 +31,7 @@ from tapestry.codegen.kernel_sources import cpu_kernel_of, kernel_text_of
 from tapestry.codegen.torch_cpu.c import contract_trials
 from tapestry.errors import LawError
 from tapestry.ir.graph import Graph
-from tapestry.ir.plan import Kernel
+from tapestry.ir.kernel import Kernel
 from tapestry.verify.kernels.kernel_proofs import COMPARED, FORM, TRIAL, Evidence, prove, weakest
 from tapestry.verify.kernels.kernel_text import KernelText
 from tests.support.faults.c_edits import C_EDITS

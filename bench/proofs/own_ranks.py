@@ -25,7 +25,7 @@ from bench.support import record
 from tapestry.build.store import Build
 from tapestry.errors import TapestryError
 from tapestry.ir.graph import Block, Graph, Split
-from tapestry.ir.plan import Box, shape
+from tapestry.ir.kernel import Box, shape
 from tapestry.ir.types import numpy_dtype
 from tapestry.lift.onnx_to_graph import lift
 from tapestry.rewrites.core.driver import simplify

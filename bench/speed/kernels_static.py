@@ -33,7 +33,7 @@ from tapestry.codegen.triton.run.tune import Sound, sound
 from tapestry.codegen.triton.task.primitives import CHIPS, chip_of
 from tapestry.errors import TapestryError
 from tapestry.ir.graph import Graph
-from tapestry.ir.plan import Kernel
+from tapestry.ir.kernel import Kernel
 
 # model -> sizes of its symbols
 SIZES: dict[str, dict[str, int]] = {

@@ -81,8 +81,8 @@ def layers(rows: int) -> str:
 
 def program(ranks: int, nbytes: int, scattered: bool) -> tuple[Any, Any]:
     """A graph, and a program of it in which the states of every product are merged between all ranks."""
-    from tapestry.ir.parser import parse
     from tapestry.ir.plan import MeshAxis, Plan
+    from tapestry.ir.syntax.parser import parse
     from tapestry.plan.lower import lower
     from tapestry.plan.strategy import strategies
 

@@ -13,7 +13,7 @@ from bench.support.half_models import KINDS, in_half
 from bench.support.record import SHARED
 from tapestry.codegen.triton import generate, kernel_key, unavailable
 from tapestry.ir.graph import Block, Graph
-from tapestry.ir.plan import Kernel, whole
+from tapestry.ir.kernel import Kernel, whole
 from tapestry.lift import lift
 from tapestry.plan.fusion import Machine, fused
 from tapestry.plan.topology.topology_files import SOURCES

@@ -17,7 +17,7 @@ import numpy as np
 
 from tapestry.errors import BuildError
 from tapestry.ir.graph import Graph
-from tapestry.ir.plan import Box
+from tapestry.ir.kernel import Box
 from tapestry.ir.program import Buffer, Free, Launch, Load, Message, Program, Reduce, Shared, Step, Transfer
 from tapestry.ir.types import itemsize
 

@@ -29,10 +29,10 @@ from tapestry.build import packed_program
 from tapestry.build.packed_program import Packed, pack, unpack
 from tapestry.errors import BuildError, TapestryError, TextError, pointer_of
 from tapestry.ir.graph import Names
-from tapestry.ir.parser import parse
 from tapestry.ir.plan import Arrival, MeshAxis, Plan, Stage, Strategy, stages_refused
-from tapestry.ir.printer import to_text
 from tapestry.ir.program import Program
+from tapestry.ir.syntax.parser import parse
+from tapestry.ir.syntax.printer import to_text
 from tapestry.ir.types import numpy_dtype
 from tapestry.plugins import entry_points as plugins
 

@@ -29,7 +29,7 @@ ROUNDS = 15  # runs of a build, of which the median counts
 
 def derived(what: str, *, mesh: str, most: int, dot: bool, svg: Path | None, view: Path | None = None) -> Outcome:
     """``tapestry rules --derive``: the forms that productions make of a graph, by which of which, with what each costs."""
-    from tapestry.ir.parser import parse
+    from tapestry.ir.syntax.parser import parse
     from tapestry.plan.book.algebra import Book
     from tapestry.plan.book.production_space import ProductionSpace
     from tapestry.plan.book.small_graphs import GRAPHS
@@ -61,7 +61,7 @@ def derived(what: str, *, mesh: str, most: int, dot: bool, svg: Path | None, vie
 
 def _space(space: ProductionSpace) -> Row:
     """A space of forms as data."""
-    from tapestry.ir.printer import to_text
+    from tapestry.ir.syntax.printer import to_text
 
     rows: list[Row] = [
         {"form": f.number, "of": f.parent, "by": None if f.by is None else str(f.by), "moves": [str(m) for m in f.moves],
@@ -166,8 +166,8 @@ def opt(args: argparse.Namespace) -> Outcome:
     """``tapestry opt``: apply moves to IR text, and prove each."""
     from tapestry.ir import laws
     from tapestry.ir.graph import changes
-    from tapestry.ir.ir_document import to_document
-    from tapestry.ir.printer import to_text
+    from tapestry.ir.syntax.ir_document import to_document
+    from tapestry.ir.syntax.printer import to_text
     from tapestry.rewrites import load_rules
     from tapestry.rewrites.core.driver import SIMPLIFIED, apply_moves, simplify
     from tapestry.rewrites.core.rule import parse_move
@@ -202,8 +202,8 @@ def opt(args: argparse.Namespace) -> Outcome:
 
 def _graph(path: Path | None) -> Graph:
     """The graph of a file of IR text, of an IR document, or of standard input."""
-    from tapestry.ir.ir_document import from_document
-    from tapestry.ir.parser import parse
+    from tapestry.ir.syntax.ir_document import from_document
+    from tapestry.ir.syntax.parser import parse
 
     if path is None:
         raise TapestryError("no graph is given", hint="a file of IR text, an IR document, - or --replay HISTORY.json")
@@ -217,7 +217,7 @@ def _graph(path: Path | None) -> Graph:
 
 def _replayed(args: argparse.Namespace) -> Outcome:
     """``tapestry opt --replay``: a history of rewrites, applied and proved once more."""
-    from tapestry.ir.printer import to_text
+    from tapestry.ir.syntax.printer import to_text
     from tapestry.verify.rewriting.proofs import shown_text
     from tapestry.verify.rewriting.rewrite_log import from_document
 

@@ -23,10 +23,10 @@ from tapestry.codegen.triton.run.tuned import config_from
 from tapestry.codegen.triton.task.primitives import DEFAULT
 from tapestry.errors import BuildError
 from tapestry.ir.graph import Block, Graph, Op
-from tapestry.ir.plan import Box, Kernel, size
-from tapestry.ir.printer import signature
+from tapestry.ir.kernel import Box, Kernel, size
 from tapestry.ir.program import Launch, Program
 from tapestry.ir.states import state_box
+from tapestry.ir.syntax.printer import signature
 from tapestry.rewrites.core.edit import is_view
 from tapestry.verify.kernels import kernel_text
 from tapestry.verify.kernels.kernel_text import Argument, At, Buffer, KernelLaunch, KernelText

@@ -18,7 +18,8 @@ import numpy as np
 from tapestry.errors import PlanError
 from tapestry.interop.sharding_specs import ShardedDim, ShardingSpec, SimpleShard
 from tapestry.interop.tile_patterns import Tiling
-from tapestry.ir.plan import Box, Layout, Mesh, coordinates, cut, device_count, interval, part
+from tapestry.ir.kernel import Box, cut
+from tapestry.ir.plan import Layout, Mesh, coordinates, device_count, interval, part
 
 Intervals = tuple[tuple[int, int], ...]
 

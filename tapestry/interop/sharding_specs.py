@@ -29,7 +29,7 @@ from onnx import (
 
 from tapestry.errors import PlanError, TapestryError
 from tapestry.interop.tile_patterns import SUPPRESSED, Tiling, exact, naive, parse, received, slices
-from tapestry.ir.plan import Box, shape
+from tapestry.ir.kernel import Box, shape
 
 IR_VERSIONS = (11, 13)  # the first with annotations, the last that onnxruntime 1.31 reads
 OURS = "tapestry"  # the configuration that is written where no other name is asked for

@@ -1,7 +1,7 @@
 """Tile patterns of the other multi-device proposal for ONNX ("Multi-Device ONNX", M. Villmow): which instance has which tile.
 
 A pattern says into how many tiles each axis is cut, an assignment on which instance each tile is (-1: nowhere). The text
-form is ``{3,2,1: 5,4,3,2,1,0}``. Tiles are counted row-major, and cuts are balanced (`ir.plan.cut`).
+form is ``{3,2,1: 5,4,3,2,1,0}``. Tiles are counted row-major, and cuts are balanced (`ir.kernel.cut`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from math import prod
 import numpy as np
 
 from tapestry.errors import TapestryError
-from tapestry.ir.plan import Box, cut, inside, intersect, size
+from tapestry.ir.kernel import Box, cut, inside, intersect, size
 
 SUPPRESSED = -1
 MOST_TILES = 1 << 16

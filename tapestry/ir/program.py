@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 from tapestry.ir.graph import Block, Op
+from tapestry.ir.kernel import Box, shape, size
 from tapestry.ir.monoid import MONOIDS, ByPrimitive, Monoid, Product
-from tapestry.ir.plan import Box, shape, size
 from tapestry.ir.states import counted
 from tapestry.ir.types import FLOATS, itemsize
 
@@ -63,7 +63,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """Run a kernel on a block of ``graph.ops[op]``; allocates its outputs. See `ir.plan.Kernel` for the modes.
+    """Run a kernel on a block of ``graph.ops[op]``; allocates its outputs. See `ir.kernel.Kernel` for the modes.
 
     ``ins`` has one buffer name per read ("" where the mode does not use it); ``states`` the merged states of ``finish``, or
     those of other parts of the reduction that a ``partial`` block's are merged with.

@@ -16,7 +16,7 @@ import islpy as isl
 
 from tapestry.ir.graph import Block, Dim, Guard, Read
 from tapestry.ir.index import Aff, Floor, dims_of
-from tapestry.ir.plan import Box
+from tapestry.ir.kernel import Box
 
 Point = tuple[int, ...]
 

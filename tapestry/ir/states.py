@@ -9,8 +9,8 @@ from functools import lru_cache
 from tapestry.ir.expr import Acc, Arg, Call, Const, Expr, Index, Let, arg_positions, call, uncast, walk
 from tapestry.ir.graph import Block, Guard, Op, Read
 from tapestry.ir.index import Aff, Floor, Mod, dim, dims_of
+from tapestry.ir.kernel import Box
 from tapestry.ir.monoid import MONOIDS
-from tapestry.ir.plan import Box
 from tapestry.ir.recognise import dims_read, only_sums
 
 # Scans: running states along a dimension, recognised from the projections alone.

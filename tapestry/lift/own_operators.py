@@ -19,7 +19,7 @@ from onnx import ModelProto, NodeProto, TypeProto
 from tapestry.errors import LawError, ModelError, TapestryError
 from tapestry.ir import laws
 from tapestry.ir.graph import Block, Graph
-from tapestry.ir.parser import Token, Tokens, parse, parse_tokens
+from tapestry.ir.syntax.parser import Token, Tokens, parse, parse_tokens
 from tapestry.ir.types import DTYPES, HOST, Tensor, numpy_dtype
 from tapestry.lift.builder import DTYPE_OF, LIFTERS, Entry, Node, tensor_of
 from tapestry.lift.file.protos import MICROSOFT, STANDARD, node_name, static_shape

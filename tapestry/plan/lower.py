@@ -15,10 +15,11 @@ from math import prod
 import numpy as np
 
 from tapestry.ir.graph import Block, Op
-from tapestry.ir.plan import Box, Layout, Mesh, Plan, Strategy, coordinates, device_count
-from tapestry.ir.printer import signature
+from tapestry.ir.kernel import Box
+from tapestry.ir.plan import Layout, Mesh, Plan, Strategy, coordinates, device_count
 from tapestry.ir.program import Buffer, Free, Launch, Load, Message, Program, Reduce, Shared, Step, Transfer, allocated, reads
 from tapestry.ir.states import counted, native, varies
+from tapestry.ir.syntax.printer import signature
 from tapestry.plan import ring_attention
 from tapestry.plan.requests import kind_of
 from tapestry.plan.strategy import Boxes, covers, footprints, merges, op_boxes, out_layout, tensor_boxes, which_cover

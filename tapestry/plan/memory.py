@@ -16,9 +16,9 @@ import numpy as np
 from tapestry.errors import TapestryError
 from tapestry.ir.graph import Block, Dim, Graph, Op, Opaque
 from tapestry.ir.plan import Layout, Plan, device_count
-from tapestry.ir.printer import signature, to_text
 from tapestry.ir.program import Program, alive_at, alive_bytes, peak_bytes
 from tapestry.ir.states import varies
+from tapestry.ir.syntax.printer import signature, to_text
 from tapestry.ir.types import itemsize
 from tapestry.plan.cost.compute import least_cells, least_seconds
 from tapestry.plan.search.memory_limit import fewest, operations_served, streamable

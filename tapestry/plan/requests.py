@@ -18,7 +18,8 @@ from tapestry.errors import PlanError
 from tapestry.ir.author_names import dim_names, matches, operation_names, weight_names
 from tapestry.ir.author_names import parts as parts_of_model
 from tapestry.ir.graph import Block, Graph, Op, Opaque, Split
-from tapestry.ir.plan import Box, Layout, Mesh, cut, intersect
+from tapestry.ir.kernel import Box, cut, intersect
+from tapestry.ir.plan import Layout, Mesh
 from tapestry.ir.program import Message
 from tapestry.ir.states import as_scan
 from tapestry.plan.strategy import Pin

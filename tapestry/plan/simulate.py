@@ -17,9 +17,10 @@ from typing import TypeGuard
 import numpy as np
 
 from tapestry.ir.graph import Block, Op
-from tapestry.ir.plan import Box, Layout, Plan, Stage, Strategy, size
-from tapestry.ir.printer import signature
+from tapestry.ir.kernel import Box, size
+from tapestry.ir.plan import Layout, Plan, Stage, Strategy
 from tapestry.ir.program import Launch, Load, Program, Reduce, Step, Transfer, allocated, reads, sent_bytes
+from tapestry.ir.syntax.printer import signature
 from tapestry.ir.types import itemsize
 from tapestry.plan import ring_attention
 from tapestry.plan.cost import compute, transfer

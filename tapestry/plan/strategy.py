@@ -17,8 +17,9 @@ from tapestry.errors import PlanError
 from tapestry.interop.placement import layout_of_boxes
 from tapestry.ir.graph import Block, Graph, Guard, Op, Read
 from tapestry.ir.index import Aff, Floor, Mod, bounds, dims_of
+from tapestry.ir.kernel import Box
 from tapestry.ir.monoid import MONOIDS
-from tapestry.ir.plan import Box, Layout, Mesh, Strategy, coordinates, may_cut, shares
+from tapestry.ir.plan import Layout, Mesh, Strategy, coordinates, may_cut, shares
 from tapestry.ir.states import varies
 from tapestry.rewrites.partition.split import splittable
 

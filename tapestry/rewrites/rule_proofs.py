@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tapestry.errors import TapestryError
 from tapestry.ir.graph import changes
-from tapestry.ir.parser import parse
+from tapestry.ir.syntax.parser import parse
 from tapestry.rewrites.core.driver import apply_moves
 from tapestry.rewrites.core.rule import RULES, parse_move
 from tapestry.rewrites.core.rule_check import documented

@@ -16,8 +16,8 @@ import numpy as np
 
 from tapestry.ir.expr import count_calls
 from tapestry.ir.graph import Graph, Opaque
+from tapestry.ir.kernel import Box, intersect, size
 from tapestry.ir.monoid import MONOIDS
-from tapestry.ir.plan import Box, intersect, size
 from tapestry.ir.program import Free, Launch, Load, Program, Reduce, Transfer
 from tapestry.ir.types import itemsize
 from tapestry.plan.cost.compute import arithmetic

@@ -21,7 +21,7 @@ import torch
 from tapestry.build.store import new_file
 from tapestry.errors import TapestryError
 from tapestry.ir.graph import Graph
-from tapestry.ir.plan import Box, Kernel, cut, intersect, shape, whole
+from tapestry.ir.kernel import Box, Kernel, cut, intersect, shape, whole
 from tapestry.ir.program import Free, Launch, Load, Message, Program, Reduce, Transfer, allocated, transfer_bytes
 from tapestry.ir.types import HOST
 from tapestry.onnx_eval.opaque_node import is_map, is_sequence

@@ -17,7 +17,7 @@ from tapestry.build.sized_builds import SizedBuild
 from tapestry.build.store import Build
 from tapestry.errors import BuildError, TapestryError
 from tapestry.ir.graph import Graph
-from tapestry.ir.plan import Box
+from tapestry.ir.kernel import Box
 from tapestry.ir.program import Program
 from tapestry.ir.symbolic_plan import Sizes, equal_launches
 from tapestry.ir.types import DTYPES, Tensor, Weight, itemsize, numpy_dtype

@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import torch
 
 from tapestry.ir.graph import Block, Graph
-from tapestry.ir.plan import Box, Kernel, shape
+from tapestry.ir.kernel import Box, Kernel, shape
 from tapestry.ir.types import DTYPES, HOST, STORED
 from tapestry.onnx_eval.opaque_node import HostValue
 from tapestry.plugins import entry_points as plugins
 
 if TYPE_CHECKING:
     from tapestry.ir.graph import Graph
-    from tapestry.ir.plan import Box, Kernel
+    from tapestry.ir.kernel import Box, Kernel
 
 Array = Any
 

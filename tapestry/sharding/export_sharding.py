@@ -24,7 +24,8 @@ from tapestry.interop.placement import grown, layout_of_boxes, on_devices, spec_
 from tapestry.interop.sharding_specs import OURS, DeviceConfiguration, ShardingSpec, name_of
 from tapestry.interop.tile_patterns import Tiling
 from tapestry.ir.graph import Block, Graph, Op
-from tapestry.ir.plan import Box, Layout, Mesh, Plan, Stage, Strategy
+from tapestry.ir.kernel import Box
+from tapestry.ir.plan import Layout, Mesh, Plan, Stage, Strategy
 from tapestry.ir.types import numpy_dtype
 from tapestry.lift import lift
 from tapestry.lift.file.structure import load

@@ -15,7 +15,7 @@ import torch
 
 from tapestry.errors import TapestryError
 from tapestry.ir.graph import Graph
-from tapestry.ir.plan import Box, intersect, shape, size
+from tapestry.ir.kernel import Box, intersect, shape, size
 from tapestry.ir.program import Launch, Load, Program, Reduce, Transfer
 from tapestry.onnx_eval.opaque_node import HostValue, is_array, is_map, is_sequence
 from tapestry.runtime import target_protocol

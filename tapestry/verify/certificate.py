@@ -20,12 +20,13 @@ from tapestry.errors import LawError, inside
 from tapestry.ir import laws
 from tapestry.ir.expr import Acc, Arg, Call, Const, distinct
 from tapestry.ir.graph import Block, Graph, Op
+from tapestry.ir.kernel import size, whole
 from tapestry.ir.laws import where
 from tapestry.ir.monoid import MONOIDS
-from tapestry.ir.plan import Layout, Mesh, Plan, Stage, size, whole
-from tapestry.ir.printer import signature
+from tapestry.ir.plan import Layout, Mesh, Plan, Stage
 from tapestry.ir.program import Buffer, Free, Launch, Load, Message, Program, Reduce, Step, Transfer, allocated
 from tapestry.ir.states import native
+from tapestry.ir.syntax.printer import signature
 from tapestry.ir.types import DTYPES, FLOATS, HOST, itemsize
 from tapestry.verify import deadlock, exchange, monoid_laws
 from tapestry.verify.exchange import Boxes, Breach, Lists, Parts, Spans, coverage, first, spans_of

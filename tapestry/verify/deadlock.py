@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from tapestry.errors import LawError
-from tapestry.ir.plan import Box, size
+from tapestry.ir.kernel import Box, size
 from tapestry.ir.program import Free, Program, Reduce, Step, Transfer, reads
 from tapestry.ir.types import itemsize
 

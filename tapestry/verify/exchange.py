@@ -13,8 +13,9 @@ import numpy as np
 from tapestry.errors import LawError
 from tapestry.ir import space
 from tapestry.ir.graph import Block, Graph, Op
+from tapestry.ir.kernel import Box, whole
 from tapestry.ir.laws import where
-from tapestry.ir.plan import Box, Stage, coordinates, interval, whole
+from tapestry.ir.plan import Stage, coordinates, interval
 from tapestry.ir.program import Message
 from tapestry.ir.states import varies
 

@@ -17,9 +17,9 @@ from tapestry.errors import LawError
 from tapestry.ir.expr import Acc, Arg, Call, Const, Expr, Index, Let
 from tapestry.ir.graph import Block, Graph, Opaque, Read
 from tapestry.ir.index import bounds, evaluate
+from tapestry.ir.kernel import Box, cut
 from tapestry.ir.laws import where
 from tapestry.ir.monoid import MONOIDS
-from tapestry.ir.plan import Box, cut
 from tapestry.ir.types import HOST, numpy_dtype
 from tapestry.onnx_eval import opaque_node
 

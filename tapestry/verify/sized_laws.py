@@ -22,8 +22,8 @@ from tapestry.errors import LawError
 from tapestry.ir import space
 from tapestry.ir.graph import Block, Dim, Graph, Guard, Op, Read
 from tapestry.ir.index import Aff, Atom, Mod, bounds, dims_of
+from tapestry.ir.kernel import Box
 from tapestry.ir.laws import where
-from tapestry.ir.plan import Box
 from tapestry.ir.program import Free, Launch, Program, Reduce, Transfer, allocated
 from tapestry.ir.space import apart
 from tapestry.ir.states import varies

@@ -18,7 +18,8 @@ from tapestry.errors import PlanError, some
 from tapestry.interop.placement import layout_of_boxes
 from tapestry.ir.author_names import dim_names, operation_names, parts, tensor_names
 from tapestry.ir.graph import Block, Op, Opaque
-from tapestry.ir.plan import MeshAxis, Plan, shape, size
+from tapestry.ir.kernel import shape, size
+from tapestry.ir.plan import MeshAxis, Plan
 from tapestry.ir.program import (
     Buffer,
     Free,

@@ -18,9 +18,9 @@ from tapestry.ir.author_names import operation_names, parts
 from tapestry.ir.graph import Block, Graph, Op
 from tapestry.ir.index import dims_of
 from tapestry.ir.plan import Mesh, Plan, Strategy
-from tapestry.ir.printer import signature
 from tapestry.ir.program import Free, Launch, Load, Program, Reduce, Step, Transfer
 from tapestry.ir.recognise import NONE, exponential, input_axes, only_sums
+from tapestry.ir.syntax.printer import signature
 from tapestry.plan.topology.fabric import BUSY, doubtful
 from tapestry.rewrites.core.rule import Refusal
 

@@ -1,4 +1,4 @@
-"""The IR between two passes: as text that `ir.parser` reads back, and as sizes."""
+"""The IR between two passes: as text that `ir.syntax.parser` reads back, and as sizes."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import onnx.printer
 from tapestry.errors import some
 from tapestry.ir.graph import Graph, Op, Opaque
 from tapestry.ir.plan import Plan
-from tapestry.ir.printer import to_text
 from tapestry.ir.program import Program, Reduce, Transfer, peak_bytes, transfer_bytes
+from tapestry.ir.syntax.printer import to_text
 from tapestry.lift.examine import Examined
 from tapestry.lift.normalize.prepare import Prepared
 from tapestry.lift.onnx_to_graph import Lifted, ModelSource

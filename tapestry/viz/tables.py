@@ -15,7 +15,7 @@ from rich.text import Text
 
 from tapestry.errors import some
 from tapestry.interop.tile_patterns import SUPPRESSED, Change, Tiling, exact, naive, slide_slips
-from tapestry.ir.plan import cut, shape
+from tapestry.ir.kernel import cut, shape
 from tapestry.ir.types import itemsize
 from tapestry.plan.solver.pairs import PROVED
 from tapestry.verify.rewriting.proofs import shown_text

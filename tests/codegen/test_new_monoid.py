@@ -14,10 +14,10 @@ from tapestry.codegen.torch_cpu.torch_ops import layers
 from tapestry.codegen.triton import generate
 from tapestry.ir.expr import Expr, call
 from tapestry.ir.graph import Block, Graph
+from tapestry.ir.kernel import Kernel, whole
 from tapestry.ir.monoid import MONOIDS, Action, Monoid, State, number, product, rebased, register, rescale
-from tapestry.ir.parser import parse
-from tapestry.ir.plan import Kernel, whole
 from tapestry.ir.recognise import Exponential, exponential
+from tapestry.ir.syntax.parser import parse
 from tapestry.rewrites.core.rule_check import random_feeds
 from tapestry.verify import interp
 from tests.support.attention.attention_runs import close, run_cpu

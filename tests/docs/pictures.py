@@ -17,7 +17,7 @@ import tapestry
 from examples import layer as layer_example
 from tapestry import draw
 from tapestry.ir.graph import Split
-from tapestry.ir.parser import parse
+from tapestry.ir.syntax.parser import parse
 from tests.support.paths import ROOT
 from tests.support.viewer import chromium, viewed
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from tapestry.build.store import PlanData
-from tapestry.ir.ir_document import GraphData
+from tapestry.ir.syntax.ir_document import GraphData
 from tapestry.verify.rewriting.rewrite_log import HistoryData
 from tests.support.paths import ROOT
 

@@ -14,10 +14,10 @@ from tapestry import api
 from tapestry.build import store
 from tapestry.errors import BuildError, LawError, TapestryError, TextError
 from tapestry.ir.graph import Graph
-from tapestry.ir.ir_document import from_document, to_document
-from tapestry.ir.parser import parse
-from tapestry.ir.printer import op_text, to_text
 from tapestry.ir.program import Launch
+from tapestry.ir.syntax.ir_document import from_document, to_document
+from tapestry.ir.syntax.parser import parse
+from tapestry.ir.syntax.printer import op_text, to_text
 from tapestry.verify import certificate
 from tapestry.verify.rewriting import rewrite_log
 from tests.docs.schemas import SCHEMAS, file_of, schema

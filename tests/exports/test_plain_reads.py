@@ -9,7 +9,7 @@ import torch
 
 from tapestry.ir.graph import Guard, Read
 from tapestry.ir.index import dim
-from tapestry.ir.parser import parse
+from tapestry.ir.syntax.parser import parse
 from tapestry.tools.exports.blocks import opset_of
 from tapestry.tools.exports.onnx_files import graph_nodes, model_of
 from tapestry.tools.exports.onnx_nodes import implied

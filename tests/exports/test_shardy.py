@@ -17,7 +17,8 @@ import pytest
 from onnx import helper
 
 import tapestry
-from tapestry.ir.plan import Plan, whole
+from tapestry.ir.kernel import whole
+from tapestry.ir.plan import Plan
 from tapestry.plan.lower import lower
 from tapestry.plan.strategy import strategies
 from tapestry.tools.exports import formats, shardy

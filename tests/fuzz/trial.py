@@ -20,9 +20,9 @@ from tapestry.codegen.torch_cpu import TorchCpu
 from tapestry.codegen.torch_cpu.kernels import from_numpy, to_numpy
 from tapestry.errors import LawError, TapestryError
 from tapestry.ir.graph import Graph
-from tapestry.ir.parser import parse
 from tapestry.ir.plan import MeshAxis, Plan
 from tapestry.ir.program import Program, Reduce, Transfer, peak_bytes, transfer_bytes
+from tapestry.ir.syntax.parser import parse
 from tapestry.lift import Lifted, lift, read_weight
 from tapestry.plan.pipelines.staged_plan import lower_plan
 from tapestry.plan.search.planner import search

@@ -13,7 +13,7 @@ from tapestry.ir.expr import Arg, Const
 from tapestry.ir.graph import Block, Dim, Read
 from tapestry.ir.index import dim
 from tapestry.ir.monoid import MONOIDS
-from tapestry.ir.program import (  # fmt: skip
+from tapestry.ir.program import (
     ALL_GATHER,
     CALLS,
     EXCHANGE,

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from tapestry import rewrites
-from tapestry.ir import parser
-from tapestry.ir.parser import parse
-from tapestry.ir.printer import to_text
+from tapestry.ir.syntax import parser
+from tapestry.ir.syntax.parser import parse
+from tapestry.ir.syntax.printer import to_text
 from tapestry.rewrites.core.rule import RULES
 from tapestry.rewrites.equations import pattern
 from tapestry.rewrites.equations.conditions import MEASURES, PROPERTIES

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tapestry.ir import space
 from tapestry.ir.graph import Block, Dim, Read
 from tapestry.ir.index import Aff, Floor, Mod, bounds, const, dim, dims_of, evaluate, floordiv, modulo, span, substitute
-from tapestry.ir.plan import cut
+from tapestry.ir.kernel import cut
 
 NAMES = ("h", "w", "r")
 RANGES = {"h": 4, "w": 3, "r": 5}

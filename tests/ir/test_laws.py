@@ -9,7 +9,7 @@ from tapestry.ir.expr import Acc, Arg, Call, Const, Index
 from tapestry.ir.graph import Block, Dim, Graph, Guard, Opaque, Read, Split
 from tapestry.ir.index import dim
 from tapestry.ir.laws import GRAPH_LAWS, check, signatures
-from tapestry.ir.parser import parse
+from tapestry.ir.syntax.parser import parse
 from tapestry.ir.types import Weight
 
 GOOD = parse("""graph g

@@ -6,7 +6,7 @@ from tapestry.ir import space
 from tapestry.ir.graph import Block, Dim, Guard, Read
 from tapestry.ir.index import const, dim, modulo
 from tapestry.ir.laws import dependences
-from tapestry.ir.parser import parse
+from tapestry.ir.syntax.parser import parse
 
 H, R = dim("h"), dim("r")
 OP = Block(outs=("y",), dims=(Dim("h", 5),), reduce=(Dim("r", 3),), monoid="sum")

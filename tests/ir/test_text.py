@@ -12,8 +12,8 @@ from tapestry.ir.expr import Acc, Arg, Const, Expr, Index, call, cast
 from tapestry.ir.graph import Block, Dim, Graph, Guard, Opaque, Read, Split
 from tapestry.ir.index import Aff, const, dim, floordiv, modulo
 from tapestry.ir.monoid import number
-from tapestry.ir.parser import parse
-from tapestry.ir.printer import RESERVED, to_text
+from tapestry.ir.syntax.parser import parse
+from tapestry.ir.syntax.printer import RESERVED, to_text
 from tapestry.ir.types import DTYPES, FLOATS, Tensor, Weight
 
 DIMS = (Dim("h", 4), Dim("w", 3), Dim("r", 5))

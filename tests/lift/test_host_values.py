@@ -15,9 +15,9 @@ import tapestry
 from tapestry import api
 from tapestry.errors import LawError, TapestryError
 from tapestry.ir.graph import Block, Opaque
-from tapestry.ir.parser import parse
-from tapestry.ir.printer import to_text
 from tapestry.ir.program import Message, Transfer
+from tapestry.ir.syntax.parser import parse
+from tapestry.ir.syntax.printer import to_text
 from tapestry.lift import read_weight
 from tapestry.runtime import executor
 from tapestry.runtime.processes import distributed

@@ -10,7 +10,7 @@ from onnx import helper
 from tapestry.ir.expr import Arg
 from tapestry.ir.graph import Block
 from tapestry.ir.index import Aff
-from tapestry.ir.printer import op_text, to_text
+from tapestry.ir.syntax.printer import op_text, to_text
 from tapestry.lift.builder import fit
 from tapestry.lift.operators.shape import regroup
 from tests.support.lifting import agree, build, data, evaluate, lift_model, node, space

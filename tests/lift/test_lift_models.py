@@ -15,8 +15,8 @@ import tapestry
 from tapestry.errors import ModelError
 from tapestry.ir.expr import Call, walk
 from tapestry.ir.graph import Block, Opaque
-from tapestry.ir.parser import parse
-from tapestry.ir.printer import signature, to_text
+from tapestry.ir.syntax.parser import parse
+from tapestry.ir.syntax.printer import signature, to_text
 from tapestry.lift import lift
 from tests.support.lifting import EXPORTS, LIGHT, SHARED, agree, build, data, evaluate, lift_model, needs_shared, node
 from tests.support.programs.sized_models import LOOKED_UP, STEP

@@ -6,8 +6,8 @@ import pytest
 
 from bench.book.rule_graphs import SEEN
 from tapestry.ir.graph import changes
-from tapestry.ir.parser import parse
-from tapestry.ir.printer import to_text
+from tapestry.ir.syntax.parser import parse
+from tapestry.ir.syntax.printer import to_text
 from tapestry.pipeline import Options, compile_model
 from tapestry.plan.book.algebra import Book
 from tapestry.plan.solver.budget import Meter

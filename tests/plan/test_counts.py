@@ -12,10 +12,11 @@ import torch
 from tapestry.codegen.torch_cpu import TorchCpu
 from tapestry.errors import LawError
 from tapestry.ir.graph import Graph
-from tapestry.ir.parser import parse
-from tapestry.ir.plan import Kernel, Plan, Strategy
+from tapestry.ir.kernel import Kernel
+from tapestry.ir.plan import Plan, Strategy
 from tapestry.ir.program import Program, Reduce, transfer_bytes
 from tapestry.ir.states import counted
+from tapestry.ir.syntax.parser import parse
 from tapestry.plan.cost.compute import state_bytes
 from tapestry.plan.lower import lower
 from tapestry.plan.strategy import op_boxes

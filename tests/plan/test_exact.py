@@ -17,8 +17,9 @@ import tapestry
 from examples import light
 from tapestry.errors import LawError, TapestryError
 from tapestry.ir.graph import Split
-from tapestry.ir.parser import parse
-from tapestry.ir.plan import PARTS, MeshAxis, Plan, blocks, canonical, cut, free, may_cut
+from tapestry.ir.kernel import cut
+from tapestry.ir.plan import PARTS, MeshAxis, Plan, blocks, canonical, free, may_cut
+from tapestry.ir.syntax.parser import parse
 from tapestry.verify import certificate
 from tests.support.lifting import SHARED, needs_shared
 from tests.support.small_models import MODELS, N, f32, net, save

@@ -15,8 +15,8 @@ from tapestry.api import Compiled
 from tapestry.errors import LawError, TapestryError
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.index import evaluate
-from tapestry.ir.parser import parse
 from tapestry.ir.program import Free, Load, alive_bytes
+from tapestry.ir.syntax.parser import parse
 from tapestry.plan import lower as lowering
 from tapestry.plan import strategy
 from tapestry.plan.cost.compute import least_cells, least_seconds

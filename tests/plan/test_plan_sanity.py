@@ -15,8 +15,8 @@ from onnx import NodeProto, TensorProto, helper, numpy_helper
 import tapestry
 from tapestry.errors import PlanError
 from tapestry.ir.graph import Graph
-from tapestry.ir.parser import parse
 from tapestry.ir.program import peak_bytes
+from tapestry.ir.syntax.parser import parse
 from tapestry.plan.lower import lower
 from tapestry.plan.search.planner import search
 from tapestry.plan.search.priced_plan import priced_plan

@@ -13,10 +13,10 @@ from onnx import TensorProto as T
 import tapestry
 from tapestry.errors import PlanError, TapestryError
 from tapestry.ir.graph import Graph
-from tapestry.ir.parser import parse
 from tapestry.ir.plan import MeshAxis, Plan, part
-from tapestry.ir.printer import to_text
 from tapestry.ir.program import Reduce, Transfer, peak_bytes, transfer_bytes
+from tapestry.ir.syntax.parser import parse
+from tapestry.ir.syntax.printer import to_text
 from tapestry.plan.lower import lower
 from tapestry.plan.requests import parse_layouts, parse_pins
 from tapestry.plan.search import memory_limit, problem

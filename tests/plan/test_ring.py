@@ -14,9 +14,9 @@ from onnx import TensorProto as T
 import tapestry
 from tapestry.errors import LawError
 from tapestry.ir.graph import Block, Graph
-from tapestry.ir.parser import parse
 from tapestry.ir.plan import MeshAxis, Plan, Strategy
 from tapestry.ir.program import Free, Launch, Transfer
+from tapestry.ir.syntax.parser import parse
 from tapestry.plan import ring_attention
 from tapestry.plan.lower import lower
 from tapestry.plan.simulate import simulate

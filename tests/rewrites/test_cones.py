@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 from tapestry.errors import TapestryError
 from tapestry.ir.graph import Graph
-from tapestry.ir.parser import parse
-from tapestry.ir.printer import to_text
+from tapestry.ir.syntax.parser import parse
+from tapestry.ir.syntax.printer import to_text
 from tapestry.plan.book.algebra import Book
 from tapestry.plan.solver.budget import Meter
 from tapestry.plan.topology import parse_mesh, topology

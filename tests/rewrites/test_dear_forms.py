@@ -8,7 +8,7 @@ import pytest
 
 import tapestry
 from tapestry.ir.graph import Block
-from tapestry.ir.printer import to_text
+from tapestry.ir.syntax.printer import to_text
 from tapestry.plan import search_passes
 from tapestry.sharding.export_sharding import export
 from tests.support.lifting import build, node

@@ -20,8 +20,8 @@ from tapestry.codegen.triton import KernelConfig, candidates, default_config, ge
 from tapestry.errors import TapestryError
 from tapestry.ir import laws
 from tapestry.ir.graph import Block, Graph
-from tapestry.ir.parser import parse
 from tapestry.ir.recognise import folded_roles
+from tapestry.ir.syntax.parser import parse
 from tapestry.lift import lift, read_weight
 from tapestry.plan.fusion import Machine, fused
 from tapestry.plan.lower import lower

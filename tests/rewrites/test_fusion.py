@@ -20,8 +20,8 @@ from tapestry.codegen.triton import unavailable
 from tapestry.ir import laws
 from tapestry.ir.graph import Block, Graph, Guard
 from tapestry.ir.index import const, dim
-from tapestry.ir.parser import parse
 from tapestry.ir.recognise import products
+from tapestry.ir.syntax.parser import parse
 from tapestry.lift import lift, read_weight
 from tapestry.plan.fusion import Machine, fused, seconds
 from tapestry.plan.lower import lower

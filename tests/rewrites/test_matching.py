@@ -10,8 +10,8 @@ from tapestry.errors import TapestryError
 from tapestry.ir.expr import Acc, Arg, Call, Const, Expr, call
 from tapestry.ir.graph import Block
 from tapestry.ir.monoid import MONOIDS
-from tapestry.ir.parser import parse
-from tapestry.ir.printer import to_text
+from tapestry.ir.syntax.parser import parse
+from tapestry.ir.syntax.printer import to_text
 from tapestry.rewrites.core.driver import simplify
 from tapestry.rewrites.core.edit import constant
 from tapestry.rewrites.core.rule import RULES, Draft, Match, Move, OpRule, Refusal, refuse

@@ -16,7 +16,7 @@ import tapestry
 from tapestry.codegen.triton import kernel_form
 from tapestry.errors import TapestryError
 from tapestry.ir.graph import Block, Graph
-from tapestry.ir.parser import parse
+from tapestry.ir.syntax.parser import parse
 from tapestry.plan.fusion import Machine, fused
 from tapestry.plan.topology.topology_files import SOURCES
 from tapestry.rewrites.core.driver import apply_moves, simplify

@@ -11,9 +11,9 @@ from tapestry.errors import TapestryError
 from tapestry.ir.expr import call
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.monoid import MONOIDS, product, prove_moments, register
-from tapestry.ir.parser import parse
 from tapestry.ir.plan import MeshAxis, Plan
-from tapestry.ir.printer import to_text
+from tapestry.ir.syntax.parser import parse
+from tapestry.ir.syntax.printer import to_text
 from tapestry.lift import read_weight
 from tapestry.onnx_eval.ort_session import ort_session
 from tapestry.plan.lower import lower

@@ -15,10 +15,10 @@ from tapestry.codegen.torch_cpu import TorchCpu
 from tapestry.codegen.torch_cpu.base import contract
 from tapestry.errors import LawError, TapestryError
 from tapestry.ir.graph import Block, Graph
-from tapestry.ir.parser import parse
-from tapestry.ir.plan import Kernel, cut, whole
-from tapestry.ir.printer import to_text
+from tapestry.ir.kernel import Kernel, cut, whole
 from tapestry.ir.program import Transfer
+from tapestry.ir.syntax.parser import parse
+from tapestry.ir.syntax.printer import to_text
 from tapestry.onnx_eval.ort_session import ort_session
 from tapestry.plan.search.planner import search
 from tapestry.plan.strategy import Pin

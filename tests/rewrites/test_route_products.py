@@ -13,9 +13,9 @@ from onnx import helper
 
 import tapestry
 from tapestry.errors import TapestryError
-from tapestry.ir.parser import parse
-from tapestry.ir.printer import to_text
 from tapestry.ir.recognise import routed
+from tapestry.ir.syntax.parser import parse
+from tapestry.ir.syntax.printer import to_text
 from tapestry.rewrites.core.rule import RULES, Refusal, parse_move
 from tests.support.lifting import build, data, node
 from tests.support.triton_kernels import check, poisoned_lanes, source_of  # noqa: F401 (a fixture for every test here)

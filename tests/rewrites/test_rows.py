@@ -8,11 +8,12 @@ from tapestry.codegen.torch_cpu.base.contract import regrouped
 from tapestry.codegen.torch_cpu.kernels import build
 from tapestry.codegen.triton import KernelConfig, generate
 from tapestry.ir.graph import Block, Graph
-from tapestry.ir.parser import parse
-from tapestry.ir.plan import Kernel, MeshAxis, Plan, whole
-from tapestry.ir.printer import to_text
+from tapestry.ir.kernel import Kernel, whole
+from tapestry.ir.plan import MeshAxis, Plan
 from tapestry.ir.program import Launch
 from tapestry.ir.states import row_groups, state_box
+from tapestry.ir.syntax.parser import parse
+from tapestry.ir.syntax.printer import to_text
 from tapestry.plan.cost.compute import layered_flops
 from tapestry.plan.lower import lower
 from tapestry.plan.strategy import strategies

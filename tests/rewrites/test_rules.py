@@ -11,8 +11,8 @@ import tapestry.rewrites  # noqa: F401  (fills the table of rules)
 from tapestry.errors import LawError, TapestryError
 from tapestry.ir.graph import Block, Graph, Split
 from tapestry.ir.monoid import MONOIDS
-from tapestry.ir.parser import parse
-from tapestry.ir.printer import to_text
+from tapestry.ir.syntax.parser import parse
+from tapestry.ir.syntax.printer import to_text
 from tapestry.plan.search.planner import search
 from tapestry.plan.topology import parse_mesh, topology
 from tapestry.rewrites.core.driver import apply_moves

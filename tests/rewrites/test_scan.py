@@ -14,10 +14,10 @@ import tapestry
 from tapestry.codegen.torch_cpu import TorchCpu
 from tapestry.errors import LawError
 from tapestry.ir.graph import Block, Graph
-from tapestry.ir.parser import parse
-from tapestry.ir.plan import Box, Kernel, whole
+from tapestry.ir.kernel import Box, Kernel, whole
 from tapestry.ir.program import Transfer
 from tapestry.ir.states import as_scan
+from tapestry.ir.syntax.parser import parse
 from tapestry.plan.cost.compute import work
 from tapestry.plan.search.planner import search
 from tapestry.plan.strategy import Pin

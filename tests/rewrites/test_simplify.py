@@ -9,8 +9,8 @@ from onnx import TensorProto as T
 from tapestry.ir import index, laws
 from tapestry.ir.expr import walk
 from tapestry.ir.graph import Block, Graph
-from tapestry.ir.parser import parse
-from tapestry.ir.printer import to_text
+from tapestry.ir.syntax.parser import parse
+from tapestry.ir.syntax.printer import to_text
 from tapestry.lift import lift, read_weight
 from tapestry.rewrites.core.driver import simplify
 from tapestry.rewrites.core.rule import RULES

@@ -9,8 +9,8 @@ from tapestry.ir.expr import Arg
 from tapestry.ir.graph import Block, Dim, Graph, Opaque, Read
 from tapestry.ir.index import dim
 from tapestry.ir.monoid import MONOIDS
-from tapestry.ir.parser import parse
-from tapestry.ir.printer import signature, to_text
+from tapestry.ir.syntax.parser import parse
+from tapestry.ir.syntax.printer import signature, to_text
 from tapestry.ir.types import Tensor
 from tapestry.rewrites.core.driver import apply_moves
 from tapestry.rewrites.core.rule import parse_move

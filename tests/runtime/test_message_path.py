@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tapestry.codegen.torch_cpu.base.scalars import TORCH_DTYPES
-from tapestry.ir.plan import shape
+from tapestry.ir.kernel import shape
 from tapestry.ir.program import (
     ALL_GATHER,
     ALL_REDUCE,

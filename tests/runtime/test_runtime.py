@@ -16,11 +16,12 @@ from tapestry.codegen.torch_cpu.base.closures import compile_value
 from tapestry.codegen.torch_cpu.kernels import from_numpy, to_numpy
 from tapestry.ir.expr import PRIMITIVES, Arg, Call, philox
 from tapestry.ir.graph import Block
+from tapestry.ir.kernel import Box, Kernel, whole
+from tapestry.ir.kernel import shape as extents
 from tapestry.ir.monoid import MONOIDS
-from tapestry.ir.parser import parse
-from tapestry.ir.plan import Box, Kernel, Plan, whole
-from tapestry.ir.plan import shape as extents
+from tapestry.ir.plan import Plan
 from tapestry.ir.states import state_box
+from tapestry.ir.syntax.parser import parse
 from tapestry.ir.types import numpy_dtype
 from tapestry.plan.lower import lower
 from tapestry.plan.strategy import strategies

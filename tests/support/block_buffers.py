@@ -10,7 +10,7 @@ import torch
 from tapestry.codegen.torch_cpu.kernels import from_numpy
 from tapestry.ir import space
 from tapestry.ir.graph import Block
-from tapestry.ir.plan import Box
+from tapestry.ir.kernel import Box
 
 
 def sub_box(box: Box, rng: random.Random) -> Box:

@@ -11,8 +11,8 @@ from onnx import TensorProto, helper, numpy_helper
 
 from tapestry.ir import laws
 from tapestry.ir.graph import Block, Graph
-from tapestry.ir.parser import parse
-from tapestry.ir.printer import to_text
+from tapestry.ir.syntax.parser import parse
+from tapestry.ir.syntax.printer import to_text
 from tapestry.lift import Lifted, lift, read_weight
 from tapestry.onnx_eval.ort_session import ort_session
 from tapestry.verify.interp import run

@@ -18,9 +18,9 @@ import torch
 from tapestry.codegen.triton import KernelConfig, generate, launch
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.index import bounds
-from tapestry.ir.parser import parse
-from tapestry.ir.plan import Box, Kernel, whole
+from tapestry.ir.kernel import Box, Kernel, whole
 from tapestry.ir.states import state_box
+from tapestry.ir.syntax.parser import parse
 from tapestry.ir.types import FLOAT8, numpy_dtype
 from tapestry.verify import interp
 

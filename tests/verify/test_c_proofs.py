@@ -16,8 +16,8 @@ from tapestry.codegen.torch_cpu.c import contract_trials
 from tapestry.codegen.torch_cpu.c.contract_trials import CONTRACTS
 from tapestry.errors import LawError
 from tapestry.ir.graph import Graph
-from tapestry.ir.parser import parse
-from tapestry.ir.plan import Kernel
+from tapestry.ir.kernel import Kernel
+from tapestry.ir.syntax.parser import parse
 from tapestry.verify.kernels.c_source import functions
 from tapestry.verify.kernels.kernel_proofs import COMPARED, FORM, TRIAL, prove
 from tapestry.verify.kernels.terms import Unsupported

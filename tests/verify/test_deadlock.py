@@ -12,9 +12,10 @@ import torch
 
 from tapestry.codegen.torch_cpu.base.scalars import TORCH_DTYPES
 from tapestry.errors import LawError
-from tapestry.ir.parser import parse
-from tapestry.ir.plan import Plan, shape
+from tapestry.ir.kernel import shape
+from tapestry.ir.plan import Plan
 from tapestry.ir.program import Program, Reduce, Transfer, transfer_bytes
+from tapestry.ir.syntax.parser import parse
 from tapestry.plan.lower import lower
 from tapestry.plan.strategy import strategies
 from tapestry.runtime.executor import owners

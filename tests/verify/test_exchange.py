@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tapestry.ir.plan import Box
+from tapestry.ir.kernel import Box
 from tapestry.ir.program import Message
 from tapestry.verify import exchange
 from tapestry.verify.exchange import spans_of

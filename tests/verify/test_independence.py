@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tapestry.ir import expr as targets
-from tapestry.ir.parser import parse
+from tapestry.ir.syntax.parser import parse
 from tapestry.onnx_eval import opaque_node
 from tapestry.plan.lower import lower
 from tapestry.verify import interp

@@ -10,8 +10,8 @@ from tapestry.codegen.kernel_sources import kernel_text_of
 from tapestry.codegen.triton import generate
 from tapestry.errors import LawError
 from tapestry.ir.graph import Graph
-from tapestry.ir.parser import parse
-from tapestry.ir.plan import Kernel
+from tapestry.ir.kernel import Kernel
+from tapestry.ir.syntax.parser import parse
 from tapestry.verify.kernels import kernel_proofs
 from tapestry.verify.kernels.kernel_proofs import COMPARED, FORM, prove
 from tapestry.verify.kernels.kernel_text import KernelText

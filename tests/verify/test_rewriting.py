@@ -12,8 +12,8 @@ from tapestry import passes
 from tapestry.build import store
 from tapestry.errors import BuildError, LawError, TextError
 from tapestry.ir.graph import Graph, Rewrite, changes
-from tapestry.ir.parser import parse
-from tapestry.ir.printer import to_text
+from tapestry.ir.syntax.parser import parse
+from tapestry.ir.syntax.printer import to_text
 from tapestry.lift import lift
 from tapestry.rewrites.core.driver import apply_moves, simplify
 from tapestry.rewrites.core.rule import RULES, parse_move

@@ -14,9 +14,9 @@ from tapestry.build import store
 from tapestry.errors import LawError
 from tapestry.ir import space
 from tapestry.ir.graph import Block
-from tapestry.ir.parser import parse
 from tapestry.ir.plan import Plan, Strategy
 from tapestry.ir.program import Launch, Message, Program, Reduce, Transfer
+from tapestry.ir.syntax.parser import parse
 from tapestry.plan.lower import lower
 from tapestry.plan.search.planner import search
 from tapestry.plan.solver.elimination import undominated

@@ -12,7 +12,7 @@ import pytest
 import tapestry
 from tapestry.build import store
 from tapestry.ir import space
-from tapestry.ir.plan import size
+from tapestry.ir.kernel import size
 from tapestry.tools.viewer import html_page
 from tapestry.viz import explain
 from tapestry.viz.format import duration, human, signed

@@ -17,9 +17,9 @@ import pytest
 import tapestry
 from tapestry.errors import TapestryError
 from tapestry.ir.graph import Graph
-from tapestry.ir.parser import parse
 from tapestry.ir.plan import Plan, Strategy
 from tapestry.ir.program import Launch, Load, Reduce, Transfer, allocated
+from tapestry.ir.syntax.parser import parse
 from tapestry.plan.alternatives import best_alternatives
 from tapestry.plan.lower import lower
 from tapestry.plan.search.planner import search

@@ -16,8 +16,8 @@ import pytest
 from onnx import helper
 
 from bench.correctness.seeded_kernel_bugs import BUGS, seeded
-from tapestry.ir.parser import parse
 from tapestry.ir.plan import MeshAxis, Strategy
+from tapestry.ir.syntax.parser import parse
 from tapestry.verify import interp
 from tests.fuzz import awkward
 from tests.fuzz.campaign import PLANS, fuzz

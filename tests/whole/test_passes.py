@@ -20,8 +20,8 @@ import tapestry
 from tapestry import flags, pass_runner
 from tapestry.errors import LawError, TapestryError
 from tapestry.ir.graph import Graph
-from tapestry.ir.parser import parse
-from tapestry.ir.printer import to_text
+from tapestry.ir.syntax.parser import parse
+from tapestry.ir.syntax.printer import to_text
 from tapestry.pass_runner import Pass, Runner
 from tapestry.pipeline import PASSES, Options, _values
 from tapestry.plan.fusion import fused

@@ -15,7 +15,7 @@ from tapestry.codegen.torch_cpu.c.blocks_c import PLAIN, How, Mapped
 from tapestry.codegen.torch_cpu.c.c_calls import Calls, CCall, Recorded, Together, Written, ask, batch, called, limit, move
 from tapestry.codegen.torch_cpu.c.print_c import compile_waiting
 from tapestry.ir.graph import Graph
-from tapestry.ir.plan import Kernel
+from tapestry.ir.kernel import Kernel
 
 __all__ = ["How", "TorchCpu", "compile_waiting"]
 

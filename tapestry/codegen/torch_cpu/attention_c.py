@@ -22,7 +22,7 @@ from tapestry.ir.expr import Acc, Arg, Const, Expr, Let, arg_positions, walk
 from tapestry.ir.expr import Call as Apply
 from tapestry.ir.graph import Block, Graph, Read
 from tapestry.ir.index import dims_of, evaluate
-from tapestry.ir.plan import Box, Kernel, shape, size
+from tapestry.ir.kernel import Box, Kernel, shape, size
 from tapestry.ir.recognise import Attention, Weighed, attention, dims_read, weighed
 
 Tensor = torch.Tensor

@@ -27,7 +27,7 @@ from tapestry.codegen.torch_cpu.torch_ops.dense import Pack, Packable, one_produ
 from tapestry.ir.expr import Acc, Arg, Call, Const, Expr, Index, arg_positions, walk
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.index import dims_of
-from tapestry.ir.plan import Kernel, size
+from tapestry.ir.kernel import Kernel, size
 from tapestry.ir.recognise import Narrow, dims_read, factors, narrow
 
 # What follows a sum in i32 for each feature, as one pass in C over rows of features: a bias, scales, rounding, saturation.

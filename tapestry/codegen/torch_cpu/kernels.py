@@ -27,8 +27,8 @@ from tapestry.codegen.torch_cpu.views import pixels, rows, seen
 from tapestry.ir import plan
 from tapestry.ir.expr import Expr, arg_positions
 from tapestry.ir.graph import Block, Graph, Op, Opaque
+from tapestry.ir.kernel import Box, Kernel, shape, size
 from tapestry.ir.monoid import parts_of
-from tapestry.ir.plan import Box, Kernel, shape, size
 from tapestry.ir.recognise import only_sums, part, sides
 from tapestry.ir.states import as_scan, layered
 from tapestry.ir.types import HOST, STORED, numpy_dtype

@@ -19,7 +19,7 @@ from tapestry.codegen.torch_cpu.torch_ops.layers import viewed
 from tapestry.codegen.torch_cpu.views import Seen, seen
 from tapestry.ir.expr import Acc, Arg, Expr, Index, arg_positions, call, walk
 from tapestry.ir.graph import Block, Graph
-from tapestry.ir.plan import Kernel
+from tapestry.ir.kernel import Kernel
 from tapestry.ir.recognise import dims_read, factors, only_sums, part
 
 

@@ -17,7 +17,7 @@ from tapestry.codegen.torch_cpu.base.point_values import cut_pieces
 from tapestry.ir.expr import Index, arg_positions, walk
 from tapestry.ir.graph import Block, Dim, Graph, Guard, Read
 from tapestry.ir.index import Aff, bounds, const, dim, dims_of
-from tapestry.ir.plan import Box, Kernel, shape, size, whole
+from tapestry.ir.kernel import Box, Kernel, shape, size, whole
 from tapestry.ir.recognise import convolution, factors, plain_read, sides
 from tapestry.ir.types import Tensor as Typed
 from tapestry.rewrites.core.edit import fresh_dim, reindex

@@ -13,8 +13,8 @@ from tapestry.codegen.triton.task.tiles import KernelForm, row_dims
 from tapestry.ir.expr import count_calls
 from tapestry.ir.graph import Block, Graph, Read
 from tapestry.ir.index import Aff, bounds, dims_of, evaluate
+from tapestry.ir.kernel import Box, Kernel, size
 from tapestry.ir.monoid import MONOIDS
-from tapestry.ir.plan import Box, Kernel, size
 from tapestry.ir.types import itemsize
 
 # Seconds from a load to its value, past both caches: 479 cycles at 1.755 GHz (Luo et al. 2024, "Benchmarking and Dissecting the

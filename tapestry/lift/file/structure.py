@@ -18,7 +18,7 @@ from onnx import AttributeProto, FunctionProto, GraphProto, ModelProto, NodeProt
 
 from tapestry.errors import ModelError
 from tapestry.ir.graph import Graph
-from tapestry.ir.parser import parse
+from tapestry.ir.syntax.parser import parse
 from tapestry.lift.file.external_data import check_file, check_inline, check_overlaps, densify, parse_place, tensor_bytes
 from tapestry.lift.file.protos import captured, model_nodes, nested, node_name, replace_nodes, static_shape, subgraphs
 from tapestry.onnx_eval.reference_fixes import EVALUATORS

@@ -17,7 +17,7 @@ import numpy as np
 
 from tapestry.errors import TapestryError
 from tapestry.ir.graph import Graph
-from tapestry.ir.printer import to_text
+from tapestry.ir.syntax.printer import to_text
 from tapestry.plan.book.algebra import Book
 from tapestry.plan.solver.budget import Meter
 from tapestry.plan.topology import Topology

@@ -23,7 +23,7 @@ from tapestry.ir.expr import Arg
 from tapestry.ir.graph import Block, Dim, Graph, Op, Read
 from tapestry.ir.index import dim
 from tapestry.ir.plan import Layout, Mesh, MeshAxis, Stage, Strategy, device_count, on_stage
-from tapestry.ir.printer import signature
+from tapestry.ir.syntax.printer import signature
 from tapestry.ir.types import itemsize
 from tapestry.plan.cost import compute
 from tapestry.plan.pipelines.staged_plan import link_between, segment, stage_topology

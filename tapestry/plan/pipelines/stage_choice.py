@@ -12,8 +12,8 @@ import numpy as np
 from tapestry.errors import PlanError, TapestryError
 from tapestry.ir.graph import Block, Graph, Op
 from tapestry.ir.plan import Arrival, Layout, Plan, Stage, Strategy, device_count, stages_refused
-from tapestry.ir.printer import signature
 from tapestry.ir.program import peak_bytes
+from tapestry.ir.syntax.printer import signature
 from tapestry.ir.types import itemsize
 from tapestry.plan.cost import compute
 from tapestry.plan.cost.compute import least_seconds

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from tapestry.ir.graph import Graph, with_ops
-from tapestry.ir.plan import Box, Plan, Stage, device_count, intersect, on_stage, size
+from tapestry.ir.kernel import Box, intersect, size
+from tapestry.ir.plan import Plan, Stage, device_count, on_stage
 from tapestry.ir.program import Buffer, Free, Launch, Load, Message, Program, Reduce, Step, Transfer
 from tapestry.plan.lower import lower, with_frees
 from tapestry.plan.requests import kind_of

@@ -16,8 +16,8 @@ import numpy as np
 from tapestry.errors import PlanError
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.plan import Layout, Plan, Strategy, still
-from tapestry.ir.printer import to_text
 from tapestry.ir.program import Transfer, peak_bytes
+from tapestry.ir.syntax.printer import to_text
 from tapestry.plan import ring_attention
 from tapestry.plan.schedule.branches import KNOWN, Branching, least_seconds
 from tapestry.plan.schedule.time_bound import Game

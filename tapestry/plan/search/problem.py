@@ -16,7 +16,7 @@ import numpy as np
 from tapestry.errors import PlanError
 from tapestry.ir.graph import Block, Graph, Op
 from tapestry.ir.plan import Layout, Strategy, coordinates, device_count
-from tapestry.ir.printer import signature
+from tapestry.ir.syntax.printer import signature
 from tapestry.ir.types import itemsize
 from tapestry.plan import ring_attention
 from tapestry.plan.cost import compute, transfer

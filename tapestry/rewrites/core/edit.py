@@ -22,8 +22,8 @@ from tapestry.ir import space
 from tapestry.ir.expr import Acc, Arg, Call, Const, Expr, Index, Let, arg_positions, call, depth, rewrite
 from tapestry.ir.graph import Block, Dim, Graph, Guard, Inner, Op, Read, Split, map_exprs
 from tapestry.ir.index import Aff, Ranges, atoms, const, dim, dims_of, span, substitute
+from tapestry.ir.kernel import Box
 from tapestry.ir.monoid import MONOIDS, number
-from tapestry.ir.plan import Box
 from tapestry.ir.recognise import dims_read, folded_roles, kept, products
 from tapestry.ir.types import FLOATS, Tensor, numpy_dtype
 from tapestry.rewrites.core.rule import Move, Refusal, refuse

@@ -20,7 +20,7 @@ from typing import ClassVar, Literal, Protocol, TypeVar, get_args, runtime_check
 
 from tapestry.errors import TapestryError
 from tapestry.ir.graph import Block, Graph, Op, with_ops
-from tapestry.ir.printer import name as quoted_name
+from tapestry.ir.syntax.printer import name as quoted_name
 from tapestry.ir.types import Tensor
 
 Param = str | int

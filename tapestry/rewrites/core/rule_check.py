@@ -17,8 +17,8 @@ import numpy as np
 from tapestry.errors import LawError, TapestryError
 from tapestry.ir import laws
 from tapestry.ir.graph import Block, Graph
-from tapestry.ir.parser import parse
-from tapestry.ir.printer import to_text
+from tapestry.ir.syntax.parser import parse
+from tapestry.ir.syntax.printer import to_text
 from tapestry.ir.types import FLOATS, numpy_dtype
 from tapestry.rewrites.core.driver import apply_moves
 from tapestry.rewrites.core.rule import Move, Refusal, Rule, parse_move

@@ -21,8 +21,8 @@ from tapestry.ir.expr import PRIMITIVES, Acc, Arg, Expr, Index, call, cast
 from tapestry.ir.graph import Block, Dim, Graph, Read, changes
 from tapestry.ir.index import Aff, dim, floordiv
 from tapestry.ir.monoid import MONOIDS, number
-from tapestry.ir.parser import parse
-from tapestry.ir.printer import to_text
+from tapestry.ir.syntax.parser import parse
+from tapestry.ir.syntax.printer import to_text
 from tapestry.ir.types import DTYPES, FLOATS, Tensor
 from tapestry.rewrites.core.driver import apply_moves
 from tapestry.rewrites.core.rule import Move, parse_move

@@ -9,8 +9,8 @@ from typing import get_args
 from tapestry.ir.expr import PRIMITIVES, Expr
 from tapestry.ir.graph import Block, Dim, Inner, Read
 from tapestry.ir.index import Aff, const, dim, floordiv, modulo
-from tapestry.ir.parser import Tokens
-from tapestry.ir.printer import INFIX
+from tapestry.ir.syntax.parser import Tokens
+from tapestry.ir.syntax.printer import INFIX
 from tapestry.ir.types import DTYPES
 from tapestry.rewrites.core.rule import Phase
 

@@ -9,8 +9,8 @@ from dataclasses import replace
 from tapestry.ir.expr import Arg, Const, Expr, Index, arg_positions, call, rewrite
 from tapestry.ir.graph import Block, Dim, Graph, Guard, Op, Read, Split, replace_op
 from tapestry.ir.index import Aff, bounds, const, dim, dims_of, floordiv, modulo
+from tapestry.ir.kernel import cut
 from tapestry.ir.monoid import MONOIDS, number
-from tapestry.ir.plan import cut
 from tapestry.rewrites.core.edit import (
     accept,
     block_at,

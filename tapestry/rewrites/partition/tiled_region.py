@@ -17,8 +17,8 @@ from tapestry.ir.expr import Arg, Expr, Index, call
 from tapestry.ir.expr import Const as Literal
 from tapestry.ir.graph import Block, Dim, Graph, Op, Opaque, Read, with_ops
 from tapestry.ir.index import bounds, dim
+from tapestry.ir.kernel import cut, whole
 from tapestry.ir.monoid import MONOIDS
-from tapestry.ir.plan import cut, whole
 from tapestry.ir.types import Tensor
 from tapestry.rewrites.core.edit import accept, finish, fresh, op_at, plain_index, prune, reindex, renamed, repeatable, resized
 from tapestry.rewrites.core.rule import Move, Refusal, Rule, register

@@ -21,9 +21,10 @@ import torch.distributed
 from onnx import helper
 
 from tapestry.ir.graph import Graph
-from tapestry.ir.parser import parse
-from tapestry.ir.plan import Box, MeshAxis, Plan, Strategy, shape
+from tapestry.ir.kernel import Box, shape
+from tapestry.ir.plan import MeshAxis, Plan, Strategy
 from tapestry.ir.program import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, BROADCAST, EXCHANGE, REDUCE_SCATTER, Launch, Load, carrier
+from tapestry.ir.syntax.parser import parse
 from tapestry.ir.types import FLOATS, itemsize, numpy_dtype
 from tapestry.plan.cost import compute
 from tapestry.plan.lower import lower

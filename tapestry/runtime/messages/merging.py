@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from tapestry.ir.plan import Box, cut, shape
+from tapestry.ir.kernel import Box, cut, shape
 from tapestry.ir.program import ALL_REDUCE, REDUCE_SCATTER, Call, Reduce
 from tapestry.runtime import target_protocol
 from tapestry.runtime.messages.moves import Move

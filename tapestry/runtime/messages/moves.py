@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from tapestry.ir.graph import Graph
-from tapestry.ir.plan import Box, intersect, shape
+from tapestry.ir.kernel import Box, intersect, shape
 from tapestry.ir.program import (
     ALL_GATHER,
     ALL_TO_ALL,

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from tapestry.ir.graph import Graph
-from tapestry.ir.plan import Box, Kernel, shape
+from tapestry.ir.kernel import Box, Kernel, shape
 from tapestry.ir.program import Launch, Load, Program
 from tapestry.ir.types import HOST
 from tapestry.runtime.executor import Executor, copy, kernel_of, silent

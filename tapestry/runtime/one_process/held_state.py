@@ -18,7 +18,7 @@ import torch
 
 from tapestry.build.store import Cache
 from tapestry.ir.graph import Block, Graph
-from tapestry.ir.plan import Box, Kernel, intersect, shape
+from tapestry.ir.kernel import Box, Kernel, intersect, shape
 from tapestry.ir.program import Launch, Load, Program, reads
 from tapestry.ir.types import HOST
 from tapestry.runtime import target_protocol

@@ -10,7 +10,7 @@ from threading import Lock
 import torch
 
 from tapestry.ir.graph import Graph
-from tapestry.ir.plan import Box, shape
+from tapestry.ir.kernel import Box, shape
 from tapestry.ir.program import Free, Launch, Load, Program, Step, allocated, reads
 from tapestry.runtime import target_protocol
 from tapestry.runtime.executor import Executor, Held, Route, kernel_of, silent

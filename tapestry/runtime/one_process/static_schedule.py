@@ -17,7 +17,7 @@ from functools import cached_property, partial
 import torch
 
 from tapestry.ir.graph import Graph
-from tapestry.ir.plan import Box, shape
+from tapestry.ir.kernel import Box, shape
 from tapestry.ir.program import Free, Launch, Load, Program, allocated, reads
 from tapestry.ir.types import HOST
 from tapestry.runtime import target_protocol as arrays

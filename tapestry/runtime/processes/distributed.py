@@ -23,7 +23,7 @@ import torch
 from tapestry import flags
 from tapestry.errors import RunError, TapestryError
 from tapestry.ir.graph import Graph
-from tapestry.ir.plan import shape
+from tapestry.ir.kernel import shape
 from tapestry.ir.program import Call, Free, Launch, Load, Program, Reduce, Transfer, allocated, reads
 from tapestry.ir.types import HOST
 from tapestry.onnx_eval.opaque_node import HostValue, is_map, is_sequence
@@ -37,7 +37,7 @@ from tapestry.runtime.processes.wire import COMPUTE, WEIGHTS, Groups, Team, Wire
 from tapestry.runtime.target_protocol import Array, Measured, Progress, Source, Target
 
 if TYPE_CHECKING:
-    from tapestry.ir.plan import Box
+    from tapestry.ir.kernel import Box
 
 
 # Where a rank's tensors are, and which backend of torch.distributed carries them: gloo on CPUs, NCCL on GPUs.

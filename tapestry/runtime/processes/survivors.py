@@ -27,7 +27,7 @@ from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImport
 
 from tapestry.errors import TapestryError
 from tapestry.ir.graph import Graph
-from tapestry.ir.plan import Box, intersect, shape
+from tapestry.ir.kernel import Box, intersect, shape
 from tapestry.ir.program import EXCHANGE, Launch, Load, Program, Reduce, Transfer
 from tapestry.ir.types import HOST
 from tapestry.runtime import target_protocol

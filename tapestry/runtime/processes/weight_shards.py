@@ -30,7 +30,7 @@ from tapestry.build import store
 from tapestry.build.store import Build, new_folder
 from tapestry.errors import BuildError, TapestryError
 from tapestry.ir.graph import Graph
-from tapestry.ir.plan import Box, shape
+from tapestry.ir.kernel import Box, shape
 from tapestry.ir.program import Load
 from tapestry.ir.types import itemsize, numpy_dtype
 from tapestry.runtime.executor import file_name, write

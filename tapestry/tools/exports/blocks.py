@@ -10,8 +10,8 @@ from onnx import NodeProto, defs
 
 from tapestry.ir.expr import Arg, Call, Const, Expr, Let, arg_positions, walk
 from tapestry.ir.graph import Block, Graph, Inner, Opaque
+from tapestry.ir.kernel import Kernel, shape, whole
 from tapestry.ir.monoid import MONOIDS, Best, ByPrimitive, Moments, Monoid, Product, Rebased, highest
-from tapestry.ir.plan import Kernel, shape, whole
 from tapestry.ir.recognise import as_onnx_counts, convolution, exponential, part, products, selection
 from tapestry.ir.types import FLOATS
 from tapestry.tools.exports.contraction_nodes import SoftmaxSum, contract, convolve, pooled, softmax_sum, transpose_convolved

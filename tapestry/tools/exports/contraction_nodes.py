@@ -12,8 +12,8 @@ import numpy as np
 from tapestry.ir.expr import Acc, Arg, Call, Expr, call, distinct
 from tapestry.ir.graph import Block, Guard, Read
 from tapestry.ir.index import Aff, Floor, Mod, const, dim, dims_of, evaluate
+from tapestry.ir.kernel import Box
 from tapestry.ir.monoid import lowest, number, primitive_of
-from tapestry.ir.plan import Box
 from tapestry.ir.recognise import Conv, Window, convolution, exponential, factors, plain_read, window
 from tapestry.ir.types import FLOATS
 from tapestry.tools.exports.onnx_nodes import Frame, Nodes, Value, implied

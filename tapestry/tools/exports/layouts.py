@@ -21,8 +21,9 @@ from tapestry.build.store import Build, new_file
 from tapestry.interop.placement import held, layout_of_boxes
 from tapestry.ir.author_names import dim_names, operation_names, tensor_names
 from tapestry.ir.graph import Block, Graph, Op
+from tapestry.ir.kernel import Box, inside, size
 from tapestry.ir.monoid import MONOIDS, Best, ByPrimitive, Monoid, Product, primitive_of
-from tapestry.ir.plan import Box, Layout, Mesh, Strategy, inside, size
+from tapestry.ir.plan import Layout, Mesh, Strategy
 from tapestry.ir.program import Buffer, Launch, Load, Reduce, Transfer, transfer_bytes
 from tapestry.ir.recognise import Conv, convolution
 from tapestry.ir.types import FLOATS, itemsize

@@ -17,11 +17,11 @@ from onnx import checker as onnx_checker
 
 from tapestry.build.store import Build, new_file
 from tapestry.errors import BuildError, TapestryError
-from tapestry.ir import ir_document
 from tapestry.ir.author_names import operation_names
 from tapestry.ir.graph import Block, Graph, Op
-from tapestry.ir.plan import Box, Kernel, whole
-from tapestry.ir.printer import to_text
+from tapestry.ir.kernel import Box, Kernel, whole
+from tapestry.ir.syntax import ir_document
+from tapestry.ir.syntax.printer import to_text
 from tapestry.ir.types import PACKED, Weight, numpy_dtype
 from tapestry.lift.file.external_data import open_inside, safe_location
 from tapestry.lift.file.structure import TEXT

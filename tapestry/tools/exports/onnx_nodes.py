@@ -17,7 +17,7 @@ from tapestry.errors import TapestryError
 from tapestry.ir.expr import Acc, Arg, Call, Const, Expr, Index, Let, distinct
 from tapestry.ir.graph import Block, Graph, Guard, Read
 from tapestry.ir.index import Aff, Atom, Floor, const, dim, dims_of, evaluate, span, substitute
-from tapestry.ir.plan import Box
+from tapestry.ir.kernel import Box
 from tapestry.ir.types import DTYPES, FLOATS, numpy_dtype
 
 OPSET = 20

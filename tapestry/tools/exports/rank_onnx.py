@@ -19,8 +19,9 @@ from tapestry.build.store import Build, check_place, new_folder
 from tapestry.interop.placement import layout_of_boxes
 from tapestry.ir.author_names import operation_names
 from tapestry.ir.graph import Block, Graph
+from tapestry.ir.kernel import Box, Kernel, intersect, shape, size, whole
 from tapestry.ir.monoid import MONOIDS, Best, ByPrimitive, Moments, Monoid, Product, highest
-from tapestry.ir.plan import Box, Kernel, Mesh, intersect, shape, size, whole
+from tapestry.ir.plan import Mesh
 from tapestry.ir.program import ALL_GATHER, Free, Launch, Load, Program, Reduce, Transfer, transfer_bytes, transfer_call
 from tapestry.ir.recognise import exponential
 from tapestry.ir.types import itemsize

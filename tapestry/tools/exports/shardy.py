@@ -18,7 +18,8 @@ from onnx import NodeProto, helper
 from tapestry.build.store import Build, new_file
 from tapestry.ir.author_names import operation_names
 from tapestry.ir.graph import Graph, Opaque
-from tapestry.ir.plan import Box, Layout, Mesh, shape
+from tapestry.ir.kernel import Box, shape
+from tapestry.ir.plan import Layout, Mesh
 from tapestry.ir.program import Reduce, Transfer, transfer_bytes
 from tapestry.tools.exports.layouts import as_partition_spec, places, wrong_in_xla
 from tapestry.tools.exports.onnx_files import graph_nodes

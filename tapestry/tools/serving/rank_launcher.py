@@ -25,7 +25,7 @@ from tapestry import launch
 from tapestry.build.sized_builds import SizedBuild
 from tapestry.build.store import Build
 from tapestry.errors import RunError, TapestryError
-from tapestry.ir.plan import Box
+from tapestry.ir.kernel import Box
 from tapestry.onnx_eval.opaque_node import HostValue
 from tapestry.runtime.session import Session, SizedSessions
 from tapestry.runtime.target_protocol import Array

@@ -20,9 +20,10 @@ from tapestry.ir.author_names import operation_names
 from tapestry.ir.expr import Call, Const, Expr, Index
 from tapestry.ir.graph import Block, Graph, Guard, Op, Read
 from tapestry.ir.index import Aff, Floor
-from tapestry.ir.plan import Mesh, Plan, Strategy, size
-from tapestry.ir.printer import aliases, op_text, signature
+from tapestry.ir.kernel import size
+from tapestry.ir.plan import Mesh, Plan, Strategy
 from tapestry.ir.program import Free, Launch, Program, Reduce, Step, Transfer, allocated, device_bytes, transfer_bytes
+from tapestry.ir.syntax.printer import aliases, op_text, signature
 from tapestry.ir.types import itemsize
 from tapestry.plan.alternatives import priced_strategies
 from tapestry.plan.requests import parse_pins

@@ -16,7 +16,8 @@ from tapestry.interop.tile_patterns import Tiling
 from tapestry.ir import space
 from tapestry.ir.author_names import operation_names
 from tapestry.ir.graph import Block, Graph, Op
-from tapestry.ir.plan import Box, Plan, cut, intersect, shape, size
+from tapestry.ir.kernel import Box, cut, intersect, shape, size
+from tapestry.ir.plan import Plan
 from tapestry.ir.program import Launch, Reduce, Transfer, allocated, transfer_bytes
 from tapestry.ir.types import itemsize
 from tapestry.tools.viewer import build_data

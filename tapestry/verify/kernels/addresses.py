@@ -11,7 +11,7 @@ import numpy as np
 from tapestry.errors import LawError
 from tapestry.ir import space
 from tapestry.ir.index import Aff, dims_of
-from tapestry.ir.plan import Box, shape
+from tapestry.ir.kernel import Box, shape
 from tapestry.verify.kernels.kernel_text import Buffer, Evaluation, OutOfReach, evaluated_together, lanes
 from tapestry.verify.kernels.program_reading import Access, Program, Store
 from tapestry.verify.kernels.terms import Terms, Unsupported

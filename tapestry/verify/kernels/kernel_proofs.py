@@ -15,7 +15,7 @@ from tapestry.errors import LawError
 from tapestry.ir.expr import Const, Index, distinct
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.index import Aff, Mod, const, dims_of
-from tapestry.ir.plan import Kernel, shape
+from tapestry.ir.kernel import Kernel, shape
 from tapestry.ir.states import varies
 from tapestry.verify.kernels import addresses, c_source, triton_source
 from tapestry.verify.kernels.addresses import Conditions

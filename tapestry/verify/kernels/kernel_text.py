@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from tapestry.ir import plan
+from tapestry.ir import kernel
 from tapestry.ir.index import Aff, Floor, const
 from tapestry.verify.interp import NUMPY
 from tapestry.verify.kernels.terms import Terms, Unsupported
@@ -33,9 +33,9 @@ class Buffer:
     scratch: bool = False
     strides: tuple[int, ...] | None = None
 
-    def steps(self, box: plan.Box) -> tuple[int, ...]:
+    def steps(self, box: kernel.Box) -> tuple[int, ...]:
         """Elements from one cell to the next along each axis of the box that it holds."""
-        return plan.strides(box) if self.strides is None else self.strides
+        return kernel.strides(box) if self.strides is None else self.strides
 
 
 @dataclass(frozen=True, slots=True)

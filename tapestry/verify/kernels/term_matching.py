@@ -14,8 +14,8 @@ import numpy as np
 from tapestry.ir.expr import Acc, Arg, Call, Const, Expr, Index, Let
 from tapestry.ir.graph import Block, Dim, Graph
 from tapestry.ir.index import Aff, Floor, Mod, const, dim, dims_of, substitute
+from tapestry.ir.kernel import Kernel
 from tapestry.ir.monoid import MONOIDS, ByPrimitive, Moments, Monoid, Product, Rebased
-from tapestry.ir.plan import Kernel
 from tapestry.ir.states import state_box, varies
 from tapestry.ir.types import FLOATS
 from tapestry.verify.kernels.addresses import Conditions

@@ -11,7 +11,7 @@ from onnx import NodeProto, helper
 
 from tapestry.errors import LawError, TapestryError
 from tapestry.ir.graph import Block, Graph, Opaque
-from tapestry.ir.printer import signature
+from tapestry.ir.syntax.printer import signature
 from tapestry.ir.types import FLOATS, numpy_dtype
 from tapestry.onnx_eval.opaque_node import RANDOM, Asked, HostValue, draws, is_array
 from tapestry.verify.interp import opaque

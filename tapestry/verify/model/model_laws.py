@@ -21,7 +21,7 @@ import numpy as np
 from tapestry.errors import LawError, TapestryError
 from tapestry.ir.graph import Block, Dim, Graph, Op, Opaque, Split
 from tapestry.ir.laws import where
-from tapestry.ir.printer import signature
+from tapestry.ir.syntax.printer import signature
 from tapestry.ir.types import FLOATS, STORED, numpy_dtype
 from tapestry.onnx_eval.opaque_node import HostValue, draws, is_array
 from tapestry.verify.interp import opaque

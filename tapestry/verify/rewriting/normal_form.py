@@ -18,8 +18,8 @@ from tapestry.ir import laws, space
 from tapestry.ir.expr import PRIMITIVES, Acc, Arg, Call, Const, Expr, Index, Let, arg_positions, call, rewrite
 from tapestry.ir.graph import Block, Dim, Graph, Guard, Read, Rewrite, map_exprs, with_ops
 from tapestry.ir.index import Aff, const, dim, dims_of, span, substitute
+from tapestry.ir.kernel import whole
 from tapestry.ir.monoid import MONOIDS, ByPrimitive, Monoid, Product
-from tapestry.ir.plan import whole
 from tapestry.ir.space import Point
 from tapestry.ir.types import FLOATS, Tensor, numpy_dtype
 from tapestry.verify import certificate

@@ -14,7 +14,7 @@ from functools import cached_property
 from tapestry.errors import LawError
 from tapestry.ir import laws
 from tapestry.ir.graph import Block, Graph, Op, Opaque, Read, Rewrite
-from tapestry.ir.printer import to_text
+from tapestry.ir.syntax.printer import to_text
 from tapestry.ir.types import Tensor
 from tapestry.verify.rewriting import normal_form
 from tapestry.verify.rewriting.normal_form import TooMuch

@@ -19,8 +19,8 @@ import msgspec
 
 from tapestry.errors import BuildError, LawError, TapestryError, inside, pointer_of
 from tapestry.ir.graph import Graph, Op, Rewrite
-from tapestry.ir.parser import parse
-from tapestry.ir.printer import op_text, to_text
+from tapestry.ir.syntax.parser import parse
+from tapestry.ir.syntax.printer import op_text, to_text
 from tapestry.verify.rewriting.proofs import Change, prove_change
 
 HEAD = "# rewrites of version 1 of "

@@ -15,8 +15,8 @@ from tapestry.codegen.torch_cpu import FEWEST, TorchCpu
 from tapestry.codegen.torch_cpu.kernels import from_numpy, to_numpy
 from tapestry.codegen.torch_cpu.torch_ops.dense import Packable
 from tapestry.ir.graph import Block, Graph
-from tapestry.ir.parser import parse
-from tapestry.ir.plan import Box, Kernel, whole
+from tapestry.ir.kernel import Box, Kernel, whole
+from tapestry.ir.syntax.parser import parse
 from tapestry.ir.types import itemsize
 from tapestry.plan.strategy import read_box
 from tapestry.rewrites.core.rule_check import random_feeds

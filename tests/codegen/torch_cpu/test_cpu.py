@@ -21,9 +21,9 @@ from tapestry.codegen.torch_cpu.base.strided_reads import Remembered
 from tapestry.codegen.torch_cpu.torch_ops import dense, layers
 from tapestry.ir.expr import Acc, Const, Expr, call, rewrite
 from tapestry.ir.graph import Block
-from tapestry.ir.parser import parse
-from tapestry.ir.plan import Kernel
+from tapestry.ir.kernel import Kernel
 from tapestry.ir.program import Launch
+from tapestry.ir.syntax.parser import parse
 from tapestry.lift import read_weight
 from tapestry.runtime.executor import kernel_of
 from tapestry.verify import interp

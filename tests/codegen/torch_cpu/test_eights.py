@@ -16,7 +16,7 @@ from tapestry.codegen.torch_cpu.base.strided_reads import Frame
 from tapestry.codegen.torch_cpu.c import print_c
 from tapestry.codegen.torch_cpu.torch_ops.dense import Packable
 from tapestry.ir.graph import Block, Graph
-from tapestry.ir.plan import Box, Kernel, whole
+from tapestry.ir.kernel import Box, Kernel, whole
 from tapestry.plan.strategy import read_box
 from tests.support.lifting import build, evaluate, lift_model, node
 

@@ -13,8 +13,8 @@ from tapestry.codegen.torch_cpu.kernels import build, from_numpy
 from tapestry.codegen.torch_cpu.torch_ops.dense import Packable
 from tapestry.codegen.torch_cpu.views import seen
 from tapestry.ir.graph import Block
-from tapestry.ir.parser import parse
-from tapestry.ir.plan import Kernel, whole
+from tapestry.ir.kernel import Kernel, whole
+from tapestry.ir.syntax.parser import parse
 from tapestry.verify import interp
 
 pytestmark = pytest.mark.usefixtures("threads")

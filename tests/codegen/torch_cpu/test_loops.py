@@ -16,8 +16,8 @@ from tapestry.codegen.torch_cpu.c.blocks_c import How, Mapped
 from tapestry.codegen.torch_cpu.kernels import build
 from tapestry.codegen.torch_cpu.torch_ops.dense import Packable
 from tapestry.ir.graph import Block
-from tapestry.ir.parser import parse
-from tapestry.ir.plan import Kernel, whole
+from tapestry.ir.kernel import Kernel, whole
+from tapestry.ir.syntax.parser import parse
 from tapestry.rewrites.core.rule_check import random_feeds
 from tapestry.verify import interp
 

@@ -21,8 +21,8 @@ from tapestry.codegen.torch_cpu.base.closures import Epilogue
 from tapestry.codegen.torch_cpu.c import attention_c_states as heads
 from tapestry.codegen.torch_cpu.c import c_calls, conv_c
 from tapestry.ir.graph import Block
-from tapestry.ir.parser import parse
-from tapestry.ir.plan import Kernel, whole
+from tapestry.ir.kernel import Kernel, whole
+from tapestry.ir.syntax.parser import parse
 from tapestry.rewrites.core.driver import simplify
 from tapestry.rewrites.core.rule_check import random_feeds
 from tapestry.runtime.one_process.static_schedule import Segment

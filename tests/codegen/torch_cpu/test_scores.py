@@ -9,8 +9,8 @@ from tapestry.codegen.torch_cpu.attention_c import attention_kernel, scored
 from tapestry.codegen.torch_cpu.c import conv_c
 from tapestry.codegen.torch_cpu.kernels import build, from_numpy
 from tapestry.ir.graph import Block
-from tapestry.ir.parser import parse
-from tapestry.ir.plan import Kernel, whole
+from tapestry.ir.kernel import Kernel, whole
+from tapestry.ir.syntax.parser import parse
 from tapestry.verify import interp
 
 TAIL = "then where(isnan((acc0 - acc0)), (acc0 - acc0), (acc2 / acc1))\noutput y\n"

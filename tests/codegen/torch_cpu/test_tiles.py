@@ -20,8 +20,8 @@ import tapestry
 from tapestry.codegen.torch_cpu import kernels
 from tapestry.codegen.torch_cpu.base import point_values
 from tapestry.ir.graph import Block
-from tapestry.ir.parser import parse
-from tapestry.ir.plan import Kernel
+from tapestry.ir.kernel import Kernel
+from tapestry.ir.syntax.parser import parse
 from tests.fuzz.generate.random_blocks import blocks
 from tests.support.small_models import net
 

@@ -16,7 +16,7 @@ from tapestry.codegen.torch_cpu import TorchCpu
 from tapestry.codegen.torch_cpu.c import conv_c
 from tapestry.codegen.torch_cpu.torch_ops.dense import Packable
 from tapestry.ir.graph import Block
-from tapestry.ir.plan import Kernel, whole
+from tapestry.ir.kernel import Kernel, whole
 from tapestry.verify import interp
 from tests.support.block_buffers import buffers, dense, sub_box
 from tests.support.small_models import N, f32, net

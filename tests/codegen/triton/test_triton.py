@@ -13,9 +13,9 @@ import torch
 
 from tapestry.codegen.triton import KernelConfig
 from tapestry.ir.graph import Block
+from tapestry.ir.kernel import Box
 from tapestry.ir.monoid import MONOIDS
-from tapestry.ir.parser import parse
-from tapestry.ir.plan import Box
+from tapestry.ir.syntax.parser import parse
 from tapestry.verify import interp
 from tests.support.triton_cases import CONTRACTIONS, REDUCTIONS
 from tests.support.triton_kernels import (

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from tapestry.codegen.triton import KernelConfig
-from tapestry.ir.parser import parse
+from tapestry.ir.syntax.parser import parse
 from tapestry.ir.types import FLOAT8, numpy_dtype
 from tests.support.triton_kernels import (
     check,

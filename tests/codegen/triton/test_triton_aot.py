@@ -22,8 +22,8 @@ from tapestry.codegen.triton.run.machine_code import rows_of
 from tapestry.codegen.triton.task.primitives import CHIPS
 from tapestry.errors import TapestryError
 from tapestry.ir.graph import Block
-from tapestry.ir.parser import parse
-from tapestry.ir.plan import Kernel, whole
+from tapestry.ir.kernel import Kernel, whole
+from tapestry.ir.syntax.parser import parse
 from tests.support.gpu_stand_in.matrix_instructions import MATRIX
 from tests.support.paths import ROOT
 

@@ -12,7 +12,7 @@ from tapestry.codegen.triton import KernelConfig, candidates, default_config, ge
 from tapestry.codegen.triton.task.lowered import points
 from tapestry.codegen.triton.task.primitives import CHIPS
 from tapestry.errors import TapestryError
-from tapestry.ir.parser import parse
+from tapestry.ir.syntax.parser import parse
 from tests.support.triton_kernels import check, kernel_of, poisoned_lanes  # noqa: F401
 from tests.support.triton_streams import CAUSAL, PLAIN, STREAMS, attention
 

@@ -98,8 +98,8 @@ def test_every_operation_of_a_model_has_a_kernel(tmp_path: Path, name: str) -> N
     """Whatever is not opaque is generated, for every chip, with both precisions."""
     from tapestry.codegen.triton import generate, unavailable
     from tapestry.ir.graph import Block
-    from tapestry.ir.plan import Kernel, whole
-    from tapestry.ir.printer import signature
+    from tapestry.ir.kernel import Kernel, whole
+    from tapestry.ir.syntax.printer import signature
     from tapestry.lift import lift
     from tapestry.rewrites.core.driver import simplify
 

@@ -17,8 +17,8 @@ from tapestry.codegen.triton.run.launcher import load
 from tapestry.errors import BuildError, TapestryError
 from tapestry.ir.expr import PRIMITIVES
 from tapestry.ir.graph import Graph, Opaque
-from tapestry.ir.parser import parse
-from tapestry.ir.plan import Kernel
+from tapestry.ir.kernel import Kernel
+from tapestry.ir.syntax.parser import parse
 from tapestry.ir.types import numpy_dtype
 from tapestry.verify import interp
 from tests.support.triton_kernels import (

@@ -12,10 +12,10 @@ import pytest
 from tapestry.codegen.triton import unavailable
 from tapestry.codegen.triton.emit.source import generate
 from tapestry.ir.graph import Block, Graph, Tensor
+from tapestry.ir.kernel import Kernel, whole
 from tapestry.ir.monoid import MONOIDS
-from tapestry.ir.parser import parse
-from tapestry.ir.plan import Kernel, whole
 from tapestry.ir.states import state_box
+from tapestry.ir.syntax.parser import parse
 from tapestry.verify import interp
 from tests.support.attention.attention_cases import CASES
 from tests.support.attention.attention_runs import fused

@@ -10,7 +10,7 @@ from onnx import parser
 import tapestry
 from tapestry.errors import LawError
 from tapestry.ir.graph import Block, Rewrite, changes
-from tapestry.ir.parser import parse
+from tapestry.ir.syntax.parser import parse
 from tapestry.verify.rewriting.proofs import FINITE, prove_step
 from tests.support.command_line import run
 

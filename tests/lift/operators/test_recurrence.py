@@ -16,10 +16,11 @@ import tapestry
 from tapestry.codegen.torch_cpu import TorchCpu
 from tapestry.errors import LawError
 from tapestry.ir.graph import Block, Opaque
-from tapestry.ir.parser import parse
-from tapestry.ir.plan import MeshAxis, Plan, whole
+from tapestry.ir.kernel import whole
+from tapestry.ir.plan import MeshAxis, Plan
 from tapestry.ir.program import Reduce
 from tapestry.ir.states import as_scan
+from tapestry.ir.syntax.parser import parse
 from tapestry.lift.file.weight_data import read_weight
 from tapestry.onnx_eval.ort_session import ort_session
 from tapestry.plan.lower import lower

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tapestry.ir.parser import parse
 from tapestry.ir.plan import Strategy
+from tapestry.ir.syntax.parser import parse
 from tapestry.plan.cost.compute import _union, block_cost
 from tapestry.plan.topology import parse_mesh, topology
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tapestry.ir import laws
-from tapestry.ir.parser import parse
+from tapestry.ir.syntax.parser import parse
 from tapestry.plan.book.algebra import Book
 from tapestry.plan.book.production_space import ProductionSpace
 from tapestry.plan.book.small_graphs import GRAPHS

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from tapestry.ir.graph import Graph
-from tapestry.ir.parser import parse
 from tapestry.ir.plan import MeshAxis
+from tapestry.ir.syntax.parser import parse
 from tapestry.plan.hoist_transfers import early
 from tapestry.plan.schedule.paths import Paths
 from tapestry.plan.search.planner import search

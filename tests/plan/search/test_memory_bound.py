@@ -10,7 +10,7 @@ import pytest
 
 from bench.planning import bounds
 from tapestry.ir.graph import Graph
-from tapestry.ir.parser import parse
+from tapestry.ir.syntax.parser import parse
 from tapestry.plan.schedule.paths import Master, Paths
 from tapestry.plan.schedule.time_bound import Game
 from tapestry.plan.search.memory_limit import Room, demands

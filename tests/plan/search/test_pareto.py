@@ -7,8 +7,8 @@ import itertools
 import pytest
 
 from tapestry.ir.plan import Plan
-from tapestry.ir.printer import to_text
 from tapestry.ir.program import peak_bytes
+from tapestry.ir.syntax.printer import to_text
 from tapestry.plan.lower import lower
 from tapestry.plan.search.planner import Point, front, fronts, undominated
 from tapestry.plan.search.priced_plan import priced_plan

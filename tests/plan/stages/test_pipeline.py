@@ -12,7 +12,8 @@ from onnx import TensorProto as T
 
 import tapestry
 from tapestry.errors import PlanError, TapestryError
-from tapestry.ir.plan import coordinates, device_count, size
+from tapestry.ir.kernel import size
+from tapestry.ir.plan import coordinates, device_count
 from tapestry.ir.program import Transfer
 from tapestry.plan.pipelines.segments import (
     Piece,

@@ -15,11 +15,12 @@ from tapestry.errors import LawError, TapestryError
 from tapestry.ir import laws
 from tapestry.ir.expr import call
 from tapestry.ir.graph import Block
+from tapestry.ir.kernel import Kernel, cut, whole
 from tapestry.ir.monoid import MONOIDS, driven, product, prove_driven, prove_rebased, rebased, register, rescale
-from tapestry.ir.parser import parse
-from tapestry.ir.plan import Kernel, MeshAxis, Plan, Strategy, cut, whole
-from tapestry.ir.printer import to_text
+from tapestry.ir.plan import MeshAxis, Plan, Strategy
 from tapestry.ir.states import state_box, varies
+from tapestry.ir.syntax.parser import parse
+from tapestry.ir.syntax.printer import to_text
 from tapestry.lift import lift
 from tapestry.plan.lower import lower
 from tapestry.plan.strategy import strategies

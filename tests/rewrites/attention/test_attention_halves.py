@@ -12,7 +12,7 @@ import pytest
 from bench.support.half_models import in_half
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.plan import MeshAxis, Plan, Strategy
-from tapestry.ir.printer import to_text
+from tapestry.ir.syntax.printer import to_text
 from tapestry.lift import lift, read_weight
 from tapestry.plan.lower import lower
 from tapestry.rewrites.core.driver import simplify

@@ -9,7 +9,7 @@ from onnx.reference import ReferenceEvaluator
 
 from tapestry.ir.graph import Block
 from tapestry.ir.plan import MeshAxis, Plan, Strategy
-from tapestry.ir.printer import to_text
+from tapestry.ir.syntax.printer import to_text
 from tapestry.lift import lift, read_weight
 from tapestry.plan.lower import lower
 from tapestry.rewrites.core.driver import simplify

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from tapestry.ir.parser import parse
+from tapestry.ir.syntax.parser import parse
 from tapestry.plan.book.discovery import Discovery, derives
 from tapestry.plan.topology import parse_mesh, topology
 from tapestry.rewrites.core.driver import simplify

@@ -5,8 +5,8 @@ import pytest
 
 from tapestry.errors import LawError, TapestryError, TextError
 from tapestry.ir.graph import Block, Graph
-from tapestry.ir.parser import parse
-from tapestry.ir.printer import to_text
+from tapestry.ir.syntax.parser import parse
+from tapestry.ir.syntax.printer import to_text
 from tapestry.rewrites.core.driver import apply_moves, rules_of
 from tapestry.rewrites.core.rule import RULES, Move, Refusal, parse_move
 from tapestry.rewrites.core.rule_check import random_feeds, same

@@ -37,7 +37,7 @@ RIGHT, WRONG = equations("right.tap"), equations("wrong.tap")
 RIGHT_PAIRS, WRONG_PAIRS = pairs("right_graphs.txt"), pairs("wrong_graphs.txt")
 RULE = '''"""A rule of a user's own."""
 
-from tapestry.ir.parser import parse
+from tapestry.ir.syntax.parser import parse
 from tapestry.rewrites.core.rule import Move, Rule, register
 
 

@@ -7,9 +7,9 @@ import torch
 
 from tapestry.codegen.torch_cpu import kernels
 from tapestry.ir.graph import Block, Graph
-from tapestry.ir.parser import parse
-from tapestry.ir.plan import Kernel, whole
-from tapestry.ir.printer import to_text
+from tapestry.ir.kernel import Kernel, whole
+from tapestry.ir.syntax.parser import parse
+from tapestry.ir.syntax.printer import to_text
 from tapestry.rewrites.core.driver import simplify
 from tapestry.rewrites.core.rule_check import random_feeds
 

@@ -8,7 +8,7 @@ import torch
 
 from tapestry.codegen.torch_cpu.base.scalars import TORCH_DTYPES
 from tapestry.ir.graph import Graph
-from tapestry.ir.plan import shape
+from tapestry.ir.kernel import shape
 from tapestry.runtime.processes.wire import Team, Wire
 from tapestry.verify.deadlock import Exchange
 

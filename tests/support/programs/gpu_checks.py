@@ -25,10 +25,11 @@ from tapestry.codegen.triton.run.device_target import TritonTarget
 from tapestry.codegen.triton.run.tune import How, choose, measure, random_data, wrong
 from tapestry.codegen.triton.run.tuned import find_device
 from tapestry.ir.graph import Block, Graph
+from tapestry.ir.kernel import Kernel, whole
 from tapestry.ir.monoid import MONOIDS
-from tapestry.ir.parser import parse
-from tapestry.ir.plan import Kernel, Plan, whole
+from tapestry.ir.plan import Plan
 from tapestry.ir.program import Program
+from tapestry.ir.syntax.parser import parse
 from tapestry.plan.lower import lower
 from tapestry.runtime.one_process.gpu_devices import GpuExecutor
 from tests.support.small_models import Case, assert_same, case, execute, mesh_of, peak, planned_transfers, random_plan

@@ -21,8 +21,9 @@ from tapestry.codegen.triton.run.machine_code import compile_ahead
 from tapestry.codegen.triton.run.tune import sound
 from tapestry.codegen.triton.task.primitives import CHIPS
 from tapestry.ir.graph import Block, Graph
-from tapestry.ir.parser import parse
-from tapestry.ir.plan import Box, Kernel, Plan, shape
+from tapestry.ir.kernel import Box, Kernel, shape
+from tapestry.ir.plan import Plan
+from tapestry.ir.syntax.parser import parse
 from tapestry.ir.types import itemsize
 from tapestry.plan.lower import lower
 from tapestry.plan.strategy import strategies

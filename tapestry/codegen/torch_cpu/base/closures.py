@@ -13,8 +13,8 @@ from tapestry.codegen.torch_cpu.base import scalars
 from tapestry.codegen.torch_cpu.base.scalars import NAMES, NATIVE, UNSIGNED, added_first, native
 from tapestry.ir.expr import PRIMITIVES, Acc, Arg, Call, Const, Expr, Index, Let, walk
 from tapestry.ir.graph import Block
+from tapestry.ir.kernel import Kernel
 from tapestry.ir.monoid import MONOIDS, Best, ByPrimitive, Moments, Monoid, parts_of
-from tapestry.ir.plan import Kernel
 from tapestry.ir.recognise import Exponential, exponential, only_sums
 
 Tensor = torch.Tensor

@@ -17,7 +17,7 @@ import torch
 from tapestry.codegen.torch_cpu.base.strided_reads import Frame, Local
 from tapestry.ir.graph import Block, Dim, Graph
 from tapestry.ir.index import Aff, bounds, dim, evaluate
-from tapestry.ir.plan import Box, Kernel
+from tapestry.ir.kernel import Box, Kernel
 from tapestry.ir.recognise import Conv, Window, convolution
 from tapestry.ir.states import row_groups
 from tapestry.rewrites.core.edit import fresh_dim, reindex

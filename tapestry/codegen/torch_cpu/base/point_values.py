@@ -15,7 +15,7 @@ from tapestry.codegen.torch_cpu.base.closures import compile_value
 from tapestry.codegen.torch_cpu.base.strided_reads import SAME_BITS, Fetch, Frame, Remembered, Tensor, index_values, reader
 from tapestry.ir.expr import Arg, Call, Const, Expr, Index, arg_positions, walk
 from tapestry.ir.graph import Block, Graph
-from tapestry.ir.plan import Box, Kernel, shape, size
+from tapestry.ir.kernel import Box, Kernel, shape, size
 from tapestry.ir.recognise import dims_read, routed, selection, sides
 from tapestry.ir.types import STORED, numpy_dtype
 

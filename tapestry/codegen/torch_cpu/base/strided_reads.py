@@ -15,7 +15,7 @@ import torch
 from tapestry.codegen.torch_cpu.base.scalars import tensor_of
 from tapestry.ir.graph import Block, Dim, Graph, Guard, Read
 from tapestry.ir.index import Aff, Atom, Floor, bounds, const, dims_of, evaluate, substitute
-from tapestry.ir.plan import Box, Kernel
+from tapestry.ir.kernel import Box, Kernel
 
 Tensor = torch.Tensor
 

@@ -27,8 +27,8 @@ from tapestry.ir.expr import Acc, Arg, Const, Expr, Index, Let, arg_positions, w
 from tapestry.ir.expr import Call as Apply
 from tapestry.ir.graph import Block, Dim, Graph, Read
 from tapestry.ir.index import dim, dims_of, substitute
+from tapestry.ir.kernel import Box, Kernel, shape, size, whole
 from tapestry.ir.monoid import MONOIDS, Moments
-from tapestry.ir.plan import Box, Kernel, shape, size, whole
 from tapestry.ir.recognise import only_sums, selection
 from tapestry.ir.states import varies
 

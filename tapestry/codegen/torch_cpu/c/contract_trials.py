@@ -25,7 +25,7 @@ from tapestry.codegen.torch_cpu.c import conv_c, print_c
 from tapestry.codegen.torch_cpu.c.c_calls import CCall, Recorded
 from tapestry.errors import LawError, TapestryError
 from tapestry.ir.graph import Block, Graph
-from tapestry.ir.plan import Box, Kernel, shape, size
+from tapestry.ir.kernel import Box, Kernel, shape, size
 from tapestry.verify.kernels.kernel_text import Argument, At, Buffer, KernelLaunch, KernelText, Value
 from tapestry.verify.kernels.terms import Unsupported
 

@@ -20,7 +20,7 @@ from tapestry.codegen.torch_cpu.c.c_calls import Calls, CCall, Ins, Link, Record
 from tapestry.ir.expr import Acc, Arg
 from tapestry.ir.graph import Block, Graph, Guard, Read
 from tapestry.ir.index import Aff, Floor, Mod
-from tapestry.ir.plan import Box, Kernel
+from tapestry.ir.kernel import Box, Kernel
 from tapestry.ir.recognise import factors, plain_read, window
 
 Tensor = torch.Tensor

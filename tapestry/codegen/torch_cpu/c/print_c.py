@@ -26,7 +26,7 @@ from tapestry.codegen.torch_cpu.base.strided_reads import always
 from tapestry.ir.expr import Acc, Arg, Call, Const, Expr, Index, Let, walk
 from tapestry.ir.graph import Guard, Read
 from tapestry.ir.index import Aff, Floor, bounds
-from tapestry.ir.plan import Box, strides
+from tapestry.ir.kernel import Box, strides
 
 TYPES = {"f32": "float", "i64": "int64_t", "i32": "int32_t", "i8": "int8_t", "u8": "uint8_t", "bool": "uint8_t"}
 

@@ -28,7 +28,7 @@ from tapestry.codegen.torch_cpu.views import pixels
 from tapestry.ir.expr import Acc, Arg, Expr
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.index import bounds
-from tapestry.ir.plan import Box, Kernel
+from tapestry.ir.kernel import Box, Kernel
 from tapestry.ir.recognise import dims_read, factors, narrow, sides
 
 States = Callable[[Ins, Tensor | None, Tensor | None], Tensor]

@@ -28,8 +28,8 @@ from tapestry.codegen.torch_cpu.views import Seen, View
 from tapestry.ir.expr import Acc, Arg, Call, Const, Expr, arg_positions, call
 from tapestry.ir.graph import Block, Dim, Graph
 from tapestry.ir.index import dim, substitute
+from tapestry.ir.kernel import Box, Kernel, cut, shape, size, whole
 from tapestry.ir.monoid import MONOIDS, Moments, number
-from tapestry.ir.plan import Box, Kernel, cut, shape, size, whole
 from tapestry.ir.recognise import Attention, attention, dims_read, exponential, linear_score, only_sums
 from tapestry.ir.states import Scan, state_box, unguarded, varies
 from tapestry.rewrites.core.edit import reindex

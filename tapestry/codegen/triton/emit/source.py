@@ -19,8 +19,8 @@ from tapestry.codegen.triton.text.device_functions import sources
 from tapestry.codegen.triton.text.scope import Frame, Written, frame, identifier
 from tapestry.errors import TapestryError
 from tapestry.ir.graph import Block, Graph
-from tapestry.ir.plan import Box, Kernel, size
-from tapestry.ir.printer import op_text
+from tapestry.ir.kernel import Box, Kernel, size
+from tapestry.ir.syntax.printer import op_text
 from tapestry.ir.types import itemsize
 
 # Comments at the head of a kernel: nodes, operation, block, projections, bytes, FLOPs, precision and config.

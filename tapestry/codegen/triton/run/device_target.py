@@ -25,7 +25,7 @@ from tapestry.codegen.triton.task.lowered import unavailable
 from tapestry.codegen.triton.task.primitives import DEFAULT
 from tapestry.errors import TapestryError
 from tapestry.ir.graph import Block, Graph
-from tapestry.ir.plan import Kernel, shape
+from tapestry.ir.kernel import Kernel, shape
 
 Tensor = torch.Tensor
 

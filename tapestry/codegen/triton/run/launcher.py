@@ -30,7 +30,7 @@ from tapestry.codegen.triton.task.tiles import bare_read, contraction
 from tapestry.errors import BuildError, TapestryError
 from tapestry.ir.expr import Acc
 from tapestry.ir.graph import Block, Dim, Graph
-from tapestry.ir.plan import Kernel, shape
+from tapestry.ir.kernel import Kernel, shape
 
 Tensor = torch.Tensor
 

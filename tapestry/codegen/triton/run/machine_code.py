@@ -29,7 +29,7 @@ from tapestry.codegen.triton.task.primitives import CHIPS, Chip, chip_of, plain
 from tapestry.codegen.triton.task.tiles import on_chip
 from tapestry.errors import TapestryError
 from tapestry.ir.graph import Block, Graph
-from tapestry.ir.plan import Kernel
+from tapestry.ir.kernel import Kernel
 from tapestry.ir.types import itemsize
 
 _GLOBAL = re.compile(r"^(LDG|STG|LDGSTS|global_(?:load|store)|buffer_(?:load|store))")

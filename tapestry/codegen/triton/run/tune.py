@@ -34,7 +34,7 @@ from tapestry.errors import TapestryError
 from tapestry.ir.expr import Call as Applied
 from tapestry.ir.expr import Index, walk
 from tapestry.ir.graph import Block, Graph
-from tapestry.ir.plan import Kernel, shape
+from tapestry.ir.kernel import Kernel, shape
 from tapestry.ir.program import Program
 from tapestry.ir.types import FLOAT8, numpy_dtype
 

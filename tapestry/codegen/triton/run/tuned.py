@@ -21,7 +21,7 @@ from tapestry.codegen.triton.run.launcher import interpreted
 from tapestry.codegen.triton.task.primitives import CHIPS, DEFAULT, plain
 from tapestry.errors import TapestryError
 from tapestry.ir.graph import Graph
-from tapestry.ir.plan import Kernel
+from tapestry.ir.kernel import Kernel
 
 if TYPE_CHECKING:
     import torch

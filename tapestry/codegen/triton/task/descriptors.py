@@ -19,8 +19,8 @@ from tapestry.codegen.triton.task.tiles import Contraction, KernelForm, PackedOp
 from tapestry.ir.expr import Arg, Expr, arg_positions
 from tapestry.ir.graph import Block, Dim, Graph, Read
 from tapestry.ir.index import Aff, Ranges, dim, dims_of, span
+from tapestry.ir.kernel import Box, Kernel, shape
 from tapestry.ir.monoid import MONOIDS
-from tapestry.ir.plan import Box, Kernel, shape
 from tapestry.ir.states import Scan, as_scan
 from tapestry.ir.types import Tensor, itemsize
 

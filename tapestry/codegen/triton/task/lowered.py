@@ -15,9 +15,9 @@ from tapestry.errors import TapestryError
 from tapestry.ir.expr import Acc, Expr, Index, arg_positions, rewrite
 from tapestry.ir.graph import Block, Dim, Graph, Guard, Inner, Opaque, Read
 from tapestry.ir.index import Aff, Floor, Mod, Ranges, const, dim, dims_of, span, substitute
-from tapestry.ir.plan import Box, Kernel, strides
-from tapestry.ir.printer import expr as expr_text
+from tapestry.ir.kernel import Box, Kernel, strides
 from tapestry.ir.states import state_box, varies
+from tapestry.ir.syntax.printer import expr as expr_text
 from tapestry.ir.types import FLOAT8, STORED
 
 

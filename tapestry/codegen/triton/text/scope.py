@@ -16,8 +16,8 @@ from tapestry.codegen.triton.text.device_functions import HELPERS
 from tapestry.ir.expr import Acc, Arg, Call, Const, Expr, Index, Let, walk
 from tapestry.ir.graph import Dim
 from tapestry.ir.index import Aff, Atom, Floor, Ranges, dims_of, span
-from tapestry.ir.printer import bare
 from tapestry.ir.recognise import Attention
+from tapestry.ir.syntax.printer import bare
 from tapestry.ir.types import FLOAT8
 
 # Tile axes: groups of dimensions flattened into one index vector each, and index expressions printed over them.

@@ -1,4 +1,4 @@
-"""Text of the IR: what a person reads, and what `ir.parser` reads back (``parse(to_text(g)) == g``)."""
+"""Text of the IR: what a person reads, and what `ir.syntax.parser` reads back (``parse(to_text(g)) == g``)."""
 
 from __future__ import annotations
 

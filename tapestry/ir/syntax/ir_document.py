@@ -1,6 +1,6 @@
 """A graph as a JSON document, whose schema is docs/reference/ir.schema.json: ``from_document(to_document(g)) == g``.
 
-Expressions and index expressions are text, as in `ir.printer`; all else is data. An operation's ``id`` is the name of
+Expressions and index expressions are text, as in `ir.syntax.printer`; all else is data. An operation's ``id`` is the name of
 its first result, which a rewrite keeps wherever something else reads that result. An error has a JSON pointer to what it is of.
 """
 
@@ -17,8 +17,8 @@ from tapestry.errors import TextError, inside, pointer_of
 from tapestry.ir.expr import Arg
 from tapestry.ir.graph import Block, Dim, Graph, Inner, Op, Opaque, Read, Split
 from tapestry.ir.monoid import MONOIDS
-from tapestry.ir.parser import Parser, guard
-from tapestry.ir.printer import aliases, bare, expr, plain
+from tapestry.ir.syntax.parser import Parser, guard
+from tapestry.ir.syntax.printer import aliases, bare, expr, plain
 from tapestry.ir.types import DTYPES, Tensor, Weight
 
 SCHEMA = "tapestry-ir/1"

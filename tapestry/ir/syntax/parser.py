@@ -12,7 +12,7 @@ from tapestry.ir.expr import PRIMITIVES, Acc, Arg, Const, Expr, Index, Let, call
 from tapestry.ir.graph import Block, Dim, Graph, Guard, Inner, Op, Opaque, Read, Split
 from tapestry.ir.index import Aff, const, dim, floordiv, modulo
 from tapestry.ir.monoid import MONOIDS, number
-from tapestry.ir.printer import INFIX
+from tapestry.ir.syntax.printer import INFIX
 from tapestry.ir.types import DTYPES, FLOATS, HOST, Tensor, Weight
 
 # Tokens of IR text and of rule texts, and errors that point at one: file, line, column and what was expected there.
