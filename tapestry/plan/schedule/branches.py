@@ -17,10 +17,8 @@ from math import prod
 
 import numpy as np
 
-from tapestry.ir.graph import Block
 from tapestry.ir.program import allocated
-from tapestry.plan import ring_attention
-from tapestry.plan.schedule.paths import Marginals, Master, Paths, Prefixes, marginals
+from tapestry.plan.schedule.paths import Marginals, Master, Paths, marginals
 from tapestry.plan.search.problem import Flow, Menu, Problem
 from tapestry.plan.simulate import COMPUTE, TRANSFER, Schedule, Timed, reads_of
 from tapestry.plan.solver.budget import Budget
@@ -55,7 +53,6 @@ class Branching:
 
     Attributes:
         clock: puts a choice on the clock.
-        schedule: a choice on the clock, step by step.
         best: seconds of the best plan that is known, or from which on plans are of no use.
         usages: what choices use over time, limits, and prices over time.
         done: the least bound of plans that were put on the clock.
@@ -63,7 +60,6 @@ class Branching:
 
     problem: Problem
     clock: Clock
-    schedule: Callable[[Sequence[int]], Schedule]
     best: float
     budget: Budget
     usages: tuple[Sequence[Demand], Sequence[float], np.ndarray | None] = ((), (), None)
@@ -124,10 +120,6 @@ class Branching:
             return None
         if round_.bound >= self.enough:
             return []
-        if not round_.few and self.in_turns(round_.kept):
-            seconds = self.prefixes(round_)
-            self.done = min(self.done, seconds) if seconds < self.enough else self.done
-            return []
         if round_.few:
             for choice in itertools.product(*(k.tolist() for k in round_.kept)):
                 least = self.offer(choice)
@@ -142,23 +134,6 @@ class Branching:
         for d in demands:
             used[d.lo : d.hi] += d.amounts[kept[d.node]].min()
         return bool((used <= np.array(limits, float)).all())
-
-    def in_turns(self, kept: Kept) -> bool:
-        """Whether `Prefixes` can tell what the choices take."""
-        problem = self.problem
-        if problem.topo.overlap or problem.streamed or self.usages[0]:
-            return False
-        for op, m, k in zip(problem.graph.ops, problem.menus, kept, strict=True):
-            some = [m.strategies[int(c)] for c in k] if isinstance(op, Block) and op.inner else []
-            if any(ring_attention.rings(op, s, problem.topo.mesh) for s in some):
-                return False
-        return True
-
-    def prefixes(self, game: _Round) -> float:
-        """The least seconds of the choices of a round, or a bound."""
-        search = Prefixes(self.problem, game.kept, game.weights, self.schedule, self.best, self.budget)
-        seconds, choice = search.search(game.known[0])
-        return self.offer(choice) if choice else seconds
 
     def play(self, game: _Round) -> bool:
         """The game among some choices, fewer and fewer; whether elimination could answer."""

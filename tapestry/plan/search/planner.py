@@ -22,7 +22,7 @@ from tapestry.plan import ring_attention
 from tapestry.plan.schedule.branches import KNOWN, Branching, least_seconds
 from tapestry.plan.schedule.time_bound import Game
 from tapestry.plan.search.memory_limit import Room, demands, within_memory
-from tapestry.plan.search.priced_plan import PricedPlan, choice_of, on_the_clock, peak, priced_plan, schedule, too_big
+from tapestry.plan.search.priced_plan import PricedPlan, choice_of, on_the_clock, peak, priced_plan, too_big
 from tapestry.plan.search.problem import Problem, build
 from tapestry.plan.simulate import simulate
 from tapestry.plan.solver.budget import SECOND, Budget
@@ -298,7 +298,7 @@ def _branched(
         return min(seconds, default=np.inf), min(least, default=np.inf)
 
     bound, upper = ends
-    search = Branching(problem, clock, lambda c: schedule(problem, c)[2], min(best.objective, upper), budget, usages)
+    search = Branching(problem, clock, min(best.objective, upper), budget, usages)
     bound = max(bound, search.search(met[-KNOWN:], bound))
     return best, bound
 
