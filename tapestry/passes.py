@@ -49,6 +49,7 @@ from tapestry.verify.rewriting import normal_form, rewrite_log
 
 log = logging.getLogger("tapestry")
 RECURRENT = ("LSTM", "GRU", "RNN", "Scan", "Loop")
+ROUNDS = 4  # of saying a plan in a format's words: the second one says what the first one made
 BARE = 1 << 16  # bytes; who gives less memory than this without a unit may have meant MiB
 
 
@@ -297,13 +298,20 @@ def say(plan: PricedPlan, task: Task, budget: Budget, for_format: str | None) ->
     def beyond(plan: PricedPlan) -> bool:
         return any(n > most for n, most in zip(peak_bytes(plan.program)[0], task.topology.memories(), strict=True))
 
-    while plan.plan.strategies not in (choices := formats.said(for_format, plan)):
+    for _ in range(ROUNDS):
+        choices = formats.said(for_format, plan)
+        if plan.plan.strategies in choices:
+            break
         problem, others = task.problems(plan.plan.graph)[0], list[PricedPlan]()
         for strategies in choices:
             new = replace(plan.plan, strategies=strategies)
             program, timed = on_the_clock(problem, new)
             others.append(replace(plan, plan=new, program=program, objective=timed.total, bound=min(plan.bound, timed.total)))
         plan = min(others, key=lambda p: (beyond(p), p.objective))
+    else:
+        raise PlanError(
+            "no plan was found that the format can say", where=f"--for {for_format}", hint="--pin, or without --for"
+        )
     if beyond(plan):
         raise too_big(plan, task.topology.device.memory, budget, f"; a plan that {for_format} cannot say fits")
     return plan

@@ -48,9 +48,8 @@ from tapestry.lift.operators import microsoft as contrib
 from tapestry.lift.operators.rnn import step_types
 from tapestry.lift.sizes.model_sizes import Dims, Sum, follow, given_sizes
 
-for room in (operators,):  # its modules register lifters and definitions of operators
-    for module in pkgutil.iter_modules(room.__path__, f"{room.__name__}."):
-        import_module(module.name)
+for module in pkgutil.iter_modules(operators.__path__, f"{operators.__name__}."):  # they register lifters and definitions
+    import_module(module.name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

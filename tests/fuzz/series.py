@@ -18,6 +18,7 @@ from typing import Any
 from tapestry import flags
 from tapestry.errors import TapestryError
 from tests.fuzz.campaign import PLANS
+from tests.support.paths import ROOT
 
 CHUNK = 250  # cases of one process: what is remembered between cases takes memory
 PATIENCE = 3600.0  # seconds for a chunk
@@ -89,11 +90,11 @@ def _read(s: Series) -> list[Document]:
 
 
 def _chunk(s: Series, first: int, count: int) -> Document:
-    argv = [sys.executable, "-m", "tapestry", "fuzz", "--seed", str(s.seed), "--first", str(first), "--count", str(count)]
+    argv = [sys.executable, "-m", "tests.fuzz", "--seed", str(s.seed), "--first", str(first), "--count", str(count)]
     argv += ["--json", *(["--output", str(s.output)] if s.output else [])]
     done = None
     try:
-        done = subprocess.run(argv, capture_output=True, text=True, env=flags.interpreted(), timeout=PATIENCE)
+        done = subprocess.run(argv, capture_output=True, text=True, env=flags.interpreted(), timeout=PATIENCE, cwd=ROOT)
         document: Document = json.loads(done.stdout)
         end = ""
     except subprocess.TimeoutExpired:

@@ -119,11 +119,10 @@ def said(plan: PricedPlan) -> list[tuple[Strategy, ...]]:
     """What transformers does with the styles of a plan, and with fewer, without those whose results it gathers at once.
 
     Raises:
-        NotExpressible: it cuts no layer, or an operation that it runs otherwise is cut as it should be.
+        NotExpressible: it cuts no layer; or its cuts are those of styles, and yet transformers runs some operation otherwise.
     """
-    if not any(
-        d for op, s in zip(plan.plan.graph.ops, plan.plan.strategies) if [*_layers(op, plan.plan.graph)] for d in s.dims
-    ):
+    cuts = zip(plan.plan.graph.ops, plan.plan.strategies, strict=True)
+    if not any(any(s.dims) for op, s in cuts if next(_layers(op, plan.plan.graph), None)):
         why = "of the plans that styles can say, the one that cuts no weight is the fastest"
         hint = "larger sizes, less --memory, or --pin 'layers.*.mlp.up_proj:out=tp'"
         raise NotExpressible("tensor parallelism does not pay", where="--for tp-plan", why=why, hint=hint)
@@ -132,8 +131,9 @@ def said(plan: PricedPlan) -> list[tuple[Strategy, ...]]:
     for found in (parts, maker.parts({p for p, s in parts.styles.items() if s == {"colwise_gather_output"}})):
         axes = [next((k for k, x in enumerate(op.dims) if x.name == d), None) for op, d in zip(maker.graph.ops, found.dims)]
         out.append(tuple(Strategy(maker.along(d), maker.along(k)) for d, k in zip(found.dims, axes, strict=True)))
-    if out[0] == plan.plan.strategies and (different := maker.differences(parts)):
-        raise NotExpressible("no style does what the plan does", where=f"operation '{different[0][0]}'", why=different[0][1])
+        if out[-1] == plan.plan.strategies and (different := maker.differences(found)):
+            where, why = different[0]
+            raise NotExpressible("no tp_plan style does what the plan does", where=f"operation '{where}'", why=why)
     return out
 
 
