@@ -28,7 +28,7 @@ from bench.support.mutants import Mutant, functions, install, mutants, sample
 from bench.support.record import ROOT
 from tests.fuzz.campaign import fuzz
 
-DRAWN_FROM = ("lift/operators", "lift/movement", "rewrites", "plan/lower.py", "plan/strategy.py", "ir/monoid.py", "ir/index.py")
+DRAWN_FROM = ("lift/operators", "rewrites", "plan/lower.py", "plan/strategy.py", "ir/monoid.py", "ir/index.py")
 
 
 def drawn(seed: int) -> dict[str, Mutant]:

@@ -1,4 +1,4 @@
-"""How torch computes each scalar primitive (`ir.primitives`)."""
+"""How torch computes each scalar primitive (`ir.expr`)."""
 
 from __future__ import annotations
 
