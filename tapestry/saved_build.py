@@ -15,8 +15,6 @@ from tapestry import build_report, model_evidence
 from tapestry.build import sized_builds, store
 from tapestry.build.sized_builds import SizedBuild, SizedRegion
 from tapestry.codegen import kernel_sources
-from tapestry.codegen.kernel_sources import CpuKernel, cpu_kernel_of, kernel_text_of
-from tapestry.codegen.torch_cpu.c import contract_trials
 from tapestry.errors import LawError, TapestryError
 from tapestry.ir.graph import Graph
 from tapestry.lift import onnx_to_graph as lift
@@ -25,7 +23,6 @@ from tapestry.plugins import entry_points as plugins
 from tapestry.runtime import kept_state
 from tapestry.runtime.session import memory_limits
 from tapestry.verify import certificate, sized_laws
-from tapestry.verify.kernels.kernel_proofs import COMPARED, Evidence, prove, weakest
 from tapestry.verify.rewriting.rewrite_log import Replayed, first_graph, read, replay
 
 
@@ -129,50 +126,6 @@ def _state(build: store.Build) -> dict[str, int]:
     if tuple(found) != state.caches:
         raise LawError("state", "the caches are not the model's", where="the report", why=f"{state.caches}, not {tuple(found)}")
     return {"state": len(found)}
-
-
-def prove_kernels(folder: Path, report: Callable[[int, int], None] = lambda done, count: None) -> list[dict[str, str]]:
-    """Prove the sources of a build's kernels against their operations; a row for each.
-
-    Raises:
-        BuildError: the build does not read; LawError: a kernel is not its operation.
-    """
-    build, _ = store.read(folder)
-    graph, rows = build.plan.graph, _prove_cpu(build, report) if build.target == "torch-cpu" else _of_plugin(build)
-    made = kernel_sources.named_kernels(graph, build.program, build.target, build.precision, build.knobs)
-    for done, (name, (kernel, one)) in enumerate(made.items()):
-        report(done, len(made))
-        file = folder / "kernels" / name
-        if not file.is_file():
-            raise LawError("kernels", f"there is no '{name}'", where=str(folder))
-        shown = prove(graph, kernel, kernel_text_of(graph, kernel, one, name, file.read_text()))
-        rows.append({"kernel": name, "form": one.kind, "addresses": shown.addresses, "value": shown.value, "why": shown.why})
-    return rows
-
-
-def _prove_cpu(build: store.Build, report: Callable[[int, int], None]) -> list[dict[str, str]]:
-    """What the CPU target runs for each kernel of a build, and by what that was shown to be its operation."""
-    graph, rows = build.plan.graph, list[dict[str, str]]()
-    found, _ = kernel_sources.kernels_of_steps(graph, build.program, every=True)
-    for done, kernel in enumerate(found.values()):
-        report(done, len(found))
-        name = f"cpu/{graph.ops[kernel.op].outs[0]}.{done}"
-        made = CpuKernel("torch operators", why="in canonical blocks") if build.exact else cpu_kernel_of(graph, kernel, name)
-        shown = weakest([prove(graph, kernel, t) for t in made.texts]) or Evidence(COMPARED, COMPARED, made.why)
-        value = shown.value
-        if made.ours and value != COMPARED:
-            value = f"contract by {value}, kept on {sum(map(contract_trials.checked, made.ours))} instances"
-        rows.append({"kernel": name, "form": made.form, "addresses": shown.addresses, "value": value, "why": shown.why})
-    return rows
-
-
-def _of_plugin(build: store.Build) -> list[dict[str, str]]:
-    """What a target of another package runs, of which nothing is proved; none of a build for another target."""
-    by = plugins.brought_by("targets", build.target)
-    why = f"kernels of the plug-in {by}, which nobody here has seen"
-    return (
-        [{"kernel": f"{build.target}/*", "form": "plug-in", "addresses": COMPARED, "value": COMPARED, "why": why}] if by else []
-    )
 
 
 def constants_of(folder: Path, build: store.Build) -> dict[str, np.ndarray[Any, Any]]:

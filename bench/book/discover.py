@@ -28,10 +28,10 @@ from bench.correctness.models import EXPORTS
 from bench.support import record
 from tapestry.ir.graph import Graph
 from tapestry.lift import lift
-from tapestry.plan.book.discovery import TERMS, Discovery
 from tapestry.plan.topology import parse_mesh, topology
 from tapestry.rewrites.core.driver import simplify
-from tapestry.rewrites.equations.small_terms import FAMILIES
+from tapestry.tools.rulebook.discovery import TERMS, Discovery
+from tapestry.tools.rulebook.small_terms import FAMILIES
 
 FOLDER = record.WORK / "discover"
 CHAPTER = record.ROOT / "tapestry" / "rewrites" / "algebra" / "found.tap"  # of the book: what came from here, and is left out

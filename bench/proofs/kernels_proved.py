@@ -27,13 +27,13 @@ import tapestry
 from bench.correctness.models import EXPORTS, LIGHT, materialize
 from bench.support import record
 from tapestry.codegen import kernel_sources
-from tapestry.codegen.kernel_sources import cpu_kernel_of, kernel_text_of
-from tapestry.codegen.torch_cpu.c import contract_trials
 from tapestry.errors import LawError
 from tapestry.ir.graph import Graph
 from tapestry.ir.kernel import Kernel
-from tapestry.verify.kernels.kernel_proofs import COMPARED, FORM, TRIAL, Evidence, prove, weakest
-from tapestry.verify.kernels.kernel_text import KernelText
+from tapestry.tools.kernel_proofs import contract_trials
+from tapestry.tools.kernel_proofs.build_kernels import cpu_kernel_of, kernel_text_of
+from tapestry.tools.kernel_proofs.kernel_proofs import COMPARED, FORM, TRIAL, Evidence, prove, weakest
+from tapestry.tools.kernel_proofs.kernel_text import KernelText
 from tests.support.faults.c_edits import C_EDITS
 from tests.support.faults.kernel_edits import EDITS, Edit
 

@@ -104,7 +104,7 @@ def _analyze(args: argparse.Namespace) -> Outcome:
 
 def verify(args: argparse.Namespace) -> Outcome:
     """``tapestry verify``: re-check every law from the files alone."""
-    from tapestry.saved_build import prove_kernels, replay_rewrites, verify_build
+    from tapestry.saved_build import replay_rewrites, verify_build
     from tapestry.viz.format import evidence_text, kernels_text
     from tapestry.viz.tables import rewrites_text
 
@@ -112,7 +112,7 @@ def verify(args: argparse.Namespace) -> Outcome:
     replayed = replay_rewrites(args.build, build.plan.graph)
     rewrites = None if replayed is None else {"steps": replayed.steps, "shown": dict(replayed.shown)}
     with bar(args, "verify") as report:
-        kernels = prove_kernels(args.build, report) if args.kernels else None
+        kernels = tool("kernel_proofs.build_kernels").prove_kernels(args.build, report) if args.kernels else None
 
     def text() -> None:
         print(f"{args.build}: {sum(laws.values()):,} checks of {len(laws)} laws, all hold")

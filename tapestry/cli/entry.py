@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TextIO
 
 from tapestry import arguments
-from tapestry.cli import building, outcome, rewriting, tiling
+from tapestry.cli import building, outcome, rewriting
 from tapestry.cli.outcome import Outcome
 from tapestry.errors import BuildError, RunError, TapestryError, absent, refusing, similar
 from tapestry.plugins import tool
@@ -51,7 +51,9 @@ COMMANDS: dict[str, tuple[Command | str, Sequence[Arguments], str]] = {
         building.check_sharding, [arguments.model, arguments.check_sharding],
         "whether a model's multi-device annotations are right",
     ),
-    "tiles": (tiling.tiles, [arguments.tiles], "start, stop and size of every tile of a tensor, and what another tiling moves"),
+    "tiles": (
+        "tiles.command", [arguments.tiles], "start, stop and size of every tile of a tensor, and what another tiling moves",
+    ),
     "prove": (
         "prove.command", [arguments.prove], "whether a parallel program computes a model: a proof, or a cell that differs",
     ),

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from tapestry.errors import some
 from tapestry.ir.graph import Graph
 from tapestry.plan.alternatives import WholePlan, idle_beside, one_device, within_tables
-from tapestry.plan.book.algebra import Book
+from tapestry.plan.equation_book import Book
 from tapestry.plan.fusion import fused
 from tapestry.plan.memory import Fitted, fit, refitted
 from tapestry.plan.pipelines.stage_choice import Choice, choose

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from tapestry.ir.graph import Graph
 from tapestry.ir.plan import Mesh, device_count
 from tapestry.ir.syntax.printer import signature
-from tapestry.plan.book.algebra import Derivation
+from tapestry.plan.equation_book import Derivation
 from tapestry.plan.search.priced_plan import PricedPlan
 from tapestry.plan.solver.budget import Budget
 from tapestry.plan.solver.pairs import PROVED, proved

@@ -14,9 +14,8 @@ from rich.table import Table
 from rich.text import Text
 
 from tapestry.errors import some
-from tapestry.interop.tile_patterns import SUPPRESSED, Change, Tiling, exact, naive, slide_slips
-from tapestry.ir.kernel import cut, shape
-from tapestry.ir.types import itemsize
+from tapestry.interop.tile_patterns import SUPPRESSED, Tiling
+from tapestry.ir.kernel import cut
 from tapestry.plan.solver.pairs import PROVED
 from tapestry.verify.rewriting.proofs import shown_text
 from tapestry.viz.format import (
@@ -27,7 +26,6 @@ from tapestry.viz.format import (
     human,
     listed,
     moves_text,
-    shape_text,
     together,
     wrapped,
 )
@@ -445,64 +443,10 @@ def sizes_text(row: Mapping[str, Any]) -> str:
     return ", ".join(f"{v:,} {k.replace('_', ' ')}" for k, v in row.items() if k not in HEAD)
 
 
-# What `tapestry tiles` prints: start, stop and size of every tile, a drawing, and what a change of tiling moves.
+# Tilings as pictures, for the terminal and for SVG.
 
 
 MOST_SHEETS = 8
-ROWS, COLUMNS = 12, 60  # characters of a sheet
-
-
-def document(extents: tuple[int, ...], tiling: Tiling, after: Tiling | None, dtype: str) -> dict[str, Any]:
-    """Everything that is said of a tiling, as data; of a change to ``after`` the bytes of both evaluations."""
-    rows: list[dict[str, Any]] = []
-    for tile, instance in tiling.entries:
-        box = tiling.tile(tile, extents)
-        ends = {"start": [lo for lo, _ in box], "stop": [hi for _, hi in box], "size": list(shape(box))}
-        rows.append({"tile": tile, "instance": None if instance == SUPPRESSED else instance, **ends})
-    out: dict[str, Any] = {
-        "shape": list(extents), "pattern": list(tiling.pattern), "assignment": list(tiling.instances),
-        "text": str(Tiling(tiling.pattern, tiling.instances)), "count": tiling.count, "tiles": rows,
-        "slides": slide_slips(tiling, extents),
-    }  # fmt: skip
-    if after is not None:
-        ways = {"slides": naive(tiling, after, extents), "exact": exact(tiling, after, extents)}
-        out["change"] = {"to": str(after), "dtype": dtype, **{k: _change(c, dtype) for k, c in ways.items()}}
-    return out
-
-
-def _change(c: Change, dtype: str) -> dict[str, Any]:
-    sends = [{"from": s.src, "to": s.dst, "box": [list(p) for p in s.box]} for s in c.sends]
-    return {"kind": c.kind, "bytes": c.cells() * itemsize(dtype), "sends": sends}
-
-
-def text(d: Mapping[str, Any], extents: tuple[int, ...], tiling: Tiling) -> str:
-    """The same for a person."""
-    held = [r for r in d["tiles"] if r["instance"] is not None]
-    what = f"{d['count']} tile{'s' * (d['count'] > 1)} on {len(held)} instance{'s' * (len(held) > 1)}"
-    lines = [f"{d['text']} of {shape_text(extents)}: {what}", ""]
-    table: list[tuple[str, ...]] = [("tile", "instance", "start", "stop", "size")]
-    for r in d["tiles"]:
-        ends = ("{" + ", ".join(map(str, r[k])) + "}" for k in ("start", "stop", "size"))
-        table.append((str(r["tile"]), "none" if r["instance"] is None else str(r["instance"]), *ends))
-    wide = [max(len(row[k]) for row in table) for k in range(5)]
-    lines += [
-        "  ".join(c.rjust(w) if k < 2 else c.ljust(w) for k, (c, w) in enumerate(zip(row, wide, strict=True))).rstrip()
-        for row in table
-    ]
-    for sheet in sheets(tiling, extents):
-        lines += ["", *drawn(sheet)]
-    for note in d["slides"]:
-        lines += wrapped(f"the slides' formulas differ: {note}")
-    if "change" in d:
-        lines += ["", f"to {d['change']['to']}, {d['change']['dtype']}:"]
-        for k, name in (("slides", "as the slides say"), ("exact", "what is lacking")):
-            c = d["change"][k]
-            sends = f"{len(c['sends'])} message{'s' * (len(c['sends']) != 1)}"
-            lines.append(f"  {name}: {human(c['bytes']):>10} in {sends} ({c['kind']})")
-    return "\n".join(lines) + "\n"
-
-
-# drawing
 
 
 @dataclass(frozen=True, slots=True)
@@ -545,19 +489,3 @@ def _rectangles(
         if all(box[k] == ends for k, ends in chosen.items()):
             row, col = ((0, 1) if k is None else box[k] for k in axes)
             yield (row, col, ",".join("–" if i == SUPPRESSED else str(i) for i in instances))
-
-
-def drawn(sheet: Sheet) -> list[str]:
-    """A sheet in characters: each cell (or, of large axes, each sampled one) shows the instances that hold it."""
-    wide = max((len(t[2]) for t in sheet.tiles), default=1)
-    n, m = min(sheet.rows, ROWS), min(sheet.columns, max(1, COLUMNS // (wide + 1)))
-    lines = [f"{sheet.title}{'' if (n, m) == (sheet.rows, sheet.columns) else ' (not every cell is shown)'}"]
-    for i in range(n):
-        r = i * sheet.rows // n
-        row = [_label(sheet, r, j * sheet.columns // m) for j in range(m)]
-        lines.append("  " + " ".join(x.rjust(wide) for x in row))
-    return lines
-
-
-def _label(sheet: Sheet, r: int, c: int) -> str:
-    return next((x for (a, b), (p, q), x in sheet.tiles if a <= r < b and p <= c < q), "")

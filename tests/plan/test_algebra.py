@@ -9,7 +9,7 @@ from tapestry.ir.graph import changes
 from tapestry.ir.syntax.parser import parse
 from tapestry.ir.syntax.printer import to_text
 from tapestry.pipeline import Options, compile_model
-from tapestry.plan.book.algebra import Book
+from tapestry.plan.equation_book import Book
 from tapestry.plan.solver.budget import Meter
 from tapestry.plan.topology import parse_mesh, topology
 from tapestry.rewrites.core.driver import apply_legal, replay, simplify

@@ -11,16 +11,16 @@ import pytest
 
 import tapestry
 from tapestry.cli import main
-from tapestry.codegen.kernel_sources import CpuKernel, cpu_kernel_of
-from tapestry.codegen.torch_cpu.c import contract_trials
-from tapestry.codegen.torch_cpu.c.contract_trials import CONTRACTS
 from tapestry.errors import LawError
 from tapestry.ir.graph import Graph
 from tapestry.ir.kernel import Kernel
 from tapestry.ir.syntax.parser import parse
-from tapestry.verify.kernels.c_source import functions
-from tapestry.verify.kernels.kernel_proofs import COMPARED, FORM, TRIAL, prove
-from tapestry.verify.kernels.terms import Unsupported
+from tapestry.tools.kernel_proofs import contract_trials
+from tapestry.tools.kernel_proofs.build_kernels import CpuKernel, cpu_kernel_of
+from tapestry.tools.kernel_proofs.c_source import functions
+from tapestry.tools.kernel_proofs.contract_trials import CONTRACTS
+from tapestry.tools.kernel_proofs.kernel_proofs import COMPARED, FORM, TRIAL, prove
+from tapestry.tools.kernel_proofs.terms import Unsupported
 from tests.support.faults.c_edits import C_EDITS
 from tests.support.small_models import save
 from tests.support.triton_cases import REDUCTIONS

@@ -6,15 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from tapestry.codegen.kernel_sources import kernel_text_of
 from tapestry.codegen.triton import generate
 from tapestry.errors import LawError
 from tapestry.ir.graph import Graph
 from tapestry.ir.kernel import Kernel
 from tapestry.ir.syntax.parser import parse
-from tapestry.verify.kernels import kernel_proofs
-from tapestry.verify.kernels.kernel_proofs import COMPARED, FORM, prove
-from tapestry.verify.kernels.kernel_text import KernelText
+from tapestry.tools.kernel_proofs import kernel_proofs
+from tapestry.tools.kernel_proofs.build_kernels import kernel_text_of
+from tapestry.tools.kernel_proofs.kernel_proofs import COMPARED, FORM, prove
+from tapestry.tools.kernel_proofs.kernel_text import KernelText
 from tests.support.faults.kernel_edits import EDITS
 from tests.support.triton_cases import CONTRACTIONS, REDUCTIONS
 from tests.support.triton_kernels import kernel_of

@@ -21,9 +21,9 @@ import tapestry
 from tapestry.cli.entry import main, parsed
 from tapestry.errors import TapestryError, some
 from tapestry.ir.plan import MeshAxis
-from tapestry.plan.book.small_graphs import GRAPHS
 from tapestry.plan.solver.mip import Solver
 from tapestry.runtime.calibration.automatic import automatic
+from tapestry.tools.rulebook.small_graphs import GRAPHS
 from tapestry.viz import measured
 from tapestry.viz.format import human
 from tests.support.command_line import document, run

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from tapestry.ir.syntax.parser import parse
-from tapestry.plan.book.discovery import Discovery, derives
 from tapestry.plan.topology import parse_mesh, topology
 from tapestry.rewrites.core.driver import simplify
 from tapestry.rewrites.core.rule import RULES
@@ -14,8 +13,9 @@ from tapestry.rewrites.equations import instances
 from tapestry.rewrites.equations.instances import prove
 from tapestry.rewrites.equations.pattern import parse_rules
 from tapestry.rewrites.equations.rule_texts import WORDS, equation
-from tapestry.rewrites.equations.small_terms import FAMILIES, Draw, Enumeration, ordered, rewritten
-from tapestry.rewrites.equations.term_rules import rule_text
+from tapestry.tools.rulebook.discovery import Discovery, derives
+from tapestry.tools.rulebook.small_terms import FAMILIES, Draw, Enumeration, ordered, rewritten
+from tapestry.tools.rulebook.term_rules import rule_text
 from tests.support.command_line import run
 
 BY_NAME = {f.name: f for f in FAMILIES}

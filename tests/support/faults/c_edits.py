@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, cast
 
-from tapestry.verify.kernels.kernel_text import Argument, KernelText
+from tapestry.tools.kernel_proofs.kernel_text import Argument, KernelText
 
 Edit = Callable[[KernelText], KernelText | None]
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 
-from tapestry.verify.kernels.kernel_text import KernelText
+from tapestry.tools.kernel_proofs.kernel_text import KernelText
 
 Edit = Callable[[KernelText], KernelText | None]
 EDITS: dict[str, Edit] = {}

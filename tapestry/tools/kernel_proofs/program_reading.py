@@ -12,9 +12,8 @@ import numpy as np
 
 from tapestry.ir.expr import PRIMITIVES
 from tapestry.ir.index import Aff, const
-from tapestry.verify.interp import NUMPY
-from tapestry.verify.kernels import terms as term_arithmetic
-from tapestry.verify.kernels.kernel_text import (
+from tapestry.tools.kernel_proofs import terms as term_arithmetic
+from tapestry.tools.kernel_proofs.kernel_text import (
     Buffer,
     Evaluation,
     KernelLaunch,
@@ -30,7 +29,8 @@ from tapestry.verify.kernels.kernel_text import (
     scalar,
     together,
 )
-from tapestry.verify.kernels.terms import REDUCING, Kind, Terms, Unsupported, arithmetic, extreme, kind_of
+from tapestry.tools.kernel_proofs.terms import REDUCING, Kind, Terms, Unsupported, arithmetic, extreme, kind_of
+from tapestry.verify.interp import NUMPY
 
 Array = np.ndarray[Any, Any]
 

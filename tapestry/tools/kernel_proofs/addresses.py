@@ -12,9 +12,9 @@ from tapestry.errors import LawError
 from tapestry.ir import space
 from tapestry.ir.index import Aff, dims_of
 from tapestry.ir.kernel import Box, shape
-from tapestry.verify.kernels.kernel_text import Buffer, Evaluation, OutOfReach, evaluated_together, lanes
-from tapestry.verify.kernels.program_reading import Access, Program, Store
-from tapestry.verify.kernels.terms import Terms, Unsupported
+from tapestry.tools.kernel_proofs.kernel_text import Buffer, Evaluation, OutOfReach, evaluated_together, lanes
+from tapestry.tools.kernel_proofs.program_reading import Access, Program, Store
+from tapestry.tools.kernel_proofs.terms import Terms, Unsupported
 
 Array = np.ndarray[Any, Any]
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from tapestry.errors import TapestryError
 from tapestry.ir.graph import Block, Graph, with_ops
 from tapestry.ir.syntax.printer import to_text
-from tapestry.plan.book.algebra import LATER, WORSE, Book
+from tapestry.plan.equation_book import LATER, WORSE, Book
 from tapestry.plan.search.priced_plan import PricedPlan, peak, priced_plan
 from tapestry.plan.search.problem import Problem, Tables, build
 from tapestry.plan.topology import Topology

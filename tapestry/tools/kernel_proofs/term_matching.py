@@ -18,9 +18,9 @@ from tapestry.ir.kernel import Kernel
 from tapestry.ir.monoid import MONOIDS, ByPrimitive, Moments, Monoid, Product, Rebased
 from tapestry.ir.states import state_box, varies
 from tapestry.ir.types import FLOATS
-from tapestry.verify.kernels.addresses import Conditions
-from tapestry.verify.kernels.kernel_text import NOT_GIVEN, Evaluation, KernelText, evaluated_together
-from tapestry.verify.kernels.terms import COMMUTATIVE, REDUCING, Kind, Terms, Unsupported, applied, kind_of
+from tapestry.tools.kernel_proofs.addresses import Conditions
+from tapestry.tools.kernel_proofs.kernel_text import NOT_GIVEN, Evaluation, KernelText, evaluated_together
+from tapestry.tools.kernel_proofs.terms import COMMUTATIVE, REDUCING, Kind, Terms, Unsupported, applied, kind_of
 
 # What a block of an operation computes at a cell, as terms over the buffers that its kernel is given.
 

@@ -12,10 +12,21 @@ from functools import partial
 from typing import Any, cast
 
 from tapestry.ir.index import const
-from tapestry.verify.kernels import program_reading
-from tapestry.verify.kernels.kernel_text import Box, Buffer, KernelLaunch, Pointer, Tile, each, folded, indexed, lane, scalar
-from tapestry.verify.kernels.program_reading import KINDS, Program, Reading, Return, Steps
-from tapestry.verify.kernels.terms import REDUCING, Kind, Terms, Unsupported, applied, negative
+from tapestry.tools.kernel_proofs import program_reading
+from tapestry.tools.kernel_proofs.kernel_text import (
+    Box,
+    Buffer,
+    KernelLaunch,
+    Pointer,
+    Tile,
+    each,
+    folded,
+    indexed,
+    lane,
+    scalar,
+)
+from tapestry.tools.kernel_proofs.program_reading import KINDS, Program, Reading, Return, Steps
+from tapestry.tools.kernel_proofs.terms import REDUCING, Kind, Terms, Unsupported, applied, negative
 
 OPERATORS: dict[type[ast.AST], str] = {
     ast.Add: "add", ast.Sub: "sub", ast.Mult: "mul", ast.Div: "truediv", ast.FloorDiv: "floordiv", ast.Mod: "mod",

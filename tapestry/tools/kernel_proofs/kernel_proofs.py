@@ -17,12 +17,12 @@ from tapestry.ir.graph import Block, Graph
 from tapestry.ir.index import Aff, Mod, const, dims_of
 from tapestry.ir.kernel import Kernel, shape
 from tapestry.ir.states import varies
-from tapestry.verify.kernels import addresses, c_source, triton_source
-from tapestry.verify.kernels.addresses import Conditions
-from tapestry.verify.kernels.kernel_text import Evaluation, KernelText, OutOfReach, evaluated_together
-from tapestry.verify.kernels.program_reading import Program, Store
-from tapestry.verify.kernels.term_matching import Matching, Operation, flattened, orders
-from tapestry.verify.kernels.terms import Terms, Unsupported, kind_of
+from tapestry.tools.kernel_proofs import addresses, c_source, triton_source
+from tapestry.tools.kernel_proofs.addresses import Conditions
+from tapestry.tools.kernel_proofs.kernel_text import Evaluation, KernelText, OutOfReach, evaluated_together
+from tapestry.tools.kernel_proofs.program_reading import Program, Store
+from tapestry.tools.kernel_proofs.term_matching import Matching, Operation, flattened, orders
+from tapestry.tools.kernel_proofs.terms import Terms, Unsupported, kind_of
 
 Array = np.ndarray[Any, Any]
 

@@ -11,8 +11,8 @@ import numpy as np
 
 from tapestry.ir import kernel
 from tapestry.ir.index import Aff, Floor, const
+from tapestry.tools.kernel_proofs.terms import Terms, Unsupported
 from tapestry.verify.interp import NUMPY
-from tapestry.verify.kernels.terms import Terms, Unsupported
 
 Array = np.ndarray[Any, Any]
 

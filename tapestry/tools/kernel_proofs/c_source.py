@@ -15,10 +15,10 @@ from typing import Any, cast
 import numpy as np
 
 from tapestry.errors import LawError
-from tapestry.verify.kernels import program_reading
-from tapestry.verify.kernels.kernel_text import At, Buffer, KernelLaunch, Pointer, Tile, each, scalar
-from tapestry.verify.kernels.program_reading import Program, Reading, Return, Steps
-from tapestry.verify.kernels.terms import Kind, Terms, Unsupported, applied, kind_of, negative, real
+from tapestry.tools.kernel_proofs import program_reading
+from tapestry.tools.kernel_proofs.kernel_text import At, Buffer, KernelLaunch, Pointer, Tile, each, scalar
+from tapestry.tools.kernel_proofs.program_reading import Program, Reading, Return, Steps
+from tapestry.tools.kernel_proofs.terms import Kind, Terms, Unsupported, applied, kind_of, negative, real
 
 Array = np.ndarray[Any, Any]
 

@@ -26,8 +26,8 @@ from tapestry.codegen.torch_cpu.c.c_calls import CCall, Recorded
 from tapestry.errors import LawError, TapestryError
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.kernel import Box, Kernel, shape, size
-from tapestry.verify.kernels.kernel_text import Argument, At, Buffer, KernelLaunch, KernelText, Value
-from tapestry.verify.kernels.terms import Unsupported
+from tapestry.tools.kernel_proofs.kernel_text import Argument, At, Buffer, KernelLaunch, KernelText, Value
+from tapestry.tools.kernel_proofs.terms import Unsupported
 
 Tensor = torch.Tensor
 Array = np.ndarray[Any, Any]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from tapestry.rewrites.equations.small_terms import REDUCTIONS, Family, Term, parts
+from tapestry.tools.rulebook.small_terms import REDUCTIONS, Family, Term, parts
 
 _SIGNS = {"add": " + ", "sub": " - ", "mul": " * "}
 _MONOIDS = {"SUM": "sum", "MAX": "max", "MIN": "min", "pick": "sum"}
