@@ -351,6 +351,7 @@ def explain(p: argparse.ArgumentParser) -> None:
     build(p)
     p.add_argument("--why", action="store_true", help="the best alternative of every operation, and what it would cost")
     p.add_argument("--diff", type=Path, metavar="OTHER", help="what differs from another build, instead of the plan")
+    p.add_argument("--kernels", action="store_true", help="what computes each operation, and why what comes before it does not")
     p.add_argument("--critical-path", action="store_true", help="the steps that the simulated time hangs on")
     p.add_argument("--trace", type=Path, metavar="FILE", help="the simulated schedule, for https://ui.perfetto.dev")
     p.add_argument("--analyze", action="store_true", help="run it, and print estimated beside measured seconds per step")

@@ -85,6 +85,11 @@ def explain(args: argparse.Namespace) -> Outcome:
     timed = explain.schedule(build)
     document = explain.document(build, why=args.why, timed=timed)
     text = explain.text(build, document, critical=args.critical_path, every=args.verbose or args.why)
+    if args.kernels:
+        from tapestry.codegen.kernel_sources import chosen
+
+        document["kernels"] = chosen(build.plan.graph, build.program, build.target)
+        text += explain.chosen_text(document["kernels"], build.plan.graph)
     if other is not None:
         document["diff"] = build_diff.compare(build, other, document)
         text = build_diff.diff_text(document["diff"])

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from tapestry.codegen.torch_cpu import kernels
+from tapestry.codegen.torch_cpu.c.blocks_c import PLAIN, How
 from tapestry.codegen.triton import generate, kernel_key, unavailable
 from tapestry.codegen.triton.emit.source import TritonKernel
 from tapestry.codegen.triton.run.tuned import config_from
@@ -104,6 +106,30 @@ def triton_sources(
 ) -> dict[str, str]:
     """File name to Triton source."""
     return {name: made.source for name, (_, made) in named_kernels(graph, program, target, precision, knobs).items()}
+
+
+def chosen(graph: Graph, program: Program, target: str, how: How = PLAIN) -> list[dict[str, Any]]:
+    """What computes each distinct kernel on this machine: ``kernel`` (its first output), ``launches``, ``way``, and what was
+    ``tried`` before that, each with ``why`` it refused."""
+    rows: list[dict[str, Any]] = []
+    found, of_step = kernels_of_steps(graph, program, every=True)
+    counts = Counter(of_step.values())
+    for key, kernel in found.items():
+        row: dict[str, Any] = {
+            "kernel": graph.ops[kernel.op].outs[0],
+            "mode": kernel.mode,
+            "launches": counts[key],
+            "tried": [],
+        }
+        why = unavailable(graph, kernel.op) if target.startswith("triton") else ""
+        if target.startswith("triton") and not why:
+            rows.append({**row, "way": "a Triton kernel"})
+            continue
+        made = kernels.build(graph, kernel, how)
+        refusals = ((("a Triton kernel", why),) if why else ()) + made.tried
+        tried = [{"way": way, "why": because} for way, because in refusals]
+        rows.append({**row, "way": made.way, "tried": tried})
+    return rows
 
 
 def _box(box: Box | None) -> Box:

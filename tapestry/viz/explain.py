@@ -17,7 +17,7 @@ from tapestry.build.store import Build
 from tapestry.errors import PlanError, some
 from tapestry.interop.placement import layout_of_boxes
 from tapestry.ir.author_names import dim_names, operation_names, parts, tensor_names
-from tapestry.ir.graph import Block, Op, Opaque
+from tapestry.ir.graph import Block, Graph, Op, Opaque
 from tapestry.ir.kernel import shape, size
 from tapestry.ir.plan import MeshAxis, Plan
 from tapestry.ir.program import (
@@ -390,6 +390,19 @@ def trace_text(written: Mapping[str, Any]) -> str:
     left = f" ({written['devices_left_out']} devices left out)" if written["devices_left_out"] else ""
     counts = f"{written['slices']:,} slices on {written['devices']} devices{left}, {written['flows']:,} arrows"
     return f"trace {written['file']}: {counts}\n"
+
+
+def chosen_text(rows: Sequence[Mapping[str, Any]], graph: Graph) -> str:
+    """What computes each operation, alike ones once; below, what comes before that in the table, and why it does not."""
+    names, alike = tensor_names(graph), dict[tuple[str, tuple[tuple[str, str], ...]], list[Mapping[str, Any]]]()
+    for row in rows:
+        alike.setdefault((row["way"], tuple((t["way"], t["why"]) for t in row["tried"])), []).append(row)
+    lines = ["", f"kernels of {some(len(rows), 'distinct block')} on this machine, and what was tried before each:"]
+    for (way, tried), same in alike.items():
+        of = listed([names.get(r["kernel"]) or r["kernel"] for r in same])
+        lines += [f"  {way}: {of} ({some(sum(r['launches'] for r in same), 'launch')})"]
+        lines += [f"      not {name}: {why}" for name, why in tried]
+    return "\n".join(lines) + "\n"
 
 
 def _head(build: Build, simulated: Document) -> Iterator[str]:

@@ -11,8 +11,8 @@ from tapestry.codegen.torch_cpu import kernels
 from tapestry.codegen.torch_cpu import kernels as exact
 from tapestry.codegen.torch_cpu.base import closures
 from tapestry.codegen.torch_cpu.c import conv_c
-from tapestry.codegen.torch_cpu.c.blocks_c import PLAIN, How, Mapped
-from tapestry.codegen.torch_cpu.c.c_calls import Calls, CCall, Recorded, Together, Written, ask, batch, called, limit, move
+from tapestry.codegen.torch_cpu.c.blocks_c import PLAIN, How
+from tapestry.codegen.torch_cpu.c.c_calls import Calls, CCall, CpuKernel, ask, batch, called, limit, move
 from tapestry.codegen.torch_cpu.c.print_c import compile_waiting
 from tapestry.ir.graph import Graph
 from tapestry.ir.kernel import Kernel
@@ -20,7 +20,6 @@ from tapestry.ir.kernel import Kernel
 __all__ = ["How", "TorchCpu", "compile_waiting"]
 
 FEWEST = 4  # small operations in a program that are worth a compiler's start
-Recorder = Recorded | Together | Written
 
 
 class TorchCpu:
@@ -34,7 +33,7 @@ class TorchCpu:
     def __init__(self, exact: bool = False, how: How = PLAIN) -> None:
         self.exact, self.how, self.device = exact, how, torch.device("cpu")
 
-    def kernel(self, graph: Graph, kernel: Kernel) -> kernels.Run:
+    def kernel(self, graph: Graph, kernel: Kernel) -> CpuKernel:
         """A function that computes one block."""
         return exact.build_exact(graph, kernel) if self.exact else kernels.build(graph, kernel, self.how)
 
@@ -53,20 +52,15 @@ class TorchCpu:
 
     # calls on fixed addresses
 
-    def recorders(self, runs: Mapping[int, object]) -> dict[int, Recorder]:
+    def recorders(self, runs: Mapping[int, object]) -> dict[int, CpuKernel]:
         """The kernels (by step) that write where they are told: those of ours."""
-        few = sum(isinstance(r, Mapped) and r.few for r in runs.values()) >= FEWEST
-        out: dict[int, Recorder] = {}
-        for at, run in runs.items():
-            found = run.recorder() if isinstance(run, Mapped) and (few or not run.few) else run
-            if isinstance(found, Recorded | Together | Written):
-                out[at] = found
-        return out
+        ours = {at: run for at, run in runs.items() if isinstance(run, CpuKernel)}
+        few = sum(r.few for r in ours.values()) >= FEWEST
+        return {at: found for at, r in ours.items() if (few or not r.few) and (found := r.recorder())}
 
     def follows(self, before: object, after: object) -> int | None:
         """The input that ``after`` may read while ``before`` makes it, where that pays."""
-        if not isinstance(before, Recorded) or not isinstance(after, Recorded):
-            return None
+        assert isinstance(before, CpuKernel) and isinstance(after, CpuKernel)
         return conv_c.follows(before, after)
 
     def chain(self, calls: Sequence[object]) -> CCall | None:
@@ -76,7 +70,8 @@ class TorchCpu:
 
     def cells(self, recorder: object) -> Sequence[tuple[int, int]]:
         """Reads (position, axis) of whose cells a kernel may be told to leave some out."""
-        return recorder.cells if isinstance(recorder, Recorded) else ()
+        assert isinstance(recorder, CpuKernel)
+        return recorder.cells
 
     def limit(self, call: object, filled: int) -> None:
         """Let a call leave out cells: those before the first number at an address count, and those from the second on."""
@@ -85,14 +80,15 @@ class TorchCpu:
 
     def seldom(self, recorder: object) -> int | None:
         """A read (by position) that a kernel hardly ever wants, and may ask for then."""
-        return recorder.seldom if isinstance(recorder, Recorded) else None
+        assert isinstance(recorder, CpuKernel)
+        return recorder.seldom
 
     def ask(self, call: object, made: object) -> None:
         """Let a call run another one where it wants what that makes."""
         assert isinstance(call, CCall | Calls) and isinstance(made, CCall)
         ask(call, made)
 
-    def called(self, run: kernels.Run, extents: tuple[int, ...]) -> Recorder:
+    def called(self, run: kernels.Run, extents: tuple[int, ...]) -> CpuKernel:
         """Any kernel of one output of floats as one that writes where it is told."""
         return called(run, extents)
 

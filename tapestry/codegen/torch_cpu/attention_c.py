@@ -13,9 +13,10 @@ import torch
 from tapestry.codegen.torch_cpu import native
 from tapestry.codegen.torch_cpu.base.contract import points
 from tapestry.codegen.torch_cpu.base.point_values import held
+from tapestry.codegen.torch_cpu.base.ways import Refusal
 from tapestry.codegen.torch_cpu.c import conv_c, print_c
 from tapestry.codegen.torch_cpu.c.blocks_c import PLAIN, BlockWriter, Cells, How, cells_of
-from tapestry.codegen.torch_cpu.c.c_calls import Calls, CCall, Ins, Recorded, shares
+from tapestry.codegen.torch_cpu.c.c_calls import Calls, CCall, CpuKernel, Ins, recorded, shares
 from tapestry.codegen.torch_cpu.c.print_c import TYPES, is_slow, written
 from tapestry.codegen.torch_cpu.torch_ops.layers import Match, match
 from tapestry.ir.expr import Acc, Arg, Const, Expr, Let, arg_positions, walk
@@ -113,34 +114,32 @@ class _Kernel:
         return Calls.of(*before, call) if before else call
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
-    """An attention by our kernel, and the functions in C that it calls."""
-
-    run: Recorded
-    names: tuple[str, ...]
+NO_ATTENTION = Refusal("no values are weighted by a softmax")
 
 
-def attention_kernel(op: Block, graph: Graph, kernel: Kernel, how: How = PLAIN) -> Found | None:
-    """The values weighted by the softmax of scaled and biased scores; ``None`` where the kernel does not do it."""
-    lib = conv_c.available(size(kernel.block))
-    roles = match(op) if lib is not None and kernel.mode == "full" and len(op.then) == 1 else None
+def attention_kernel(op: Block, graph: Graph, kernel: Kernel, how: How = PLAIN) -> CpuKernel | Refusal:
+    """The values weighted by the softmax of scaled and biased scores."""
+    if conv_c.available(size(kernel.block)) is None:
+        return conv_c.MANY_PRODUCTS
+    roles = match(op) if len(op.then) == 1 else None
     normal, given = quotient(op.then[0]) if roles else (0, None)
-    if lib is None or roles is None or not normal or any(hi <= lo for lo, hi in kernel.block):
-        return None
+    if roles is None or any(hi <= lo for lo, hi in kernel.block):
+        return NO_ATTENTION if weighed(op) is None else Refusal("scores are no scaled products of f32, perhaps with a bias")
+    if not normal:
+        return Refusal("what follows is more than dividing by the sum of weights")
     a, scale = roles.attention, roles.scale
     block = {d.name: b for d, b in zip(op.space, kernel.block, strict=True)}
     keys, factor = _factored(a.keys)
     plan, scale = _plan(op, graph, kernel, roles, (a.query, keys, a.value, roles.bias), how), scale * factor
     other = walk_of(op, kernel, block, given) if given else None
     if plan is None or (given and not _once(other, (*plan.outer, *plan.inner, *roles.columns))):
-        return None
+        return Refusal("queries, keys, values or a bias do not lie in even steps, or there are three axes of heads")
     extent = {n: hi - lo for n, (lo, hi) in block.items()}
     outer, inner = points(plan.outer, extent), points(plan.inner, extent)
     rows, count, depth = points(roles.rows, extent), extent[roles.key], points(roles.depth, extent)
     few = rows <= FEW
     if max(count, depth) > conv_c.DEEPEST or points(roles.columns, extent) != depth:
-        return None
+        return Refusal("values are not as deep as keys, or there are more keys than are listed on the stack")
     out = {"outer": rows * inner * depth, "inner": depth, "rows": inner * depth}
     strides = [out_stride(d.name, plan.outer, plan.inner, roles.rows, out) for d in op.dims]
     extents = [extent[d.name] for d in op.dims]
@@ -149,11 +148,11 @@ def attention_kernel(op: Block, graph: Graph, kernel: Kernel, how: How = PLAIN) 
     one = _Kernel(plan, other, counts, (out["outer"], out["inner"], out["rows"]), normal, scale)
     axes = [(w.pos, _all_of_axis(w, roles.key, count, kernel)) for w in (plan.k, plan.v)]
     cells = tuple((k, axis) for k, axis in axes if axis is not None) if few else ()
-    run = Recorded(
+    return recorded(
         lambda memory: memory.as_strided(extents, strides), one.record, size(kernel.block[: len(op.dims)]),
+        functions=tuple(m.cells.name for m in plan.made),
         cells=cells if len(cells) == len(axes) else (), seldom=other.pos if few and other else None,
     )  # fmt: skip
-    return Found(run, tuple(m.cells.name for m in plan.made))
 
 
 def _factored(keys: Expr) -> tuple[Expr, float]:
@@ -384,40 +383,42 @@ class _Scored:
         return w.steps.get(self.roles.key) == ((len(w.first) - 1, 1),)
 
 
-def scored(op: Block, graph: Graph, kernel: Kernel) -> Found | None:
-    """The values weighted by the softmax of scores; ``None`` where the kernel does not do it."""
+def scored(op: Block, graph: Graph, kernel: Kernel) -> CpuKernel | Refusal:
+    """The values weighted by the softmax of scores of any kind, which generated C makes."""
     a = attention(op) or weighed(op)
-    if a is None or kernel.mode != "full" or len(op.then) != 1 or a.weights.rate != 1:
-        return None
+    if a is None:
+        return NO_ATTENTION
     if conv_c.available(size(kernel.block)) is None:
-        return None
-    normal, given = quotient(op.then[0])
-    if not normal or given is not None or any(hi <= lo for lo, hi in kernel.block) or a.score.dtype != "f32":
-        return None
+        return conv_c.MANY_PRODUCTS
+    normal, given = quotient(op.then[0]) if len(op.then) == 1 else (0, None)
+    if not normal or given is not None or any(hi <= lo for lo, hi in kernel.block):
+        return Refusal("what follows is more than dividing by the sum of weights")
+    if a.weights.rate != 1 or a.score.dtype != "f32":
+        return Refusal("weights are no exp of a score of f32")
     block = {d.name: b for d, b in zip(op.space, kernel.block, strict=True)}
     parts = (a.query, a.keys, a.value) if isinstance(a, Attention) else (a.value,)
     roles, walks = _Roles.of(a, block), [walk_of(op, kernel, block, e) for e in parts]
     extent = {n: hi - lo for n, (lo, hi) in block.items()}
     if roles is None or None in walks:
-        return None
+        return Refusal("queries, keys or values do not lie in even steps, or there are three axes of heads")
     *qk, v = (w for w in walks if w)
     q, k = qk or (None, None)
     name = _Score.register(op, graph, kernel, a.score, roles)
     group = _group(roles, q, k, v, extent)
     if name is None or not group or not _fits(roles, q, k, v, extent):
-        return None
+        return Refusal("a score is no expression that C can write, or rows of keys and values lie otherwise")
     outer, inner, rows = (points(n, extent) for n in (roles.outer, roles.inner, roles.rows))
     count, depth, columns = extent[roles.key], points(roles.depth, extent) if q else 1, points(roles.columns, extent)
     if max(count, depth, columns) > conv_c.DEEPEST:
-        return None
+        return Refusal("there are more keys than are listed on the stack")
     out = {"outer": rows * inner * columns, "inner": columns, "rows": inner * columns}
     strides = [out_stride(d.name, roles.outer, roles.inner, roles.rows, out) for d in op.dims]
     extents = [extent[d.name] for d in op.dims]
     used = tuple(sorted(arg_positions((a.score,))))
     counts = (outer, inner, group, rows, count, depth)
     one = _Scored(roles, q, k, v, used, name, counts, columns, (out["outer"], out["inner"], out["rows"]), normal)
-    run = Recorded(lambda memory: memory.as_strided(extents, strides), one.record, size(kernel.block[: len(op.dims)]))
-    return Found(run, (name,))
+    points_out = size(kernel.block[: len(op.dims)])
+    return recorded(lambda memory: memory.as_strided(extents, strides), one.record, points_out, functions=(name,))
 
 
 def _group(roles: _Roles, q: Walk | None, k: Walk | None, v: Walk, extent: dict[str, int]) -> int:

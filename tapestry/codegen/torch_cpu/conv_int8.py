@@ -20,10 +20,12 @@ from tapestry.codegen.torch_cpu.base import contract
 from tapestry.codegen.torch_cpu.base.point_values import Expressions, Run, held
 from tapestry.codegen.torch_cpu.base.scalars import TORCH_DTYPES
 from tapestry.codegen.torch_cpu.base.strided_reads import Frame, Held, Tensor, localise
+from tapestry.codegen.torch_cpu.base.ways import Refusal
 from tapestry.codegen.torch_cpu.c import conv_c, print_c
+from tapestry.codegen.torch_cpu.c.c_calls import CpuKernel, Pack
 from tapestry.codegen.torch_cpu.c.print_c import TYPES, Writer, written
 from tapestry.codegen.torch_cpu.torch_ops import dense
-from tapestry.codegen.torch_cpu.torch_ops.dense import Pack, Packable, one_product, shift_of, signed, takes_unsigned
+from tapestry.codegen.torch_cpu.torch_ops.dense import one_product, shift_of, signed, takes_unsigned
 from tapestry.ir.expr import Acc, Arg, Call, Const, Expr, Index, arg_positions, walk
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.index import dims_of
@@ -304,11 +306,11 @@ class Convolution:
         return matrix.view(self.shape[0], *self.shape[2:], self.shape[1]).movedim(-1, 1)
 
 
-def convolution(op: Block, graph: Graph, kernel: Kernel, frame: Frame) -> Callable[[Ins], list[Tensor]] | None:
-    """States of a convolution of 8-bit integers; ``None`` when the operation is none."""
+def convolution(op: Block, graph: Graph, kernel: Kernel, frame: Frame) -> Callable[[Ins], list[Tensor]] | Refusal:
+    """States of a convolution of 8-bit integers."""
     found = _find(op, graph, kernel)
-    if found is None:
-        return None
+    if isinstance(found, Refusal):
+        return found
     wanted = frame.extents[: len(op.dims)]
 
     def states(ins: Ins) -> list[Tensor]:
@@ -318,15 +320,15 @@ def convolution(op: Block, graph: Graph, kernel: Kernel, frame: Frame) -> Callab
     return states
 
 
-def packable(op: Block, graph: Graph, kernel: Kernel, plain: Run) -> Run | None:
+def packable(op: Block, graph: Graph, kernel: Kernel, plain: Run) -> CpuKernel | Refusal:
     """A sum of products of 8-bit integers with what follows it in one pass; a convolution's on a weight packed beforehand."""
-    if kernel.mode != "full" or op.inner or op.monoid != "sum" or op.body[0].dtype != "i32":
-        return None
+    if op.inner or op.monoid != "sum" or op.body[0].dtype != "i32":
+        return Refusal("it is no sum of i32")
     found = _find(op, graph, kernel)
-    if found is None:
+    if isinstance(found, Refusal):
         return _in_one_pass(op, graph, kernel)
     if not found.whole or found.w in op.then_reads():
-        return None
+        return Refusal("the weight is not read whole, or what follows the sum reads it")
     base = Frame(op.dims, kernel.block[: len(op.dims)])
     wanted = base.extents
     then, tail = requantised(op, graph, kernel, str(op.reads[found.w].index[0])), Expressions(op, graph, kernel, op.then, base)
@@ -338,16 +340,18 @@ def packable(op: Block, graph: Graph, kernel: Kernel, plain: Run) -> Run | None:
         return tail(ins, [found.image(total + more if isinstance(more, Tensor) else total).reshape(wanted)])
 
     key = ("eights", found.depthwise, found.parts.groups, found.joined, found.unsigned[1])
-    return Packable(plain, {found.w: Pack(key, found.pack)}, run)
+    return CpuKernel(plain=plain, packs={found.w: Pack(key, found.pack)}, on_packed=CpuKernel(plain=run))
 
 
-def _in_one_pass(op: Block, graph: Graph, kernel: Kernel) -> Run | None:
+def _in_one_pass(op: Block, graph: Graph, kernel: Kernel) -> CpuKernel | Refusal:
     """A matrix product with what follows it, which may vary along the last dimension."""
     frame = Frame(op.space, kernel.block)
     then = requantised(op, graph, kernel, op.dims[-1].name) if op.dims else None
-    states = dense.product(op, graph, kernel, frame) if then else None
-    if then is None or states is None:
-        return None
+    if then is None:
+        return Refusal("nothing follows the sum that C can write")
+    states = dense.product(op, graph, kernel, frame)
+    if isinstance(states, Refusal):
+        return states
     tail = Expressions(op, graph, kernel, op.then, Frame(op.dims, kernel.block[: len(op.dims)]))
     wanted = frame.extents[: len(op.dims)]
 
@@ -356,34 +360,34 @@ def _in_one_pass(op: Block, graph: Graph, kernel: Kernel) -> Run | None:
         out = then(ins, total.expand(wanted).reshape(-1, wanted[-1]), 0)
         return tail(ins, found) if out is None else [out.view(wanted)]
 
-    return run
+    return CpuKernel(plain=run)
 
 
-def _find(op: Block, graph: Graph, kernel: Kernel) -> Convolution | None:
+def _find(op: Block, graph: Graph, kernel: Kernel) -> Convolution | Refusal:
     both = factors(op) if op.monoid == "sum" and len(op.body) == 1 and op.body[0].dtype == "i32" else None
     if both is None or any(hi <= lo for lo, hi in kernel.block):
-        return None
+        return Refusal("it is no sum of products in i32")
     parts = [narrow(e) for e in both]
     if parts[0] is None or parts[1] is None:
-        return None
+        return Refusal("a factor is no integer of 8 bits less a zero point")
     bare = replace(op, body=(Call("mul", (parts[0].value, parts[1].value), "i32"),))
     return _matched(op, bare, graph, kernel, (parts[0], parts[1]))
 
 
-def _matched(op: Block, bare: Block, graph: Graph, kernel: Kernel, parts: tuple[Narrow, Narrow]) -> Convolution | None:
+def _matched(op: Block, bare: Block, graph: Graph, kernel: Kernel, parts: tuple[Narrow, Narrow]) -> Convolution | Refusal:
     reads = tuple(r if r.other is None else replace(r, other=0.0) for r in bare.reads)
     here = localise(replace(bare, reads=reads), graph, kernel)
     found = contract.conv_of(here)
     if found is None or kernel.ins[found.w] is None:
-        return None
+        return Refusal("no factor is read at windows of an image")
     x, w = here.held[found.x], here.held[found.w]
     cut = contract.call(here.op, found, here.frame, x.box, w.box, x.shape)
     image, weight = parts if isinstance(e := parts[0].value, Arg) and e.pos == found.x else parts[::-1]
     if cut is None or _varies(op, image.shift) or _varies(op, weight.shift) - {found.feature}:
-        return None
+        return Refusal("a zero point varies, or the block is no one convolution")
     outside, padded = op.reads[found.x].other, any(cut.extra) or any(cut.padding)
     if padded and outside is None:
-        return None
+        return Refusal("nothing says what the image is outside")
     at = {d.name: hi - lo for d, (lo, hi) in zip(here.frame.dims, here.frame.box, strict=True)}
     shape = (at[found.batch], at[found.feature], *(at[v.out] for v in found.windows))
     window = tuple(at[v.window] if v.window else 1 for v in found.windows)
@@ -392,7 +396,7 @@ def _matched(op: Block, bare: Block, graph: Graph, kernel: Kernel, parts: tuple[
     zeros = (_zero(op, graph, kernel, image.shift), _zero(op, graph, kernel, weight.shift))
     unsigned = (image.value.dtype == "u8", weight.value.dtype == "u8")
     out = Convolution(found.x, found.w, cut, (x, w), int(outside or 0), shape, window, zeros, unsigned, whole)
-    return out if out.products <= MOST_PRODUCTS else None
+    return out if out.products <= MOST_PRODUCTS else Refusal(f"{out.products} products one after another take longer")
 
 
 def _varies(op: Block, shift: Expr | None) -> frozenset[str]:

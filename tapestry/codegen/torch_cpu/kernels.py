@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -15,12 +15,21 @@ import torch
 from tapestry.codegen.torch_cpu import conv_int8, sibling_sums
 from tapestry.codegen.torch_cpu.attention_c import attention_kernel, scored
 from tapestry.codegen.torch_cpu.base import closures, contract, point_values, scalars
-from tapestry.codegen.torch_cpu.base.point_values import Expressions, Run, gather, held, pieces, product_by_groups
+from tapestry.codegen.torch_cpu.base.point_values import (
+    Expressions,
+    Run,
+    gather,
+    held,
+    pieces,
+    product_by_groups,
+    tiled_product,
+)
 from tapestry.codegen.torch_cpu.base.scalars import tensor_of
 from tapestry.codegen.torch_cpu.base.strided_reads import Frame, localise
+from tapestry.codegen.torch_cpu.base.ways import Chosen, Refusal, Way, first
 from tapestry.codegen.torch_cpu.c import blocks_c, conv_c
-from tapestry.codegen.torch_cpu.c.blocks_c import PLAIN, How, Mapped, as_loops, mapped
-from tapestry.codegen.torch_cpu.c.c_calls import Recorded, Together
+from tapestry.codegen.torch_cpu.c.blocks_c import PLAIN, How, as_loops, mapped
+from tapestry.codegen.torch_cpu.c.c_calls import CpuKernel
 from tapestry.codegen.torch_cpu.torch_ops import dense, layers
 from tapestry.codegen.torch_cpu.torch_ops.layers import viewed
 from tapestry.codegen.torch_cpu.views import pixels, rows, seen
@@ -39,21 +48,115 @@ Tensor = torch.Tensor
 
 
 WRITING = 4  # points of a reduction that loops take as long for as torch for a cell that it writes out
+States = Callable[[Sequence[Tensor | None]], list[Tensor]]
 
 
-def build(graph: Graph, kernel: Kernel, how: How = PLAIN) -> Run:
-    """The function that computes a block; nothing of its shape is worked out again when it runs."""
+@dataclass(frozen=True)
+class Asked:
+    """A block that is to be computed: of an operation, or of a view of it, whose graph and operation are then ``of``."""
+
+    op: Block
+    graph: Graph
+    kernel: Kernel
+    how: How
+    of: tuple[Block, Graph]
+
+    @cached_property
+    def frame(self) -> Frame:
+        """The block's index space."""
+        return Frame(self.op.space, self.kernel.block)
+
+    @cached_property
+    def plain(self) -> CpuKernel:
+        """The kernel on buffers as they are, for weights that there is no room to pack."""
+        return _first(ON_BUFFERS, self)
+
+
+def build(graph: Graph, kernel: Kernel, how: How = PLAIN) -> CpuKernel:
+    """What computes a block, by the tables below; nothing of its shape is worked out again when it runs."""
     op = graph.ops[kernel.op]
     if isinstance(op, Opaque):
-        return _opaque(op, graph, kernel)
-    view = seen(op, graph, kernel)
-    if not view and (found := _by_rows(op, graph, kernel, how) or _by_pixels(op, graph, kernel, how)):
-        return found
-    run = viewed(_built(view.op, view.graph, view.kernel, how), view) if view else _built(op, graph, kernel, how)
-    if isinstance(run, dense.Packable) and not any(_of_weights(graph, op.reads[k].tensor) for k in run.packs):
-        run = run.plain  # what might be packed is worked out at every run
-    made = isinstance(run, Recorded | Together | Mapped | dense.Packable)
-    return run if made else as_loops(op, graph, kernel, run, partial(_is_dear, op, graph, kernel), how)
+        return CpuKernel(plain=_opaque(op, graph, kernel), way="the node, as the model has it")
+    return _first(AS_A_WHOLE, Asked(op, graph, kernel, how, (op, graph)))
+
+
+def _first(table: Sequence[Way[Asked, CpuKernel]], asked: Asked) -> CpuKernel:
+    """The first kernel of a table, with what was tried before it."""
+    found = first(table, asked)
+    assert isinstance(found, Chosen), "the last row of a table takes everything"
+    return replace(found.made, way=found.made.way or found.name, tried=(*found.tried, *found.made.tried))
+
+
+def _by_rows(a: Asked) -> CpuKernel | Refusal:
+    """The function in C of a norm of rows, one for any sizes."""
+    if seen(a.op, a.graph, a.kernel) or not layers.by_rows(a.op):
+        return Refusal("no row is reduced and then read again")
+    view = rows(a.op, a.graph, a.kernel) if not blocks_c.rms_norm(a.op, a.kernel) else None
+    if view is None:
+        return Refusal("rows do not lie one after another, or the RMS norm of the library does it")
+    plain = _first(TABLES[a.kernel.mode], a)
+    one = replace(a.how, any_size=True)  # the bits of a build are those at any of its sizes
+    run = as_loops(view.op, view.graph, view.kernel, plain, lambda: True, one)
+    found = viewed(run, view) if run else Refusal(run.why)
+    if not run or not found or not found.bind:
+        return Refusal(f"no function in C: {found.why if isinstance(found, Refusal) else 'the result would be copied'}")
+    return replace(found, plain=plain, compiles=a.how.compiles, reads=run.reads)  # a matrix of rows is the same cells in order
+
+
+def _by_pixels(a: Asked) -> CpuKernel | Refusal:
+    """The function in C of an operation on images, pixel by pixel."""
+    if conv_c.available() is None or a.how.any_size or seen(a.op, a.graph, a.kernel):
+        return Refusal("C is not built here, or it is a function for any size, or of a view")
+    view = pixels(a.op, a.graph, a.kernel)
+    if view is None:
+        return Refusal("it reads no image that lies pixel by pixel")
+    if blocks_c.mean(a.op, a.kernel) or conv_c.pooled(a.op, a.kernel):
+        return Refusal("a kernel of the library does it")
+    of = Asked(view.op, view.graph, view.kernel, a.how, a.of)
+    run = _first(TABLES[a.kernel.mode], of)
+    run = run if run.functions and not run.packs else as_loops(of.op, of.graph, of.kernel, run, lambda: True, a.how)
+    return viewed(run, view) if run else Refusal(f"no function in C: {run.why}")
+
+
+def _by_structure(a: Asked) -> CpuKernel:
+    """The kernel for what the operation is, on views of its buffers where it has one; or loops over its space."""
+    view = seen(a.op, a.graph, a.kernel)
+    own = Asked(view.op, view.graph, view.kernel, a.how, a.of) if view else a
+    run = _first(TABLES[a.kernel.mode], own)
+    run = viewed(run, view) if view else run
+    if run.ours:
+        return run
+    loops = as_loops(a.op, a.graph, a.kernel, run, lambda: _is_dear(a), a.how)
+    if loops:
+        return replace(loops, way="loops in C", tried=run.tried)
+    return replace(run, tried=(*run.tried, ("loops in C", loops.why)))
+
+
+def _is_dear(a: Asked) -> bool:
+    """Whether torch has no operator for an operation: it would write out the points of a reduction, or gather cell by cell."""
+    op, graph, kernel = a.op, a.graph, a.kernel
+    if op.monoid is None:
+        return _gathers(op, op.body)
+    if layers.by_rows(op):
+        return True
+    plain = len(op.body) == 1 and not op.inner and not layered(op) and len(parts_of(op.monoid)) == 1
+    if not plain or kernel.mode != "full" or first(OPERATORS, a):
+        return False
+    found = sides(op)
+    if found is None:
+        return not gather(op, graph, kernel, a.frame)
+    extents = {d.name: hi - lo for d, (lo, hi) in zip(op.space, kernel.block, strict=True)}
+    written_out = sum(
+        prod(extents[d] for d in dims) for f, dims in zip(found[:2], found[2:], strict=True) if _gathers(op, (f,))
+    )
+    return WRITING * written_out > size(kernel.block)
+
+
+def _gathers(op: Block, exprs: Sequence[Expr]) -> bool:
+    """Whether places are read, or left out, that are no affine function of the point: torch would pick cells one by one."""
+    reads = [op.reads[k] for k in arg_positions(tuple(exprs))]
+    terms = (a for r in reads for e in (*r.index, *(g.aff for g in r.when)) for a, _ in e.terms)
+    return any(not isinstance(a, str) for a in terms)
 
 
 def _of_weights(graph: Graph, tensor: str) -> bool:
@@ -70,93 +173,144 @@ def _of_weights(graph: Graph, tensor: str) -> bool:
     return True
 
 
-def _by_rows(op: Block, graph: Graph, kernel: Kernel, how: How) -> Run | None:
-    """The function in C of a norm of rows, one for any sizes; ``None`` where there is none."""
-    view = rows(op, graph, kernel) if layers.by_rows(op) and not blocks_c.rms_norm(op, kernel) else None
-    if view is None:
-        return None
-    plain = _built(op, graph, kernel, how)
-    one = replace(how, any_size=True)  # the bits of a build are those at any of its sizes
-    run = as_loops(view.op, view.graph, view.kernel, plain, lambda: True, one)
-    found = viewed(run, view)
-    if not isinstance(run, Mapped) or not isinstance(found, Mapped):
-        return None
-    return replace(found, plain=plain, compiles=how.compiles, reads=run.reads)  # a matrix of rows is the same cells in order
+def _on_weights(a: Asked, made: CpuKernel | Refusal) -> CpuKernel | Refusal:
+    """A kernel on packed weights; a refusal where what would be packed is worked out at every run."""
+    op, graph = a.of
+    if not made or not made.packs or any(_of_weights(graph, op.reads[k].tensor) for k in made.packs):
+        return made
+    return Refusal("what would be packed is worked out at every run")
 
 
-def _by_pixels(op: Block, graph: Graph, kernel: Kernel, how: How) -> Run | None:
-    """The function in C of an operation on images, pixel by pixel; ``None`` where there is none."""
-    view = pixels(op, graph, kernel) if conv_c.available() and not how.any_size else None
-    if view is None or blocks_c.mean(op, kernel) or conv_c.pooled(op, kernel):
-        return None
-    run = _built(view.op, view.graph, view.kernel, how)
-    run = run if isinstance(run, Mapped) else as_loops(view.op, view.graph, view.kernel, run, lambda: True, how)
-    return viewed(run, view) if isinstance(run, Mapped) else None
+def _attention(a: Asked) -> CpuKernel | Refusal:
+    return _with_plain(a, attention_kernel(a.op, a.graph, a.kernel, a.how))
 
 
-def _is_dear(op: Block, graph: Graph, kernel: Kernel) -> bool:
-    """Whether torch has no operator for an operation: it would write out the points of a reduction, or gather cell by cell."""
-    if op.monoid is None:
-        return _gathers(op, op.body)
-    if layers.by_rows(op):
-        return True
-    plain = len(op.body) == 1 and not op.inner and not layered(op) and len(parts_of(op.monoid)) == 1
-    frame = Frame(op.space, kernel.block)
-    if not plain or kernel.mode != "full" or _read_off(op, graph, kernel, frame):
-        return False
-    found = sides(op)
-    if found is None:
-        return gather(op, graph, kernel, frame) is None
-    extents = {d.name: hi - lo for d, (lo, hi) in zip(op.space, kernel.block, strict=True)}
-    written_out = sum(
-        prod(extents[d] for d in dims) for f, dims in zip(found[:2], found[2:], strict=True) if _gathers(op, (f,))
-    )
-    return WRITING * written_out > size(kernel.block)
+def _scored(a: Asked) -> CpuKernel | Refusal:
+    if a.how.any_size:
+        return Refusal("a function for any size has sizes for arguments, which scores do not")
+    return _with_plain(a, scored(a.op, a.graph, a.kernel))
 
 
-def _gathers(op: Block, exprs: Sequence[Expr]) -> bool:
-    """Whether places are read, or left out, that are no affine function of the point: torch would pick cells one by one."""
-    reads = [op.reads[k] for k in arg_positions(tuple(exprs))]
-    terms = (a for r in reads for e in (*r.index, *(g.aff for g in r.when)) for a, _ in e.terms)
-    return any(not isinstance(a, str) for a in terms)
+def _with_plain(a: Asked, made: CpuKernel | Refusal) -> CpuKernel | Refusal:
+    """A kernel that calls generated functions with torch's operators behind it, where there is no compiler."""
+    return replace(made, plain=_whole(a.op, a.graph, a.kernel), few=True) if made and made.functions else made
 
 
-def _built(op: Block, graph: Graph, kernel: Kernel, how: How) -> Run:
-    """The function that is fastest where there are many points."""
-    if kernel.mode == "finish":
-        return _finish(op, graph, kernel)
-    if op.monoid is None:
-        results = Expressions(op, graph, kernel, op.body, Frame(op.dims, kernel.block))
-        return mapped(op, graph, kernel, pieces(op, graph, kernel) or (lambda ins, _: results(ins, [])), how)
-    if kernel.mode == "full":
-        ours = attention_kernel(op, graph, kernel, how) or (None if how.any_size else scored(op, graph, kernel))
-        if ours and not ours.names:
-            return ours.run
-        if ours:
-            return Mapped(_whole(op, graph, kernel), ours.names, ours.run, few=True, compiles=how.compiles)
-        found = (
-            layers.layer_norm(op, kernel)
-            or blocks_c.rms_norm(op, kernel)
-            or blocks_c.mean(op, kernel)
-            or conv_c.pooled(op, kernel)
-        )
-        if found:
-            return found
-        if cut := contract.regrouped(op, graph, kernel):
-            run, wanted = build(*cut, how), [shape(b) for b in kernel.outs]
-            return lambda ins, given: [x.contiguous().view(w) for x, w in zip(run(ins, given), wanted, strict=True)]
-    if kernel.mode == "partial":
-        states = _states(op, graph, kernel)
-        shapes = [shape(b) for b in kernel.outs]
-        plain = _partial(op, lambda ins: [_once(s, wanted, ins) for s, wanted in zip(states(ins), shapes, strict=True)])
-        return dense.partial(op, graph, kernel, plain)
-    plain = mapped(op, graph, kernel, _whole(op, graph, kernel), how)
-    return conv_int8.packable(op, graph, kernel, plain) or sibling_sums.packable(op, graph, kernel, plain, _whole, how)
+def _layer_norm(a: Asked) -> CpuKernel | Refusal:
+    run = layers.layer_norm(a.op, a.kernel)
+    return run if isinstance(run, Refusal) else CpuKernel(plain=run)
 
 
-def _whole(op: Block, graph: Graph, kernel: Kernel) -> Run:
+def _regrouped(a: Asked) -> CpuKernel | Refusal:
+    """The kernel of the operation with dimensions of groups cut in two."""
+    cut = contract.regrouped(a.op, a.graph, a.kernel)
+    if cut is None:
+        return Refusal("no statistics are of groups of a dimension, or the block has parts of groups")
+    run, wanted = build(*cut, a.how), [shape(b) for b in a.kernel.outs]
+    return CpuKernel(
+        plain=lambda ins, given: [x.contiguous().view(w) for x, w in zip(run(ins, given), wanted, strict=True)],
+        way=f"group by group: {run.way}", tried=run.tried,
+    )  # fmt: skip
+
+
+def _rows_in_c(a: Asked) -> CpuKernel | Refusal:
+    if a.op.monoid is not None:
+        return mapped(a.op, a.graph, a.kernel, _whole(a.op, a.graph, a.kernel), a.how)
+    return mapped(a.op, a.graph, a.kernel, _map(a), a.how)
+
+
+def _map(a: Asked) -> Run:
+    """An operation without a reduction, on torch's operators."""
+    results = Expressions(a.op, a.graph, a.kernel, a.op.body, Frame(a.op.dims, a.kernel.block))
+    return pieces(a.op, a.graph, a.kernel) or (lambda ins, _: results(ins, []))
+
+
+def _by_torch(a: Asked) -> CpuKernel:
+    if a.op.monoid is None:
+        return CpuKernel(plain=_map(a))
+    found = _states(a.op, a.graph, a.kernel)
+    way = f"torch's operators: {found.name}"
+    return CpuKernel(plain=_whole(a.op, a.graph, a.kernel, found.made), way=way, tried=found.tried)
+
+
+def _eights(a: Asked) -> CpuKernel | Refusal:
+    return _on_weights(a, conv_int8.packable(a.op, a.graph, a.kernel, a.plain))
+
+
+def _sums(a: Asked) -> CpuKernel | Refusal:
+    return _on_weights(a, sibling_sums.packable(a.op, a.graph, a.kernel, a.plain, _whole, a.how))
+
+
+def _dense(a: Asked) -> CpuKernel | Refusal:
+    return _on_weights(a, dense.packable(a.op, a.graph, a.kernel, a.plain, a.how))
+
+
+def _part_on_packed(a: Asked) -> CpuKernel | Refusal:
+    return _on_weights(a, dense.partial(a.op, a.graph, a.kernel, _part(a)))
+
+
+def _part(a: Asked) -> CpuKernel:
+    """States of a part of the reduction, merged after those that are given, if any are."""
+    op, shapes, dtypes = a.op, [shape(b) for b in a.kernel.outs], tuple(e.dtype for e in a.op.body)
+    found = _states(op, a.graph, a.kernel)
+
+    def run(ins: Sequence[Tensor | None], before: Sequence[Tensor]) -> list[Tensor]:
+        assert op.monoid
+        part = [_once(s, wanted, ins) for s, wanted in zip(found.made(ins), shapes, strict=True)]
+        return closures.combine(op.monoid, list(before), part, dtypes) if before else part
+
+    return CpuKernel(plain=run, way=f"torch's operators: {found.name}", tried=found.tried)
+
+
+def _finish(a: Asked) -> CpuKernel:
+    tail = Expressions(a.op, a.graph, a.kernel, a.op.then, Frame(a.op.dims, a.kernel.block))
+    return CpuKernel(plain=lambda ins, states: tail(ins, list(states), kept=states))
+
+
+Kernels = Sequence[Way[Asked, CpuKernel]]
+AS_A_WHOLE: Kernels = (
+    Way("rows of a norm, in C", _by_rows, "torch reads the rows several times, and one function serves every size"),
+    Way("pixel by pixel, in C", _by_pixels, "images lie so; row by row they would be moved before and after"),
+    Way("", _by_structure, "everything else: the kernel for what the operation is"),
+)
+"""What is asked first: whether the operation is better seen as rows or as pixels."""
+
+ON_BUFFERS: Kernels = (
+    Way("row by row, in C", _rows_in_c, "one pass, where torch makes one for each operator"),
+    Way("torch's operators", _by_torch, "takes everything, so it comes last"),
+)
+"""Kernels that read buffers as they are."""
+
+KERNELS: Kernels = (
+    Way("attention", _attention, "torch would write all scores out; asked before what would take the scores for less"),
+    Way("attention, scores in generated C", _scored, "takes any score, and is slower than the one above"),
+    Way("layer norm by torch", _layer_norm, "one operator for what would be three passes"),
+    Way("RMS norm", lambda a: blocks_c.rms_norm(a.op, a.kernel), "one pass over rows that are in cache"),
+    Way("mean of images", lambda a: blocks_c.mean(a.op, a.kernel), "reads pixels as they lie"),
+    Way("maximum pooling", lambda a: conv_c.pooled(a.op, a.kernel), "reads pixels as they lie; torch's moves channels before"),
+    Way("group by group", _regrouped, "statistics of a group are computed once, not for each of its channels"),
+    Way("products of 8 bits", _eights, "sums in i32; the rows below know floats alone"),
+    Way("several sums on packed weights", _sums, "reads once what they share; each by itself would read it again"),
+    Way("on a packed weight", _dense, "the products that cost most in models, so before what takes them as they are"),
+    *ON_BUFFERS,
+)
+"""Kernels of a whole block, most special first."""
+
+PARTS: Kernels = (
+    Way("part of a sum on a packed weight", _part_on_packed, "as for a whole sum"),
+    Way("part of a reduction", _part, "takes everything, so it comes last"),
+)
+TABLES: dict[str, Kernels] = {
+    "full": KERNELS,
+    "partial": PARTS,
+    "finish": (Way("what follows the reduction", _finish, "its states are given: there is no other way"),),
+}
+"""By what a block has of a reduction: all of it, a part of it, or its states."""
+
+
+def _whole(op: Block, graph: Graph, kernel: Kernel, found: States | None = None) -> Run:
     """A reduction from buffers as they are to its results."""
-    states = _states(op, graph, kernel)
+    states = found or _states(op, graph, kernel).made
     tail = Expressions(op, graph, kernel, op.then, Frame(op.dims, kernel.block[: len(op.dims)]))
     return lambda ins, _: tail(ins, states(ins))
 
@@ -169,83 +323,98 @@ def _once(state: Tensor, wanted: tuple[int, ...], ins: Sequence[Tensor | None]) 
     return out.clone() if given or out.untyped_storage().nbytes() != out.nbytes else out
 
 
-def _partial(op: Block, part: Callable[[Sequence[Tensor | None]], list[Tensor]]) -> Run:
-    """States of a part of the reduction, merged after those that are given, if any are."""
-    dtypes = tuple(e.dtype for e in op.body)
-
-    def run(ins: Sequence[Tensor | None], before: Sequence[Tensor]) -> list[Tensor]:
-        assert op.monoid
-        found = part(ins)
-        return closures.combine(op.monoid, list(before), found, dtypes) if before else found
-
-    return run
-
-
-def _finish(op: Block, graph: Graph, kernel: Kernel) -> Run:
-    tail = Expressions(op, graph, kernel, op.then, Frame(op.dims, kernel.block))
-    return lambda ins, states: tail(ins, list(states), kept=states)
-
-
-def _states(op: Block, graph: Graph, kernel: Kernel) -> Callable[[Sequence[Tensor | None]], list[Tensor]]:
+def _states(op: Block, graph: Graph, kernel: Kernel) -> Chosen[States]:
     """Monoid states of each output point over the block, once along the dimensions that a field does not vary along."""
-    if len(op.body) > 1 and only_sums(op.monoid) and not op.inner:  # each sum by itself
-        alone = [_states(part(op, k), graph, kernel) for k in range(len(op.body))]
-        return lambda ins: [states(ins)[0] for states in alone]
-    frame = Frame(op.space, kernel.block)
-    if found := product_by_groups(op, graph, kernel, frame):
-        return found
-    if layered(op):
-        if not op.inner and (whole := _scan(op, graph, kernel)):
-            return whole
-        return (None if op.inner else gather(op, graph, kernel, frame)) or layers.states(op, graph, kernel)
-    if len(parts := parts_of(op.monoid or "")) > 1:  # each in its own way
-        runs = [_states(replace(op, monoid=name, body=op.body[a:b], then=()), graph, kernel) for name, a, b in parts]
-        return lambda ins: [x for run in runs for x in run(ins)]
-    return (
-        _read_off(op, graph, kernel, frame)
-        or point_values.tiled_product(op, graph, kernel, frame)
-        or gather(op, graph, kernel, frame)
-        or point_values.states(op, graph, kernel)
-    )
+    found = first(STATES, Asked(op, graph, kernel, PLAIN, (op, graph)))
+    assert isinstance(found, Chosen)
+    return found
 
 
-def _read_off(
-    op: Block, graph: Graph, kernel: Kernel, frame: Frame
-) -> Callable[[Sequence[Tensor | None]], list[Tensor]] | None:
-    """The states of a reduction that torch has an operator for, on tensors as they are."""
-    return (
-        _scan(op, graph, kernel)
-        or _convolution(op, graph, kernel, frame)
-        or conv_c.transposed(op, graph, kernel)
-        or conv_c.max_pool(op, kernel)
-        or conv_int8.convolution(op, graph, kernel, frame)
-        or dense.product(op, graph, kernel, frame)
-    )
+def _each_sum(a: Asked) -> States | Refusal:
+    if len(a.op.body) == 1 or not only_sums(a.op.monoid) or a.op.inner:
+        return Refusal("there is one sum, or none")
+    alone = [_states(part(a.op, k), a.graph, a.kernel).made for k in range(len(a.op.body))]
+    return lambda ins: [states(ins)[0] for states in alone]
 
 
-def _scan(op: Block, graph: Graph, kernel: Kernel) -> Callable[[Sequence[Tensor | None]], list[Tensor]] | None:
-    found = as_scan(op)
+def _by_layers(a: Asked) -> States | Refusal:
+    if not layered(a.op):
+        return Refusal("no field is reduced within another one's reduction")
+    if not a.op.inner and (whole := _scan(a) or gather(a.op, a.graph, a.kernel, a.frame)):
+        return whole
+    return layers.states(a.op, a.graph, a.kernel)
+
+
+def _each_part(a: Asked) -> States | Refusal:
+    op, parts = a.op, parts_of(a.op.monoid or "")
+    if len(parts) == 1:
+        return Refusal("its monoid is no product of others")
+    runs = [_states(replace(op, monoid=m, body=op.body[i:j], then=()), a.graph, a.kernel).made for m, i, j in parts]
+    return lambda ins: [x for run in runs for x in run(ins)]
+
+
+def _scan(a: Asked) -> States | Refusal:
+    op, found = a.op, as_scan(a.op)
     if found is None or any(d.size == 0 for d in op.space):
-        return None
-    runs = layers.runs(op, found, kernel.block)
-    body = Expressions(runs.op, graph, kernel, runs.op.body, runs.frame)
+        return Refusal("no running state")
+    runs = layers.runs(op, found, a.kernel.block)
+    body = Expressions(runs.op, a.graph, a.kernel, runs.op.body, runs.frame)
     shape = runs.frame.extents
     return lambda ins: layers.scan_states(op, found, runs, [v.expand(shape) for v in body.values(ins, [])])
 
 
-def _convolution(
-    op: Block, graph: Graph, kernel: Kernel, frame: Frame
-) -> Callable[[Sequence[Tensor | None]], list[Tensor]] | None:
-    if len(op.body) != 1 or op.body[0].dtype not in ("f32", "f64"):
-        return None
-    here = localise(op, graph, kernel)
+def _convolution(a: Asked) -> States | Refusal:
+    if len(a.op.body) != 1 or a.op.body[0].dtype not in ("f32", "f64"):
+        return Refusal("no sum of f32 or f64")
+    here = localise(a.op, a.graph, a.kernel)
     found = contract.conv_of(here)
     if found is None:
-        return None
+        return Refusal("no factor is read at windows of an image")
     x, w = here.held[found.x], here.held[found.w]
     run = contract.conv(here.op, found, here.frame, x.box, w.box, x.shape)
-    shape = frame.extents[: len(op.dims)]
+    shape = a.frame.extents[: len(a.op.dims)]
     return lambda ins: [run(held(ins[found.x])[x.take], held(ins[found.w])[w.take]).reshape(shape)]
+
+
+OPERATORS: Sequence[Way[Asked, States]] = (
+    Way("prefix of a running state", _scan, "linear work, where every other row would do all prefixes anew"),
+    Way("convolution", _convolution, "asked before the product, which would write windows out"),
+    Way(
+        "transposed convolution",
+        lambda a: conv_c.transposed(a.op, a.graph, a.kernel),
+        "a convolution has no stride in what it reads",
+    ),
+    Way("maximum pooling", lambda a: conv_c.max_pool(a.op, a.kernel), "windows are not written out"),
+    Way(
+        "convolution of 8 bits",
+        lambda a: conv_int8.convolution(a.op, a.graph, a.kernel, a.frame),
+        "before the product, as above",
+    ),
+    Way(
+        "product of 8 bits",
+        lambda a: dense.product(a.op, a.graph, a.kernel, a.frame),
+        "sums in i32, which floats would not hold",
+    ),
+)
+"""States that torch has an operator for, on tensors as they are."""
+
+STATES: Sequence[Way[Asked, States]] = (
+    Way("each sum by itself", _each_sum, "every row below has one sum"),
+    Way(
+        "group by group", lambda a: product_by_groups(a.op, a.graph, a.kernel, a.frame),
+        "the sum over groups says that one is picked: one product for each, not all of them",
+    ),
+    Way("layer by layer", _by_layers, "statistics that others rest on come first; rows below have one layer"),
+    Way("each part of the monoid", _each_part, "rows below have one monoid"),
+    *OPERATORS,
+    Way(
+        "product of matrices, in tiles", lambda a: tiled_product(a.op, a.graph, a.kernel, a.frame),
+        "any sum of two factors; behind the operators that know more of them",
+    ),
+    Way("rows of a table", lambda a: gather(a.op, a.graph, a.kernel, a.frame), "a sum that picks one of its points"),
+    Way("point by point", lambda a: point_values.states(a.op, a.graph, a.kernel), "takes everything, so it comes last"),
+)  # fmt: skip
+"""How states of a reduction are worked out on torch's operators, most special first."""
 
 
 def _opaque(op: Opaque, graph: Graph, kernel: Kernel) -> Run:
@@ -313,7 +482,7 @@ def from_numpy(a: Any) -> Any:
 ALIGNMENT = 64  # bytes, of whatever torch allocates
 
 
-def build_exact(graph: Graph, kernel: Kernel) -> Run:
+def build_exact(graph: Graph, kernel: Kernel) -> CpuKernel:
     """The function that computes a block, canonical block by canonical block."""
     op = graph.ops[kernel.op]
     along = None if plan.free(op) else plan.canonical(op)
@@ -334,7 +503,7 @@ def build_exact(graph: Graph, kernel: Kernel) -> Run:
                 part(ins, outs, copies)
         return outs
 
-    return run
+    return CpuKernel(plain=run, way="in canonical blocks")
 
 
 @contextmanager

@@ -10,9 +10,10 @@ from tapestry.codegen.torch_cpu import native
 from tapestry.codegen.torch_cpu.base.point_values import Expressions, Run
 from tapestry.codegen.torch_cpu.base.scalars import added_first
 from tapestry.codegen.torch_cpu.base.strided_reads import Frame, Tensor
+from tapestry.codegen.torch_cpu.base.ways import Refusal
 from tapestry.codegen.torch_cpu.c import conv_c, print_c
-from tapestry.codegen.torch_cpu.c.blocks_c import How, Mapped
-from tapestry.codegen.torch_cpu.c.c_calls import CCall, Ins, Recorded, Together, last
+from tapestry.codegen.torch_cpu.c.blocks_c import How
+from tapestry.codegen.torch_cpu.c.c_calls import CCall, CpuKernel, Ins, last, recorded, together
 from tapestry.codegen.torch_cpu.c.print_c import Writer, written
 from tapestry.codegen.torch_cpu.torch_ops import dense
 from tapestry.codegen.torch_cpu.torch_ops.layers import viewed
@@ -25,15 +26,15 @@ from tapestry.ir.recognise import dims_read, factors, only_sums, part
 
 def packable(
     op: Block, graph: Graph, kernel: Kernel, plain: Run, whole: Callable[[Block, Graph, Kernel], Run], how: How
-) -> Run:
-    """The kernel with a packed form in which every sum is a linear layer or convolution on a packed weight, if each is one.
+) -> CpuKernel | Refusal:
+    """Several sums of which each is a linear layer or a convolution on a packed weight.
 
     Args:
         whole: the kernel of one sum on buffers as they are, for a weight that there was no room to pack.
     """
-    if kernel.mode != "full" or not only_sums(op.monoid) or len(op.body) == 1 or op.inner:
-        return dense.packable(op, graph, kernel, plain, how)
-    then, runs, added, as_is = op.then, list[dense.Packable](), list[int](), True
+    if not only_sums(op.monoid) or len(op.body) == 1 or op.inner:
+        return Refusal("there is one sum, or none")
+    then, runs, added, as_is = op.then, list[CpuKernel](), list[int](), True
     for k, e in enumerate(op.body):
         bias = added_first(then, lambda _: True, k)
         own = Acc(0, e.dtype)
@@ -42,21 +43,21 @@ def packable(
         view = seen(alone, graph, replace(kernel, outs=kernel.outs[:1]))
         own_of, place, block = (view.op, view.graph, view.kernel) if view else (alone, graph, kernel)
         run = dense.packable(own_of, place, block, whole(own_of, place, block))
+        if isinstance(run, Refusal):
+            return Refusal(f"sum {k}: {run.why}")
         run, as_is = (viewed(run, _of_its_own(view)), False) if view else (run, as_is)
-        if not isinstance(run, dense.Packable):
-            return plain
         runs.append(run)
     packs = {k: p for r in runs for k, p in r.packs.items()}
     weights = [op.reads[k].tensor for k in packs]
     if len(packs) < len(runs) or len({*weights}) < len(runs) or any(k in packs for k in arg_positions(then)):
-        return plain
+        return Refusal("two sums read one weight, or what follows them reads a weight")
     tail = Expressions(op, graph, kernel, then, Frame(op.dims, kernel.block[: len(op.dims)]))
 
     def packed(ins: Sequence[Tensor | None], states: Sequence[Tensor]) -> list[Tensor]:
-        return tail(ins, [(r.packed if _is_packed(r, ins) else r.plain)(ins, states)[0] for r in runs])
+        return tail(ins, [(r.packed if _is_packed(r, ins) else r)(ins, states)[0] for r in runs])
 
     joined = as_is and _of_one(op, [k for r in runs for k in r.packs]) and all(len(op.reads[k].index) == 1 for k in added)
-    return dense.Packable(plain, packs, _recorded(runs, then, packed, joined))
+    return CpuKernel(plain=plain, packs=packs, on_packed=_recorded(runs, then, packed, joined))
 
 
 def _of_its_own(view: Seen) -> Seen:
@@ -74,27 +75,27 @@ def _of_one(op: Block, weights: Sequence[int]) -> bool:
     return len(found) == 1
 
 
-def _recorded(runs: Sequence[dense.Packable], then: tuple[Expr, ...], packed: Run, joined: bool) -> Run:
+def _recorded(runs: Sequence[CpuKernel], then: tuple[Expr, ...], packed: Run, joined: bool) -> CpuKernel:
     """The packed form as one that writes where it is told, where every sum is by our kernel.
 
     Args:
         joined: whether the sums are of the same rows and add a bias at most, so that one kernel may do all of them.
     """
-    ours = tuple(r.packed for r in runs if isinstance(r.packed, Recorded))
+    ours = tuple(r.packed for r in runs if r.packed.bind and not r.packed.functions)
     if len(ours) < len(runs):
-        return packed
+        return CpuKernel(plain=packed)
     if then == tuple(Acc(k, "f32") for k in range(len(runs))):
-        return Together(packed, ours)
+        return together(ours)
     lib = conv_c.available() if joined else None
     linear = all(p.key[0] == "panels" and len(p.key) > 1 for r in runs for p in r.packs.values())
     if lib is None or not linear or len(then) != 1 or len(runs) > native.MOST_SUMS or arg_positions(then) or not written(then):
-        return packed
+        return CpuKernel(plain=packed)
     if then[0].dtype != "f32" or any(isinstance(x, Index) for x in walk(then[0])):
-        return packed
+        return CpuKernel(plain=packed)
     name = print_c.register(Writer((), {}, ()).cells(then[0], len(runs)))
 
     def record(ins: Ins, memory: Tensor) -> CCall:
-        calls = [last(r.record(ins, memory)) for r in ours]
+        calls = [last(r.bind(ins, [memory])) for r in ours if r.bind]
         first, then_at = calls[0], ctypes.cast(print_c.function(name), ctypes.c_void_p).value
         sizes = native.Several(first.sizes, len(calls), then_at)
         pointers = ctypes.c_void_p * native.MOST_SUMS
@@ -107,9 +108,9 @@ def _recorded(runs: Sequence[dense.Packable], then: tuple[Expr, ...], packed: Ru
         kept = tuple(x for c in calls for x in c.kept)
         return CCall(lib.tapestry_several, sizes, buffers, kept, all(c.fixed for c in calls))
 
-    return Mapped(packed, (name,), Recorded(ours[0].array, record, ours[0].size))
+    return recorded(ours[0].arrays[0], record, ours[0].memory[0][0], plain=packed, functions=(name,))
 
 
-def _is_packed(run: dense.Packable, ins: Sequence[Tensor | None]) -> bool:
+def _is_packed(run: CpuKernel, ins: Sequence[Tensor | None]) -> bool:
     """oneDNN's layouts say so; ours are flat."""
     return all((x := ins[k]) is not None and (x.is_mkldnn or x.dim() == 1) for k in run.packs)

@@ -262,7 +262,7 @@ class LocalExecutor(Executor):
         may = self.folds and not self.equal
         empty = partial(torch.empty, 0, device=self.target.device)
         self.folded.append(fold(self.graph, self.program, kernels, held, plain, room, empty) if may else Folded())
-        wanted = {at: k.packs for at, k in kernels.items() if isinstance(k, PackableKernel)}
+        wanted = {at: k.packs for at, k in kernels.items() if isinstance(k, PackableKernel) and k.packs}
         more = self.folded[d].extra
         packing = pack(self.program, wanted, held, (self.weigh, plain), room - more, partial(self._packed, d))
         packing.extra += more

@@ -11,11 +11,8 @@ import torch
 from tapestry.build import store
 from tapestry.codegen import kernel_sources
 from tapestry.codegen.torch_cpu import kernels
-from tapestry.codegen.torch_cpu.base.point_values import Run
 from tapestry.codegen.torch_cpu.c import print_c
-from tapestry.codegen.torch_cpu.c.blocks_c import Mapped
-from tapestry.codegen.torch_cpu.c.c_calls import Recorded, Together
-from tapestry.codegen.torch_cpu.torch_ops import dense
+from tapestry.codegen.torch_cpu.c.c_calls import CpuKernel
 from tapestry.codegen.torch_cpu.views import View
 from tapestry.codegen.triton.emit.source import Pass, TritonKernel
 from tapestry.errors import LawError
@@ -56,7 +53,9 @@ def _prove_cpu(build: store.Build, report: Callable[[int, int], None]) -> list[d
     for done, kernel in enumerate(found.values()):
         report(done, len(found))
         name = f"cpu/{graph.ops[kernel.op].outs[0]}.{done}"
-        made = CpuKernel("torch operators", why="in canonical blocks") if build.exact else cpu_kernel_of(graph, kernel, name)
+        made = (
+            ProvableKernel("torch operators", why="in canonical blocks") if build.exact else cpu_kernel_of(graph, kernel, name)
+        )
         shown = weakest([prove(graph, kernel, t) for t in made.texts]) or Evidence(COMPARED, COMPARED, made.why)
         value = shown.value
         if made.ours and value != COMPARED:
@@ -111,7 +110,7 @@ def _launch(one: Pass, names: list[str]) -> KernelLaunch:
 
 
 @dataclass(frozen=True, slots=True)
-class CpuKernel:
+class ProvableKernel:
     """What the CPU target runs for a kernel: ``form`` is what it is, ``texts`` what of it can be proved, all of them.
 
     Attributes:
@@ -125,41 +124,42 @@ class CpuKernel:
     why: str = ""
 
 
-def cpu_kernel_of(graph: Graph, kernel: Kernel, name: str) -> CpuKernel:
+def cpu_kernel_of(graph: Graph, kernel: Kernel, name: str) -> ProvableKernel:
     """A kernel as the CPU target runs it in one thread: a function in C, a call of one of ours, or operators of torch."""
     if not isinstance(graph.ops[kernel.op], Block):
-        return CpuKernel("ONNX node", why="the node runs as the model has it")
+        return ProvableKernel("ONNX node", why="the node runs as the model has it")
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         return _cpu_kernel(graph, kernel, kernels.build(graph, kernel), name)
     except Unsupported as e:
-        return CpuKernel("kernel in C", why=str(e))
+        return ProvableKernel("kernel in C", why=str(e))
     finally:
         torch.set_num_threads(threads)
 
 
-def _cpu_kernel(graph: Graph, kernel: Kernel, run: Run, name: str) -> CpuKernel:
-    packs = run.packs if isinstance(run, dense.Packable) else dict[int, dense.Pack]()
-    run = run.packed if isinstance(run, dense.Packable) else run
-    merged = isinstance(run, dense.Merged)
-    run = run.part if isinstance(run, dense.Merged) else run
+def _cpu_kernel(graph: Graph, kernel: Kernel, run: CpuKernel, name: str) -> ProvableKernel:
+    packs, run = run.packs, run.packed
+    merged = bool(run.parts) and not run.bind
+    run = run.parts[0] if merged else run
     if any(isinstance(x, View) for p in packs.values() for x in p.key):
-        return CpuKernel("kernel in C", why="a convolution on views of its buffers")
-    if isinstance(run, Recorded | Together):
-        texts, ours = contract_texts_of(graph, kernel, run.parts if isinstance(run, Together) else [run], name, packs)
-        return CpuKernel(", ".join(ours) + ", added by torch to what is given" * merged, texts, ours)
-    if isinstance(run, Mapped) and len(packs) > 1 and isinstance(run.recorded, Recorded):
-        text = sums_text_of(graph, kernel, run.recorded, run.names[0], name, packs)
-        return CpuKernel("tapestry_several", (text,), ("tapestry_conv", "tapestry_several"))
-    if isinstance(run, Mapped) and run.reads:
-        return CpuKernel("generated C", (generated_text_of(graph, kernel, run, name),))
-    if isinstance(run, Mapped):
-        return CpuKernel("generated C", why="several functions, or one on views of the buffers, which are not read together")
-    return CpuKernel("torch operators", why="operators of torch are not read")
+        return ProvableKernel("kernel in C", why="a convolution on views of its buffers")
+    if run.bind and not run.functions:
+        texts, ours = contract_texts_of(graph, kernel, run.parts or (run,), name, packs)
+        return ProvableKernel(", ".join(ours) + ", added by torch to what is given" * merged, texts, ours)
+    if run.functions and len(packs) > 1 and not run.reads:
+        text = sums_text_of(graph, kernel, run, run.functions[0], name, packs)
+        return ProvableKernel("tapestry_several", (text,), ("tapestry_conv", "tapestry_several"))
+    if run.functions and run.reads:
+        return ProvableKernel("generated C", (generated_text_of(graph, kernel, run, name),))
+    if run.functions:
+        return ProvableKernel(
+            "generated C", why="several functions, or one on views of the buffers, which are not read together"
+        )
+    return ProvableKernel("torch operators", why="operators of torch are not read")
 
 
-def generated_text_of(graph: Graph, kernel: Kernel, run: Mapped, name: str) -> KernelText:
+def generated_text_of(graph: Graph, kernel: Kernel, run: CpuKernel, name: str) -> KernelText:
     """A function in C as the CPU target calls it: rows of numbers in, and the output's, row-major."""
     op = graph.ops[kernel.op]
     assert isinstance(op, Block)
@@ -169,6 +169,6 @@ def generated_text_of(graph: Graph, kernel: Kernel, run: Mapped, name: str) -> K
     buffers |= {y: Buffer(graph.tensors[t].dtype, size(kernel.outs[0])) for y, t in outs.items()}
     given: dict[str, Argument] = {"sizes": run.sizes or (0,), "p": tuple(At(n) for n in buffers)}
     return KernelText(
-        name=name, source=print_c.source(run.names[0]), launches=(KernelLaunch(function=run.names[0], params=given),),
+        name=name, source=print_c.source(run.functions[0]), launches=(KernelLaunch(function=run.functions[0], params=given),),
         buffers=buffers, reads=names, outs=tuple(outs), language="c",
     )  # fmt: skip

@@ -22,7 +22,7 @@ import torch
 from tapestry.codegen.torch_cpu import native
 from tapestry.codegen.torch_cpu.base.scalars import TORCH_DTYPES, tensor_of
 from tapestry.codegen.torch_cpu.c import conv_c, print_c
-from tapestry.codegen.torch_cpu.c.c_calls import CCall, Recorded
+from tapestry.codegen.torch_cpu.c.c_calls import CCall, CpuKernel
 from tapestry.errors import LawError, TapestryError
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.kernel import Box, Kernel, shape, size
@@ -90,12 +90,12 @@ class Bound:
     weights: dict[str, tuple[int, ...]]
     ins: list[Tensor | None]
 
-    def outs(self, graph: Graph, kernel: Kernel, runs: Sequence[Recorded]) -> list[Tensor]:
+    def outs(self, graph: Graph, kernel: Kernel, runs: Sequence[CpuKernel]) -> list[Tensor]:
         """Memory of the outputs ``y``, ``y1``, …, each over as many elements as a part of the kernel writes."""
         op, out = graph.ops[kernel.op], list[Tensor]()
         for k, (run, box) in enumerate(zip(runs, kernel.outs, strict=True)):
-            out.append(torch.empty(run.size))
-            array = run.array(out[k])
+            out.append(torch.empty(run.memory[0][0]))
+            array = run.arrays[0](out[k])
             if array.shape != shape(box):
                 raise Unsupported("a state that does not vary along all dimensions")
             self.tensors[out_name(k)] = (array, box, graph.tensors[op.outs[k]].dtype)
@@ -161,7 +161,7 @@ def bound(graph: Graph, kernel: Kernel, packs: Mapping[int, Any], order: tuple[i
 
 
 def contract_texts_of(
-    graph: Graph, kernel: Kernel, runs: Sequence[Recorded], name: str, packs: Mapping[int, Any]
+    graph: Graph, kernel: Kernel, runs: Sequence[CpuKernel], name: str, packs: Mapping[int, Any]
 ) -> tuple[tuple[KernelText, ...], tuple[str, ...]]:  # fmt: skip
     """The contracts of a kernel's calls, one for each output, and the names of our kernels: for each way in which images lie.
 
@@ -187,7 +187,7 @@ def contract_texts_of(
     return tuple(texts), tuple(dict.fromkeys(ours))
 
 
-def _contracts_of_contract_texts(runs: Sequence[Recorded], calls: Sequence[CCall], given: Bound, name: str) -> KernelText:
+def _contracts_of_contract_texts(runs: Sequence[CpuKernel], calls: Sequence[CCall], given: Bound, name: str) -> KernelText:
     found = [contract(c.function.__name__) for c in calls]
     names = [(f, {p: p if len(runs) == 1 else f"{p}{k}" for p in f.params}) for k, f in enumerate(found)]
     params = {n: v for (f, own), c in zip(names, calls, strict=True) for n, v in arguments(f, own, c, given).items()}
@@ -203,13 +203,14 @@ def _contracts_of_contract_texts(runs: Sequence[Recorded], calls: Sequence[CCall
     )  # fmt: skip
 
 
-def one_call(run: Recorded, given: Bound, memory: Tensor) -> CCall:
+def one_call(run: CpuKernel, given: Bound, memory: Tensor) -> CCall:
     """The call of a kernel on tensors.
 
     Raises:
         Unsupported: it is several.
     """
-    call = run.record(given.ins, memory)
+    assert run.bind
+    call = run.bind(given.ins, [memory])
     if not isinstance(call, CCall):
         raise Unsupported("several calls one after another, which are not read together")
     return call
@@ -236,7 +237,7 @@ def arguments(of: Contract, names: Mapping[str, str], call: CCall, given: Bound)
     return {names[p]: structs[p] for p in of.params}
 
 
-def sums_text_of(graph: Graph, kernel: Kernel, run: Recorded, then: str, name: str, packs: Mapping[int, Any]) -> KernelText:
+def sums_text_of(graph: Graph, kernel: Kernel, run: CpuKernel, then: str, name: str, packs: Mapping[int, Any]) -> KernelText:
     """The contract of products of the same rows, each to memory of its own, and what is computed of all of their cells.
 
     Args:
@@ -249,14 +250,14 @@ def sums_text_of(graph: Graph, kernel: Kernel, run: Recorded, then: str, name: s
     buffers, launches = given.buffers(), list[KernelLaunch]()
     sizes, of = given.fields(call.sizes.sum), contract("tapestry_conv")
     for k in range(call.sizes.sums):
-        buffers[f"sum{k}"] = Buffer("f32", run.size, True)
+        buffers[f"sum{k}"] = Buffer("f32", run.memory[0][0], True)
         w, bias = given.at(call.buffers.w[k]), given.at(call.buffers.bias[k])
         assert isinstance(w, At)
         taps: dict[str, Value] = dict(zip(TAPS, given.weights[w.buffer], strict=True))
         places: dict[str, Value] = {"x": given.at(call.buffers.x), "w": w, "bias": bias, "residual": None, "y": At(f"sum{k}")}
         launches.append(KernelLaunch(function=of.function, params={"c": sizes, "t": taps, "b": places}))
     cells = (*(At(f"sum{k}") for k in range(call.sizes.sums)), At("y"))
-    launches.append(KernelLaunch(function=then, params={"sizes": (run.size,), "p": cells}))
+    launches.append(KernelLaunch(function=then, params={"sizes": (run.memory[0][0],), "p": cells}))
     return KernelText(
         name=name, source=print_c.source(then) + of.source, launches=tuple(launches), buffers=buffers, reads=given.reads,
         outs=("y",), language="c",

@@ -13,7 +13,6 @@ import torch
 
 from tapestry.codegen.torch_cpu import FEWEST, TorchCpu
 from tapestry.codegen.torch_cpu.kernels import from_numpy, to_numpy
-from tapestry.codegen.torch_cpu.torch_ops.dense import Packable
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.kernel import Box, Kernel, whole
 from tapestry.ir.syntax.parser import parse
@@ -195,7 +194,7 @@ def prepare(graph: Graph, feeds: dict[str, np.ndarray], block: Box, *, packed: b
     kernel = target.kernel(graph, Kernel(op=0, mode="full", block=block, ins=ins, outs=(out,) * len(op.outs)))
     given = [from_numpy(feeds[r.tensor][tuple(slice(*b) for b in box)].copy()) for r, box in zip(op.reads, ins, strict=True)]
     if packed:
-        if not isinstance(kernel, Packable):
+        if not kernel.packs:
             return None
         given = [kernel.packs[k].run(x) if k in kernel.packs else x for k, x in enumerate(given)]
         kernel = kernel.packed

@@ -86,7 +86,7 @@ def test_a_library_is_not_asked_where_no_window_reads_the_image() -> None:
 def test_taps_are_listed_on_the_stack_up_to_a_number() -> None:
     assert not conv_c.too_deep([1 << 10, 32, 32]) and conv_c.too_deep([1 << 11, 32, 32]) and conv_c.too_deep([1, 65, 65])
     parts = contract.Call((slice(None),) * 5, (), (1, 1, 2, 70, 70), (1, 1, 1), (1, 0, 0), (1, 1, 1), 1)
-    assert conv_c.convolve_3d(parts, [1, 1, 3, 65, 65], [1, 1, 2, 6, 6], Epilogue()) is None
+    assert not conv_c.convolve_3d(parts, [1, 1, 3, 65, 65], [1, 1, 2, 6, 6], Epilogue())
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])

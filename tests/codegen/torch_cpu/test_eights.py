@@ -14,7 +14,6 @@ import tapestry
 from tapestry.codegen.torch_cpu import TorchCpu, conv_int8, native
 from tapestry.codegen.torch_cpu.base.strided_reads import Frame
 from tapestry.codegen.torch_cpu.c import print_c
-from tapestry.codegen.torch_cpu.torch_ops.dense import Packable
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.kernel import Box, Kernel, whole
 from tapestry.plan.strategy import read_box
@@ -152,8 +151,8 @@ def run(
     cells = [tuple(slice(lo, hi) for lo, hi in box) for box in boxes]
     ins = [torch.from_numpy(np.array(arrays[r.tensor][c])) for r, c in zip(op.reads, cells, strict=True)]
     if packed:
-        assert isinstance(made, Packable) or conv_int8.convolution(op, graph, kernel, Frame(op.space, block)) is None
-    if packed and isinstance(made, Packable):
+        assert made.packs or not conv_int8.convolution(op, graph, kernel, Frame(op.space, block))
+    if packed and made.packs:
         ins = [made.packs[k].run(x) if k in made.packs else x for k, x in enumerate(ins)]
         made = made.packed
     return [x.numpy() for x in made(ins, [])]
@@ -168,10 +167,9 @@ def test_cases_are_ours(case: str, tmp_path: Path) -> None:
     assert isinstance(op, Block)
     block = whole(tuple(d.size for d in op.space))
     boxes = tuple(read_box(op, graph, k, block) for k in range(len(op.reads)))
-    assert isinstance(
-        conv_int8.packable(op, graph, Kernel(op=0, mode="full", block=block, ins=boxes, outs=(block[: len(op.dims)],)), _none),
-        Packable,
-    )
+    kernel = Kernel(op=0, mode="full", block=block, ins=boxes, outs=(block[: len(op.dims)],))
+    made = conv_int8.packable(op, graph, kernel, _none)
+    assert made and made.packs
 
 
 def _none(*_: object) -> list[torch.Tensor]:

@@ -12,9 +12,8 @@ import torch
 import tapestry
 from tapestry.codegen.torch_cpu import TorchCpu
 from tapestry.codegen.torch_cpu.c import conv_c, print_c
-from tapestry.codegen.torch_cpu.c.blocks_c import How, Mapped
+from tapestry.codegen.torch_cpu.c.blocks_c import How
 from tapestry.codegen.torch_cpu.kernels import build
-from tapestry.codegen.torch_cpu.torch_ops.dense import Packable
 from tapestry.ir.graph import Block
 from tapestry.ir.kernel import Kernel, whole
 from tapestry.ir.syntax.parser import parse
@@ -66,7 +65,7 @@ def test_torch_has_no_operator_for_it(name: str) -> None:
     kernel = TorchCpu().kernel(
         graph, Kernel(op=0, mode="full", block=whole(tuple(d.size for d in op.space)), ins=ins, outs=(out,))
     )
-    assert isinstance(kernel, Mapped) and not kernel.few
+    assert kernel.functions and not kernel.few
     given = [torch.from_numpy(a) for a in feeds.values()]
     (first,) = kernel(given, [])
     kept = first.clone()
@@ -179,7 +178,7 @@ def test_neighbours_side_by_side(name: str, laid: str) -> None:
             op=0, mode="full", block=whole(tuple(d.size for d in op.space)), ins=ins, outs=(whole(graph.tensors["y"].shape),)
         ),
     )
-    assert isinstance(kernel, Mapped) and not kernel.few
+    assert kernel.functions and not kernel.few
     given = {t: torch.from_numpy(a) for t, a in feeds.items()}
     if laid == "by pixels":
         given = {t: x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x for t, x in given.items()}
@@ -206,7 +205,7 @@ output y""")
         op=0, mode="full", block=whole((301, 1000, 700)), ins=tuple(map(whole, shapes.values())), outs=(whole((301, 1000)),)
     )
     run = build(graph, kernel, How(any_size=True, compiles=False))
-    assert isinstance(run, Packable) and run.packs
+    assert run.packs
     x, w, s = (torch.from_numpy(a) for a in random_feeds(graph, np.random.default_rng(6)).values())
     (got,) = run.packed([x, run.packs[1].run(w), s], [])
     product = x.double() @ w.double()

@@ -133,7 +133,7 @@ def test_convolutions_over_three_axes(case: str, pixels: bool) -> None:
 @needed
 def test_frames_of_padding_alone_are_left_to_torch() -> None:
     call = contract.Call((), (), (1, 4, 2, 5, 5), (1, 1, 1), (5, 0, 0), (1, 1, 1), 1)
-    assert conv_c.convolve_3d(call, (8, 4, 3, 3, 3), (1, 8, 10, 3, 3), Epilogue()) is None
+    assert not conv_c.convolve_3d(call, (8, 4, 3, 3, 3), (1, 8, 10, 3, 3), Epilogue())
 
 
 @needed
@@ -237,8 +237,8 @@ def test_attention_on_buffers_as_they_are(
         op=last, mode="full", block=whole(tuple(d.size for d in op.space)), ins=ins, outs=(whole((2, heads, rows, 20)),)
     )
     found = attention_c.attention_kernel(op, graph, kernel)
-    assert found and not found.names
-    run = found.run
+    assert found and not found.functions
+    run = found
     before = run_ops(graph, feeds, last)
     turned = [before[r.tensor] for r in op.reads]
     turned = [x.transpose(1, 2).contiguous().transpose(1, 2) if x.dim() == 4 else x for x in turned]  # heads side by side
@@ -268,7 +268,7 @@ def few_rows(keys: int, feeds: Feeds | None = None) -> tuple[Any, list[torch.Ten
     found = attention_c.attention_kernel(op, graph, kernel)
     assert found
     given = [before[r.tensor].contiguous() for r in op.reads]
-    return found.run, given, interp.run(graph, feeds, wide=True)["y"], feeds
+    return found, given, interp.run(graph, feeds, wide=True)["y"], feeds
 
 
 @needed
@@ -279,11 +279,11 @@ def test_keys_that_are_left_out_are_not_read() -> None:
     wanted = few_rows(len(kept), {n: np.take(a, kept, axes[n]) if n in axes else a for n, a in feeds.items()})[2]
     for k, axis in run.cells:
         given[k].narrow(axis, 11, 13).fill_(np.nan)
-    memory, numbers = torch.empty(run.size), (ctypes.c_int64 * 2)(11, 24)
-    call = run.record(given, memory)
+    memory, numbers = torch.empty(run.memory[0][0]), (ctypes.c_int64 * 2)(11, 24)
+    call = run.bind(given, [memory])
     c_calls.limit(call, ctypes.addressof(numbers))
     call.run()
-    np.testing.assert_allclose(run.array(memory).numpy(), wanted, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(run.arrays[0](memory).numpy(), wanted, rtol=1e-4, atol=1e-5)
 
 
 @needed
@@ -295,15 +295,15 @@ def test_what_is_seldom_wanted_is_made_when_it_is(blind: bool) -> None:
     if not blind:
         given = [x.nan_to_num(neginf=0.0) for x in given]
         wanted = run(given, [])[0].numpy()
-    memory, asked = torch.empty(run.size), list[int]()
+    memory, asked = torch.empty(run.memory[0][0]), list[int]()
     made = c_calls.called(lambda ins, _: (asked.append(1), [there])[1], tuple(there.shape)).bind(
         [], [given[run.seldom].view(-1)]
     )
-    call = run.record(given, memory)
+    call = run.bind(given, [memory])
     c_calls.ask(call, made)
     for _ in range(2):
         call.run()
-        np.testing.assert_allclose(run.array(memory).numpy(), wanted, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(run.arrays[0](memory).numpy(), wanted, rtol=1e-4, atol=1e-5)
     assert len(asked) == 2 * blind
 
 

@@ -94,9 +94,9 @@ def test_scores_of_any_kind(name: str) -> None:
         outs=(whole(tuple(d.size for d in op.dims)),),
     )  # fmt: skip
     found = scored(op, graph, kernel)
-    assert found is not None
+    assert found
     ins = [from_numpy(values[r.tensor]) for r in op.reads]
-    for run in (found.run, build(graph, kernel)):
+    for run in (found, build(graph, kernel)):
         (got,) = run(ins, [])
         np.testing.assert_allclose(got.numpy(), want, rtol=2e-5, atol=2e-6)
 
@@ -132,7 +132,7 @@ def test_a_bias_of_two_along_a_batch_of_one() -> None:
     ins = tuple(whole(graph.tensors[r.tensor].shape) for r in op.reads)
     kernel = Kernel(op=0, mode="full", block=whole(tuple(d.size for d in op.space)), ins=ins, outs=(whole((1, 3, 53, 32)),))
     found = attention_kernel(op, graph, kernel)
-    assert found is not None and found.names
+    assert found and found.functions
     build(graph, kernel)  # registers and may compile what the bias is made by
-    (got,) = found.run([from_numpy(values[r.tensor]) for r in op.reads], [])
+    (got,) = found([from_numpy(values[r.tensor]) for r in op.reads], [])
     np.testing.assert_allclose(got.numpy(), want, rtol=1e-4, atol=1e-5)

@@ -13,6 +13,7 @@ import torch
 from tapestry.codegen.torch_cpu.base import closures, contract, scalars
 from tapestry.codegen.torch_cpu.base.closures import compile_value
 from tapestry.codegen.torch_cpu.base.strided_reads import SAME_BITS, Fetch, Frame, Remembered, Tensor, index_values, reader
+from tapestry.codegen.torch_cpu.base.ways import Refusal
 from tapestry.ir.expr import Arg, Call, Const, Expr, Index, arg_positions, walk
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.kernel import Box, Kernel, shape, size
@@ -188,11 +189,11 @@ def _same(body: tuple[Expr, ...], test: Expr, holds: bool) -> tuple[Expr, ...]:
 # matrix that each picks, computed group by group.
 
 
-def product_by_groups(op: Block, graph: Graph, kernel: Kernel, frame: Frame) -> States | None:
+def product_by_groups(op: Block, graph: Graph, kernel: Kernel, frame: Frame) -> States | Refusal:
     """``sum_v where(i == v, sum_m x * w[v], 0)``: for each v one product, of the rows that want it; exact on any block of v."""
     found = routed(op)
     if found is None or found.shift or 0 in frame.extents:
-        return None
+        return Refusal("no matrix is picked for each row")
     names, extent = [d.name for d in op.space], dict(zip((d.name for d in op.space), frame.extents, strict=True))
     rows, columns = [d.name for d in found.of_rows], [d.name for d in found.of_columns]
     inner, over = [d.name for d in op.inner_dims], found.over.name
@@ -224,11 +225,11 @@ def product_by_groups(op: Block, graph: Graph, kernel: Kernel, frame: Frame) -> 
     return states
 
 
-def gather(op: Block, graph: Graph, kernel: Kernel, frame: Frame) -> States | None:
+def gather(op: Block, graph: Graph, kernel: Kernel, frame: Frame) -> States | Refusal:
     """``sum_v where(i == v, x[v], 0)`` without the sum: a masked gather, exact on any block of v."""
     selected = selection(op)
     if selected is None or selected.shift or 0 in frame.extents:
-        return None
+        return Refusal("no row of a table is picked")
     where_index, picked = selected.wanted, selected.picked
     base = Frame(op.dims, kernel.block[: len(op.dims)])
     lo, hi = kernel.block[-1]
@@ -267,6 +268,7 @@ def gather(op: Block, graph: Graph, kernel: Kernel, frame: Frame) -> States | No
 # Reductions by torch operators, tile by tile: what is written out of an index space at once has a bound.
 
 
+NO_CONTRACTION = Refusal("it is no sum of products of two factors that torch multiplies as matrices")
 POINTS = 1 << 22  # at most in a tile: 16 MiB of f32 for each value of the body
 
 
@@ -298,14 +300,14 @@ def states(op: Block, graph: Graph, kernel: Kernel) -> States:
     return _merged(op, kernel, tiles(kernel.block, POINTS), one)
 
 
-def tiled_product(op: Block, graph: Graph, kernel: Kernel, frame: Frame) -> States | None:
-    """States of a contraction; ``None`` when the operation is none.
+def tiled_product(op: Block, graph: Graph, kernel: Kernel, frame: Frame) -> States | Refusal:
+    """States of a contraction.
 
     In tiles where a factor is written out at many more points than its tensor has cells, such as a window's.
     """
     found = sides(op)
     if found is None or any(d.size == 0 for d in op.space):
-        return None
+        return NO_CONTRACTION
     steps = {d.name: hi - lo for d, (lo, hi) in zip(op.space, kernel.block, strict=True)}
     for factor, dims in zip(found[:2], found[2:], strict=True):
         cells = sum(size(box) for k in arg_positions((factor,)) if (box := kernel.ins[k]) is not None)
@@ -320,10 +322,10 @@ def tiled_product(op: Block, graph: Graph, kernel: Kernel, frame: Frame) -> Stat
 
     boxes = list(itertools.product(*cuts))
     if len(boxes) == 1:
-        return product(op, graph, kernel, frame)
+        return product(op, graph, kernel, frame) or NO_CONTRACTION
     parts = {b: product(op, graph, replace(kernel, block=b), Frame(op.space, b)) for b in boxes}
     runs = {b: run for b, run in parts.items() if run is not None}
-    return _merged(op, kernel, boxes, lambda box: runs[box]) if len(runs) == len(boxes) else None
+    return _merged(op, kernel, boxes, lambda box: runs[box]) if len(runs) == len(boxes) else NO_CONTRACTION
 
 
 def _merged(op: Block, kernel: Kernel, boxes: Sequence[Box], one: Callable[[Box], States]) -> States:

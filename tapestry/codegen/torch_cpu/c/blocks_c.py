@@ -20,8 +20,9 @@ import torch
 from tapestry.codegen.torch_cpu import native
 from tapestry.codegen.torch_cpu.base.point_values import Run, cut_pieces, held
 from tapestry.codegen.torch_cpu.base.scalars import TORCH_DTYPES
+from tapestry.codegen.torch_cpu.base.ways import Refusal
 from tapestry.codegen.torch_cpu.c import conv_c, print_c
-from tapestry.codegen.torch_cpu.c.c_calls import CCall, Ins, Recorded, Written, row_major, shares
+from tapestry.codegen.torch_cpu.c.c_calls import CCall, CpuKernel, Ins, recorded, row_major, shares
 from tapestry.codegen.torch_cpu.c.print_c import TYPES, Chosen, Piece, Writer, is_slow, literal, written
 from tapestry.ir.expr import Acc, Arg, Const, Expr, Index, Let, arg_positions, walk
 from tapestry.ir.expr import Call as Apply
@@ -52,46 +53,19 @@ class How:
 
 
 PLAIN = How()
+NO_LIBRARY = Refusal("the kernels in C are not built here, or torch has several threads")
 
 
-@dataclass(frozen=True, slots=True)
-class Mapped:
-    """An operation with a function in C of the same meaning, which is compiled when a machine first asks for it.
-
-    Attributes:
-        plain: the operation on torch's operators.
-        names: of the functions in C.
-        recorded: the calls of that function.
-        reads: which reads of the operation a function that is all of it is given, in order.
-        few: whether torch's operators take no longer but for their calls.
-        compiles: whether it is compiled where it is not there yet.
-        sizes: what a function that takes sizes is called with.
-    """
-
-    plain: Run
-    names: tuple[str, ...]
-    recorded: Recorded | Written
-    reads: tuple[int, ...] = ()
-    few: bool = False
-    compiles: bool = True
-    sizes: tuple[int, ...] = ()
-
-    def __call__(self, ins: Ins, states: Sequence[Tensor]) -> list[Tensor]:
-        """Compute into new memory: by torch, where there are few points."""
-        found = None if self.few else self.recorder()
-        return self.plain(ins, states) if found is None else found(ins, states)
-
-    def recorder(self) -> Recorded | Written | None:
-        """The operation as one that writes where it is told; ``None`` without a working compiler."""
-        return self.recorded if all(print_c.function(n, self.compiles) for n in self.names) else None
-
-
-def mapped(op: Block, graph: Graph, kernel: Kernel, plain: Run, how: How = PLAIN) -> Run:
-    """The operation with its function in C, where it has one and torch is to use one thread."""
-    found = _pieces(op, kernel) if conv_c.available() and kernel.mode == "full" and not op.inner else None
+def mapped(op: Block, graph: Graph, kernel: Kernel, plain: Run, how: How = PLAIN) -> CpuKernel | Refusal:
+    """A function in C that writes the operation row by row, where torch is to use one thread."""
+    if conv_c.available() is None:
+        return NO_LIBRARY
+    found = _pieces(op, kernel) if kernel.mode == "full" and not op.inner else None
     out = kernel.block[: len(op.dims)]
-    if not found or any(hi <= lo for lo, hi in kernel.block) or kernel.outs[0] != out:
-        return plain
+    if not found:
+        return Refusal("it is no expression of f32 in each cell, nor a row picked from a table, that C can write")
+    if any(hi <= lo for lo, hi in kernel.block) or kernel.outs[0] != out:
+        return Refusal("it has no cells, or one axis of its result is stored once for several")
     used = sorted(arg_positions(tuple(e for p in found for e in _exprs(p))))
     boxes = {k: b for k in used if (b := kernel.ins[k]) is not None}
     if (
@@ -99,7 +73,7 @@ def mapped(op: Block, graph: Graph, kernel: Kernel, plain: Run, how: How = PLAIN
         or not all(_row_by_row(op, op.reads[k], boxes[k], out) for k in used)
         or (how.any_size and _image(op, used))
     ):
-        return plain
+        return Refusal("neighbours in a row of the result are not neighbours in what it reads")
     names = tuple(d.name for d in op.dims)
     tensors = {k: graph.tensors[op.reads[k].tensor] for k in used}
     reads = {k: (op.reads[k], boxes[k], t.shape, t.dtype) for k, t in tensors.items()}
@@ -107,8 +81,9 @@ def mapped(op: Block, graph: Graph, kernel: Kernel, plain: Run, how: How = PLAIN
     name = print_c.register(writer.function(found), how.compiles)
     extents = shape(out)
     record = functools.partial(_record_of_maps_c, name, used, writer.sizes())
-    call = Recorded(lambda memory: memory.view(extents), record, size(out))
-    return Mapped(plain, (name,), call, tuple(used), few=size(out) < LEAST, compiles=how.compiles, sizes=writer.arguments)
+    few = size(out) < LEAST
+    more: dict[str, Any] = {"plain": plain, "few": few, "compiles": how.compiles, "sizes": writer.arguments}
+    return recorded(lambda m: m.view(extents), record, size(out), functions=(name,), reads=tuple(used), **more)
 
 
 def _record_of_maps_c(name: str, used: Sequence[int], sizes: Any, ins: Ins, memory: Tensor) -> CCall:
@@ -164,14 +139,17 @@ LANES = 64  # neighbours that are summed side by side
 MOST_TEXT = 2000  # primitives of an operation
 
 
-def as_loops(op: Block, graph: Graph, kernel: Kernel, plain: Run, is_dear: Callable[[], bool], how: How) -> Run:
-    """The operation with its function in C, where all of it can be written, and it is small or torch's way is dear.
+def as_loops(
+    op: Block, graph: Graph, kernel: Kernel, plain: Run, is_dear: Callable[[], bool], how: How
+) -> CpuKernel | Refusal:  # fmt: skip
+    """A function in C that is all of the operation, where it is small or torch's way is dear.
 
     One for any size is compiled where it is neither: at another size it may be.
     """
-    lib = conv_c.available()
-    if lib is None or kernel.mode != "full" or any(hi <= lo for lo, hi in kernel.block):
-        return plain
+    if conv_c.available() is None:
+        return NO_LIBRARY
+    if kernel.mode != "full" or any(hi <= lo for lo, hi in kernel.block):
+        return Refusal("it is a part of a reduction, or has no points")
     if op.monoid is None and not op.inner and len(cut := cut_pieces(op.body, op, kernel.block)) == 1:
         op = replace(op, body=cut[0][1])  # one side of a concatenation: the other is not read
     out, combined = kernel.block[: len(op.dims)], _combined(op)
@@ -180,21 +158,25 @@ def as_loops(op: Block, graph: Graph, kernel: Kernel, plain: Run, is_dear: Calla
     work = size(inside) * _weight((*op.point, *combined)) + size(out) * _weight(op.then)
     few, ahead = work <= _most(op), how.any_size and how.compiles
     dear = is_dear()
-    if not (few or ahead or dear) or any(b != out for b in kernel.outs):
-        return plain
+    if not (few or ahead or dear):
+        return Refusal(f"{work:,} primitives take longer than calls of torch's operators, and torch has operators for them")
+    if any(b != out for b in kernel.outs):
+        return Refusal("one axis of a result is stored once for several")
     reads = _reads(op, graph, kernel)
     if reads is None or not written(exprs, few=True) or any(graph.tensors[t].dtype not in TYPES for t in op.outs):
-        return plain
+        return Refusal("C has no type or no function for a part of it")
     writer = BlockWriter(tuple(d.name for d in op.space), reads, out, given=[] if how.any_size else None)
     name = print_c.register(writer.block(op, kernel), how.compiles)
     if not (few or dear):
-        return plain
+        return Refusal(f"{work:,} primitives take longer than calls of torch's operators; at another size it may be few")
     extents = shape(out)
     arrays: list[Callable[[Tensor], Tensor]] = [lambda memory: memory.view(extents)] * len(op.outs)
     used = tuple(sorted(reads))
     memory = tuple((size(out), TORCH_DTYPES[graph.tensors[t].dtype]) for t in op.outs)
-    call = Written(tuple(arrays), functools.partial(_record, name, used, writer.sizes()), memory)
-    return Mapped(plain, (name,), call, used, few=not dear, compiles=how.compiles, sizes=writer.arguments)
+    return CpuKernel(
+        plain=plain, bind=functools.partial(_record, name, used, writer.sizes()), arrays=tuple(arrays), memory=memory,
+        functions=(name,), few=not dear, compiles=how.compiles, reads=used, sizes=writer.arguments,
+    )  # fmt: skip
 
 
 def _most(op: Block) -> int:
@@ -457,30 +439,32 @@ def _plain_moments(op: Block) -> bool:
 # Root-mean-square norms and means of whole images by our own kernels, found by structure.
 
 
-def rms_norm(op: Block, kernel: Kernel) -> Recorded | None:
+def rms_norm(op: Block, kernel: Kernel) -> CpuKernel | Refusal:
     """``scale * (x / sqrt(sum(x^2) / n + eps))`` over the last dimension, on whole rows."""
     lib = conv_c.available()
     single = len(op.body) == len(op.reduce) == len(op.then) == 1
-    if lib is None or op.monoid != "sum" or not single or op.inner or not op.dims:
-        return None
+    if lib is None:
+        return NO_LIBRARY
+    if op.monoid != "sum" or not single or op.inner or not op.dims:
+        return Refusal("it is no sum over one dimension")
     square, found = op.body[0], _scaled(op.then[0])
     if found is None or not isinstance(square, Apply) or square.fn != "mul" or square.args[0] != square.args[1]:
-        return None
+        return Refusal("it is no root mean square of a row, times a scale")
     scale, value, count, epsilon = found
     x, last, row = square.args[0], op.dims[-1], op.reduce[0]
     if not isinstance(x, Arg) or x.dtype != "f32" or last.size != row.size or not row.size:
-        return None
+        return Refusal("what is squared is no row of f32")
     r, v, q = op.reads[x.pos], op.reads[value], op.reads[scale]
     moved = tuple(substitute(e, {row.name: dim(last.name)}) for e in r.index)
     names = [d.name for d in op.dims]
     plain = not any(y.when or y.other is not None for y in (r, v, q))
     if not plain or r.tensor != v.tensor or moved != v.index or [str(e) for e in v.index] != names:
-        return None
+        return Refusal("what is squared and what is scaled are not the same rows, read as they lie")
     if [str(e) for e in q.index] != [last.name] or kernel.ins[scale] != whole((row.size,)):
-        return None
+        return Refusal("the scale is no vector along the row")
     rows = kernel.block[: len(op.dims)]
     if kernel.ins[x.pos] != rows or kernel.ins[value] != rows or kernel.block[-1] != (0, row.size):
-        return None
+        return Refusal("the block has parts of rows")
     shape, n = [hi - lo for lo, hi in rows], size(rows)
     sizes = native.Rows(n // row.size, row.size, count, epsilon)
 
@@ -490,7 +474,7 @@ def rms_norm(op: Block, kernel: Kernel) -> Recorded | None:
         buffers = native.RowBuffers(given.data_ptr(), weight.data_ptr(), memory.data_ptr())
         return CCall(lib.tapestry_rms_norm, sizes, buffers, (given, weight, memory), shares(given, held(ins[value])))
 
-    return Recorded(lambda memory: memory.view(shape), record, n)
+    return recorded(lambda memory: memory.view(shape), record, n)
 
 
 def _scaled(e: Expr) -> tuple[int, int, float, float] | None:
@@ -516,21 +500,23 @@ def _scaled(e: Expr) -> tuple[int, int, float, float] | None:
             return None
 
 
-def mean(op: Block, kernel: Kernel) -> Recorded | None:
+def mean(op: Block, kernel: Kernel) -> CpuKernel | Refusal:
     """Sums over the last two axes of images with adjacent channels, perhaps divided by a number."""
     lib = conv_c.available()
-    if lib is None or op.monoid != "sum" or len(op.body) != 1 or len(op.dims) != 2 or len(op.reduce) != 2 or op.inner:
-        return None
+    if lib is None:
+        return NO_LIBRARY
+    if op.monoid != "sum" or len(op.body) != 1 or len(op.dims) != 2 or len(op.reduce) != 2 or op.inner:
+        return Refusal("it is no sum over two axes of images")
     x, then = op.body[0], op.then[0] if len(op.then) == 1 else None
     if not isinstance(x, Arg) or x.dtype != "f32":
-        return None
+        return Refusal("what is summed is no tensor of f32 as it is")
     match then:
         case Apply("div", (Acc(), Const() as divisor)):
             count = float(divisor.value)
         case Acc():
             count = 1.0
         case _:
-            return None
+            return Refusal("more follows the sum than a division by a number")
     r = op.reads[x.pos]
     if (
         r.when
@@ -538,7 +524,7 @@ def mean(op: Block, kernel: Kernel) -> Recorded | None:
         or [str(e) for e in r.index] != [d.name for d in op.space]
         or kernel.ins[x.pos] != kernel.block
     ):
-        return None
+        return Refusal("it does not read whole images as they lie")
     b, c, h, w = (hi - lo for lo, hi in kernel.block)
 
     def record(ins: Ins, memory: Tensor) -> CCall:
@@ -548,4 +534,4 @@ def mean(op: Block, kernel: Kernel) -> Recorded | None:
         buffers = native.Buffers(given.data_ptr(), None, None, None, None, memory.data_ptr())
         return CCall(lib.tapestry_mean, sizes, buffers, (given, memory), shares(given, held(ins[x.pos])))
 
-    return Recorded(lambda memory: memory.view(b, c), record, b * c)
+    return recorded(lambda memory: memory.view(b, c), record, b * c)

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
 import torch
 
 from tapestry.codegen.torch_cpu import native
+from tapestry.codegen.torch_cpu.base.contract import is_finite
+from tapestry.codegen.torch_cpu.base.ways import Tried
+from tapestry.codegen.torch_cpu.c import print_c
 
 Tensor = torch.Tensor
 Ins = Sequence[Tensor | None]
+Run = Callable[[Ins, Sequence[Tensor]], list[Tensor]]
 
 
 @dataclass(slots=True)
@@ -94,80 +98,105 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True)
-class Recorded:
-    """A kernel with one output that can write into memory that it is given.
+class Pack:
+    """How one weight is packed; equal keys make equal copies.
 
     Attributes:
-        array: the output over flat memory of as many elements.
-        record: the call (or calls) for some inputs and flat memory.
+        finite: only where it is finite: the kernels leave padding out, where 0 times infinity or NaN would be NaN.
+    """
+
+    key: tuple[object, ...]
+    run: Callable[[Tensor], Tensor]
+    finite: bool = False
+
+    def suits(self, weight: Tensor) -> bool:
+        """Whether a weight, as it lies in its buffer, may be packed."""
+        return not self.finite or is_finite(weight)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CpuKernel:
+    """A block as something to call, whatever computes it: ``kernel(ins, states)`` gives the results in new memory.
+
+    A machine that keeps memory takes `recorder` instead, and one that keeps packed weights takes ``packed``.
+
+    Attributes:
+        plain: torch's operators on buffers as they are; ``None`` where a kernel of ours does all there is.
+        bind: the call of ours for some inputs and flat memory for each output; ``None`` where there is only ``plain``.
+        arrays: each output over flat memory of as many elements.
+        memory: of each output, how many elements and their dtype.
+        functions: those in C that were generated for it; they are compiled when the call is first asked for.
+        few: whether torch's operators take no longer but for their calls.
+        compiles: whether functions are compiled where they are not there yet.
+        reads: which reads of the operation a generated function that is all of it is given, in order.
+        sizes: what a generated function that takes sizes is called with.
+        packs: how weights are packed that it may read packed, by position of the read; without room, they are not.
+        on_packed: the kernel that reads all of ``packs`` packed.
+        parts: the kernels of ours side by side that it is, one for each output, or the one whose sums it adds to what is given.
         link: what it is to a chain, if it may be part of one.
         cells: reads (position, axis) of whose cells it may be told to leave some out (`limit`).
         seldom: a read (by position) that it hardly ever wants, and may ask for then (`ask`).
+        way: the row of the table that made it; ``tried``: the rows before, and why they refused.
     """
 
-    array: Callable[[Tensor], Tensor]
-    record: Callable[[Ins, Tensor], CCall | Calls]
-    size: int
+    plain: Run | None = None
+    bind: Callable[[Ins, Sequence[Tensor]], CCall | Calls] | None = None
+    arrays: tuple[Callable[[Tensor], Tensor], ...] = ()
+    memory: tuple[tuple[int, torch.dtype], ...] = ()
+    functions: tuple[str, ...] = ()
+    few: bool = False
+    compiles: bool = True
+    reads: tuple[int, ...] = ()
+    sizes: tuple[int, ...] = ()
+    packs: Mapping[int, Pack] = field(default_factory=dict[int, Pack])
+    on_packed: CpuKernel | None = None
+    parts: tuple[CpuKernel, ...] = ()
     link: Link | None = None
     cells: tuple[tuple[int, int], ...] = ()
     seldom: int | None = None
-
-    @property
-    def arrays(self) -> tuple[Callable[[Tensor], Tensor]]:
-        """The output, as `several` have theirs."""
-        return (self.array,)
-
-    def bind(self, ins: Ins, memory: Sequence[Tensor]) -> CCall | Calls:
-        """The call for memory of the output."""
-        return self.record(ins, memory[0])
+    way: str = ""
+    tried: Tried = ()
 
     def __call__(self, ins: Ins, states: Sequence[Tensor]) -> list[Tensor]:
-        """Compute into new memory."""
-        memory = torch.empty(self.size)
-        self.record(ins, memory).run()
-        return [self.array(memory)]
-
-
-@dataclass(frozen=True, slots=True)
-class Written:
-    """A kernel of any number of outputs that writes into memory that it is given.
-
-    Attributes:
-        arrays: each output over flat memory of as many elements.
-        bind: the call for some inputs and memory for each output.
-        memory: of each output, how many elements and their dtype.
-    """
-
-    arrays: tuple[Callable[[Tensor], Tensor], ...]
-    bind: Callable[[Ins, Sequence[Tensor]], CCall]
-    memory: tuple[tuple[int, torch.dtype], ...]
-
-    def __call__(self, ins: Ins, states: Sequence[Tensor]) -> list[Tensor]:
-        """Compute into new memory."""
+        """Compute into new memory: by torch, where there are few points or no compiler."""
+        if self.plain and (self.few or not self.bind or not self.recorder()):
+            return self.plain(ins, states)
+        assert self.bind
         memory = [torch.empty(size, dtype=dtype) for size, dtype in self.memory]
         self.bind(ins, memory).run()
         return [array(m) for array, m in zip(self.arrays, memory, strict=True)]
 
-
-@dataclass(frozen=True, slots=True)
-class Together:
-    """A kernel with several outputs, each by a kernel of its own; ``plain`` computes into new memory."""
-
-    plain: Callable[[Ins, Sequence[Tensor]], list[Tensor]]
-    parts: tuple[Recorded, ...]
+    def recorder(self) -> CpuKernel | None:
+        """The kernel as one that writes where it is told; ``None`` where it does not, or without a working compiler."""
+        return self if self.bind and all(print_c.function(n, self.compiles) for n in self.functions) else None
 
     @property
-    def arrays(self) -> tuple[Callable[[Tensor], Tensor], ...]:
-        """Each output over flat memory of as many elements."""
-        return tuple(p.array for p in self.parts)
+    def packed(self) -> CpuKernel:
+        """The kernel that reads its weights packed."""
+        return self.on_packed or self
 
-    def bind(self, ins: Ins, memory: Sequence[Tensor]) -> Calls:
-        """The calls for memory of each output."""
-        return Calls.of(*(p.record(ins, m) for p, m in zip(self.parts, memory, strict=True)))
+    @property
+    def ours(self) -> bool:
+        """Whether there is more than torch's operators on buffers as they are."""
+        return self.bind is not None or bool(self.packs)
 
-    def __call__(self, ins: Ins, states: Sequence[Tensor]) -> list[Tensor]:
-        """Compute into new memory."""
-        return self.plain(ins, states)
+
+def recorded(
+    array: Callable[[Tensor], Tensor], record: Callable[[Ins, Tensor], CCall | Calls], size: int, **more: Any
+) -> CpuKernel:
+    """A kernel of ours with one output of floats: its view of flat memory of so many elements, and the call for it."""
+    memory = ((size, torch.float32),)
+    return CpuKernel(bind=lambda ins, memory: record(ins, memory[0]), arrays=(array,), memory=memory, **more)
+
+
+def together(parts: Sequence[CpuKernel]) -> CpuKernel:
+    """Kernels of ours with one output each, as one with all of them."""
+
+    def bind(ins: Ins, memory: Sequence[Tensor]) -> Calls:
+        return Calls.of(*(p.bind(ins, [m]) for p, m in zip(parts, memory, strict=True) if p.bind))
+
+    arrays, memory = (tuple(x for p in parts for x in getattr(p, a)) for a in ("arrays", "memory"))
+    return CpuKernel(bind=bind, arrays=arrays, memory=memory, parts=tuple(parts))
 
 
 def limit(call: CCall | Calls, filled: int) -> None:
@@ -193,7 +222,7 @@ def last(call: CCall | Calls) -> CCall:
     return call.parts[-1] if isinstance(call, Calls) else call
 
 
-def called(run: Callable[[Ins, Sequence[Tensor]], list[Tensor]], extents: tuple[int, ...]) -> Written:
+def called(run: Run, extents: tuple[int, ...]) -> CpuKernel:
     """A kernel of one output that is no function in C, as one that is."""
 
     def bind(ins: Ins, memory: Sequence[Tensor]) -> CCall:
@@ -210,7 +239,7 @@ def called(run: Callable[[Ins, Sequence[Tensor]], list[Tensor]], extents: tuple[
         state = InPython(native.Called(ctypes.cast(function, ctypes.c_void_p), 0))
         return CCall(lib.tapestry_called, state.call, ctypes.c_int64(0), (*ins, *memory, function), python=(state,))
 
-    return Written((lambda memory: memory.view(extents),), bind, ((prod(extents), torch.float32),))
+    return CpuKernel(bind=bind, arrays=(lambda memory: memory.view(extents),), memory=((prod(extents), torch.float32),))
 
 
 def move(values: Tensor, there: Tensor, axis: int, at: int) -> CCall:

@@ -16,7 +16,8 @@ from tapestry.codegen.torch_cpu import native
 from tapestry.codegen.torch_cpu.base import contract
 from tapestry.codegen.torch_cpu.base.closures import Epilogue
 from tapestry.codegen.torch_cpu.base.point_values import held
-from tapestry.codegen.torch_cpu.c.c_calls import Calls, CCall, Ins, Link, Recorded, hold, shares
+from tapestry.codegen.torch_cpu.base.ways import Refusal, Tried, Way, first
+from tapestry.codegen.torch_cpu.c.c_calls import Calls, CCall, CpuKernel, Ins, Link, hold, recorded, shares
 from tapestry.ir.expr import Acc, Arg
 from tapestry.ir.graph import Block, Graph, Guard, Read
 from tapestry.ir.index import Aff, Floor, Mod
@@ -34,6 +35,7 @@ MOST_REREAD = 1 << 14  # cells of a weight that may be read again for every few 
 FEW = 8  # rows: what they take is reading the weight
 ALONE = 1 << 24  # products: more are worth several threads, which oneDNN's kernels have
 MOST_LINEAR = 1 << 18  # cells of a weight; oneDNN is as fast on more, and faster on much more
+MANY_PRODUCTS = Refusal("the kernels in C are not built here, or there are products for more than one thread")
 
 
 @functools.cache
@@ -95,12 +97,14 @@ class ConvKernel:
 
     Attributes:
         link: what it is to a chain, if it may be part of one.
+        tried: kernels that refused before it.
     """
 
     call: Convolve
     pack: Callable[[Tensor], Tensor]
     key: str
     link: Link | None = None
+    tried: Tried = ()
 
 
 def too_deep(window: Sequence[int]) -> bool:
@@ -108,38 +112,80 @@ def too_deep(window: Sequence[int]) -> bool:
     return prod(window) > DEEPEST or prod(window[1:]) > DEEPEST >> 8
 
 
-def convolve(parts: contract.Call, weight: Sequence[int], shape: Sequence[int], then: Epilogue) -> ConvKernel | None:
-    """A convolution; ``None`` where there is no kernel for it.
+@dataclass(frozen=True, slots=True)
+class Convolution:
+    """A convolution of images of which a kernel is asked: shapes of its weight and of its result, and what follows it."""
+
+    parts: contract.Call
+    weight: Sequence[int]
+    shape: Sequence[int]
+    then: Epilogue
+    lib: Any
+
+    @property
+    def single(self) -> bool:
+        """Whether a pixel of the result is made of one pixel at the same place."""
+        return tuple(self.weight[2:]) == self.parts.stride == (1, 1) and not any(self.parts.padding)
+
+    def kernel(self, call: Any, pack: Callable[[Tensor], Tensor], key: str, behind: bool) -> ConvKernel:
+        """A kernel of the library; ``behind``: whether it may read its image from memory that has but some rows at a time."""
+        link = Link(4 * prod(self.shape[1:]), behind) if prod(self.weight) <= MOST_REREAD else None
+        return ConvKernel(caller(call, self.parts, self.weight, self.shape, self.then), pack, key, link)
+
+
+def convolve(parts: contract.Call, weight: Sequence[int], shape: Sequence[int], then: Epilogue) -> ConvKernel | Refusal:
+    """The first of `CONVOLUTIONS` that takes a convolution.
 
     Args:
         weight: the weight's shape (features, channels of a group, height, width).
         shape: the output's shape (images, features, height, width).
     """
     lib = available(prod(shape) * prod(weight[1:]))
-    if lib is None or too_deep(weight[1:]):
-        return None
-    call: Any
-    if parts.groups > 1 and (weight[1] > 1 or parts.groups != weight[0]):
-        return _grouped(parts, weight, shape, then, lib.tapestry_lanes())
-    if parts.groups > 1:
-        call, pack, key = lib.tapestry_depthwise, pack_depthwise, "taps"
-    elif _in_tiles(parts, weight, lib.tapestry_lanes()):
-        call, pack, key = lib.tapestry_winograd, pack_winograd, "winograd"
-    else:
-        call, pack, key = lib.tapestry_conv, pack_convolution, "panels"
-    small = weight[0] * weight[1] * weight[2] * weight[3] <= MOST_REREAD
-    single = tuple(weight[2:]) == parts.stride == (1, 1) and not any(parts.padding)
-    link = Link(4 * shape[1] * shape[2] * shape[3], single or key == "taps") if small and key != "winograd" else None
-    return ConvKernel(caller(call, parts, weight, shape, then), pack, key, link)
+    if lib is None:
+        return MANY_PRODUCTS
+    if too_deep(weight[1:]):
+        return Refusal(f"{prod(weight[1:]):,} channels and taps are more than a kernel lists on its stack")
+    found = first(CONVOLUTIONS, Convolution(parts, weight, shape, then, lib))
+    return found if isinstance(found, Refusal) else replace(found.made, tried=found.tried)
 
 
-def _grouped(
-    parts: contract.Call, weight: Sequence[int], shape: Sequence[int], then: Epilogue, lanes: int
-) -> ConvKernel | None:
-    """A convolution of groups of several features, group by group; few features leave lanes empty."""
+def _in_panels(c: Convolution) -> ConvKernel | Refusal:
+    """Taps of all channels in a row, times panels of features."""
+    if c.parts.groups > 1:
+        return Refusal(f"it has {c.parts.groups} groups")
+    return c.kernel(c.lib.tapestry_conv, pack_convolution, "panels", c.single)
+
+
+def _depthwise(c: Convolution) -> ConvKernel | Refusal:
+    """Each channel by itself, neighbouring channels in a register."""
+    if not 1 < c.parts.groups == c.weight[0] or c.weight[1] > 1:
+        return Refusal("its groups are not of one channel and one feature each")
+    return c.kernel(c.lib.tapestry_depthwise, pack_depthwise, "taps", True)
+
+
+def _winograd(c: Convolution) -> ConvKernel | Refusal:
+    """Tiles of 4 x 4 of an image and 3 x 3 weights, transformed so that 16 products do the work of 36 (Lavin and Gray 2015)."""
+    features, channels = c.weight[:2]
+    if c.parts.groups > 1:
+        return Refusal(f"it has {c.parts.groups} groups")
+    if tuple(c.weight[2:]) != (3, 3) or not c.parts.stride == c.parts.dilation == (1, 1):
+        return Refusal("its window is not 3 x 3 with stride and dilation 1")
+    lanes = c.lib.tapestry_lanes()
+    if channels % lanes or features % lanes:
+        return Refusal(f"{channels} channels or {features} features leave a part of {lanes} lanes empty")
+    if min(channels, features) < 32 or channels + features <= 64:  # measured: they are done with before they are transformed
+        return Refusal(f"{channels} channels and {features} features are fewer than transforming an image pays for")
+    return replace(c.kernel(c.lib.tapestry_winograd, pack_winograd, "winograd", False), link=None)
+
+
+def _grouped(c: Convolution) -> ConvKernel | Refusal:
+    """A convolution of groups of several features, group by group."""
+    parts, weight, shape, then = c.parts, c.weight, c.shape, c.then
     count, each = parts.groups, weight[0] // parts.groups
-    if 2 * each < lanes:
-        return None
+    if count == 1 or (weight[1] == 1 and count == weight[0]):
+        return Refusal("it has one group, or groups of one channel and one feature")
+    if 2 * each < (lanes := c.lib.tapestry_lanes()):
+        return Refusal(f"{each} features of a group leave most of {lanes} lanes empty")
     part = replace(parts, groups=1, input=(parts.input[0], weight[1], *parts.input[2:]))
     one = caller(available().tapestry_conv, part, (each, *weight[1:]), (shape[0], each, *shape[2:]), then, weight[0])
 
@@ -161,17 +207,17 @@ def _grouped(
     return ConvKernel(call, pack, f"panels of {count} groups")
 
 
+CONVOLUTIONS = (
+    Way("convolution group by group", _grouped, "the kernels below know one group, or groups of one channel"),
+    Way("convolution, depthwise", _depthwise, "with one channel a group there is no matrix to multiply"),
+    Way("convolution, winograd", _winograd, "fewer products than panels need, where its conditions hold"),
+    Way("convolution, panels", _in_panels, "takes every convolution of one group, so it comes last"),
+)
+
+
 def available(products: int = 0) -> Any:
     """The library, where so many products are as well done by one thread: our kernels know no more."""
     return native.library() if torch.get_num_threads() == 1 or products <= ALONE else None
-
-
-def _in_tiles(parts: contract.Call, weight: Sequence[int], lanes: int) -> bool:
-    """Whether tiles of transformed images pay: few channels are done with before they are transformed."""
-    features, channels = weight[:2]
-    near = tuple(weight[2:]) == (3, 3) and parts.stride == parts.dilation == (1, 1)
-    whole = channels % lanes == 0 and features % lanes == 0
-    return near and whole and min(channels, features) >= 32 and channels + features > 64
 
 
 def caller(
@@ -217,11 +263,13 @@ def _at(x: Tensor | None) -> int | None:
     return None if x is None else x.data_ptr()
 
 
-def multiply(m: int, n: int, k: int, then: Epilogue) -> Convolve | None:
-    """Rows times packed weights: (m, k) and (m, n) residuals to (m, n); ``None`` where there is no kernel for it."""
+def multiply(m: int, n: int, k: int, then: Epilogue) -> Convolve | Refusal:
+    """Rows times packed weights: (m, k) and (m, n) residuals to (m, n)."""
     lib = available(m * n * k)
-    if lib is None or k > DEEPEST or (n * k > MOST_LINEAR and m > FEW):
-        return None
+    if lib is None:
+        return MANY_PRODUCTS
+    if k > DEEPEST or (n * k > MOST_LINEAR and m > FEW):
+        return Refusal(f"oneDNN is as fast on {m} rows and {n * k:,} weights")
     rows = (m * n, m * n, n)
     sizes = (1, k, n, 1, m, 1, m, *(1, 1), *(1, 1), *(0, 0), *(1, 1), m * k, m * k, k, *rows, *rows)
     conv = native.Conv(*sizes, int(then.clamped), then.low, then.high)
@@ -242,15 +290,15 @@ def multiply(m: int, n: int, k: int, then: Epilogue) -> Convolve | None:
 View = Callable[[Tensor], Tensor]
 
 
-def convolve_3d(parts: contract.Call, weight: Sequence[int], shape: Sequence[int], then: Epilogue) -> ConvKernel | None:
-    """A convolution; ``None`` where there is no kernel for it.
+def convolve_3d(parts: contract.Call, weight: Sequence[int], shape: Sequence[int], then: Epilogue) -> ConvKernel | Refusal:
+    """A convolution over three axes by the kernels for two.
 
     Args:
         weight: the weight's shape (features, channels, depth, height, width).
         shape: the output's shape (images, features, depth, height, width).
     """
     if parts.groups > 1:
-        return None
+        return Refusal(f"it has {parts.groups} groups and three axes")
     images, features, frames, height, width = shape
     single = all(weight[k + 2] == parts.stride[k] == 1 and not parts.padding[k] for k in (1, 2))
     if weight[2] == 1 and not parts.padding[0]:
@@ -287,17 +335,17 @@ def pixels(x: Tensor) -> Tensor:
     return x.contiguous(memory_format=torch.channels_last_3d)
 
 
-def _folded(inner: ConvKernel | None, weight: tuple[int, ...], image: View, added: View) -> ConvKernel | None:
+def _folded(inner: ConvKernel | Refusal, weight: tuple[int, ...], image: View, added: View) -> ConvKernel | Refusal:
     """A kernel for two axes as one for three; ``image`` and ``added`` are views of what it reads."""
-    if inner is None:
-        return None
+    if isinstance(inner, Refusal):
+        return inner
 
     def call(x: Tensor, w: Tensor, bias: Tensor | None, residual: Tensor | None, out: Tensor) -> CCall | Calls:
         near, r = image(pixels(x)), None if residual is None else added(_last(residual))
         fixed = shares(near, x) and (r is None or residual is None or shares(r, residual))
         return hold(inner.call(near, w, bias, r, out), fixed)
 
-    return ConvKernel(call, lambda w: inner.pack(w.reshape(weight)), f"{inner.key} of 3 axes")
+    return ConvKernel(call, lambda w: inner.pack(w.reshape(weight)), f"{inner.key} of 3 axes", tried=inner.tried)
 
 
 def _last(x: Tensor) -> Tensor:
@@ -324,14 +372,16 @@ def _frames(parts: contract.Call, taps: int, frames: int) -> list[_Frames]:
     return out
 
 
-def _summed(parts: contract.Call, weight: Sequence[int], shape: Sequence[int], then: Epilogue) -> ConvKernel | None:
+def _summed(parts: contract.Call, weight: Sequence[int], shape: Sequence[int], then: Epilogue) -> ConvKernel | Refusal:
     """The sum over the taps along the depth."""
     lib = available(prod(shape) * prod(weight[1:]))
     images, features, frames, height, width = shape
     stride, pad, dilation, taps = parts.stride[0], parts.padding[0], parts.dilation[0], weight[2]
     found = _frames(parts, taps, frames)
-    if lib is None or any(f.tap == f.stop for f in found) or too_deep([weight[1], *weight[3:]]):
-        return None
+    if lib is None:
+        return MANY_PRODUCTS
+    if any(f.tap == f.stop for f in found) or too_deep([weight[1], *weight[3:]]):
+        return Refusal("a frame has no tap inside the image, or there are too many taps and channels")
     flat, pixel = (*weight[:2], *weight[3:]), height * width * features
 
     def one(f: _Frames, t: int) -> Convolve:
@@ -370,7 +420,7 @@ MOST_ROWS = 8  # of the last output at once
 KINDS = ("tapestry_conv", "tapestry_planes", "tapestry_depthwise")  # as chain.c numbers them
 
 
-def follows(before: Recorded, after: Recorded) -> int | None:
+def follows(before: CpuKernel, after: CpuKernel) -> int | None:
     """The input of ``after`` that it may read while ``before`` makes it, where that pays."""
     if not before.link or not after.link:
         return None
@@ -430,22 +480,22 @@ class Pool:
     after: tuple[int, int]
 
 
-def as_pool(op: Block, kernel: Kernel) -> Pool | None:
+def as_pool(op: Block, kernel: Kernel) -> Pool | Refusal:
     """The block as pooling, where its windows are whole."""
     if op.monoid != "max" or len(op.body) != 1 or len(op.dims) != 4 or op.inner or any(hi <= lo for lo, hi in kernel.block):
-        return None
+        return Refusal("it is no maximum for each pixel of images")
     e = op.body[0]
     if not isinstance(e, Arg) or e.dtype not in ("f32", "f64") or len(op.reads[e.pos].index) != 4:
-        return None
+        return Refusal("the maximum is not of an image of floats as it is")
     r, box = op.reads[e.pos], kernel.ins[e.pos]
     at = {d.name: b for d, b in zip(op.space, kernel.block, strict=True)}
     names = [d.name for d in op.dims]
     if r.when or r.other not in (None, float("-inf")) or box is None or any(at[d.name] != (0, d.size) for d in op.reduce):
-        return None
+        return Refusal("windows have parts that are left out, or padding that is no -inf")
     if [str(i) if i.is_dim else "" for i in r.index[:2]] != names[:2]:
-        return None
+        return Refusal("images and channels are not read in their order")
     if not all(lo <= at[n][0] and at[n][1] <= hi for n, (lo, hi) in zip(names[:2], box[:2], strict=True)):
-        return None
+        return Refusal("the buffer lacks images or channels")
     take = [slice(at[n][0] - lo, at[n][1] - lo) for n, (lo, _) in zip(names[:2], box[:2], strict=True)]
     reduced = {d.name: d.size for d in op.reduce}
     found = list[tuple[int, int, int, int, int]]()
@@ -453,26 +503,26 @@ def as_pool(op: Block, kernel: Kernel) -> Pool | None:
         inside = [n for n in reduced if any(a == n for a, _ in r.index[k].terms)]
         w = window(op, r, k, inside[0] if inside else "", op.ranges) if len(inside) <= 1 else None
         if w is None:
-            return None
+            return Refusal("an axis is read at no even window")
         size, (first, end) = reduced.get(w.window, 1), at[w.out]
         lo, hi = w.stride * first + w.offset, w.stride * (end - 1) + w.offset + w.dilation * (size - 1) + 1
         start, stop = max(lo, box[k][0]), min(hi, box[k][1])  # what the buffer lacks within, no tap reads
         if stop <= start:
-            return None
+            return Refusal("a window lies outside the image")
         take.append(slice(start - box[k][0], stop - box[k][0]))
         found.append((size, w.stride, w.dilation, start - lo, hi - stop))
     used = [a for i in r.index for a, _ in i.terms]
     if any(used.count(n) != 1 and size > 1 for n, size in reduced.items()):  # a diagonal, where an axis has it twice
-        return None
+        return Refusal("a window runs along a diagonal")
     (sh, th, dh, bh, ah), (sw, tw, dw, bw, aw) = found
     return Pool(e.pos, tuple(take), (sh, sw), (th, tw), (dh, dw), (bh, bw), (ah, aw))
 
 
-def max_pool(op: Block, kernel: Kernel) -> States | None:
+def max_pool(op: Block, kernel: Kernel) -> States | Refusal:
     """States of a maximum over windows of two axes."""
     p = as_pool(op, kernel)
-    if p is None:
-        return None
+    if isinstance(p, Refusal):
+        return p
     even = all(0 <= b - a < t and 2 * b <= n for n, t, b, a in zip(p.sizes, p.strides, p.before, p.after, strict=True))
     sizes, strides, dilations, pads = list(p.sizes), list(p.strides), list(p.dilations), list(p.before) if even else [0, 0]
     around = [p.before[1], p.after[1], p.before[0], p.after[0]]
@@ -485,12 +535,14 @@ def max_pool(op: Block, kernel: Kernel) -> States | None:
     return run
 
 
-def pooled(op: Block, kernel: Kernel) -> Recorded | None:
+def pooled(op: Block, kernel: Kernel) -> CpuKernel | Refusal:
     """A maximum over windows and nothing more, by our own kernel."""
     lib: Any = available()
-    p = as_pool(op, kernel) if lib and op.then == (Acc(0, "f32"),) else None
-    if p is None:
-        return None
+    p = as_pool(op, kernel)
+    if isinstance(p, Refusal):
+        return p
+    if lib is None or op.then != (Acc(0, "f32"),):
+        return Refusal("something follows the maximum, or the kernels in C are not built here")
     b, c, h, w = (hi - lo for lo, hi in kernel.block[:4])
     strides = (h * w * c, 1, w * c, c)
 
@@ -505,7 +557,7 @@ def pooled(op: Block, kernel: Kernel) -> Recorded | None:
         buffers = native.Buffers(x.data_ptr(), None, None, None, None, memory.data_ptr())
         return CCall(lib.tapestry_max_pool, sizes, buffers, (x, memory), shares(x, buffer))
 
-    return Recorded(lambda memory: memory.as_strided((b, c, h, w), strides), record, b * c * h * w)
+    return recorded(lambda memory: memory.as_strided((b, c, h, w), strides), record, b * c * h * w)
 
 
 def _last_of_pooling(x: Tensor) -> Tensor:
@@ -523,25 +575,25 @@ class _Axis:
     first: int
 
 
-def transposed(op: Block, graph: Graph, kernel: Kernel) -> States | None:
+def transposed(op: Block, graph: Graph, kernel: Kernel) -> States | Refusal:
     """States of a transposed convolution over two axes, one group, on any block."""
     both = factors(op)
     if both is None or op.body[0].dtype != "f32" or len(op.dims) != 4 or any(hi <= lo for lo, hi in kernel.block):
-        return None
+        return Refusal("it is no sum of products of f32 for each pixel of images")
     reads = [plain_read(op, e, guarded=True) for e in both]
     at = {d.name: b for d, b in zip(op.space, kernel.block, strict=True)}
     for x, w in (reads, reads[::-1]):
         boxes = [box for k in (x, w) if k is not None and (box := kernel.ins[k]) is not None]
         if x is None or w is None or len(boxes) < 2:
-            return None
+            return Refusal("a factor is no tensor as it is")
         axes = _spread(op, op.reads[x], op.reads[w])
         if axes is None:
             continue
         if any(at[str(e)][1] > n for e, n in zip(op.reads[x].index[:2], graph.tensors[op.reads[x].tensor].shape, strict=False)):
-            return None  # images or channels that a pad adds
+            return Refusal("a pad adds images or channels")
         found = _cut(op, at, op.reads[w], axes, *boxes)
         return _transposed(x, w, axes, found)
-    return None
+    return Refusal("no factor is spread over the result with a stride")
 
 
 def _spread(op: Block, x: Read, w: Read) -> list[_Axis] | None:

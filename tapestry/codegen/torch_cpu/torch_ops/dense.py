@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from math import prod
+from typing import Any
 
 import torch
 
@@ -19,9 +20,10 @@ from tapestry.codegen.torch_cpu.base.closures import Epilogue, epilogue
 from tapestry.codegen.torch_cpu.base.point_values import Expressions, Run, held
 from tapestry.codegen.torch_cpu.base.scalars import int_mm
 from tapestry.codegen.torch_cpu.base.strided_reads import Frame, Remembered, Tensor, localise
+from tapestry.codegen.torch_cpu.base.ways import Refusal, Tried
 from tapestry.codegen.torch_cpu.c import conv_c, print_c
-from tapestry.codegen.torch_cpu.c.blocks_c import LEAST, PLAIN, Cells, How, Mapped, cells_of, each_cell
-from tapestry.codegen.torch_cpu.c.c_calls import Calls, CCall, Ins, Link, Recorded, hold, moved, shares
+from tapestry.codegen.torch_cpu.c.blocks_c import LEAST, PLAIN, Cells, How, cells_of, each_cell
+from tapestry.codegen.torch_cpu.c.c_calls import Calls, CCall, CpuKernel, Ins, Link, Pack, hold, moved, recorded, shares
 from tapestry.codegen.torch_cpu.c.conv_c import transposed
 from tapestry.codegen.torch_cpu.views import order as by_pixels
 from tapestry.codegen.torch_cpu.views import pixels
@@ -38,48 +40,6 @@ PACKED_FOR = 128  # rows for which oneDNN lays a linear layer's weight out: one 
 
 
 @dataclass(frozen=True, slots=True)
-class Pack:
-    """How one weight is packed; equal keys make equal copies.
-
-    Attributes:
-        finite: only where it is finite: the kernels leave padding out, where 0 times infinity or NaN would be NaN.
-    """
-
-    key: tuple[object, ...]
-    run: Callable[[Tensor], Tensor]
-    finite: bool = False
-
-    def suits(self, weight: Tensor) -> bool:
-        """Whether a weight, as it lies in its buffer, may be packed."""
-        return not self.finite or contract.is_finite(weight)
-
-
-@dataclass(frozen=True, slots=True)
-class Packable:
-    """A kernel that may read a weight packed: ``packs`` by position of the read; without, it is an ordinary kernel."""
-
-    plain: Run
-    packs: dict[int, Pack]
-    packed: Run
-
-    def __call__(self, ins: Ins, states: Sequence[Tensor]) -> list[Tensor]:
-        """Compute on buffers as they are."""
-        return self.plain(ins, states)
-
-
-@dataclass(frozen=True, slots=True)
-class Merged:
-    """A sum behind those that are given, if any are."""
-
-    part: Run
-
-    def __call__(self, ins: Ins, before: Sequence[Tensor]) -> list[Tensor]:
-        """Compute into new memory."""
-        new = self.part(ins, [])
-        return closures.combine("sum", list(before), new, ("f32",)) if before else new
-
-
-@dataclass(frozen=True, slots=True)
 class _Dense:
     """``run`` is torch's operator; or ``record`` our kernel, on flat memory that ``array`` makes the result of."""
 
@@ -91,6 +51,8 @@ class _Dense:
     array: Callable[[Tensor], Tensor] = lambda memory: memory
     link: Link | None = None
     order: tuple[int, ...] = by_pixels(4)  # of the map dimensions in memory
+    name: str = "matrix product by oneDNN"
+    tried: Tried = ()
 
     def __call__(self, ins: Ins, bias: Tensor | None, residual: Tensor | None, size: int) -> Tensor:
         """The result, in new memory."""
@@ -102,18 +64,23 @@ class _Dense:
         return self.array(memory)
 
 
-def packable(op: Block, graph: Graph, kernel: Kernel, plain: Run, how: How = PLAIN) -> Run:
-    """The kernel with its packed form, where it has one."""
+def packable(op: Block, graph: Graph, kernel: Kernel, plain: Run, how: How = PLAIN) -> CpuKernel | Refusal:
+    """A linear layer or a convolution that reads its weight packed."""
     frame = Frame(op.space, kernel.block)
-    if kernel.mode != "full" or not torch.backends.mkldnn.is_available() or any(hi <= lo for lo, hi in kernel.block):
-        return plain
+    if not torch.backends.mkldnn.is_available() or any(hi <= lo for lo, hi in kernel.block):
+        return Refusal("it has no points, or torch has no oneDNN")
     if op.inner or op.monoid != "sum" or len(op.body) != 1 or op.body[0].dtype != "f32":
-        return plain
+        return Refusal("it is no sum of f32")
     if transposed(op, graph, kernel):
-        return plain
-    found = _convolution(op, graph, kernel) or _linear(op, graph, kernel, frame)
-    if found is None or found.weight in op.then_reads():
-        return plain
+        return Refusal("it is a transposed convolution, which torch does on weights as they are")
+    conv = _convolution(op, graph, kernel)
+    found = conv or _linear(op, graph, kernel, frame)
+    if not found:
+        return Refusal(
+            f"it is no convolution ({conv.why if isinstance(conv, Refusal) else ''}), and no linear layer ({found.why})"
+        )
+    if found.weight in op.then_reads():
+        return Refusal("what follows the sum reads the weight too")
     then, size = found.then, prod(frame.extents[: len(op.dims)])
     base = Frame(op.dims, kernel.block[: len(op.dims)])
     tail = None if then.rest is None else Expressions(op, graph, kernel, then.rest, base, owned=True)
@@ -127,17 +94,24 @@ def packable(op: Block, graph: Graph, kernel: Kernel, plain: Run, how: How = PLA
         assert found.record
         return found.record(ins, bias(ins) if bias else None, residual(ins) if residual else None, memory)
 
-    packs = {found.weight: found.pack}
+    def reading(on_packed: CpuKernel) -> CpuKernel:
+        packs = {found.weight: found.pack}
+        return CpuKernel(plain=plain, packs=packs, on_packed=on_packed, way=found.name, tried=found.tried)
+
     if found.record and (tail is None or then.rest == (Acc(0, "f32"),)):
-        return Packable(plain, packs, Recorded(found.array, record, size, found.link))
+        return reading(recorded(found.array, record, size, link=found.link))
     rest = then.rest if kernel.outs == (base.box,) else None
     after = _after(op, graph, kernel, rest[0], found.order, how) if rest and then.rest != (Acc(0, "f32"),) else None
     if after is None:
-        return Packable(plain, packs, packed)
+        return reading(CpuKernel(plain=packed))
     if not found.record:
-        return Packable(plain, packs, _Finished(found, bias, after, packed, how.compiles))
-    both = Recorded(found.array, lambda ins, memory: Calls.of(record(ins, memory), after.record(ins, memory)), size)
-    return Packable(plain, packs, Mapped(packed, (after.name,), both, few=size < LEAST, compiles=how.compiles))
+        return reading(CpuKernel(plain=_Finished(found, bias, after, packed, how.compiles)))
+
+    def both(ins: Ins, memory: Tensor) -> Calls:
+        return Calls.of(record(ins, memory), after.record(ins, memory))
+
+    more: dict[str, Any] = {"plain": packed, "few": size < LEAST, "compiles": how.compiles}
+    return reading(recorded(found.array, both, size, functions=(after.name,), **more))
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,14 +160,19 @@ def _after(op: Block, graph: Graph, kernel: Kernel, value: Expr, order: tuple[in
     return cells and replace(cells, record=record)
 
 
-def partial(op: Block, graph: Graph, kernel: Kernel, plain: Run) -> Run:
-    """A part of a sum, merged after those that are given, with its packed form, where it has one."""
+def partial(op: Block, graph: Graph, kernel: Kernel, plain: Run) -> CpuKernel | Refusal:
+    """A part of a sum on a packed weight, added to the sums that are given."""
     alone = replace(op, then=(Acc(0, "f32"),))
     found = packable(alone, graph, replace(kernel, mode="full"), plain)
-    if not isinstance(found, Packable):
-        return plain
+    if isinstance(found, Refusal):
+        return found
+    part = found.packed
 
-    return replace(found, packed=Merged(found.packed))
+    def merged(ins: Ins, before: Sequence[Tensor]) -> list[Tensor]:
+        new = part(ins, [])
+        return closures.combine("sum", list(before), new, ("f32",)) if before else new
+
+    return replace(found, on_packed=CpuKernel(plain=merged, parts=(part,)))
 
 
 def _part(op: Block, kernel: Kernel, k: int | None) -> Callable[[Ins], Tensor] | None:
@@ -212,18 +191,18 @@ def _part(op: Block, kernel: Kernel, k: int | None) -> Callable[[Ins], Tensor] |
     return lambda ins: take(held(ins[k]))
 
 
-def _linear(op: Block, graph: Graph, kernel: Kernel, frame: Frame) -> _Dense | None:
+def _linear(op: Block, graph: Graph, kernel: Kernel, frame: Frame) -> _Dense | Refusal:
     """Rows of one factor times a weight read by columns and the reduced dimensions alone."""
     found = sides(op)
     if found is None or not op.reduce:
-        return None
+        return Refusal("no two factors of which each has dimensions of its own")
     a, b, a_dims, b_dims = found
     for x, w, x_dims, w_dims in ((a, b, a_dims, b_dims), (b, a, b_dims, a_dims)):
         if x.dtype == "f32" and isinstance(w, Arg) and w.dtype == "f32":
             dense = _product(op, graph, kernel, frame, x, w.pos, x_dims, w_dims)
             if dense:
                 return dense
-    return None
+    return Refusal("no factor is a tensor of f32 that is read by rows of the sum and by one more dimension")
 
 
 def _product(
@@ -254,7 +233,6 @@ def _product(
     sizes = [extent[d] for d in (*rows, *columns)]
     then = epilogue(op, kernel, columns[0], whole=True)
     ours = conv_c.multiply(m, n, k, then)
-    then = then if ours else epilogue(op, kernel, columns[0], whole=False)
 
     def matrix(value: Tensor) -> Tensor:
         return value.permute(axes).expand(full).reshape(m, k).contiguous()
@@ -270,11 +248,12 @@ def _product(
 
     lay = _Rows(w, at, rows_of, added, result)
     pack = functools.partial(_pack_linear, take, [extent[d] for d in order], turn, 0 if ours else PACKED_FOR)
-    if not ours:
-        return _Dense(w, Pack(("linear", n, k, *turn, *cut), pack), then, lay.by_one_dnn, order=_order(op, (*rows, *columns)))
-    record = functools.partial(lay.record, ours)
-    key = ("panels", *turn, *cut)
-    return _Dense(w, Pack(key, pack), then, record=record, array=result, order=_order(op, (*rows, *columns)))
+    laid = _order(op, (*rows, *columns))
+    if isinstance(ours, Refusal):
+        then, tried = epilogue(op, kernel, columns[0], whole=False), (("matrix product in panels", ours.why),)
+        return _Dense(w, Pack(("linear", n, k, *turn, *cut), pack), then, lay.by_one_dnn, order=laid, tried=tried)
+    record, packed = functools.partial(lay.record, ours), Pack(("panels", *turn, *cut), pack)
+    return _Dense(w, packed, then, record=record, array=result, order=laid, name="matrix product in panels")
 
 
 def _order(op: Block, names: Sequence[str]) -> tuple[int, ...]:
@@ -336,21 +315,21 @@ def _plain_axes(
     return out, tuple(take), () if whole else tuple((s.start, s.stop) for s in take)
 
 
-def _convolution(op: Block, graph: Graph, kernel: Kernel) -> _Dense | None:
+def _convolution(op: Block, graph: Graph, kernel: Kernel) -> _Dense | Refusal:
     """A convolution over two axes or three whose weight buffer is read whole, as one call."""
     here = localise(op, graph, kernel)
     found = contract.conv_of(here)
     point = sum(hi - lo > 1 for lo, hi in kernel.block[len(op.dims) :]) <= 1 and found and op.ranges.get(found.channel, 1) > 1
     if point and not conv_c.available():
-        return None  # linear: less to set up
+        return Refusal("with one tap it is a linear layer, which has less to set up")
     if found is None or len(found.windows) not in (2, 3) or len(here.op.dims) != len(op.dims):
-        return None
+        return Refusal("no factor is read at windows of two or three axes")
     x, w = here.held[found.x], here.held[found.w]
     box = kernel.ins[found.w]
     parts = contract.call(here.op, found, here.frame, x.box, w.box, x.shape)
     whole = all(isinstance(t, slice) for t in w.take) and box is not None
     if parts is None or not whole or any(s != slice(0, hi - lo) for s, (lo, hi) in zip(w.take, box or (), strict=True)):
-        return None
+        return Refusal("the weight's buffer is not read whole, or the block is no one convolution")
     padded, fetch, at = any(parts.padding), Remembered(_image(x.take, parts)), found.x
     shape = [hi - lo for lo, hi in kernel.block[: len(op.dims)]]
     weight = [hi - lo for lo, hi in box or ()]
@@ -358,8 +337,9 @@ def _convolution(op: Block, graph: Graph, kernel: Kernel) -> _Dense | None:
     rank = len(shape)
     ours = (conv_c.convolve if rank == 4 else conv_c.convolve_3d)(parts, weight, shape, then)
     if not ours:
-        if parts.input[1] == 1:  # wrong sums for some: see `contract.channels_first`
-            return None
+        if parts.input[1] == 1:  # see `contract.channels_first`
+            return Refusal("oneDNN has wrong sums for some images of one channel")
+        tried = (("convolution of ours", ours.why),)
         pack, convolve = _one_dnn(parts)
         key = ("conv", *parts.padding, *parts.stride, *parts.dilation, parts.groups, *parts.input)
 
@@ -367,8 +347,9 @@ def _convolution(op: Block, graph: Graph, kernel: Kernel) -> _Dense | None:
             return convolve(fetch(held(ins[at])), held(ins[found.w]), bias).reshape(shape)
 
         return _Dense(
-            found.w, Pack(key, pack, padded), epilogue(op, kernel, found.feature, whole=False), run, order=by_pixels(rank)
-        )
+            found.w, Pack(key, pack, padded), epilogue(op, kernel, found.feature, whole=False), run, order=by_pixels(rank),
+            name="convolution by oneDNN", tried=tried,
+        )  # fmt: skip
     strides = (prod(shape[1:]), 1, *(shape[1] * prod(shape[k + 1 :]) for k in range(2, rank)))
 
     def record(ins: Ins, bias: Tensor | None, residual: Tensor | None, memory: Tensor) -> CCall | Calls:
@@ -380,8 +361,9 @@ def _convolution(op: Block, graph: Graph, kernel: Kernel) -> _Dense | None:
 
     link = ours.link and replace(ours.link, image=at)
     return _Dense(
-        found.w, Pack((ours.key,), ours.pack, padded), then, record=record, array=array, link=link, order=by_pixels(rank)
-    )
+        found.w, Pack((ours.key,), ours.pack, padded), then, record=record, array=array, link=link, order=by_pixels(rank),
+        name=f"convolution, {ours.key}", tried=ours.tried,
+    )  # fmt: skip
 
 
 def _image(read: tuple[slice | int, ...], cut: contract.Call) -> Callable[[Tensor], Tensor]:
@@ -418,19 +400,21 @@ _MANY = 16  # matrices of a batch that are multiplied one by one; more, in float
 _SUMMED = 1 << 14  # values: the sums of fewer take no time
 
 
-def product(op: Block, graph: Graph, kernel: Kernel, frame: Frame) -> Callable[[Sequence[Tensor | None]], list[Tensor]] | None:
-    """States of a sum of products of integers of 8 bits over the block; ``None`` when the operation is none."""
+def product(
+    op: Block, graph: Graph, kernel: Kernel, frame: Frame
+) -> Callable[[Sequence[Tensor | None]], list[Tensor]] | Refusal:  # fmt: skip
+    """States of a sum of products of integers of 8 bits over the block."""
     both = factors(op)
     if both is None or op.body[0].dtype != "i32" or any(d.size == 0 for d in op.space):
-        return None
+        return Refusal("it is no sum of products in i32")
     a, b = narrow(both[0]), narrow(both[1])
     reduced = {d.name for d in op.reduce if d.size > 1}
     if a is None or b is None:
-        return None
+        return Refusal("a factor is no integer of 8 bits less a zero point")
     dims = dims_read(op, a.value), dims_read(op, b.value)
     zeros = tuple(z for z in (a.shift, b.shift) if z is not None)
     if not all(reduced <= d for d in dims) or any(dims_read(op, z) & reduced for z in zeros):
-        return None
+        return Refusal("a zero point varies within a sum, or a factor does not")
     values = Expressions(op, graph, kernel, (a.value, b.value), frame)
     shifts = [shift_of(op, graph, kernel, frame, z) for z in (a.shift, b.shift)]
     run = contract.matmul(op, frame, *dims, multiply=_multiply)

@@ -20,10 +20,9 @@ from tapestry.codegen.torch_cpu.base.contract import points
 from tapestry.codegen.torch_cpu.base.point_values import Expressions, Run, held, product
 from tapestry.codegen.torch_cpu.base.scalars import tensor_of
 from tapestry.codegen.torch_cpu.base.strided_reads import Frame
+from tapestry.codegen.torch_cpu.base.ways import Refusal
 from tapestry.codegen.torch_cpu.c.attention_c_states import states as our_states
-from tapestry.codegen.torch_cpu.c.blocks_c import Mapped
-from tapestry.codegen.torch_cpu.c.c_calls import Calls, CCall, Ins, Recorded, Written, hold, moved
-from tapestry.codegen.torch_cpu.torch_ops.dense import Pack, Packable
+from tapestry.codegen.torch_cpu.c.c_calls import Calls, CCall, CpuKernel, Ins, Pack, hold, moved
 from tapestry.codegen.torch_cpu.views import Seen, View
 from tapestry.ir.expr import Acc, Arg, Call, Const, Expr, arg_positions, call
 from tapestry.ir.graph import Block, Dim, Graph
@@ -286,31 +285,31 @@ def _reduced(op: Block, graph: Graph, kernel: Kernel, frame: Frame) -> States:
 # Layer normalisation by torch's own operator: moments of a row, and the row scaled by them, in one operation.
 
 
-def layer_norm(op: Block, kernel: Kernel) -> Run | None:
+def layer_norm(op: Block, kernel: Kernel) -> Run | Refusal:
     """``(x - mean) / sqrt(M2 / n + eps) * scale + shift`` over the last dimension, on blocks of whole rows."""
     moments = op.monoid is not None and isinstance(MONOIDS[op.monoid].structure, Moments)
     if not moments or len(op.reduce) != 1 or len(op.then) != 1 or op.inner or not op.dims:
-        return None
+        return Refusal("no mean and variance of a row are taken")
     n, x, m2 = op.body
     if not isinstance(x, Arg) or x.dtype != "f32" or (n, m2) != (Const(1.0, "f32"), Const(0.0, "f32")):
-        return None
+        return Refusal("the moments are not of a row of f32 as it is")
     found = _parts(op.then[0])
     last, row = op.dims[-1], op.reduce[0]
     if found is None or last.size != row.size or kernel.block[-2:] != ((0, row.size), (0, row.size)) or not row.size:
-        return None
+        return Refusal("what follows is not (x - mean) / sqrt(variance + eps) * scale + shift on whole rows")
     value, scale, shift, eps = found
     r, v = op.reads[x.pos], op.reads[value]
     names = [d.name for d in op.dims]
     moved = tuple(substitute(e, {row.name: dim(last.name)}) for e in r.index)
     if replace(r, index=moved) != v or r.when or r.other is not None or [str(e) for e in v.index] != names:
-        return None
+        return Refusal("moments and result are not of the same rows, read as they lie")
     for k in (scale, shift):
         q = op.reads[k]
         if [str(e) for e in q.index] != [last.name] or q.when or q.other is not None or kernel.ins[k] != whole((row.size,)):
-            return None
+            return Refusal("scale or shift is no vector along the row")
     box = kernel.ins[value]
     if box is None or box != kernel.ins[x.pos]:
-        return None
+        return Refusal("moments and result are of other parts of the rows")
     take = tuple(slice(lo - b[0], hi - b[0]) for (lo, hi), b in zip(kernel.block, box, strict=False))
     wanted, width = shape(kernel.block[: len(op.dims)]), [row.size]
 
@@ -467,24 +466,38 @@ def prefixes(monoid: str, fields: list[Tensor], *, reverse: bool = False) -> lis
 # Kernels on views of the buffers that an operation has (`image_view`).
 
 
-def viewed(run: Run, of: Seen, packed: Collection[int] = ()) -> Run:
+def viewed(run: CpuKernel, of: Seen, packed: Collection[int] = ()) -> CpuKernel:
     """The kernel of an operation from that of its view; weights that are ``packed`` are read as they are."""
-    if isinstance(run, Packable):
+    if run.packs:
         packs = {k: _pack(p, of.views[k]) for k, p in run.packs.items()}
-        return Packable(viewed(run.plain, of), packs, viewed(run.packed, of, packs.keys()))
-    if isinstance(run, Mapped) and _lies(run.recorded, of):
-        bound = _recorded(run.recorded, of, packed) if isinstance(run.recorded, Recorded) else _written(run.recorded, of)
-        return replace(run, plain=viewed(run.plain, of, packed), recorded=bound, reads=())
-    if isinstance(run, Recorded) and _lies(run, of):
-        return _recorded(run, of, packed)
+        return replace(run, plain=_plain_of(run.plain, of), packs=packs, on_packed=viewed(run.packed, of, packs.keys()))
+    if run.bind is None or run.parts or not _lies(run, of):
+        return CpuKernel(
+            plain=lambda ins, states: [of.back(x) for x in run(of.of(ins, packed), states)], way=run.way, tried=run.tried
+        )
+    bind = run.bind
+
+    def bound(ins: Ins, memory: Sequence[Tensor]) -> CCall | Calls:
+        seen = of.of(ins, packed)
+        return hold(bind(seen, memory), not moved(ins, seen))
+
+    arrays = tuple(functools.partial(_back, of, array) for array in run.arrays)
+    plain = run.plain and _plain_of(run.plain, of, packed)
+    return replace(run, plain=plain, bind=bound, arrays=arrays, reads=())
+
+
+def _plain_of(run: Run | None, of: Seen, packed: Collection[int] = ()) -> Run:
+    """What computes the operation by what computes its view."""
+    assert run
+    if isinstance(run, CpuKernel):
+        return viewed(run, of, packed)
     return lambda ins, states: [of.back(x) for x in run(of.of(ins, packed), states)]
 
 
-def _lies(run: Recorded | Written, of: Seen) -> bool:
+def _lies(run: CpuKernel, of: Seen) -> bool:
     """Whether what the kernel writes is the operation's result as it lies, and is not copied into its order."""
-    memory = run.memory if isinstance(run, Written) else ((run.size, torch.float32),)
     try:
-        for array, (size, dtype) in zip(run.arrays, memory, strict=True):
+        for array, (size, dtype) in zip(run.arrays, run.memory, strict=True):
             array(torch.empty(size, dtype=dtype, device="meta")).permute(of.order).view(of.shape)
     except RuntimeError:  # torch has no view of it
         return False
@@ -496,24 +509,6 @@ def _pack(p: Pack, view: View | None) -> Pack:
         return p
     make: Callable[[Tensor], Tensor] = lambda buffer: p.run(view(buffer))  # noqa: E731
     return Pack((*p.key, view), make, p.finite)
-
-
-def _recorded(run: Recorded, of: Seen, packed: Collection[int]) -> Recorded:
-    def record(ins: Ins, memory: Tensor) -> CCall | Calls:
-        seen = of.of(ins, packed)
-        return hold(run.record(seen, memory), not moved(ins, seen))
-
-    return replace(run, array=functools.partial(_back, of, run.array), record=record)
-
-
-def _written(run: Written, of: Seen) -> Written:
-    def bind(ins: Ins, memory: Sequence[Tensor]) -> CCall:
-        seen = of.of(ins)
-        call = run.bind(seen, memory)
-        call.fixed &= not moved(ins, seen)
-        return call
-
-    return replace(run, arrays=tuple(functools.partial(_back, of, array) for array in run.arrays), bind=bind)
 
 
 def _back(of: Seen, array: Callable[[Tensor], Tensor], memory: Tensor) -> Tensor:
