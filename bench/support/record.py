@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import json
 import os
 import platform
@@ -11,8 +10,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-RESULTS = ROOT / "bench" / "results"
+from bench.support.stamp import ROOT, stamp
+
+RESULTS = Path(os.environ.get("BENCH_RESULTS", ROOT / "bench" / "results"))
 WORK = ROOT / "build" / "bench"
 SHARED = ROOT.parent / "shared" / "models"  # exported models, an optional folder beside the checkout
 
@@ -26,8 +26,9 @@ def machine() -> Row:
 
 
 def read(name: str) -> list[Row]:
-    """The rows of an earlier run."""
-    return read_more(name, "rows", [])
+    """The rows of an earlier run, each with what it was measured on: it stays with those that are written again."""
+    of = {k: read_more(name, k, "") for k in ("commit", "date", "code")}
+    return [{"measured": of, **r} for r in read_more(name, "rows", [])]
 
 
 def read_more(name: str, key: str, otherwise: Any) -> Any:
@@ -50,7 +51,10 @@ def write(name: str, rows: Sequence[Row], **more: Any) -> Path:
     """Write ``bench/results/NAME.json``."""
     RESULTS.mkdir(parents=True, exist_ok=True)
     path = RESULTS / f"{name}.json"
-    document = {"date": str(datetime.date.today()), "machine": machine(), **more, "rows": list(rows)}
+    mark = stamp(name)
+    earlier = [not mark["code"] or r.get("measured", mark)["code"] != mark["code"] for r in rows]
+    kept = [r if old else {k: v for k, v in r.items() if k != "measured"} for r, old in zip(rows, earlier, strict=True)]
+    document = {**mark, "machine": machine(), **more, "rows": kept}
     part = path.with_suffix(".part")  # a call that ends in the middle leaves what there was
     part.write_text(json.dumps(document, indent=1).replace(f"{ROOT}/", "") + "\n")  # whose folder it was says nothing
     part.replace(path)
