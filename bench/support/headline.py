@@ -35,6 +35,7 @@ PIECES: dict[str, tuple[tuple[str, ...], ...]] = {  # the commands of each, the 
     "scale": ((),),
     "clock": (("--again",),),
 }
+COMMAND = (sys.executable, "-m", "bench")
 FOLDER = record.WORK / "headline"
 COMPLETE = (0, 1)  # exit statuses of a benchmark that came to its end; `bench.__main__` gives others to one that broke off
 
@@ -52,7 +53,7 @@ def measured(name: str, jax: str | None) -> str:
     folder.mkdir(parents=True)
     status = 0
     for words in PIECES[name]:
-        command = [sys.executable, "-m", "bench", name, *words, *(["--jax", jax] if jax and name == "communication" else [])]
+        command = [*COMMAND, name, *words, *(["--jax", jax] if jax and name == "communication" else [])]
         print(f"\n$ python {' '.join(command[1:])}", flush=True)
         one = subprocess.run(command, cwd=record.ROOT, env={**os.environ, "BENCH_RESULTS": str(folder)}, check=False).returncode
         if one not in COMPLETE:
