@@ -28,8 +28,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from bench.support.record import ROOT
-from bench.support.stamp import stamp
+from bench.support.record import ROOT, stamp
 
 SECTIONS = {"gemm": 90.0, "attention": 90.0, "rows": 110.0, "conv": 50.0, "models": 200.0}  # seconds, of the budget of 540
 MODELS = ("resnet50 b32", "bert_base b8 s512", "gpt2 b4 s1024", "llama7b_layer b1 s2048")

@@ -23,7 +23,7 @@ import time
 from rich.console import Console
 from rich.table import Table
 
-from bench.support import record, stamp
+from bench.support import record
 
 PIECES: dict[str, tuple[tuple[str, ...], ...]] = {  # the commands of each, the cheapest first
     "communication": ((),),
@@ -43,7 +43,7 @@ COMPLETE = (0, 1)  # exit statuses of a benchmark that came to its end; `bench._
 def is_current(name: str) -> bool:
     """Whether the result is of the sources as they are, all of its rows."""
     rows = record.read(name)
-    return bool(rows) and all(r["measured"].get("code") == stamp.code(name) for r in rows)
+    return bool(rows) and all(r["measured"].get("code") == record.code(name) for r in rows)
 
 
 def measured(name: str, jax: str | None) -> str:

@@ -1,22 +1,97 @@
-"""Where benchmark results go: one JSON document per benchmark, with what it was measured on."""
+"""Where benchmark results go: one JSON document per benchmark, with what it was measured on.
+
+That is the machine, and what a figure is of: the commit, the day, and a hash over the sources that it depends on.
+"""
 
 from __future__ import annotations
 
+import datetime
+import hashlib
 import json
 import os
 import platform
+import re
+import subprocess
 from collections.abc import Sequence
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from bench.support.stamp import ROOT, stamp
-
+ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Path(os.environ.get("BENCH_RESULTS", ROOT / "bench" / "results"))
 WORK = ROOT / "build" / "bench"
 SHARED = ROOT.parent / "shared" / "models"  # exported models, an optional folder beside the checkout
 
 Row = dict[str, Any]
+_TOP = ("tapestry/*.py", *(f"tapestry/{r}" for r in ("ir", "lift", "rewrites", "plan", "onnx_eval", "verify")))
+_CPU = (*_TOP, "tapestry/codegen/torch_cpu", "tapestry/runtime")
+ROOMS: dict[str, tuple[str, ...]] = {  # of the headline's results; any other one depends on the whole package
+    "communication": (*_TOP, "tapestry/interop", "tapestry/sharding"),
+    "mutations": (*_TOP, "tapestry/build", "tapestry/codegen/torch_cpu"),
+    "conformance": _CPU,
+    "cpu": _CPU,
+    "faults": (*_CPU, "tapestry/build", "tapestry/cli"),
+    "models": (*_CPU, "tapestry/build", "tapestry/codegen/triton", "tapestry/codegen/*.py"),
+    "scale": (*_TOP, "tapestry/build", "tapestry/cli", "tapestry/codegen/torch_cpu"),
+    "clock": (*_CPU, "tapestry/build", "tapestry/cli"),
+}
+_SOURCES = (".py", ".c", ".h", ".tap", ".js", ".css", ".html")
+_PLUMBING = {f"bench/support/{n}.py" for n in ("record", "headline")}  # where a figure goes, not what it is
+_IMPORT = re.compile(r"^\s*from ((?:bench|tests|examples)[\w.]*) import (\([^)]*\)|[^\n#]*)", re.MULTILINE)
+
+
+def tree() -> dict[str, str]:
+    """The hash of every source that a result may depend on, by path."""
+    files = (p for d in ("tapestry", "bench", "tests/support", "examples") for p in sorted((ROOT / d).rglob("*")))
+    return {str(p.relative_to(ROOT)): hashlib.sha256(p.read_bytes()).hexdigest() for p in files if p.suffix in _SOURCES}
+
+
+_AT_START = tree()
+
+
+def _rooms(name: str) -> tuple[str, ...]:
+    return ROOMS.get(name, ("tapestry",))
+
+
+def sources(name: str, hashes: dict[str, str]) -> list[str]:
+    """The files that a result depends on: its rooms, its benchmark, and what that imports beside the package."""
+    rooms = [re.escape(r).replace(r"\*", "[^/]*") + ("$" if "*" in r else "/") for r in _rooms(name)]
+    found = {f for f in hashes if any(re.match(r, f) for r in rooms)}
+    benches = [f for f in hashes if f.startswith("bench/")]
+    todo = [f for f in benches if Path(f).stem == name] or benches
+    while todo:
+        if (at := todo.pop()) not in found | _PLUMBING:
+            found.add(at)
+            for module, names in _IMPORT.findall((ROOT / at).read_text()):
+                base = module.replace(".", "/")
+                todo += [f for f in (f"{base}.py", *(f"{base}/{n}.py" for n in re.findall(r"\w+", names))) if f in hashes]
+    return sorted(found)
+
+
+def code(name: str, hashes: dict[str, str] | None = None) -> str:
+    """The hash over the sources of a result, as they are now."""
+    hashes = tree() if hashes is None else hashes
+    return hashlib.sha256("".join(f"{f} {hashes[f]}\n" for f in sources(name, hashes)).encode()).hexdigest()
+
+
+def _git(*words: str) -> str:
+    done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False)
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+@cache
+def commit(name: str) -> str:
+    """HEAD, with ``+changes`` where the sources of a result are not as they are there; empty outside of a repository."""
+    head = _git("rev-parse", "--short=8", "HEAD")
+    paths = (*(f":(glob){r}" for r in _rooms(name)), *sources(name, _AT_START))
+    return head + "+changes" * bool(head and _git("--no-optional-locks", "status", "--porcelain", "--", *paths))
+
+
+def stamp(name: str) -> Row:
+    """Of a result that this process measures; no hash (and so of no commit's code) where its sources changed meanwhile."""
+    now = code(name)
+    return {"commit": commit(name), "date": str(datetime.date.today()), "code": now if now == code(name, _AT_START) else ""}
 
 
 def machine() -> Row:

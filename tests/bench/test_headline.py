@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 from bench import __main__ as bench_main
-from bench.support import headline, record, stamp
+from bench.support import headline, record
 from tests.support.paths import ROOT
 
 PAGE = ROOT / "docs" / "benchmarks.md"
-HASHES = stamp.tree()
-CURRENT = {name: stamp.code(name, HASHES) for name in stamp.ROOMS}
+HASHES = record.tree()
+CURRENT = {name: record.code(name, HASHES) for name in record.ROOMS}
 Row = dict[str, Any]
 
 FAKE = """
@@ -50,7 +50,7 @@ def unsaid(text: str, results: dict[str, Row]) -> list[str]:
 
 def results() -> dict[str, Row]:
     """The headline's results."""
-    return {name: json.loads((ROOT / "bench" / "results" / f"{name}.json").read_text()) for name in stamp.ROOMS}
+    return {name: json.loads((ROOT / "bench" / "results" / f"{name}.json").read_text()) for name in record.ROOMS}
 
 
 def page(of: str, lines: dict[str, str]) -> str:
@@ -101,24 +101,24 @@ def test_what_the_readme_cites_is_of_the_headline_or_says_when_it_was_measured()
     text = (ROOT / "README.md").read_text()
     cited = set(re.findall(r"<!-- from: (\w+)\.", text)) - {"headline"}
     assert {
-        n for n in cited - set(stamp.ROOMS) if f"from: cpu_{n}.measured" not in text and f"from: {n}.measured" not in text
+        n for n in cited - set(record.ROOMS) if f"from: cpu_{n}.measured" not in text and f"from: {n}.measured" not in text
     } == set()
 
 
 def test_a_result_depends_on_its_rooms_its_benchmark_and_what_that_imports():
-    assert list(headline.PIECES) and set(headline.PIECES) == set(stamp.ROOMS)
-    for rooms in stamp.ROOMS.values():
+    assert list(headline.PIECES) and set(headline.PIECES) == set(record.ROOMS)
+    for rooms in record.ROOMS.values():
         assert [r for r in rooms if not list(ROOT.glob(r))] == []
     assert {f for f in ("tapestry/api.py", "tapestry/plan/lower.py", "bench/speed/clock.py", "tests/support/two_hosts.py") if
-            stamp.code("clock", {**HASHES, f: "0"}) == CURRENT["clock"]} == set()  # fmt: skip
+            record.code("clock", {**HASHES, f: "0"}) == CURRENT["clock"]} == set()  # fmt: skip
     for other in (
         "tapestry/viz/report.py",
         "bench/speed/cpu.py",
         "bench/support/record.py",
         "tapestry/tools/prove/__init__.py",
     ):
-        assert stamp.code("clock", {**HASHES, other: "0"}) == CURRENT["clock"]
-    assert stamp.code("memory", {**HASHES, "tapestry/tools/prove/__init__.py": "0"}) != stamp.code("memory", HASHES)
+        assert record.code("clock", {**HASHES, other: "0"}) == CURRENT["clock"]
+    assert record.code("memory", {**HASHES, "tapestry/tools/prove/__init__.py": "0"}) != record.code("memory", HASHES)
 
 
 def test_a_commit_says_what_is_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -127,9 +127,9 @@ def test_a_commit_says_what_is_changed(tmp_path: Path, monkeypatch: pytest.Monke
             ["git", "-c", "user.name=a", "-c", "user.email=a@b.c", *words], cwd=tmp_path, check=True, capture_output=True
         )
 
-    monkeypatch.setattr(stamp, "ROOT", tmp_path)
-    monkeypatch.setattr(stamp, "_AT_START", {})
-    commit = stamp.commit.__wrapped__
+    monkeypatch.setattr(record, "ROOT", tmp_path)
+    monkeypatch.setattr(record, "_AT_START", {})
+    commit = record.commit.__wrapped__
     assert commit("clock") == ""
     for name in ("plan/a.py", "viz/b.py"):
         (tmp_path / "tapestry" / name).parent.mkdir(parents=True)
@@ -145,9 +145,9 @@ def test_a_commit_says_what_is_changed(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_no_hash_where_sources_changed_meanwhile(monkeypatch: pytest.MonkeyPatch):
-    assert stamp.stamp("clock")["code"] == CURRENT["clock"]
-    monkeypatch.setattr(stamp, "_AT_START", {**HASHES, "tapestry/plan/lower.py": "0"})
-    assert stamp.stamp("clock")["code"] == "" and stamp.stamp("cpu")["code"] == ""
+    assert record.stamp("clock")["code"] == CURRENT["clock"]
+    monkeypatch.setattr(record, "_AT_START", {**HASHES, "tapestry/plan/lower.py": "0"})
+    assert record.stamp("clock")["code"] == "" and record.stamp("cpu")["code"] == ""
 
 
 def test_rows_that_are_kept_say_at_which_commit_they_were_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -196,7 +196,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fake:
 def test_headline_runs_what_is_not_current_and_no_more(fake: Fake, capsys: pytest.CaptureFixture[str]):
     assert fake("--only", "cpu") == (0, ["cpu"])
     assert fake() == (0, ["clock", "clock --again"])
-    assert fake() == (0, []) and capsys.readouterr().out.count(stamp.commit("cpu")) >= 4
+    assert fake() == (0, []) and capsys.readouterr().out.count(record.commit("cpu")) >= 4
     (fake.folder / "cpu.json").write_text(json.dumps({"code": "other", "rows": [{}]}))
     assert fake("--minutes", "0") == (1, []) and "no time left" in capsys.readouterr().out
     assert fake() == (0, ["cpu"])

@@ -13,12 +13,12 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from bench.support import stamp
+from bench.support import record
 from tests.docs.seed_pages import counts, seed_pages, title
 from tests.support.paths import ROOT
 
 Row = dict[str, Any]
-_SOURCES = stamp.tree()
+_SOURCES = record.tree()
 MAKERS: dict[str, Callable[[], str]] = {}
 
 
@@ -75,14 +75,14 @@ def measured(d: Row) -> str:
 
 def is_current(name: str, d: Row) -> bool:
     """Whether a result is of its sources as they are, all of its rows."""
-    return d.get("code") == stamp.code(name, _SOURCES) and not any("measured" in r for r in d["rows"])
+    return d.get("code") == record.code(name, _SOURCES) and not any("measured" in r for r in d["rows"])
 
 
 @cache
 def headline() -> tuple[str, list[str]]:
     """(commit, names) of the headline's results that are of one commit and of the sources as they are: the most that are."""
     found: dict[str, list[str]] = {}
-    for name in stamp.ROOMS:
+    for name in record.ROOMS:
         if is_current(name, d := result(name)):
             found.setdefault(d["commit"], []).append(name)
     return max(found.items(), key=lambda x: len(x[1]), default=("", []))
@@ -93,8 +93,8 @@ def _headline_commit() -> str:
     commit, names = headline()
     if not names:
         return "No result is of the code as it is now: each says the commit at which it was measured."
-    others = "" if len(names) == len(stamp.ROOMS) else "; the others say the commit at which they were measured"
-    return f"{len(names)} of the {len(stamp.ROOMS)} results are of commit `{commit}`, and of its code as it is now{others}."
+    others = "" if len(names) == len(record.ROOMS) else "; the others say the commit at which they were measured"
+    return f"{len(names)} of the {len(record.ROOMS)} results are of commit `{commit}`, and of its code as it is now{others}."
 
 
 def _provenance(name: str) -> str:
@@ -226,6 +226,11 @@ def _communication_cases() -> str:
 @makes("communication.fewer")
 def _communication_fewer() -> str:
     return str(sum(r["ratio_to_xla"] < 0.9995 for r in rows("communication")))
+
+
+@makes("communication.more")
+def _communication_more() -> str:
+    return str(sum(r["ratio_to_xla"] > 1.0005 for r in rows("communication")) or "none")
 
 
 @makes("communication.same")
