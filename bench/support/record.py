@@ -1,7 +1,4 @@
-"""Where benchmark results go: one JSON document per benchmark, with what it was measured on.
-
-That is the machine, and what a figure is of: the commit, the day, and a hash over the sources that it depends on.
-"""
+"""Where benchmark results go: one JSON each, with its machine, commit, day, and a hash over the sources it depends on."""
 
 from __future__ import annotations
 
@@ -24,18 +21,13 @@ WORK = ROOT / "build" / "bench"
 SHARED = ROOT.parent / "shared" / "models"  # exported models, an optional folder beside the checkout
 
 Row = dict[str, Any]
-_TOP = ("tapestry/*.py", *(f"tapestry/{r}" for r in ("ir", "lift", "rewrites", "plan", "onnx_eval", "verify")))
-_CPU = (*_TOP, "tapestry/codegen/torch_cpu", "tapestry/runtime")
-ROOMS: dict[str, tuple[str, ...]] = {  # of the headline's results; any other one depends on the whole package
-    "communication": (*_TOP, "tapestry/interop", "tapestry/sharding"),
-    "mutations": (*_TOP, "tapestry/build", "tapestry/codegen/torch_cpu"),
-    "conformance": _CPU,
-    "cpu": _CPU,
-    "faults": (*_CPU, "tapestry/build", "tapestry/cli"),
-    "models": (*_CPU, "tapestry/build", "tapestry/codegen/triton", "tapestry/codegen/*.py"),
-    "scale": (*_TOP, "tapestry/build", "tapestry/cli", "tapestry/codegen/torch_cpu"),
-    "clock": (*_CPU, "tapestry/build", "tapestry/cli"),
-}
+_TOP = ("*.py", "ir", "lift", "rewrites", "plan", "onnx_eval", "verify")
+_RUN = (*_TOP, "codegen/torch_cpu", "runtime", "build", "cli")
+ROOMS: dict[str, tuple[str, ...]] = {  # of the headline's results, in tapestry/; any other one depends on the whole package
+    "communication": (*_TOP, "interop", "sharding"), "mutations": (*_TOP, "build", "codegen/torch_cpu"), "cpu": _RUN,
+    "conformance": _RUN, "faults": _RUN, "models": (*_RUN, "codegen"), "scale": (*_TOP, "build", "cli", "codegen/torch_cpu"),
+    "clock": _RUN,
+}  # fmt: skip
 _SOURCES = (".py", ".c", ".h", ".tap", ".js", ".css", ".html")
 _PLUMBING = {f"bench/support/{n}.py" for n in ("record", "headline")}  # where a figure goes, not what it is
 _IMPORT = re.compile(r"^\s*from ((?:bench|tests|examples)[\w.]*) import (\([^)]*\)|[^\n#]*)", re.MULTILINE)
@@ -50,14 +42,10 @@ def tree() -> dict[str, str]:
 _AT_START = tree()
 
 
-def _rooms(name: str) -> tuple[str, ...]:
-    return ROOMS.get(name, ("tapestry",))
-
-
 def sources(name: str, hashes: dict[str, str]) -> list[str]:
     """The files that a result depends on: its rooms, its benchmark, and what that imports beside the package."""
-    rooms = [re.escape(r).replace(r"\*", "[^/]*") + ("$" if "*" in r else "/") for r in _rooms(name)]
-    found = {f for f in hashes if any(re.match(r, f) for r in rooms)}
+    rooms = re.compile("|".join("tapestry/" + r.replace("*.py", "[^/]*$") for r in ROOMS.get(name, ("",))))
+    found = {f for f in hashes if rooms.match(f)}
     benches = [f for f in hashes if f.startswith("bench/")]
     todo = [f for f in benches if Path(f).stem == name] or benches
     while todo:
@@ -69,23 +57,21 @@ def sources(name: str, hashes: dict[str, str]) -> list[str]:
     return sorted(found)
 
 
-def code(name: str, hashes: dict[str, str] | None = None) -> str:
+def code(name: str, hashes: Row | None = None) -> str:
     """The hash over the sources of a result, as they are now."""
-    hashes = tree() if hashes is None else hashes
+    hashes = hashes or tree()
     return hashlib.sha256("".join(f"{f} {hashes[f]}\n" for f in sources(name, hashes)).encode()).hexdigest()
-
-
-def _git(*words: str) -> str:
-    done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False)
-    return done.stdout.strip() if done.returncode == 0 else ""
 
 
 @cache
 def commit(name: str) -> str:
     """HEAD, with ``+changes`` where the sources of a result are not as they are there; empty outside of a repository."""
-    head = _git("rev-parse", "--short=8", "HEAD")
-    paths = (*(f":(glob){r}" for r in _rooms(name)), *sources(name, _AT_START))
-    return head + "+changes" * bool(head and _git("--no-optional-locks", "status", "--porcelain", "--", *paths))
+    said = ""
+    paths = (*(f":(glob)tapestry/{r}" for r in ROOMS.get(name, ("",))), *sources(name, _AT_START))
+    for words in (("rev-parse", "--short=8", "HEAD"), ("--no-optional-locks", "status", "--porcelain", "--", *paths)):
+        done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False)
+        said += "+changes" * bool(done.stdout) if said else done.stdout.strip()
+    return said
 
 
 def stamp(name: str) -> Row:
