@@ -24,8 +24,8 @@ from rich.table import Table
 from bench.support import record
 
 PIECES: dict[str, tuple[tuple[str, ...], ...]] = {  # the commands of each
-    "cpu": ((),), "communication": ((),), "mutations": ((),), "conformance": ((), ("--sharded",)), "faults": (("--jobs", "2"),),
-    "models": ((),), "scale": ((),), "clock": (("--again",),),
+    "cpu": ((),), "communication": ((),), "conformance": ((), ("--sharded",)), "faults": (("--jobs", "2"),), "models": ((),),
+    "mutations": ((),), "scale": ((),), "clock": (("--again",),),
 }  # fmt: skip
 COMMAND, FOLDER = (sys.executable, "-m", "bench"), record.WORK / "headline"
 
