@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import runpy
 import sys
+import traceback
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -24,7 +25,13 @@ def main() -> None:
         sys.exit(0 if name in ("-h", "--help") else 2)
     sys.path.insert(0, str(HERE.parent))
     sys.argv = [f"bench {name}", *sys.argv[2:]]
-    runpy.run_module(found[name], run_name="__main__", alter_sys=True)
+    try:
+        runpy.run_module(found[name], run_name="__main__", alter_sys=True)
+    except (Exception, SystemExit) as e:  # status 3, broken off, is apart from 1: measured, and not as it should be
+        if isinstance(e, SystemExit) and not isinstance(e.code, str):
+            raise
+        print(e.code if isinstance(e, SystemExit) else traceback.format_exc(), file=sys.stderr)
+        sys.exit(3)
 
 
 if __name__ == "__main__":

@@ -125,8 +125,8 @@ def main() -> int:
     parser.add_argument("--backends", nargs="+", default=list(PEERS), choices=PEERS, help="ours is always among them")
     parser.add_argument("--processes", type=int, default=2)
     args = parser.parse_args()
-    path = record.RESULTS / "conformance.json"
-    document: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {"rows": []}
+    document: dict[str, Any] = {k: record.read_more("conformance", k, {}) for k in ("not_passing", "lifting", "sharded")}
+    rows = record.read("conformance")
     wrong: list[str] = []
     if args.lifting:
         document["lifting"] = operators()
@@ -135,22 +135,20 @@ def main() -> int:
     with multiprocessing.get_context("spawn").Pool(args.processes) as pool:
         if args.sharded:
             document["sharded"], wrong = run_sharded(pool, args.only, args.processes)
+            document["sharded"] |= record.stamp("conformance")
             print(json.dumps(document["sharded"], indent=1))
         elif not args.lifting:
-            document["rows"], more, wrong = run_plain(
-                pool, args.only, args.processes, list(dict.fromkeys(["tapestry", *args.backends]))
-            )
+            backends = list(dict.fromkeys(["tapestry", *args.backends]))
+            rows, more, wrong = run_plain(pool, args.only, args.processes, backends)
             document |= more
             document["lifting"] = operators()
-            for row in document["rows"]:
+            for row in rows:
                 counts = ", ".join(f"{row[r]:5} {r}" for r in ("pass", "fail", "skip"))
                 print(f"{row['backend']:12} {counts}, {row['cpu_seconds']} s of processor time")
             print("operators:", document["lifting"]["counts"])
     if not args.lifting:
         print("\n".join(wrong) or "all as the table says")
     if args.only == ".":
-        document.pop("machine", None)
-        rows = document.pop("rows")
         record.write("conformance", rows, **document)
     return 1 if wrong else 0
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 import tapestry
-from bench.doors.machine import FAST
+from bench.doors.onnx_folders import FAST
 from bench.doors.tensor_parallel_rank import TOKENS, model_of
 from bench.support import record
 from tapestry.errors import TapestryError

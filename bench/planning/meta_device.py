@@ -9,21 +9,18 @@ and of the plan; the peer is torch's own export, which is in every row. Exits 1 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 import warnings
-from pathlib import Path
 from typing import Any
 
 import torch
 
 import tapestry
-from bench.support import other_python
+from bench.support import other_python, record
 from tapestry.doors.choices import opened_source
 from tapestry.doors.torch_export import exported
 
-RESULTS = Path(__file__).resolve().parents[1] / "results" / "meta_device.json"
 GOAL = 60.0  # seconds of processor time
 SIZES = {
     "hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64, "num_key_value_heads": 8, "vocab_size": 128256,
@@ -62,7 +59,7 @@ def main() -> int:
     row = measured(args.layers, args.batch, args.sequence)
     print({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()})
     if args.layers == parser.get_default("layers"):
-        RESULTS.write_text(json.dumps(row, indent=1) + "\n")
+        record.write("meta_device", [row])
     return 0 if row["cpu_s"] <= GOAL else 1
 
 

@@ -28,7 +28,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from bench.support.record import ROOT
+from bench.support.record import ROOT, stamp
 
 SECTIONS = {"gemm": 90.0, "attention": 90.0, "rows": 110.0, "conv": 50.0, "models": 200.0}  # seconds, of the budget of 540
 MODELS = ("resnet50 b32", "bert_base b8 s512", "gpt2 b4 s1024", "llama7b_layer b1 s2048")
@@ -93,8 +93,8 @@ def document(args: argparse.Namespace, rows: list[Row], state: str, seconds: flo
             versions[package] = version(package)
         except PackageNotFoundError:
             versions[package] = None
-    note = {"note": TINY} if args.tiny else {}
-    return {"state": state, **note, "versions": versions, "seconds": None if args.tiny else round(seconds, 1), "rows": rows}
+    mark = {**stamp("gpu_tiny" if args.tiny else "gpu"), "state": state} | ({"note": TINY} if args.tiny else {})
+    return {**mark, "versions": versions, "seconds": None if args.tiny else round(seconds, 1), "rows": rows}
 
 
 def write(path: Path, found: Row) -> None:

@@ -8,13 +8,17 @@ from __future__ import annotations
 import argparse
 import json
 import math
+from collections import Counter
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
+from bench.support import record
 from tests.docs.seed_pages import counts, seed_pages, title
 from tests.support.paths import ROOT
 
 Row = dict[str, Any]
+_SOURCES = record.tree()
 MAKERS: dict[str, Callable[[], str]] = {}
 
 
@@ -62,16 +66,49 @@ def geomean(values: list[float]) -> float:
     return math.exp(sum(math.log(v) for v in values) / len(values))
 
 
+def measured(d: Row) -> str:
+    """At which commits a result was measured; its rows say where they are older than it."""
+    of = Counter((m["commit"], m["date"]) for m in (r.get("measured", d) for r in d["rows"]))
+    each = [(f"{n} of {of.total()} rows " if len(of) > 1 else "", *at) for at, n in of.items()]
+    return "; ".join(f"{count}measured at {commit or 'no commit'}, {date}" for count, commit, date in each)
+
+
+def is_current(name: str, d: Row) -> bool:
+    """Whether a result is of its sources as they are, all of its rows."""
+    return d.get("code") == record.code(name, _SOURCES) and not any("measured" in r for r in d["rows"])
+
+
+@cache
+def headline() -> tuple[str, list[str]]:
+    """(commit, names) of the headline's results that are of one commit and of the sources as they are: the most that are."""
+    found: dict[str, list[str]] = {}
+    for name in record.ROOMS:
+        if is_current(name, d := result(name)):
+            found.setdefault(d["commit"], []).append(name)
+    return max(found.items(), key=lambda x: len(x[1]), default=("", []))
+
+
+@makes("headline.commit")
+def _headline_commit() -> str:
+    commit, names = headline()
+    if not names:
+        return "No result is of the code as it is now: each says the commit at which it was measured."
+    others = "" if len(names) == len(record.ROOMS) else "; the others say the commit at which they were measured"
+    return f"{len(names)} of the {len(record.ROOMS)} results are of commit `{commit}`, and of its code as it is now{others}."
+
+
 def _provenance(name: str) -> str:
     d = result(name)
     m = d.get("machine") or d["versions"]
+    when = d["date"] if name in headline()[1] else measured(d)
     parts = [f"{m['cores']} {m['arch']} cores" if "cores" in m else "", f"Python {m['python']}", f"torch {m['torch']}"]
     parts.append(f"onnxruntime {m['onnxruntime']}" if "onnxruntime" in m else "")
-    return f"{d.get('date', 'no date recorded')}; {', '.join(p for p in parts if p)}; `bench/results/{name}.json`"
+    return f"{when}; {', '.join(p for p in parts if p)}; `bench/results/{name}.json`"
 
 
 for _name in sorted(p.stem for p in (ROOT / "bench" / "results").glob("*.json")):
     MAKERS[f"{_name}.when"] = lambda n=_name: _provenance(n)
+    MAKERS[f"{_name}.measured"] = lambda n=_name: measured(result(n))
 
 
 @makes("seeds.table")
@@ -189,6 +226,11 @@ def _communication_cases() -> str:
 @makes("communication.fewer")
 def _communication_fewer() -> str:
     return str(sum(r["ratio_to_xla"] < 0.9995 for r in rows("communication")))
+
+
+@makes("communication.more")
+def _communication_more() -> str:
+    return str(sum(r["ratio_to_xla"] > 1.0005 for r in rows("communication")) or "none")
 
 
 @makes("communication.same")
