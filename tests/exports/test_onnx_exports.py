@@ -38,6 +38,7 @@ def constants(c) -> bytes:
     return b"".join(c.constants.values())
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", NAMES)
 def test_onnxruntime_runs_the_fused_graph(name, tmp_path):
     c = compiled(name)
@@ -50,6 +51,7 @@ def test_onnxruntime_runs_the_fused_graph(name, tmp_path):
     assert_same(found, c.run(feeds), c.build.plan.graph)
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", NAMES)
 def test_rank_files_of_any_plan(name, seed, tmp_path):
@@ -137,6 +139,7 @@ def _norm(x: str, g: str, out: str):
     ]  # fmt: skip
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("mesh", ["tp=2", "dp=2,tp=2"])
 def test_the_prover_accepts_rank_files(mesh, tmp_path, capsys):
     onnx.save(decoder_layer(), tmp_path / "m.onnx")

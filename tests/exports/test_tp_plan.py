@@ -97,6 +97,7 @@ def test_megatron(tmp_path, capsys):
     assert proved(tmp_path, capsys) == "proved"
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "pins",
     [

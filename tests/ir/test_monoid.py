@@ -69,6 +69,7 @@ def states(name: str, count: int) -> st.SearchStrategy[list[State]]:
     return st.lists(plain | merged | st.just(zero(name)), min_size=count, max_size=count)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", sorted(MONOIDS))
 @given(data=st.data())
 def test_associative(name: str, data: st.DataObject) -> None:
@@ -76,6 +77,7 @@ def test_associative(name: str, data: st.DataObject) -> None:
     agree(name, merge(name, merge(name, a, b), c), merge(name, a, merge(name, b, c)), a, b, c)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", sorted(MONOIDS))
 @given(data=st.data())
 def test_identity(name: str, data: st.DataObject) -> None:
@@ -84,6 +86,7 @@ def test_identity(name: str, data: st.DataObject) -> None:
     agree(name, a, merge(name, zero(name), a))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", sorted(n for n, m in MONOIDS.items() if m.commutative))
 @given(data=st.data())
 def test_commutative(name: str, data: st.DataObject) -> None:

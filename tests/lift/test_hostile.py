@@ -38,6 +38,7 @@ def tried(kind: str, folder: Path) -> list[dict]:
     return [r for r in rows if "case" in r]
 
 
+@pytest.mark.slow
 def test_hostile_models(tmp_path):
     rows = tried("models", tmp_path)
     assert len(rows) >= 60
@@ -49,6 +50,7 @@ def test_hostile_models(tmp_path):
         assert row["seconds"] < SECONDS and not row["fresh"], row
 
 
+@pytest.mark.slow
 def test_hostile_builds(tmp_path):
     tapestry.compile(save("attention"), devices=2).save(tmp_path / "good")
     assert (tmp_path / "good" / "constants.bin").read_bytes() == b""
@@ -102,6 +104,7 @@ def kills(count: int, folder: Path) -> None:
         killed_at_a_random_moment(seed, folder, took)
 
 
+@pytest.mark.slow
 def test_a_killed_compiler_leaves_a_whole_build(tmp_path):
     kills(4, tmp_path)
 

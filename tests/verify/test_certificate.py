@@ -27,6 +27,7 @@ MESHES = ["1", "2", "3", "4", "2x2", "2x3"]
 # --- any plan passes, and computes what the interpreter computes
 
 
+@pytest.mark.sampled(13)
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("name", [n for n in MODELS if n != "noise"])
 def test_any_strategies_pass_and_run_right(name, mesh):
@@ -42,6 +43,7 @@ def test_any_strategies_pass_and_run_right(name, mesh):
         assert measured.transfers == planned_transfers(program)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", [n for n in MODELS if n != "noise"])
 def test_devices_in_any_order_along_an_axis(name):
     """The same laws, values, peaks and bytes; monoids that do not commute are merged in the order of coordinates."""
@@ -68,6 +70,7 @@ def test_graphs_before_simplification_run_as_well(name):
         assert_same(execute(c.graph, program, c)[0], c.expected, c.graph)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["batched", "reductions", "gathers", "selections"])
 def test_every_single_strategy_of_every_operation(name):
     """One operation spread in each possible way, the others replicated."""
@@ -86,6 +89,7 @@ def test_every_single_strategy_of_every_operation(name):
 # --- one fault at a time
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("build", PLANS.values(), ids=PLANS)
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_is_found(name, build):

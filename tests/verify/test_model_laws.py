@@ -76,6 +76,7 @@ def good(tmp_path_factory):
     return folder / "good"
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("kind", KINDS)
 def test_edits_that_keep_every_law_of_the_plan_are_refused(kind, good, tmp_path):
     for seed in (kind, *(f"{kind} {n}" for n in range(5))):  # the first place may be one where nothing comes of it
@@ -225,6 +226,7 @@ def test_what_two_references_dispute_is_asked_again(monkeypatch, tmp_path):
         compare(other, tmp_path / "m.onnx", sha.hexdigest(), {})
 
 
+@pytest.mark.slow
 def test_a_recurrence_that_grows_its_roundings_is_its_model(tmp_path):
     """Parts along the batch round otherwise than the whole, and each step makes more of it."""
     rng, steps, batch, width = np.random.default_rng(0), 12, 8, 64

@@ -29,6 +29,7 @@ from tests.support.small_models import case
 KINDS = ("row", "mesh", "streamed", "staged", "exact")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_faults_of_every_kind_of_plan_are_refused(kind):
     table: dict[str, Tried] = {}
@@ -39,6 +40,7 @@ def test_faults_of_every_kind_of_plan_are_refused(kind):
     assert not [t.row(n) for n, t in table.items() if t.tried != t.refused or t.odd]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", [n for n in MORE if n != "streamed_weight_kept"])  # (that needs larger weights)
 def test_these_faults_are_tried_somewhere_and_refused(name):
     tried = Tried()
