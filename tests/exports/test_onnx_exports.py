@@ -12,6 +12,7 @@ import onnx
 import pytest
 
 import tapestry
+from bench.doors.machine import FAST
 from tapestry import cli
 from tapestry.ir.program import Reduce, Transfer, transfer_bytes
 from tapestry.onnx_eval.ort_session import ort_session
@@ -23,10 +24,6 @@ from tests.support.small_models import MODELS, N, T, assert_same, f32, i64, mesh
 
 # onnxruntime has no kernels of bfloat16 on a processor, and ONNX no Philox
 NAMES = [n for n in MODELS if n not in ("bfloats", "noise")]
-FAST = {
-    "device": {"memory": "1GiB", "bandwidth": 1e6, "launch": 0, "vector": 1e6, "flops": {"f32": 1e6, "other": 1e6}},
-    "levels": [{"alpha": 1e-9, "beta": 1e-9}],
-}
 
 
 @cache
