@@ -21,7 +21,17 @@ def summed(then: str, to: str = "bf16", monoid: str = "sum", body: str = "x") ->
     return op
 
 
-LINEAR = ("acc0", "acc0 + b", "b - acc0", "neg(acc0)", "acc0 * b", "acc0 / b", "(acc0 + b) * 0.5", "cast(acc0, f32)", "acc0 + acc0")
+LINEAR = (
+    "acc0",
+    "acc0 + b",
+    "b - acc0",
+    "neg(acc0)",
+    "acc0 * b",
+    "acc0 / b",
+    "(acc0 + b) * 0.5",
+    "cast(acc0, f32)",
+    "acc0 + acc0",
+)
 OTHER = ("exp(acc0)", "acc0 * acc0", "b / acc0", "max(acc0, b)", "exp(acc0) + b", "acc0 / acc0", "b * exp(acc0)")
 
 
