@@ -87,7 +87,6 @@ def states(name: str, count: int) -> st.SearchStrategy[list[State]]:
     return st.lists(plain | merged | st.just(zero(name)), min_size=count, max_size=count)
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", sorted(MONOIDS))
 @given(data=st.data())
 def test_associative(name: str, data: st.DataObject) -> None:

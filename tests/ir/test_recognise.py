@@ -106,6 +106,14 @@ def test_a_convolution_has_a_weight_of_plain_axes():
         assert convolution(only(PLAIN.format(size=6, index="o + r", weight=weight))) is None
 
 
+def test_an_axis_of_one_cell_that_is_read_at_its_beginning_is_no_window():
+    text = """input x: f32[2, 3, 8] input w: f32[4, 3, 2] y: f32[2, 4, 8] = op [b: 2, f: 4, o: 8 | c: 3 sum]
+      reads x[b, c, o], w[f, c, {at}] body x * w output y"""
+    found = convolution(only(text.format(at="0")))
+    assert found is not None and [(w.out, w.window, w.offset) for w in found.windows] == [("o", "", 0)]
+    assert convolution(only(text.format(at="1"))) is None
+
+
 ATTENTION = """input q: f32[2, 5, 8] input k: f32[2, 7, 8] input v: f32[2, 7, 4] y: f32[2, 5, 4] = op [h: 2, i: 5, e: 4 | n: 7 softsum]
   reads q[h, i, m], k[h, n, m], v[h, n, e] let [m: 8 sum] q * k body let0, 1.0, v then acc2 / acc1 output y"""
 WEIGHED = """input s: f32[2, 5, 7] input v: f32[2, 7, 4] y: f32[2, 5, 4] = op [h: 2, i: 5, e: 4 | n: 7 softsum]
