@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import tomllib
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +11,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
+
+from tests.support.sampling import sample
 
 if TYPE_CHECKING:
     from xdist.remote import Producer
@@ -32,20 +33,19 @@ FAMILIES = (
 LONG = ("test_docs", "test_generation", "test_distributed", "test_loading", *(names[0] for names in FAMILIES))
 """Files and families that take long with few cases: they begin first, so that no worker waits for them at the end."""
 
-LEVELS = tomllib.loads((Path(__file__).parent / "levels.toml").read_text())
-
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark as slow the cases that `levels.toml` leaves out of `make test`."""
-    cases: dict[tuple[str, str], list[pytest.Item]] = defaultdict(list)
+    """Mark as slow the cases that `sampled` leaves out of `make test`."""
+    tests: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
-        cases[item.path.stem, item.name.split("[")[0]].append(item)
-    for (file, test), of_test in cases.items():
-        count = LEVELS.get(file, {}).get(test, len(of_test))
-        spread = {k * len(of_test) // count for k in range(min(count, len(of_test)))}
-        for k, item in enumerate(of_test):
-            if k not in spread:
-                item.add_marker(pytest.mark.slow)
+        if item.get_closest_marker("sampled") and not item.get_closest_marker("slow"):
+            tests[item.nodeid.split("[")[0]].append(item)
+    for cases in tests.values():
+        (count,) = cases[0].get_closest_marker("sampled").args
+        chosen = sample([c.nodeid for c in cases], count)
+        for case in cases:
+            if case.nodeid not in chosen:
+                case.add_marker(pytest.mark.slow)
 
 
 def pytest_collection_finish() -> None:

@@ -10,7 +10,6 @@ import re
 import subprocess
 import sys
 import tokenize
-import tomllib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -18,8 +17,11 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.support.paths import ROOT
+from tests.support.sampling import sample
 
 BIN = Path(sys.executable).parent
 OURS = sorted(p for d in ("tapestry", "tests", "bench", "examples", "docs") for p in (ROOT / d).rglob("*.py"))
@@ -94,6 +96,7 @@ def test_ruff():
     tool("ruff", "format", "--check", "--no-cache", ".")
 
 
+@pytest.mark.slow
 def test_pyright():
     tool("pyright", "--pythonpath", sys.executable)
 
@@ -290,10 +293,12 @@ def test_file_names_have_one_meaning():
     assert [name for name, count in names.items() if count > 1] == []
 
 
-def test_levels_name_tests_that_exist():
-    files = {p.stem: p for p in OURS if p.name.startswith("test_")}
-    for file, tests in tomllib.loads((ROOT / "tests" / "levels.toml").read_text()).items():
-        assert set(tests) <= {name for name, _ in read(files[file]).functions}, file
+@given(st.sets(st.text(), min_size=1), st.text(), st.integers(0, 9))
+def test_one_case_more_exchanges_at_most_one_of_a_sample(cases, more, count):
+    chosen = sample(sorted(cases), count)
+    assert chosen <= cases and len(chosen) == min(count, len(cases))
+    assert chosen == sample(sorted(cases, reverse=True), count)
+    assert len(chosen - sample([*cases - {more}, more], count)) <= 1
 
 
 def test_every_pin_meets_what_the_package_asks_for():

@@ -36,6 +36,7 @@ TESTS = (
     "tests/verify",
     "tests/ir",
     "tests/lift",
+    "tests/sizes/test_sized_laws.py",
     "tests/whole/test_special_values.py",
     "tests/rewrites/attention/test_attention.py",
 )

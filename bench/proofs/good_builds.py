@@ -49,11 +49,10 @@ from tapestry.rewrites.core.rule import parse_move
 from tapestry.saved_build import replay_rewrites, verify_build
 from tapestry.verify.rewriting import rewrite_log
 from tests.fuzz.generate.random_model import random_model
-from tests.fuzz.recipe import planned, random_mesh, random_recipe, rewritten
+from tests.fuzz.recipe import EXACT_MESHES, planned, random_mesh, random_recipe, rewritten
 from tests.support.parallel_nets import Sizes, Style, write
 
 NETS = ("mlp", "encoder", "decoder", "convolutions", "experts")
-EXACT = ((2,), (3,), (4,), (2, 2), (2, 3))
 
 
 class NotMade(Exception):
@@ -84,7 +83,7 @@ def compiled(rng: random.Random, path: Path, sizes: dict[str, int], out: Path) -
     mesh, asked = random_mesh(rng), dict[str, Any]()
     way = rng.choice(("plain", "plain", "memory", "memory", "pins", "layouts", "exact", "stages"))
     if way == "exact":
-        mesh, asked = _even(rng.choice(EXACT)), {"exact": True}
+        mesh, asked = _even(rng.choice(EXACT_MESHES)), {"exact": True}
     elif way == "pins":
         asked = {"pins": _pins(rng, simplify(lift(path, sizes).graph), mesh)}
     elif way == "layouts":

@@ -31,10 +31,9 @@ from tapestry.errors import TapestryError
 from tapestry.runtime.feeds import random_feeds
 from tapestry.saved_build import verify_build
 from tapestry.verify import model_outputs
-from tests.support.faults import claim_edits, edited_build, graph_edits
+from tests.support.faults import edited_build, graph_edits
 from tests.support.faults.edited_model import mixed
-from tests.support.faults.graph_edits_awkward import AWKWARD
-from tests.support.faults.graph_edits_later import LATER
+from tests.support.faults.graph_edits_awkward import ALL_EDITS
 
 PLACES = 6
 FOUR = ("llama_tiny", "bert_base", "resnet50", "t5_small")
@@ -100,11 +99,11 @@ def main() -> int:
     parser.add_argument("--times", action="store_true", help="only the seconds, beside the edits of an earlier run")
     parser.add_argument("--each", type=int, default=1, help="places for each kind of edit in each model")
     args = parser.parse_args()
-    kinds = {**graph_edits.EDITS, **LATER, **AWKWARD}
-    assert claim_edits.output_dropped.__name__ in kinds
     done = {r["edit"]: r["models"] for r in record.read("model_edits")}
     times = record.read_more("model_edits", "models", dict[str, Any]())
-    rows: list[dict[str, Any]] = [{"edit": k, "later": k not in graph_edits.EDITS, "models": done.get(k, {})} for k in kinds]
+    rows: list[dict[str, Any]] = [
+        {"edit": k, "later": k not in graph_edits.EDITS, "models": done.get(k, {})} for k in ALL_EDITS
+    ]
     with tempfile.TemporaryDirectory() as name:
         for model in args.models:
             good = compiled(model, args.folder, Path(name))
@@ -112,7 +111,7 @@ def main() -> int:
             print(model, {k: v for k, v in times[model].items() if k != "evidence"}, file=sys.stderr, flush=True)
             for row in (r for r in rows if not args.times and re.search(args.only, r["edit"])):
                 if not (args.missing and model in row["models"]):
-                    row["models"][model] = tried(row["edit"], kinds[row["edit"]], model, good, args.each)
+                    row["models"][model] = tried(row["edit"], ALL_EDITS[row["edit"]], model, good, args.each)
                     keep(rows, times)
             print(model, "refused, tried:", counts(rows, model), file=sys.stderr, flush=True)
     keep(rows, times)

@@ -123,12 +123,12 @@ def attempt(tried: Tried, model: str, wrong: Plan, program: Program, laws: set[s
         tried.accepted.append(f"{model}: {options}"[:200])
 
 
-def mutate(model: str, plan: Plan, exact: bool, each: int, table: dict[str, Tried], seed: str) -> None:
-    """Every kind of fault in some places of one plan."""
+def mutate(model: str, plan: Plan, exact: bool, each: int, table: dict[str, Tried], seed: str, only: str | None = None) -> None:
+    """Every kind of fault, or one of them, in some places of one plan."""
     program = lower_plan(plan)
     checked(plan, program, exact=exact)
     for name, (laws, make) in (*FAULTS.items(), *MORE.items()):
-        if plan.stages and name in ON_ALL_DEVICES:
+        if only not in (None, name) or (plan.stages and name in ON_ALL_DEVICES):
             continue
         cases = make(plan, program)
         chosen = cases if len(cases) <= each else random.Random(f"{seed} {name}").sample(cases, each)

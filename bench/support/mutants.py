@@ -176,6 +176,7 @@ def codes(code: CodeType) -> Iterator[CodeType]:
 
 def functions() -> dict[CodeType, list[FunctionType]]:
     """All functions that there are, by their code."""
+    gc.unfreeze()  # the tests freeze what their collection made, and what is frozen is not listed
     out: dict[CodeType, list[FunctionType]] = {}
     for f in gc.get_objects():
         if type(f) is FunctionType:  # (isinstance asks the object, and some warn)

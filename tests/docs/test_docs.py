@@ -186,6 +186,7 @@ def machine(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.
     return request.param
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("machine", MACHINES, indirect=True)
 @pytest.mark.parametrize("page", [pytest.param(p, id=p.name) for p in sorted(PLANNED, key=lambda p: p.name != "README.md")])
 def test_a_page_shows_what_is_printed_on_any_machine(page: Page, machine: str, tmp_path: Path):

@@ -50,6 +50,7 @@ class Images(torch.nn.Module):
 CASES = {"decoder": (Decoder(512), (1, 512, 512)), "images": (Images(), (1, 3, 510, 512))}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("case", CASES)
 def test_what_is_asked_for_in_a_format_is_written_in_it(case, form, tmp_path):

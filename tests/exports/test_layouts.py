@@ -118,6 +118,7 @@ def _spec(entry):
     return tuple(entry) if isinstance(entry, list) else entry
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["mlp", "conv_chain", "attention", "norms", "residual"])
 def test_json_says_what_every_device_holds(name, tmp_path):
     c = tapestry.compile(save(name), mesh="2x2")

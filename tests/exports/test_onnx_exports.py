@@ -12,6 +12,7 @@ import onnx
 import pytest
 
 import tapestry
+from bench.doors.machine import FAST
 from tapestry import cli
 from tapestry.ir.program import Reduce, Transfer, transfer_bytes
 from tapestry.onnx_eval.ort_session import ort_session
@@ -23,10 +24,6 @@ from tests.support.small_models import MODELS, N, T, assert_same, f32, i64, mesh
 
 # onnxruntime has no kernels of bfloat16 on a processor, and ONNX no Philox
 NAMES = [n for n in MODELS if n not in ("bfloats", "noise")]
-FAST = {
-    "device": {"memory": "1GiB", "bandwidth": 1e6, "launch": 0, "vector": 1e6, "flops": {"f32": 1e6, "other": 1e6}},
-    "levels": [{"alpha": 1e-9, "beta": 1e-9}],
-}
 
 
 @cache
@@ -38,6 +35,7 @@ def constants(c) -> bytes:
     return b"".join(c.constants.values())
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", NAMES)
 def test_onnxruntime_runs_the_fused_graph(name, tmp_path):
     c = compiled(name)
@@ -50,6 +48,7 @@ def test_onnxruntime_runs_the_fused_graph(name, tmp_path):
     assert_same(found, c.run(feeds), c.build.plan.graph)
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", NAMES)
 def test_rank_files_of_any_plan(name, seed, tmp_path):
@@ -137,6 +136,7 @@ def _norm(x: str, g: str, out: str):
     ]  # fmt: skip
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("mesh", ["tp=2", "dp=2,tp=2"])
 def test_the_prover_accepts_rank_files(mesh, tmp_path, capsys):
     onnx.save(decoder_layer(), tmp_path / "m.onnx")

@@ -252,6 +252,7 @@ def on_the_wire(text: str, ranks: int) -> int:
     return total
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", NAMES)
 def test_what_ranks_send_is_what_the_plan_sends(name, tmp_path):
     for seed in range(2):

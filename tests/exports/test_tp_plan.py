@@ -12,6 +12,7 @@ import onnx
 import pytest
 
 import tapestry
+from bench.doors.machine import FAST
 from tapestry import cli
 from tapestry.tools.exports import tp_plan
 from tapestry.tools.exports.onnx_nodes import NotExpressible
@@ -60,11 +61,6 @@ def decoder(uneven: bool = False) -> onnx.ModelProto:
     return net(nodes, {"ids": (T.INT64, [1, TOKENS])}, {"y": T.FLOAT}, weights)
 
 
-# a machine on which cutting pays even for small models
-FAST = {
-    "device": {"memory": "1GiB", "bandwidth": 1e6, "launch": 0, "vector": 1e6, "flops": {"f32": 1e6, "other": 1e6}},
-    "levels": [{"alpha": 1e-9, "beta": 1e-9}],
-}
 MEGATRON = [
     "layers.*.self_attn.q_proj:out=tp",
     "layers.*.self_attn.o_proj:in=tp",
@@ -97,6 +93,7 @@ def test_megatron(tmp_path, capsys):
     assert proved(tmp_path, capsys) == "proved"
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "pins",
     [

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from itertools import product
+from itertools import pairwise, product
 from math import prod
 
 import numpy as np
 import pytest
 
 from tapestry.ir.expr import Arg, Const
-from tapestry.ir.graph import Block, Dim, Read
+from tapestry.ir.graph import Block, Dim, Opaque, Read
 from tapestry.ir.index import dim
 from tapestry.ir.monoid import MONOIDS
 from tapestry.ir.program import (
@@ -29,6 +29,7 @@ from tapestry.ir.program import (
     merge_phases,
     on_backend,
     reduce_op,
+    transfer_bytes,
     transfer_call,
 )
 from tapestry.ir.types import FLOATS, numpy_dtype
@@ -75,6 +76,22 @@ def test_states_of_several_fields():
     assert reduce_op(reduction("moments", Const(1.0, "f32"), "f32", Const(0.0, "f32"))) == ""
     assert reduce_op(reduction("sums2", Const(1.0, "f64"), "f32")) == "sum"  # the count is not sent
     assert reduce_op(reduction("any", "bool")) == "max" and reduce_op(reduction("all", "bool")) == "min"
+
+
+def test_an_opaque_operation_merges_nothing():
+    assert reduce_op(Opaque(outs=("y",), ins=("x",), kind="Sort", node=b"", opsets=(), in_axes=((0,),), out_axes=((0,),))) == ""
+
+
+def test_a_device_alone_in_its_group_sends_nothing():
+    """Of any groups the bytes are those of a ring each, and of a group of one none."""
+    for sizes in ((4,), (1, 1, 1, 1), (1, 3), (2, 1, 1), (2, 2)):
+        ends = np.cumsum((0, *sizes)).tolist()
+        groups = tuple(tuple(range(lo, hi)) for lo, hi in pairwise(ends))
+        boxes = (((0, 8), (0, 3)),) * 4
+        buffers = {n: Buffer(name=n, tensor="y", dtype="f32", boxes=boxes, field=0) for n in "pm"}
+        step = Reduce(kind="all_reduce", op=0, srcs=("p",), dsts=("m",), groups=groups)
+        program = Program(devices=4, buffers=buffers, steps=(step,), outputs={})
+        assert transfer_bytes(step, program) == sum(2 * (n - 1) * 96 for n in sizes)
 
 
 def test_phases_of_merges():

@@ -138,6 +138,8 @@ def test_isl_blocks_are_the_same_partition(a: int, b: int, data: st.DataObject) 
         (modulo(dim("h") * 4 + dim("w"), 4, {"h": 9, "w": 4}), "w"),
         (floordiv(floordiv(dim("h"), 2), 3), "floor((h)/6)"),
         (modulo(dim("h") * 2 + 1, 4), "2*((h) mod 2) + 1"),
+        (modulo(dim("h") * 4 + dim("w"), 8, {"h": 9, "w": 4}), "w + 4*((h) mod 2)"),
+        (modulo(dim("h") * 4 + dim("w"), 8, {"h": 9, "w": 5}), "((4*h + w) mod 8)"),
         (dim("h") * -1 + 3, "-h + 3"),
         (const(-2), "-2"),
     ],

@@ -9,7 +9,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tapestry.ir.monoid import MONOIDS, MOST_SUMS, highest, lowest, register, sums
+from tapestry.errors import TapestryError
+from tapestry.ir.expr import call
+from tapestry.ir.monoid import (
+    MONOIDS,
+    MOST_SUMS,
+    Action,
+    highest,
+    lowest,
+    number,
+    prove_driven,
+    prove_moments,
+    prove_rebased,
+    register,
+    rescale,
+    sums,
+)
+from tapestry.ir.monoid import (
+    State as Fields,
+)
 from tapestry.ir.types import numpy_dtype
 from tapestry.verify.interp import value
 
@@ -76,6 +94,7 @@ def test_associative(name: str, data: st.DataObject) -> None:
     agree(name, merge(name, merge(name, a, b), c), merge(name, a, merge(name, b, c)), a, b, c)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", sorted(MONOIDS))
 @given(data=st.data())
 def test_identity(name: str, data: st.DataObject) -> None:
@@ -84,6 +103,7 @@ def test_identity(name: str, data: st.DataObject) -> None:
     agree(name, a, merge(name, zero(name), a))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", sorted(n for n, m in MONOIDS.items() if m.commutative))
 @given(data=st.data())
 def test_commutative(name: str, data: st.DataObject) -> None:
@@ -117,3 +137,64 @@ def test_every_monoid_is_tested_and_names_are_taken_once() -> None:
     assert set(DOMAINS) == set(MONOIDS)
     with pytest.raises(AssertionError):
         register(MONOIDS["sum"])
+
+
+# Proofs of actions, over the real numbers.
+
+
+def scaled(by: Fields, s: Fields) -> Fields:
+    """Every sum times a factor."""
+    return tuple(call("mul", x, by[0]) for x in s)
+
+
+@pytest.mark.parametrize("sums_of", [1, 3])
+def test_scaling_sums_is_an_action_and_shifting_them_is_none(sums_of: int) -> None:
+    acted = MONOIDS["sum" if sums_of == 1 else sums(sums_of)]
+    prove_driven(MONOIDS["prod"], acted, scaled)
+    with pytest.raises(TapestryError, match="not an action"):
+        prove_driven(MONOIDS["prod"], acted, lambda by, s: tuple(call("add", x, by[0]) for x in s))
+    with pytest.raises(TapestryError, match=r"act\(1, s\) = s"):
+        prove_driven(MONOIDS["sum"], acted, scaled)  # nothing added is 0 times
+    less = number(1, "f64")
+    with pytest.raises(TapestryError, match=r"act\(ab, s\)"):
+        prove_driven(MONOIDS["prod"], acted, lambda by, s: tuple(call("add", x, call("sub", by[0], less)) for x in s))
+
+
+def unguarded(old: Fields, new: Fields, s: Fields) -> Fields:
+    """Sums of ``exp(x - old)`` as those of ``exp(x - new)``."""
+    scale = call("exp", call("sub", old[0], new[0]))
+    return tuple(call("mul", x, scale) for x in s)
+
+
+def guarded(act: Action, otherwise: float | None = None) -> Action:
+    """An action with a guard where the centres are the same: there the state stays, or is times a number."""
+
+    def with_guard(old: Fields, new: Fields, s: Fields) -> Fields:
+        kept = s if otherwise is None else tuple(call("mul", x, number(otherwise, "f64")) for x in s)
+        same = call("eq", old[0], new[0])
+        return tuple(call("where", same, a, b) for a, b in zip(kept, act(old, new, s), strict=True))
+
+    return with_guard
+
+
+@pytest.mark.parametrize("sums_of", [1, 2])
+def test_another_centre_is_an_action_with_and_without_its_guard(sums_of: int) -> None:
+    """A guard may keep infinities apart, never change the value where the centres are equal."""
+    acted = MONOIDS["sum" if sums_of == 1 else sums(sums_of)]
+    for act in (rescale, unguarded, guarded(unguarded)):
+        prove_rebased(MONOIDS["max"], acted, act)
+    with pytest.raises(TapestryError, match="not an action"):
+        prove_rebased(MONOIDS["max"], acted, guarded(unguarded, otherwise=2.0))
+    with pytest.raises(TapestryError, match=r"act\(c, c, s\) = s"):
+        prove_rebased(MONOIDS["max"], acted, lambda old, new, s: scaled((call("exp", old[0]),), s))
+    with pytest.raises(TapestryError, match="not an action"):
+        prove_rebased(MONOIDS["max"], acted, lambda old, new, s: unguarded(old, (call("mul", new[0], old[0]),), s))
+
+
+def test_moments_are_proved_and_others_refused() -> None:
+    for name in ("moments", "logsumexp", "softsum"):
+        proof = MONOIDS[name].proof
+        assert proof is not None
+        proof()
+    with pytest.raises(TapestryError, match="mean is another"):
+        prove_moments(lambda a, b: (call("add", a[0], b[0]), call("add", a[1], b[1]), call("add", a[2], b[2])))

@@ -1,5 +1,6 @@
 """Text of the IR: what is printed reads back, and what does not read says on which line."""
 
+import json
 import math
 from dataclasses import replace
 
@@ -12,6 +13,7 @@ from tapestry.ir.expr import Acc, Arg, Const, Expr, Index, call, cast
 from tapestry.ir.graph import Block, Dim, Graph, Guard, Opaque, Read, Split
 from tapestry.ir.index import Aff, const, dim, floordiv, modulo
 from tapestry.ir.monoid import number
+from tapestry.ir.syntax.ir_document import from_document, to_document
 from tapestry.ir.syntax.parser import parse
 from tapestry.ir.syntax.printer import RESERVED, to_text
 from tapestry.ir.types import DTYPES, FLOATS, Tensor, Weight
@@ -105,6 +107,11 @@ def graphs(draw: st.DrawFn) -> Graph:
         name=title, tensors={t.name: t for t in made}, ops=(block, opaque), inputs=(tensors[0],),
         outputs=(tensors[3], tensors[2]), weights={tensors[1]: weight},
     )  # fmt: skip
+
+
+@given(graphs())
+def test_documents_read_back(graph: Graph) -> None:
+    assert from_document(json.dumps(to_document(graph))) == graph
 
 
 @given(graphs())

@@ -77,6 +77,7 @@ def compiled(tmp_path, proto, devices):
     return tapestry.compile(path, devices=devices)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("op", "opset", "ins", "attributes", "meant"), FORMS, ids=lambda v: str(v) if isinstance(v, str | int) else ""
 )

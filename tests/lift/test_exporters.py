@@ -186,6 +186,7 @@ def counting(limit, *, start=0, step=1, most=None, test="Less", by="state", kind
     )
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "how, steps",
     [

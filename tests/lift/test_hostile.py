@@ -17,6 +17,7 @@ import tapestry
 from tapestry.errors import BuildError, TapestryError, refusing
 from tapestry.lift.normalize import inference
 from tests.support.command_line import document, snapshot
+from tests.support.faults.hostile_cases import BUILDS, LONG, MODELS
 from tests.support.paths import ROOT
 from tests.support.small_models import save
 
@@ -28,38 +29,44 @@ HARMLESS = {  # what may succeed, since nothing that the command reads is change
 }  # fmt: skip
 
 
-def tried(kind: str, folder: Path) -> list[dict]:
-    """Every case of a kind, in a process of limited memory."""
-    argv = [sys.executable, "-m", "tests.support.faults.hostile_cases", kind, str(folder)]
+@pytest.fixture(scope="module", params=["quick", pytest.param("long", marks=pytest.mark.slow)])
+def rows(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
+    """Every case, in a process of limited memory, by its name."""
+    folder = tmp_path_factory.mktemp("hostile")
+    tapestry.compile(save("attention"), devices=2).save(folder / "good")
+    assert (folder / "good" / "constants.bin").read_bytes() == b""
+    argv = [sys.executable, "-m", "tests.support.faults.hostile_cases", str(folder), request.param]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(argv, capture_output=True, text=True, timeout=400, env=env)
-    rows = [json.loads(line) for line in done.stdout.splitlines()]
-    assert done.returncode == 0, (rows[-1], done.stderr[-2000:])
-    return [r for r in rows if "case" in r]
+    said = [json.loads(line) for line in done.stdout.splitlines()]
+    assert done.returncode == 0, (said[-1], done.stderr[-2000:])
+    return {r["case"]: r for r in said if "case" in r}
 
 
-def test_hostile_models(tmp_path):
-    rows = tried("models", tmp_path)
-    assert len(rows) >= 60
-    for row in rows:
+def test_hostile_models(rows):
+    assert len(MODELS) >= 60 and MODELS.keys() & rows.keys()
+    for name in MODELS.keys() & rows.keys():
+        row = rows[name]
         ((status, err),) = row["results"]
-        if row["case"].startswith("nonfinite") and status == 0:
+        if name.startswith("nonfinite") and status == 0:
             continue  # a number like any other, as far as it decides no shape
         assert status == 2 and err.startswith("tapestry compile: ") and "Traceback" not in err, row
         assert row["seconds"] < SECONDS and not row["fresh"], row
 
 
-def test_hostile_builds(tmp_path):
-    tapestry.compile(save("attention"), devices=2).save(tmp_path / "good")
-    assert (tmp_path / "good" / "constants.bin").read_bytes() == b""
-    rows = tried("builds", tmp_path)
-    assert len(rows) >= 35
-    for row in rows:
+def test_hostile_builds(rows):
+    assert len(BUILDS) >= 35 and BUILDS.keys() & rows.keys()
+    for name in BUILDS.keys() & rows.keys():
+        row = rows[name]
         for command, (status, err) in zip(("verify", "run", "explain"), row["results"], strict=True):
-            fine = status == 0 and command in HARMLESS.get(row["case"], ())
+            fine = status == 0 and command in HARMLESS.get(name, ())
             assert "Traceback" not in err and (status in (1, 2) or fine), (command, row)
-        assert row["case"] in HARMLESS or any(status for status, _ in row["results"])
+        assert name in HARMLESS or any(status for status, _ in row["results"])
         assert row["seconds"] < 3 * SECONDS and not row["fresh"], row
+
+
+def test_every_hostile_case_is_quick_or_long(rows):
+    assert rows.keys() in ((MODELS | BUILDS).keys() - LONG, LONG)
 
 
 def replacing(folder: Path) -> list[str]:
@@ -102,6 +109,7 @@ def kills(count: int, folder: Path) -> None:
         killed_at_a_random_moment(seed, folder, took)
 
 
+@pytest.mark.slow
 def test_a_killed_compiler_leaves_a_whole_build(tmp_path):
     kills(4, tmp_path)
 

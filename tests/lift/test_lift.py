@@ -224,6 +224,7 @@ def test_old_softmax_flattens(tmp_path):
         agree(node("Softmax", "x", axis=axis), {"x": data(2, 3, 4)}, ["y"], opset=11, folder=tmp_path)
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize(
     "op",
     [

@@ -270,6 +270,7 @@ def test_folded_shapes_are_constants_of_the_models_opset(tmp_path, opset):
 # --- whole models
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("path", sorted(LIGHT.glob("*.onnx")), ids=lambda p: p.stem)
 def test_light_models(path):
     """As shipped: their weights are ConstantOfShape, which lift as maps without reads."""
@@ -278,6 +279,7 @@ def test_light_models(path):
     assert not any(isinstance(op, Opaque) for op in lifted.graph.ops)
 
 
+@pytest.mark.sampled(2)
 @needs_shared
 @pytest.mark.parametrize("name", EXPORTS)
 def test_exports(tmp_path, name):

@@ -19,6 +19,7 @@ RESIZE = [
 ]  # fmt: skip
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("attributes", RESIZE, ids=lambda a: "-".join(a.values()))
 @pytest.mark.parametrize("height, width", [(14, 10), (9, 17), (5, 4), (7, 5)])
 def test_resize_to_any_size_is_affine(tmp_path, attributes, height, width):
@@ -54,6 +55,7 @@ def _rounded_up(opset, mode):
     return nodes, {"x": data(1, 2, h, w)}, {"scales": scales, "roi": np.zeros(0, np.float32)} if opset >= 9 else {}
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("mode", ["linear", "nearest"])
 @pytest.mark.parametrize("opset", [7, 9, 10, 11, 13, 18])
 def test_resize_by_a_scale_that_rounds_up_has_the_size_that_float32_gives(tmp_path, opset, mode):
@@ -221,6 +223,7 @@ def test_stft_has_one_side_unless_it_says_otherwise(tmp_path, onesided):
     assert out.build.plan.graph.tensors["y"].shape == (3, 7, 8 if onesided == 0 else 5, 2)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("mode", ["SAME_UPPER", "SAME_LOWER", None])
 @pytest.mark.parametrize("extra", [[0, 0], [1, 0]])
 def test_a_transposed_convolution_of_a_size_that_is_asked_for(tmp_path, mode, extra):

@@ -53,6 +53,7 @@ def scan_body():
     return body(nodes, cells[:2], cells[2:], own)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("axis, back, out_axis, out_back", [(0, 0, 0, 0), (1, 1, 2, 0), (-1, 0, -2, 1)])
 def test_scans_along_any_axis_in_any_direction(tmp_path, axis, back, out_axis, out_back):
     x = np.moveaxis(data(5, 3, 4), 0, axis)
@@ -81,6 +82,7 @@ def loop(steps, **more):
     return model([one], [info("x", T.FLOAT, [2, 4])], {"y": T.FLOAT, "all": T.FLOAT}, inits)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("opset", [11, 18])
 def test_a_loop_of_known_length(tmp_path, opset):
     made = loop(4, condition="on")
@@ -116,6 +118,7 @@ def test_a_loop_that_its_condition_ends_needs_no_number(tmp_path):
     same(made, {"x": np.abs(data(2, 4)) + 1}, tmp_path, native=False)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("inside", [False, True])
 def test_a_loop_that_carries_nothing_and_has_no_condition(tmp_path, inside):
     """Its inputs end in absent ones, at the top and inside of a branch that depends on the data."""

@@ -184,6 +184,7 @@ def feeds_of(op: str, ins) -> dict[str, np.ndarray]:
     return {f"i{k}": ins[k] for k in fed_to(op, ins)}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("op", "ins", "outs", "domain", "opset", "attributes"), CASES)
 def test_an_operator_of_onnxruntime_is_what_it_computes(tmp_path, op, ins, outs, domain, opset, attributes):
 

@@ -16,6 +16,7 @@ from tapestry.verify import certificate
 from tests.support.small_models import case, execute, mesh_of, peak, planned_transfers, random_plan
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["attention", "branches", "norms", "selections"])
 def test_earlier_and_otherwise_the_same(name):
     c, moved = case(name), 0
@@ -40,6 +41,7 @@ def test_earlier_and_otherwise_the_same(name):
     assert moved or name != "branches"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["attention", "branches", "norms", "selections"])
 def test_in_better_order_and_otherwise_the_same(name):
     """Where transfers are issued in another order, it takes less time, no more memory, and gives the same bits."""

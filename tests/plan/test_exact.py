@@ -76,6 +76,7 @@ def test_what_may_be_cut():
     assert may_cut(c, "m", 5) and may_cut(d, "b", 7) and not may_cut(e, "b", 2) and PARTS == 24
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", sorted(MODELS))
 def test_small_models(name):
     """Every small model, with dimensions that nothing divides; 2x2 cuts along two mesh axes."""
@@ -143,6 +144,7 @@ def small_net(folder: Path) -> Path:
     return folder / "m.onnx"
 
 
+@pytest.mark.slow
 def test_convolutions_with_any_number_of_threads(tmp_path):
     """What has kernels of our own for one thread, and torch's for more, takes the same ones."""
     model, before = small_net(tmp_path), torch.get_num_threads()
@@ -157,6 +159,7 @@ def test_convolutions_with_any_number_of_threads(tmp_path):
     assert [k for k, outs in found.items() if outs != found[1, 1]] == []
 
 
+@pytest.mark.slow
 def test_processes_give_the_bits_of_one(tmp_path):
     model = small_net(tmp_path)
     alone = tapestry.compile(model, devices=1, exact=True)

@@ -121,6 +121,7 @@ def rewritten(graph: Graph, rng: random.Random, count: int) -> Graph:
     return graph
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("mesh", ["1", "2", "2x2"])
 def test_any_moves_any_strategies_any_streamed_weights(name: str, mesh: str) -> None:
@@ -149,6 +150,7 @@ def streaming(name: str, mesh: str) -> tuple[Case, Fitted]:
     return c, fit(c.graph, topo, first, budget=Budget.of(20.0))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["conv_chain", "mlp", "attention", "residual"])
 @pytest.mark.parametrize("mesh", ["1", "2"])
 def test_a_fitted_plan_fits_runs_and_is_bounded(name: str, mesh: str) -> None:
@@ -162,6 +164,7 @@ def test_a_fitted_plan_fits_runs_and_is_bounded(name: str, mesh: str) -> None:
     assert 0 < fitted.found.bound <= fitted.found.objective
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", MODELS)
 def test_rewrites_never_cost_less_than_the_bound(name: str) -> None:
     graph = case(name).graph
@@ -283,6 +286,7 @@ def fitted(text: str, limit: int, seconds: float = 4.0) -> tuple[Graph, Fitted]:
     return graph, found
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("share", [0.5, 0.2, 0.1])
 def test_a_long_attention_is_cut_over_queries(share: float) -> None:
     n = 96
@@ -410,6 +414,7 @@ def test_no_regions_are_looked_at_when_the_time_is_up(monkeypatch) -> None:
     assert asked[0] > 5
 
 
+@pytest.mark.slow
 def test_the_command_line_fits_checks_and_explains(tmp_path) -> None:
     folder, model = tmp_path / "b", save("mlp")
     free = document("compile", model, "-o", folder)

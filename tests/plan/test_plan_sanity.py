@@ -68,6 +68,7 @@ def on_the_clock(problem: Problem, choice: tuple[int, ...]) -> float:
     return priced_plan(problem, choice, -np.inf).objective
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("seed", range(24))
 def test_the_planner_is_brute_force(seed: int) -> None:
     """Devices in a row and in a grid; ends that are free and ends that are fixed. On the clock, of the 200 plans whose costs
@@ -152,6 +153,7 @@ def mlp(path: Path, batch: int, d: int = 4096, f: int = 16384) -> Path:
     return model(path, nodes, [batch, d], [batch, d], {"w1": [d, f], "w2": [f, d]}, {})
 
 
+@pytest.mark.slow
 def test_megatron_for_a_small_batch(tmp_path: Path) -> None:
     """Columns, then rows: big weights stay where they are, and one all-reduce carries the small result."""
     p = Planned(mlp(tmp_path / "m.onnx", 16), layouts=["y:replicated"])
@@ -197,6 +199,7 @@ def block(path: Path, batch: int, seq: int, d: int, heads: int) -> Path:
     return model(path, nodes, [batch, seq, d], [batch, seq, d], weights, consts)
 
 
+@pytest.mark.slow
 def test_megatron_for_a_transformer_block(tmp_path: Path) -> None:
     """Heads and hidden features cut, one all-reduce behind each half; before and behind a product of columns two gathers bring the
     same bytes, and overlap a little."""
@@ -249,6 +252,7 @@ def experts(path: Path, tokens: int, routed: bool, count: int = 8, d: int = 1024
     return model(path, nodes, [tokens, d], [tokens, d], {"wg": [d, count], "w1": [count, d, f], "w2": [count, f, d]}, consts)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("routed", [False, True])
 @pytest.mark.parametrize(("tokens", "mixed", "sent"), [(32, None, "all_gather"), (256, "x0", "all_reduce")])
 def test_experts_in_parallel(routed: bool, tokens: int, mixed: str | None, sent: str, tmp_path: Path) -> None:
@@ -280,6 +284,7 @@ def test_reasons_name_bytes_and_seconds(tmp_path: Path) -> None:
 # --- of which plans a bound speaks
 
 
+@pytest.mark.slow
 def test_what_no_bound_speaks_of_is_counted_and_named(tmp_path: Path) -> None:
     """A window, and a reduction that may be scattered along four axes: what is not offered is counted; one split of a product is not."""
     window = parse(

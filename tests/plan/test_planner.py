@@ -144,6 +144,7 @@ def test_more_bytes_cost_more_on_a_link_without_latency():
 # --- memory
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["chain", "smooth"])
 @pytest.mark.parametrize("mesh", ["2", "3"])
 def test_plans_keep_to_the_memory_and_the_bound_is_honest(name, mesh):
@@ -180,6 +181,7 @@ def test_too_little_memory_is_said_in_bytes():
     assert "--memory" in text
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["chain", "smooth"])
 def test_the_memory_demands_never_overestimate(name):
     """At no operation: of the program that any choice is lowered to, transfers and all."""
@@ -340,6 +342,7 @@ def conv_bytes(kernel: int, stride: int, pad: int) -> tuple[dict, dict]:
     return {t["kind"]: t["bytes"] for t in build.report["transfers"]}, dict(build.report)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("kernel", "stride", "pad", "nbytes"), [(3, 1, 1, 6_422_528), (3, 2, 1, 3_211_264), (7, 2, 3, 16_056_320)]
 )

@@ -134,6 +134,7 @@ SPELLINGS: dict[str, Callable[[], dict[str, onnx.ModelProto]]] = {
 }
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("preset", ["cpu", "h100"])
 @pytest.mark.parametrize("what", SPELLINGS)
 def test_equal_work_costs_the_same(what, preset):

@@ -55,6 +55,7 @@ def made(text: str, devices: int, *, turn: bool = True, extra: int = 0) -> tuple
     return graph, Plan(graph=graph, mesh=mesh, strategies=(s,), inputs=fixed)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", TEXTS)
 @pytest.mark.parametrize("devices", [2, 4, 8])
 def test_round_a_mesh_axis(name: str, devices: int) -> None:
@@ -241,6 +242,7 @@ def kinds(report) -> set[str]:
     return {t["kind"] for t in report["transfers"]}
 
 
+@pytest.mark.slow
 def test_a_ring_where_the_gather_does_not_fit(tmp_path: Path) -> None:
     """Two heads over eight devices: queries are cut; what is left of the memory decides whether keys are gathered."""
     path = tmp_path / "m.onnx"
@@ -274,6 +276,7 @@ def test_a_ring_where_it_is_faster(tmp_path: Path) -> None:
     assert kinds(tapestry.compile(path, **OPTIONS, topology="cpu").report) == {"all_gather"}  # nothing would be hidden
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_over_processes(tmp_path: Path) -> None:
     path = tmp_path / "m.onnx"

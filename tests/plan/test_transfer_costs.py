@@ -119,6 +119,7 @@ WIRED = [
 ]  # fmt: skip
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("joined", WIRED, ids=lambda d: next(iter(d)))
 @pytest.mark.parametrize("mesh", ["8", "2x4", "4x2", "2x2x2"])
 def test_messages_over_wires_are_walked(mesh, joined, tmp_path):

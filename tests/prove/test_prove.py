@@ -73,6 +73,7 @@ def test_stages_of_a_pipeline(tmp_path: Path) -> None:
     assert prove(model, [program]).status == PROVED
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_fault_is_refuted_with_a_witness(kind: str, tmp_path: Path) -> None:
     styles = [("decoder", Style(tp=4)), ("decoder", Style(tp=2, sequence=True)), ("decoder", Style(tp=2, context=True))]
@@ -94,6 +95,7 @@ def test_a_fault_is_refuted_with_a_witness(kind: str, tmp_path: Path) -> None:
     pytest.fail("no network has a place for this fault")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("what", ["Mul", "Exp", "Add"])
 def test_a_ring_that_forgets_a_step_is_refuted(what: str, tmp_path: Path) -> None:
     """A state that is not rescaled, or by another number; a part that is not added."""

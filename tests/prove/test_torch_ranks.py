@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as collectives
@@ -74,6 +75,7 @@ def decided(folder: Path, before: After, after: After, rows: int = 6, columns: i
     return prove(folder / "model" / "model.onnx", [folder / "ranks"])
 
 
+@pytest.mark.slow
 def test_tensor_and_sequence_parallel_blocks_are_proved(tmp_path: Path) -> None:
     for name in ("tensor", "sequence"):
         (tmp_path / name).mkdir()
@@ -90,6 +92,7 @@ def test_tensor_and_sequence_parallel_blocks_are_proved(tmp_path: Path) -> None:
     assert verdict.document["collectives"] == 4 * RANKS
 
 
+@pytest.mark.slow
 def test_features_in_parts_are_proved(tmp_path: Path) -> None:
     """Gathered and reduce-scattered along the second axis: torch cuts and joins around collectives of the first."""
 

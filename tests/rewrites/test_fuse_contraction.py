@@ -105,6 +105,7 @@ def test_values_and_dependences_stay(name: str) -> None:
     assert same(graph, c.graph, {**c.feeds, **c.weights}, name) == {}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_one_kernel_with_a_product_in_tiles(name: str) -> None:
     c, _ = fuse(name)
@@ -118,6 +119,7 @@ def test_one_kernel_with_a_product_in_tiles(name: str) -> None:
         compare(have[t], c.expected[t], c.graph.tensors[t].dtype)
 
 
+@pytest.mark.sampled(40)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("mesh", ["1", "2", "3", "2x2"])
 def test_any_plan_on_the_cpu(name: str, mesh: str) -> None:
@@ -131,6 +133,7 @@ def test_any_plan_on_the_cpu(name: str, mesh: str) -> None:
         assert_same(found, c.expected, c.graph, (name, mesh, seed))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["conv, norm, relu, pool", "residual, mean", "argmax", "log-sum-exp", "layer norm"])
 def test_blocks_and_states_on_triton(name: str) -> None:
     """A part of the reduced dimensions gives partial states; merged and finished they are the result."""
@@ -201,6 +204,7 @@ FORMS = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("case", CASES)
 def test_every_knob_gives_the_same(case: str, form: str) -> None:

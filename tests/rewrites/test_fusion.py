@@ -162,6 +162,7 @@ def test_fused_kernels_run_on_triton(name: str) -> None:
             compare(have[t], want[t], c.graph.tensors[t].dtype)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", DECODERS)
 @pytest.mark.parametrize("mesh", ["1", "3", "2x2"])
 def test_fused_graphs_run_under_any_plan(name: str, mesh: str) -> None:

@@ -175,6 +175,7 @@ def eight_bits(folder: Path, kind: str, columns: bool) -> tuple[dict[str, np.nda
     return {**feeds, "y": want}, lifted.graph
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("columns", [False, True])
 @pytest.mark.parametrize("kind", ["f8", "i8", "u8"])
 def test_a_dequantised_product_is_one_kernel(tmp_path: Path, kind: str, columns: bool) -> None:
@@ -207,6 +208,7 @@ def test_dynamic_quantisation_multiplies_integers(tmp_path: Path) -> None:
     np.testing.assert_allclose(got, x @ (w * np.float32(0.01)), rtol=0.1, atol=0.1)
 
 
+@pytest.mark.slow
 def test_a_net_of_quantised_convolutions(tmp_path: Path) -> None:
     """What quantisers write: activations, weights by filter and biases in integers, each dequantised around a convolution."""
     q = lambda *s: RNG.integers(-100, 100, s)  # noqa: E731

@@ -141,6 +141,7 @@ def lifted(name: str, folder: Path) -> tuple[Graph, Graph, dict[str, np.ndarray]
     return found.graph, simplify(found.graph), {**{k: v for k, v in feeds.items() if k in found.graph.inputs}, **data}, want
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("name", CASES)
 def test_one_pass_that_says_the_same(name: str, tmp_path: Path) -> None:
     before, after, feeds, want = lifted(name, tmp_path)
@@ -152,6 +153,7 @@ def test_one_pass_that_says_the_same(name: str, tmp_path: Path) -> None:
         np.testing.assert_allclose(got[t], a, rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("name", "devices"), [(n, 2) for n in CASES] + [(n, 3) for n in CASES if "group norm" in n])
 def test_every_strategy_on_the_cpu(name: str, devices: int, tmp_path: Path) -> None:
     _, after, feeds, _ = lifted(name, tmp_path)
@@ -169,6 +171,7 @@ def test_every_strategy_on_the_cpu(name: str, devices: int, tmp_path: Path) -> N
             close(outs[t], a)
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", CASES)
 def test_triton(name: str, tmp_path: Path) -> None:
     _, after, feeds, _ = lifted(name, tmp_path)
@@ -186,6 +189,7 @@ def test_triton(name: str, tmp_path: Path) -> None:
 EXTREME = {"minus infinity": -np.inf, "infinity": np.inf, "1e30": 1e30, "-1e30": -1e30, "not a number": np.nan}
 
 
+@pytest.mark.sampled(15)
 @pytest.mark.parametrize("bad", EXTREME)
 @pytest.mark.parametrize("name", [n for n in CASES if "cross" not in n and CASES[n][4] != ["moments"]])
 def test_extreme_values(name: str, bad: str, tmp_path: Path) -> None:

@@ -57,6 +57,7 @@ def experts(rows: int, count: int, width: int, wide: int, top: int, seed: int = 
     return build(nodes, feeds, ["y"], consts), feeds, want.reshape(rows * top, wide, 1)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("rows", "count", "width", "wide", "top"), [(7, 5, 9, 11, 2), (3, 8, 17, 5, 1), (33, 3, 6, 10, 3)])
 @pytest.mark.parametrize("cut", ["", "y:v={}@d0", "y:i={}@d0", "y:b0={}@d0"])
 def test_rows_times_the_matrix_that_each_picks_on_any_cut(tmp_path, rows, count, width, wide, top, cut) -> None:
@@ -90,6 +91,7 @@ def test_it_costs_one_matrix_for_each_row_and_reads_each_matrix_once() -> None:
     assert many < 1.5 * few, "twice the experts, as many products"
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("body", ["x * t", "t * x"])
 @pytest.mark.parametrize(("rows", "columns"), [(5, 6), (70, 9), (11, 75)])
 @pytest.mark.parametrize("kind", ["f32", "bf16"])

@@ -101,6 +101,7 @@ def test_partial_states_of_triton(name: str) -> None:
     close(got, interp.run(graph, feeds, wide=True)["y"])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", CASES)
 def test_every_strategy(name: str) -> None:
     graph = fused(name)

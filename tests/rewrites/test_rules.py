@@ -77,6 +77,7 @@ def test_the_documented_example_is_what_happens(name: str) -> None:
     assert to_text(apply_moves(parse(before), [parse_move(move)])) == after
 
 
+@pytest.mark.sampled(60)
 @pytest.mark.parametrize("name", sorted(RULES))
 def test_rule_keeps_the_laws(name: str) -> None:
     rng = np.random.default_rng(0)
@@ -166,6 +167,7 @@ def test_monoids_that_are_missing_or_ordered(monkeypatch: pytest.MonkeyPatch) ->
 # split_reduce
 
 
+@pytest.mark.sampled(100)
 @pytest.mark.parametrize("monoid", sorted(MONOIDS))
 @pytest.mark.parametrize("fanin", [2, 3, 8])
 @pytest.mark.parametrize(("size", "parts"), [(8, 4), (7, 3), (10, 4), (9, 9), (9, 4)])
@@ -263,6 +265,7 @@ def test_split_reduce_refuses_splits_and_opaques() -> None:
 GRID = list(itertools.product((7, 10), (1, 2, 3), (1, 2, 3), (1, 2, 3), (0, 1, 2)))  # size, kernel, stride, dilation, pad
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("width", [0, 7], ids=["1d", "2d"])
 @pytest.mark.parametrize("rule", ["slice_dilated", "slice_strided"])
 def test_slicing_keeps_dependences_and_values(rule: str, width: int) -> None:

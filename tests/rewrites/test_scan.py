@@ -50,6 +50,7 @@ def on_cpu(graph: Graph, at: int, values: dict[str, np.ndarray], block: Box, mod
     return [from_torch(t) for t in run(held, [])]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("monoid", sorted(FIELDS))
 @pytest.mark.parametrize("way", sorted(GUARDS))
 @pytest.mark.parametrize("segment", [0, 4])
@@ -160,6 +161,7 @@ output y
 # ONNX
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("axis", [0, 1, -1])
 @pytest.mark.parametrize("exclusive", [0, 1])
 @pytest.mark.parametrize("reverse", [0, 1])
@@ -205,6 +207,7 @@ def test_only_totals_travel(attributes: dict[str, int], tmp_path: Path) -> None:
     np.testing.assert_allclose(built.run({"x": x})["y"], want, rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_work_is_linear(tmp_path: Path) -> None:
     n = 1 << 20  # squared, this would take hours
     built = tapestry.compile(model(tmp_path, n), devices=4)

@@ -24,6 +24,7 @@ def nodes_in(graph: Graph) -> int:
     return sum(1 for op in graph.ops if isinstance(op, Block) for e in (*op.body, *op.then) for _ in walk(e))
 
 
+@pytest.mark.sampled(15)
 @pytest.mark.parametrize("name", MODELS)
 def test_results_and_laws_stay(name):
     lifted = lift(save(name))

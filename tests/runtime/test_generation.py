@@ -76,6 +76,7 @@ def test_a_build_says_what_it_keeps_and_verify_asks_the_model_again(tmp_path):
     assert laws["state"] == 4
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("how", "asked", "said"),
     [
@@ -98,6 +99,7 @@ def test_a_model_without_caches_keeps_none():
         tapestry.compile(saved("whole", cached=False), devices=1, shapes={"batch": 1, "sequence": 4}, state="auto")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("devices", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_caches_grow_in_place_and_are_not_sent(devices):
     ids = np.random.default_rng(0).integers(0, VOCABULARY, (3, 12))
@@ -131,6 +133,7 @@ def test_caches_grow_in_place_and_are_not_sent(devices):
 # --- tokens
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("devices", "parts"),
     [(1, (1,)), (1, (1, 4)), (2, (1, 4)), (1, (3,)), pytest.param(3, (1, 4), marks=pytest.mark.slow)],
@@ -153,6 +156,7 @@ def test_padding_may_be_on_either_side():
             assert np.array_equal(s.generate(i, 5, mask=m), expected)
 
 
+@pytest.mark.slow
 def test_a_decoder_without_caches_computes_everything_again():
     with tapestry.Session([whole(12), whole(20)]) as s:
         assert np.array_equal(s.generate(PROMPTS, 10), looped(PROMPTS, 10))
@@ -211,6 +215,7 @@ def alone(count: int, sampler: str | Seeded = "greedy"):
     return looped(MANY, count, sampler)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("devices", "parts"), [(1, (1, 4)), (2, (1, 4)), pytest.param(3, (1,), marks=pytest.mark.slow), (1, (3,))]
 )

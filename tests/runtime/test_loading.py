@@ -133,6 +133,7 @@ def halves(tmp_path_factory) -> dict[str, Path]:
     return out
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("where", ["inside", "outside"])
 def test_a_rank_reads_and_hashes_its_own_slices(halves, where, monkeypatch):
     build, _ = store.read(halves[where])
@@ -167,6 +168,7 @@ def test_a_changed_byte_is_named_by_whoever_reads_it(halves, where, tmp_path):
     changed(first, others[0])  # whoever has the other half has what the model had
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["inside", *(pytest.param(w, marks=pytest.mark.slow) for w in ("outside", "shards"))])
 def test_loading_takes_the_plan_and_a_slice(halves, where, tmp_path):
     build = halves["outside" if where == "shards" else where]

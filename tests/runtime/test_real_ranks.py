@@ -27,34 +27,41 @@ def found(tmp_path_factory) -> dict:
     return json.loads(done.stdout)
 
 
+@pytest.mark.slow
 def test_the_same_bits_on_one_to_four_processes(found):
     assert found["exact"]["wrong"] == [] and found["exact"]["files"] == 1
 
 
+@pytest.mark.slow
 def test_stages_and_micro_batches(found):
     assert found["staged"]["wrong"] == []
     assert found["staged"]["stages"] == 2 and found["staged"]["micro_batches"] == 4 and found["staged"]["transfers"] >= 4
 
 
+@pytest.mark.slow
 def test_streamed_weights(found):
     assert found["streamed"]["wrong"] == [] and found["streamed"]["streamed"] > 0
 
 
+@pytest.mark.slow
 def test_states_of_a_streaming_softmax(found):
     assert found["attention"]["wrong"] == []
     assert {m.split()[0] for m in found["attention"]["merges"]} == {"2", "3", "4"}
     assert all(m.endswith("softsum") for m in found["attention"]["merges"])
 
 
+@pytest.mark.slow
 def test_uneven_shares(found):
     assert found["uneven"]["wrong"] == [] and len({tuple(s) for s in found["uneven"]["shares"]}) > 1
 
 
+@pytest.mark.slow
 def test_outputs_that_no_device_holds(found):
     assert found["hosted"]["wrong"] == []
     assert found["hosted"]["files"] == ["at.npy", "kept.npy", "y.npy"] and "kept" in found["hosted"]["hosted"]
 
 
+@pytest.mark.slow
 def test_values_of_the_host_travel_as_bytes():
     array, text = np.arange(6, dtype=np.int16).reshape(2, 3), np.array([["a", "ü"], ["", "c"]], object)
     for value in (array, np.float64(3.5), np.empty((0, 4), np.float32), np.array([True, False])):
@@ -74,6 +81,7 @@ def test_values_of_the_host_travel_as_bytes():
             distributed.decode(bad)
 
 
+@pytest.mark.slow
 def test_messages_are_on_their_way_beside_kernels(found):
     """What is sent early arrives while every rank computes what does not need it, and the results are the same bits."""
     case = found["overlapped"]

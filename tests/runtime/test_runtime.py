@@ -60,6 +60,7 @@ def run_kernel(graph, i: int, mode: str, block: Box, values, rng: random.Random,
     return [to_numpy(r) for r in results]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", BLOCKS)
 def test_full_blocks(name):
     c = case(name)
@@ -92,6 +93,7 @@ def part_of(op: Block, rng: random.Random) -> Block:
     return replace(op, dims=less(op.dims), reduce=less(op.reduce), inner=inner, splits=())
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", BLOCKS)
 def test_parts_of_operations_compute_no_more(name):
     """Fast ways are read off the projections: they must see that the operation does not cover its tensors."""
@@ -400,6 +402,7 @@ def bits(outs: dict[str, np.ndarray]) -> dict[str, bytes]:
     return {t: a.tobytes() for t, a in outs.items()}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("text", ["2", "3", "4", "8", "2x2", "2x4"])
 def test_random_operators_give_the_same_bits_under_any_split(text):
     c = case("noise")

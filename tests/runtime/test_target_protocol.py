@@ -36,6 +36,7 @@ class Smallest:
         return to_numpy(array, dtype)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["conv_chain", "attention", "norms", "opaques"])
 @pytest.mark.parametrize("mesh", ["1", "3", "2x2"])
 def test_five_members_are_enough(name, mesh):

@@ -39,6 +39,7 @@ def ranks(*each: tuple[list[object], dict[str, str]], names: tuple[str, str] = (
     return [err for _, err in said]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("argv", "env", "words"),
     [
@@ -57,6 +58,7 @@ def test_what_one_rank_has_and_no_other(argv, env, words):
     assert any(words in err and "rank 1" in err for err in said), said
 
 
+@pytest.mark.slow
 def test_the_same_name_of_another_file(tmp_path):
     """The same names and shapes, other numbers: a wrong answer if nobody looks."""
     compiled, given = api.load(attention_build()), []
@@ -70,6 +72,7 @@ def test_the_same_name_of_another_file(tmp_path):
     assert not list((tmp_path / "out").glob("b*"))
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_come_is_named():
     place = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     command = [sys.executable, "-m", "tapestry.runtime", str(attention_build()), "--timeout", "2"]
@@ -135,6 +138,7 @@ def test_a_launched_rank_does_not_run_everything_by_itself(environment, tmp_path
     assert "rank 1 of the 2 that torchrun has started" in said and "python -m tapestry.runtime" in said
 
 
+@pytest.mark.slow
 def test_a_run_under_slurms_variables(tmp_path):
     port, out, started = free_port(), tmp_path / "out", []
     for r in range(2):

@@ -81,6 +81,7 @@ def test_memory_of_a_stage_is_what_its_definition_says(seed):
 # --- the searches
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_heuristic_keeps_the_laws_and_the_program_is_never_worse(seed):
     graph = random_graph(seed, 24)
@@ -129,6 +130,7 @@ def test_the_program_equals_brute_force(seed):
         assert smallest is not None and smallest.memory == least
 
 
+@pytest.mark.slow
 def test_any_number_of_processes_finds_the_same():
     graph = random_graph(5, 24)
     problem = Problem(graph, [(k,) for k in range(len(graph.names))])

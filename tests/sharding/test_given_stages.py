@@ -152,6 +152,7 @@ def test_micro_batches_that_leave_a_stage_empty_are_left_out(tmp_path):
         tapestry.compile(tmp_path / "m.onnx", devices=2, topology="cpu", stage_at="mm", micro_batches=2)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("options", [{"stage_at": "act1"}, {"stages": 2, "pins": "mm0:n=1@d0"}])
 def test_weights_are_streamed_into_stages_as_they_are_asked_for(model, options):
     memory = int(1.5 * WIDTH * WIDTH * 4)
@@ -180,6 +181,7 @@ def test_a_report_is_held_to_the_stages_of_the_plan(model, change):
         build_report.check(replace(found.build, report=report))
 
 
+@pytest.mark.slow
 def test_weights_are_streamed_where_a_stage_does_not_fit_otherwise(model):
     weight = WIDTH * WIDTH * 4
     found = compiled(model, devices=2, stages=2, memory=int(1.5 * weight))
@@ -187,6 +189,7 @@ def test_weights_are_streamed_where_a_stage_does_not_fit_otherwise(model):
     assert not compiled(model, devices=2, stages=2, memory=4 * weight).build.plan.streamed
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("slow", [0, 2])
 def test_stages_on_devices_of_several_kinds(model, slow):
     """Of three devices one is ten times slower and small: two stages are better off without it, and none needs more than it has."""

@@ -53,6 +53,7 @@ def test_symbols_may_be_bound(tmp_path, shapes):
     assert errors(checked(faults.model(), tmp_path, **shapes)) == []
 
 
+@pytest.mark.sampled(22)
 @pytest.mark.parametrize(("what", "code", "change"), faults.FAULTS, ids=[w for w, _, _ in faults.FAULTS])
 def test_every_fault_is_refused_with_its_own_message(what, code, change, tmp_path, capsys):
     m = faults.model()
@@ -81,6 +82,7 @@ def test_the_page_for_the_next_version_names_every_code():
     assert named <= given | {"agreement", "contraction", "reduction", "halo", "reshard"}, named - given
 
 
+@pytest.mark.slow
 def test_messages_of_all_faults_differ(tmp_path):
     seen = {}
     for what, code, change in faults.FAULTS:

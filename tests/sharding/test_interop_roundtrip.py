@@ -11,6 +11,7 @@ from onnx import TensorProto as T
 from onnx import helper
 
 import tapestry
+from bench.doors.machine import FAST
 from tapestry import cli
 from tapestry.errors import PlanError, TapestryError
 from tapestry.interop import annotation_rules, sharding_specs
@@ -19,12 +20,6 @@ from tapestry.sharding.check_sharding import check_file
 from tapestry.sharding.export_sharding import export
 from tests.support.faults.sharding_faults import N, put
 from tests.support.small_models import MODELS, f32, net
-
-# a machine on which cutting pays even for small models
-FAST = {
-    "device": {"memory": "1GiB", "bandwidth": 1e6, "launch": 0, "vector": 1e6, "flops": {"f32": 1e6, "other": 1e6}},
-    "levels": [{"alpha": 1e-9, "beta": 1e-9}],
-}
 
 
 @pytest.fixture
@@ -38,6 +33,7 @@ def cuts(build) -> int:
     return sum(d is not None for s in build.build.plan.strategies for d in s.dims)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("mesh", ["4", "2x2"])
 @pytest.mark.parametrize(
     "name", ["mlp", "conv_chain", "attention", "norms", "views", "gathers", "opaques", "residual", "halves"]
@@ -79,6 +75,7 @@ def test_pins_and_layouts_survive(tmp_path):
     assert ignored.build.plan.strategies != before.build.plan.strategies
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "pins"),
     [

@@ -136,6 +136,7 @@ def test_no_more_are_compiled_than_asked():
     assert [c for _, c in seen] == [40, 40, 40, 100]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("optimal", [False, True])
 def test_poprts_lines_are_printed(tmp_path, capsys, optimal):
     """Two devices; with too little memory at first where performance is not asked for, as in PopRT's own examples."""
@@ -157,6 +158,7 @@ def test_poprts_lines_are_printed(tmp_path, capsys, optimal):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["m.auto_sharded.onnx", "m.onnx"]
 
 
+@pytest.mark.slow
 def test_stages_run_in_processes_of_their_own(tmp_path, capsys):
     path = save(branches(), tmp_path)
     args = ["--input-model", path, "--num-devices", 2, "--num-processes", 1, "--max-candidates", 1]

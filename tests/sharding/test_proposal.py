@@ -8,6 +8,7 @@ import pytest
 from onnx import TensorProto as T
 
 import tapestry
+from bench.doors.machine import FAST
 from tapestry.errors import PlanError
 from tapestry.interop.placement import held, placement
 from tapestry.interop.sharding_specs import ShardedDim, ShardingSpec, SimpleShard, node_configurations
@@ -407,8 +408,7 @@ def test_inputs_and_outputs_are_sharded_by_metadata(tmp_path):
 
 SHARES = {
     "mesh": "d0=2",
-    "device": {"memory": "1GiB", "bandwidth": 1e6, "launch": 0, "vector": 1e6, "flops": {"f32": 1e6, "other": 1e6}},
-    "levels": [{"alpha": 1e-9, "beta": 1e-9}],
+    **FAST,
     "others": [{"devices": [0], "flops": {"f32": 3e6, "other": 3e6}, "vector": 3e6, "bandwidth": 3e6}],
 }
 

@@ -64,6 +64,7 @@ def made_for(c: tapestry.Compiled, sizes: dict[str, int]) -> api.Session:
     return api.open_session(build, r.constants)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c[0]}-{c[1]}")
 def test_any_size_is_right(case):
     c = compiled(*case[:3], *case[3])
@@ -75,6 +76,7 @@ def test_any_size_is_right(case):
             np.testing.assert_allclose(out[name], want, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c[0]}-{c[1]}")
 def test_bits_are_those_of_a_build_for_the_size(case):
     c = compiled(*case[:3], *case[3])
@@ -144,6 +146,7 @@ def test_sizes_that_the_user_knows_to_be_equal():
     assert sized(c).symbols == ("batch",) and c.at({"batch": 3}).random_feeds(0)["x"].shape == (3, 3, 8)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("batch", ["1..8", "1..2"])
 def test_a_corner_in_which_a_cut_is_impossible_has_a_plan_without_it(batch):
     """One prompt is not cut into two, whatever its length: a plan cuts something else there."""

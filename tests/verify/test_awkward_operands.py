@@ -66,6 +66,7 @@ def result_changed(graph: Graph, name: str, change) -> Graph:
     return replace(graph, ops=tuple(changed(op) if name in op.outs else op for op in graph.ops))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", CHANGES)
 @pytest.mark.parametrize("name", ["c", "e"])
 def test_what_no_input_leads_to_is_asked_of_each_operation(name, kind, tmp_path):
@@ -119,6 +120,7 @@ def test_what_is_followed_back_twice_is_looked_at_once(tmp_path):
     assert counts["on awkward operands"] == 1 and counts["not on awkward operands (of no value)"] == 39
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", MODELS)
 def test_every_operation_is_compared_or_counted(name, tmp_path):
     path = tmp_path / "m.onnx"

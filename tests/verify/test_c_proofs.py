@@ -137,6 +137,7 @@ def test_what_runs_is_proved(name: str):
         assert prove(graph, kernel, text).value == FORM
 
 
+@pytest.mark.sampled(15)
 @pytest.mark.parametrize("kind", C_EDITS)
 def test_a_fault_is_refused(kind: str):
     """Or the text is shown to be the operation all the same: a stride of 1 may be forgotten."""

@@ -10,7 +10,7 @@ import pytest
 from tapestry.errors import LawError
 from tapestry.ir.graph import Split
 from tapestry.ir.plan import Plan
-from tapestry.ir.program import Launch, Reduce, Transfer
+from tapestry.ir.program import Launch, Program, Reduce, Step, Transfer
 from tapestry.plan.lower import lower
 from tapestry.plan.search.planner import search
 from tapestry.plan.strategy import strategies
@@ -27,6 +27,7 @@ MESHES = ["1", "2", "3", "4", "2x2", "2x3"]
 # --- any plan passes, and computes what the interpreter computes
 
 
+@pytest.mark.sampled(13)
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("name", [n for n in MODELS if n != "noise"])
 def test_any_strategies_pass_and_run_right(name, mesh):
@@ -42,6 +43,7 @@ def test_any_strategies_pass_and_run_right(name, mesh):
         assert measured.transfers == planned_transfers(program)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", [n for n in MODELS if n != "noise"])
 def test_devices_in_any_order_along_an_axis(name):
     """The same laws, values, peaks and bytes; monoids that do not commute are merged in the order of coordinates."""
@@ -58,6 +60,54 @@ def test_devices_in_any_order_along_an_axis(name):
         assert sorted(planned_transfers(program)) == sorted(planned_transfers(lower(replace(plan, mesh=plain))))
 
 
+@pytest.mark.parametrize("name", PLANS)
+def test_what_was_looked_at_is_counted(name):
+    """Two checks of memory for each device, and two of every buffer that a step writes."""
+    plan = PLANS[name]()
+    program = lower(plan)
+    laws = certificate.check(plan.annotated(), program, stated_peak=peak(program), mesh=plan.mesh)
+    assert laws["memory"] == 2 * program.devices
+    assert laws["written_once"] >= 2 * len(program.buffers) and laws["agreement"] > len(program.steps)
+
+
+def renamed(program: Program, to: tuple[int, ...]) -> Program:
+    """The program in which each device does what another one did."""
+
+    def moved(rows: tuple) -> tuple:
+        return tuple(rows[to.index(d)] for d in range(len(to))) if rows else rows
+
+    def step(s: Step) -> Step:
+        match s:
+            case Launch():
+                return replace(s, blocks=moved(s.blocks))
+            case Transfer():
+                return replace(s, messages=tuple(replace(m, src=to[m.src], dst=to[m.dst]) for m in s.messages))
+            case Reduce():
+                return replace(s, groups=tuple(tuple(to[d] for d in g) for g in s.groups), known=tuple(map(moved, s.known)))
+            case _:
+                return s
+
+    buffers = {n: replace(b, boxes=moved(b.boxes)) for n, b in program.buffers.items()}
+    return replace(program, buffers=buffers, steps=tuple(map(step, program.steps)))
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_a_right_program_of_other_devices_than_the_plans_is_refused(name):
+    """It computes the same, and yet no device computes what the plan says that it does."""
+    plan = PLANS[name]()
+    program = lower(plan)
+    n = program.devices
+    assert renamed(program, tuple(range(n))) == program
+    other = renamed(program, tuple((d + 1) % n for d in range(n)))
+    c = case(
+        {"halo": "conv_chain", "row": "mlp", "scatter": "batched", "norm": "norms", "opaque": "opaques"}[name.split("_")[0]]
+    )
+    assert_same(execute(c.graph, other, c)[0], c.expected, c.graph)
+    with pytest.raises(LawError, match="a device does not compute what the plan gives it") as e:
+        certificate.check(plan.annotated(), other, stated_peak=peak(other), mesh=plan.mesh)
+    assert e.value.law == "split_partition"
+
+
 @pytest.mark.parametrize("name", ["mlp", "conv_groups", "attention", "reductions", "opaques", "views"])
 def test_graphs_before_simplification_run_as_well(name):
     c = case(name, False)
@@ -68,6 +118,7 @@ def test_graphs_before_simplification_run_as_well(name):
         assert_same(execute(c.graph, program, c)[0], c.expected, c.graph)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["batched", "reductions", "gathers", "selections"])
 def test_every_single_strategy_of_every_operation(name):
     """One operation spread in each possible way, the others replicated."""
@@ -86,6 +137,7 @@ def test_every_single_strategy_of_every_operation(name):
 # --- one fault at a time
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("build", PLANS.values(), ids=PLANS)
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_is_found(name, build):

@@ -104,6 +104,7 @@ def partners(script: list[Exchange], collective: set[int]) -> list[tuple]:
     return out
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["attention", "norms", "conv_chain", "branches"])
 def test_the_runtime_posts_what_was_simulated(name):
     by_calls = 0
@@ -121,6 +122,7 @@ def test_the_runtime_posts_what_was_simulated(name):
     assert by_calls > 0 or name == "conv_chain"
 
 
+@pytest.mark.slow
 def test_a_thousand_ranks_get_through():
     """Data and tensor parallelism on 128 x 8 devices, by the runtime's own code: sums among 8 by a call, then a resharding in
     which each rank has messages for 127 others or more. Every rank posts what was simulated."""

@@ -57,6 +57,7 @@ def test_what_is_generated_is_proved(name: str):
 BEHIND = ("matmul, bias, relu", "conv 3x3 stride 2 pad 1", "attention", "variance", "gated")
 
 
+@pytest.mark.sampled(14)
 @pytest.mark.parametrize("kind", EDITS)
 def test_a_fault_in_the_text_is_refused(kind: str):
     tried = 0

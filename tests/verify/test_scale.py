@@ -72,6 +72,7 @@ def test_counts_are_of_checks_and_not_of_proofs():
         assert four[law] - two[law] == 2 * (two[law] - one[law]) > 0
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_among_512_devices_is_found(name):
     laws, make = FAULTS[name]

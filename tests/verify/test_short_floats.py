@@ -69,6 +69,7 @@ def model(name, dtype):
     return net(nodes, types, {"y": t}, {**drawn, **{n: np.asarray(v) for n, v in constants.items()}}, opset=23)
 
 
+@pytest.mark.sampled(14)
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_of_long_rows_is_its_plan(name, dtype, tmp_path):
@@ -136,6 +137,7 @@ SHOWN = (
 )  # fmt: skip
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", SHOWN)
 def test_a_wrong_plan_of_half_types_is_refused(kind, layer, tmp_path):
     """Of some kinds of edits one that changes what comes out by more than bfloat16's rounding does."""

@@ -91,6 +91,7 @@ def test_layers_fold_where_they_are_alike(made):
     assert all(not f.first <= k < f.first + f.length * f.times for f in format.runs(other))
 
 
+@pytest.mark.slow
 def test_a_fold_reads_alike(tmp_path):
     """Products of the last two results, but for one of the last and the first: it may begin a fold, and repeats nothing."""
     nodes = [helper.make_node("Tanh", ["x0"], ["x1"], name="m0")]

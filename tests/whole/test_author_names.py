@@ -172,6 +172,7 @@ def test_older_exports_say_it_in_node_names(tmp_path) -> None:
     assert tensor_names(g)["anonymous_2"] == "out.weight"
 
 
+@pytest.mark.slow
 def test_a_weight_that_layers_share_names_none_of_them() -> None:
     """Exporters merge equal weights of different layers: the first one's name says nothing of the second."""
     g = graph()

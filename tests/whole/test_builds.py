@@ -28,6 +28,7 @@ def build() -> Path:
 # --- writing
 
 
+@pytest.mark.slow
 def test_a_build_is_replaced_in_one_step(tmp_path):
     folder = tmp_path / "b"
     assert run("compile", save("mlp"), "-o", folder, "-q")[0] == 0

@@ -230,6 +230,7 @@ LINES = ["no such model", "a folder", "not a protobuf", "truncated", "no such ax
          "too many devices", "both", "bad memory", "too little memory", "bad topology", "bad target", "bad shape", "unknown shape", "no rules"]  # fmt: skip
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", LINES)
 def test_bad_input_is_exit_2_and_writes_nothing(tmp_path, name):
     lines = bad_lines(tmp_path)
@@ -247,6 +248,7 @@ def test_an_impossible_pin_says_why(tmp_path):
     assert "7 points of 'i'" in err and "part 0 is empty" in err
 
 
+@pytest.mark.slow
 def test_too_little_memory_says_by_how_much(tmp_path):
     _, _, err = run("compile", save("mlp"), "-o", tmp_path / "b", "--memory", "100", "--devices", "2")
     assert "of 100" in err and "too many" in err and "device" in err

@@ -66,6 +66,7 @@ def test_a_new_pass_and_a_new_failure_both_ask_for_the_table():
     assert lines == ["new failure: test_abs: fail: wrong", f"new pass, edit conformance_table.json: {some}"]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_sample_under_random_splits_equals_its_unsplit_self():
     cases = [c for c in onnx_suite.node_cases() if c.name not in conformance.expected()][::SPLIT_SAMPLE]

@@ -12,6 +12,7 @@ CORPUS = ROOT / "tests" / "corpus"
 CASES = sorted(p for p in CORPUS.glob("*/*") if p.is_file())
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("path", CASES, ids=lambda p: f"{p.parent.name}-{p.name}")
 def test_what_fuzzing_found_stays_mended(path, tmp_path):
     assert TARGETS[path.parent.name](path.read_bytes(), tmp_path)
@@ -22,6 +23,7 @@ def test_the_corpus_stays_small():
     assert sum(p.stat().st_size for p in CASES) < 200_000
 
 
+@pytest.mark.slow
 def test_seeds_are_read(tmp_path):
     """A base with its own files is a good build: else the fuzzing would see nothing but refusals."""
     seeds = build_seeds()
@@ -29,6 +31,7 @@ def test_seeds_are_read(tmp_path):
     assert all((base(k) / "plan.json").is_file() for k in range(len(BASES)))
 
 
+@pytest.mark.slow
 def test_mutations_are_often_read_by_the_parsers():
     import json
     import random

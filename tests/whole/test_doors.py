@@ -72,6 +72,7 @@ class Last(nn.Module):
         return self.layer(x)[0]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", NETS)
 def test_a_module_becomes_a_plan_that_runs(name: str) -> None:
     torch.manual_seed(0)

@@ -112,6 +112,7 @@ def assert_critical(s: Schedule) -> None:
     assert sum(h.seconds for h in path) == pytest.approx(s.total, rel=1e-9)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("mesh", ["3", "2x2"])
 def test_schedules_of_random_plans(name, mesh):
@@ -128,6 +129,7 @@ def test_schedules_of_random_plans(name, mesh):
         assert len(s.timed) == len(s.program.steps) - sum(type(st).__name__ in ("Load", "Free") for st in steps)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("mesh", ["1", "4", "2x2"])
 def test_a_chain_takes_what_the_objective_says(mesh):
     """Nothing overlaps, blocks are equal: the schedule is the objective less what breaks ties (host loads). (An operation that is both scattered and
@@ -176,6 +178,7 @@ def test_topologies_come_back():
 # --- why
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", ["ladder", "mlp", "residual", "reductions"])
 @pytest.mark.parametrize("mesh", ["4", "2x2"])
 def test_alternatives_are_the_best_there_are(name, mesh):
@@ -248,6 +251,7 @@ def test_text_says_what_and_why():
     assert "next best" not in plain and "critical path" not in plain and "pinned by" in plain
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["attention", "opaques"])
 def test_documents_add_up(name):
     b = built(name, "2x2").build

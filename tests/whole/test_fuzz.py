@@ -129,6 +129,7 @@ def test_a_failure_is_made_small(tmp_path):
     assert outcome((small, plan), tmp_path) is None
 
 
+@pytest.mark.slow
 def test_a_campaign_writes_what_failed(tmp_path):
     with seeded("transposed_the_wrong_way"):
         tally = fuzz(1, 60, output=tmp_path, stop=1, shrinking=5)
@@ -140,6 +141,7 @@ def test_a_campaign_writes_what_failed(tmp_path):
     assert fuzz(1, 1, first=row["case"]).failures == []  # healthy again, the case passes
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path):
     d = document("fuzz", "--seed", "3", "--count", "8", "--output", tmp_path / "out")
     assert d["passed"] and d["cases"] == 8 and d["models"] == 2 and not (tmp_path / "out").exists()
@@ -167,6 +169,7 @@ def test_running_states_agree_with_the_interpreter(tmp_path):
     assert noticed >= 3
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("via", ["stages", "exact", "triton", "search", "strategies"])
 def test_every_way_of_running_is_drawn_and_right(via, tmp_path):
     tried = 0
@@ -279,6 +282,7 @@ def test_only_cells_that_noise_makes_finite_or_not_are_free(tmp_path):
     assert set(prepared.free) == {"Log"}
 
 
+@pytest.mark.slow
 def test_a_series_goes_on_where_it_was_ended(tmp_path):
     s = Series(seed=3, first=0, count=12, jobs=2, log=tmp_path / "log", chunk=4, limit=0.0)
     assert run_series(s)["cases"] == 0
@@ -301,6 +305,7 @@ def hunt(*names: str, most: int) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_seeded_bugs_are_found():
     names = (
         "wrong_identity_of_sum",

@@ -32,6 +32,7 @@ def same_as_the_reference(path, folder, devices=2):
     return tapestry.load(folder / "b").build.plan.graph
 
 
+@pytest.mark.slow
 def test_a_chain_of_a_thousand_maps(tmp_path):
     """Fused whole it would be nested deeper than anything that follows expressions by recursion can go."""
     ends = ["x", *(f"t{k}" for k in range(1, 1200)), "y"]
@@ -39,6 +40,7 @@ def test_a_chain_of_a_thousand_maps(tmp_path):
     same_as_the_reference(written(tmp_path, nodes), tmp_path)
 
 
+@pytest.mark.slow
 def test_views_that_do_not_compose_into_one_short_projection(tmp_path):
     """Each step nests the projection of the one before; composed whole, the text doubles with every other step."""
     nodes, last = [], "x"
@@ -51,6 +53,7 @@ def test_views_that_do_not_compose_into_one_short_projection(tmp_path):
     assert len(graph.ops) < 40 and MOST_ATOMS > 30 and not any(too_long(r) for r in reads)
 
 
+@pytest.mark.slow
 def test_a_sum_of_many_inputs(tmp_path):
     same_as_the_reference(written(tmp_path, [N("Sum", ["x"] * 1500, ["y"])]), tmp_path)
 

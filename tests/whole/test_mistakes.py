@@ -301,6 +301,7 @@ sys.exit(entry.main())
 """
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("model", ["mlp", "none"])
 def test_a_document_is_alone_on_standard_output(tmp_path: Path, model: str) -> None:
     """Whatever a library prints there, on success and on failure."""
@@ -355,6 +356,7 @@ sys.exit(entry.main())
 """
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("command", ["run", "trace", "shard-weights", "compile", "view"])
 def test_what_cannot_be_written_is_named(tmp_path: Path, command: str) -> None:
     nodes = [helper.make_node("MatMul", ["x", "w"], ["y"])]

@@ -278,6 +278,7 @@ def precise(name: str) -> Callable[[], onnx.ModelProto]:
 KINDS |= {name: precise(name) for name in FLOAT}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", sorted(KINDS))
 def test_a_model_agrees_with_its_reference_on_any_mesh(tmp_path: Path, name: str):
     path = tmp_path / f"{name}.onnx"

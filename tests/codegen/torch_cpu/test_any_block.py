@@ -213,6 +213,7 @@ def run(graph: Graph, prepared: Prepared) -> list[np.ndarray]:
     return [to_numpy(x, d) for x, d in zip(kernel(given, []), dtypes, strict=True)]
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("name", CASES)
 def test_any_block(name: str) -> None:

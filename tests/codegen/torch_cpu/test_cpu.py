@@ -139,6 +139,7 @@ def conv_net(stride: int, pads: list[int], kernel: int, group: int, size: int) -
     return net(nodes, {"x": (T.FLOAT, (2, 8, size, size + 1))}, {"out": T.FLOAT}, weights)
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("stride", [1, 2, 3])
 @pytest.mark.parametrize("pads", [[0] * 4, [1] * 4, [0, 1, 1, 0], [1, 0, 2, 1]])
 @pytest.mark.parametrize(("kernel", "group"), [(1, 1), (3, 1), (3, 8), (2, 2)])

@@ -100,6 +100,7 @@ def initials(m) -> dict[str, np.ndarray]:
     return {t.name: numpy_helper.to_array(t) for t in m.graph.initializer}
 
 
+@pytest.mark.sampled(13)
 @pytest.mark.parametrize("kinds", KINDS)
 @pytest.mark.parametrize("zeros", ["none", "whole", "filters"])
 @pytest.mark.parametrize("case", CASES)
@@ -112,6 +113,7 @@ def test_sums(case: str, zeros: str, kinds: str, compiler: str, tmp_path: Path) 
         assert found.dtype == np.int32 and np.array_equal(found, want)
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("kinds", KINDS)
 @pytest.mark.parametrize("zeros", ["none", "filters"])
 @pytest.mark.parametrize("case", CASES)
@@ -176,6 +178,7 @@ def _none(*_: object) -> list[torch.Tensor]:
     raise AssertionError("not called")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("kinds", "zeros", "out"),
     [("uint8 int8", "none", "uint8"), ("uint8 uint8", "whole", "int8"), ("int8 uint8", "filters", "uint8")],
@@ -225,6 +228,7 @@ def test_bands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             assert np.array_equal(run(graph, {**initials(m), **feeds}, True)[0], want)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("kinds", KINDS)
 @pytest.mark.parametrize("scaled", [False, True])
 def test_large_products(kinds: str, scaled: bool, compiler: str, tmp_path: Path) -> None:

@@ -211,6 +211,7 @@ BIAS = "input c: f32[{h}, {s}, {n}]\n", ", c[h, i, n]"
 ROWS = "input c: f32[{b}, {n}]\n", ", c[b, n]"
 
 
+@pytest.mark.sampled(48)
 @needed
 @pytest.mark.parametrize(("heads", "shared"), [(4, 4), (4, 2), (6, 2), (3, 1)])
 @pytest.mark.parametrize("then", ["acc0 * 0.25", "(acc0 * 0.25) + c", "acc0 + c"])

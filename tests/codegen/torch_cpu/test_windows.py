@@ -54,6 +54,7 @@ POOLS = [
 ]
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("pool", POOLS, ids=str)
 def test_pooling_of_any_block(pool: dict[str, object], tmp_path: Path) -> None:
     c = Case(N("MaxPool", ["x"], ["y"], **pool), {}, tmp_path)
@@ -78,6 +79,7 @@ SPREADS = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("spread", SPREADS, ids=str)
 @pytest.mark.parametrize("kernel", [(2, 2), (3, 1)])
 def test_transposed_convolutions_of_any_block(spread: dict[str, object], kernel: tuple[int, int], tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ def process(*args: str | Path, interpret: bool = False, **env: str) -> subproces
     return subprocess.run([sys.executable, *map(str, args)], capture_output=True, text=True, env=plain, cwd=ROOT, check=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("name", ["models", "streamed", "library", "tune", "rng", "merges"])
 def test_check(name: str, where: str) -> None:
@@ -44,12 +45,14 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "b"
 
 
+@pytest.mark.slow
 def test_without_a_gpu_there_is_a_message(build: Path) -> None:
     done = process("-m", "tapestry", "run", build, "--json", CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert "there is none that torch can use" in done.stderr and "TRITON_INTERPRET=1" in json.loads(done.stdout)["hint"]
 
 
+@pytest.mark.slow
 def test_run_says_where_and_what_is_not_captured(build: Path) -> None:
     done = process("-m", "tapestry", "run", build, "--check", "--json", interpret=True)
     document = json.loads(done.stdout)
@@ -61,6 +64,7 @@ def test_run_says_where_and_what_is_not_captured(build: Path) -> None:
     assert "not captured" in text
 
 
+@pytest.mark.slow
 def test_tuning_without_a_gpu_is_refused(build: Path) -> None:
     done = process("-m", "tapestry", "tune", build, CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 2 and "there is none that torch can use" in done.stderr and "Traceback" not in done.stderr

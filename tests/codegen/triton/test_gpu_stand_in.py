@@ -29,10 +29,12 @@ def check(*args: str) -> str:
     return done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_the_stand_in_keeps_the_drivers_rules() -> None:
     check("rules")
 
 
+@pytest.mark.slow
 def test_a_candidate_that_does_not_run_ends_nothing() -> None:
     assert "does not run here (out of resource: shared memory" in check("fallback")
 

@@ -60,12 +60,14 @@ def test_every_float_of_8_bits_is_widened_exactly(kind: str, target: str) -> Non
     np.testing.assert_array_equal(got, bits.astype(np.float32))
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("a", "b"), [(a, b) for a, b in itertools.product(KINDS, KINDS) if a <= b])
 def test_products_of_floats_of_8_bits(a: str, b: str) -> None:
     for target in (t for t in TARGETS if not unknown(t, a, b)):
         check(product(a, b), target=target)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("turned", [True, False])
 @pytest.mark.parametrize("sizes", [(3, 5, 7), (17, 64, 33), (64, 64, 128), (130, 129, 257)])
 def test_sizes_and_orders(sizes: tuple[int, int, int], turned: bool) -> None:
@@ -120,6 +122,7 @@ def whole_range(text: str, seed: int = 0) -> dict[str, np.ndarray]:
 ZEROS = ["", "i32(0)", "i32(7)", "cast(p, i32)", "cast(r, i32)"]
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("za", ZEROS)
 @pytest.mark.parametrize("zb", ["", "i32(-3)", "cast(q, i32)"])
 @pytest.mark.parametrize(("a", "b"), [("i8", "i8"), ("u8", "i8"), ("u8", "u8")])
@@ -147,6 +150,7 @@ def test_integers_that_matrix_units_cannot_sum() -> None:
     assert "tl.int32" in dots(source_of(integers("i8", "i8", "", "", (32, 32, (1 << 17) - 1), "f32")))[0]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("split", [1, 2])
 @pytest.mark.parametrize("persistent", [False, True])
 def test_integers_by_descriptors_and_in_parts(split: int, persistent: bool) -> None:

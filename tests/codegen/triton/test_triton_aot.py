@@ -361,6 +361,7 @@ def test_kernels_compile_and_fit(target: str, tmp_path: Path) -> None:
     assert len([n for n in found if n.startswith("decode")]) == 4, "the keys are in parts, merged by a second kernel"
 
 
+@pytest.mark.slow
 def test_a_few_kernels_compile_and_fit(tmp_path: Path) -> None:
     done = in_its_own_process("sm90", tmp_path, FAST)
     assert done.returncode == 0, done.stderr[-3000:]

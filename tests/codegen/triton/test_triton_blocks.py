@@ -16,6 +16,7 @@ from tests.fuzz.generate.random_blocks import blocks
 from tests.support.triton_kernels import fresh, from_torch, poisoned_lanes, run_kernel, to_torch  # noqa: F401  (a fixture)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("first", range(0, 120, 20))
 def test_random_blocks(first: int) -> None:
     for k in range(first, first + 20):

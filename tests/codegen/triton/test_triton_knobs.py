@@ -36,6 +36,7 @@ FORMS = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dtype", ["bf16", "f16"])
 def test_contractions_in_every_form(form: str, dtype: str) -> None:
@@ -50,6 +51,7 @@ def test_contractions_in_every_form(form: str, dtype: str) -> None:
         check(text, config=FORMS[form])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("form", FORMS)
 def test_residuals_in_every_form(form: str) -> None:
     """What every cell of a result needs besides its sum and a bias, of 16 bits by descriptor, of 32 by pointers."""
@@ -103,6 +105,7 @@ def test_convolution_with_channels_last() -> None:
     check(text, config=KernelConfig(bm=16, bn=16, bk=16))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", STREAMS)
 @pytest.mark.parametrize("descriptors", [False, True])
 @pytest.mark.parametrize("parts", [1, 2, 3])
@@ -111,6 +114,7 @@ def test_streaming_sums_in_every_form(name: str, descriptors: bool, parts: int) 
     check(STREAMS[name], config=KernelConfig(bm=16, bn=16, descriptors=descriptors, split_k=parts))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", [n for n in STREAMS if "causal" in n])
 @pytest.mark.parametrize("parts", [1, 2])
 def test_one_loop_over_keys_that_some_row_sees(name: str, parts: int) -> None:
@@ -135,6 +139,7 @@ def test_tiles_that_every_row_sees_have_no_mask() -> None:
     assert 'float("-inf")' not in first.split("tl.maximum")[0] and "tl.where(" in second.split("tl.maximum")[0]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("dtype", ["f16", "bf16"])
 def test_scores_that_are_rounded_skip_what_the_mask_hides(dtype: str) -> None:
     """ONNX's Attention rounds masked scores to 16 bits; the mask is seen through the rounding, and the factor is folded."""
@@ -147,6 +152,7 @@ def test_scores_that_are_rounded_skip_what_the_mask_hides(dtype: str) -> None:
     check(added, config=KernelConfig(bm=16, bn=16))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("parts", "deep"), [(3, (75, 90, 41)), (4, (100, 120, 55))])
 @pytest.mark.parametrize("dtype", ["f16", "f32"])
 def test_the_last_part_of_a_product_may_be_short(dtype: str, parts: int, deep: tuple[int, int, int]) -> None:
@@ -262,6 +268,7 @@ CONV = """graph g input x: bf16[2, 16, 9, 7] input k: bf16[24, 16, 3, 3]
     output y"""
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("descriptors", [False, True])
 def test_operands_copied_into_rows_first(parts: int, descriptors: bool) -> None:

@@ -62,6 +62,7 @@ def residual_net() -> onnx.ModelProto:
     return net(nodes, {"x": (1, [1, 3, 37, 29])}, {"y": 1}, weights)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [1, 3])
 def test_residual_net_on_generated_kernels(tmp_path: Path, devices: int) -> None:
     onnx.save(residual_net(), tmp_path / "m.onnx")
@@ -70,6 +71,7 @@ def test_residual_net_on_generated_kernels(tmp_path: Path, devices: int) -> None
     assert done["passed"] and done["outputs"]["y"]["rel_err"] < 1e-5
 
 
+@pytest.mark.slow
 def test_llama_export_on_generated_kernels(tmp_path: Path) -> None:
     shapes = ["s72=1", "s53=3"]
     build = _export(tmp_path, "llama_tiny", shapes, devices=2)
@@ -93,6 +95,7 @@ SHAPES = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", SHAPES)
 def test_every_operation_of_a_model_has_a_kernel(tmp_path: Path, name: str) -> None:
     """Whatever is not opaque is generated, for every chip, with both precisions."""

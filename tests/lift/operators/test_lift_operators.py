@@ -42,6 +42,7 @@ def run_gather(folder, nodes, index, *, pins=(), devices=3):
     return tapestry.compile(folder / "m.onnx", devices=devices, pins=pins).run({"i": index})["y"]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("pins", [(), ("y:v=3@d0",), ("y:x0=3@d0",)])
 @pytest.mark.parametrize("kind", [np.int64, np.int32])
 def test_an_index_outside_the_table_is_refused(tmp_path, pins, kind):
@@ -136,6 +137,7 @@ def test_scatter_nd_is_cut_inside_its_slices(tmp_path, reduction):
 # quantisation
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ["uint8", "int8", "uint16", "int16"])
 @pytest.mark.parametrize("axis, shape", [(None, (3, 5, 4)), (1, (3, 5, 4)), (-1, (3, 4)), (0, (6,))])
 def test_there_and_back(tmp_path, kind, axis, shape):
@@ -239,6 +241,7 @@ def test_affine_grids(tmp_path, corners, size):
     agree(node("AffineGrid", "t size", align_corners=corners), {"t": theta}, ["y"], consts, opset=20, folder=tmp_path)
 
 
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize(
     "how, coefficient",
     list(itertools.product(["half_pixel", "align_corners", "asymmetric", "pytorch_half_pixel"], [-0.75, -0.5])),

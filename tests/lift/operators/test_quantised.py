@@ -29,6 +29,7 @@ RNG = np.random.default_rng(5)
 # products of integers
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("kinds", ["uint8 uint8", "uint8 int8", "int8 int8"])
 @pytest.mark.parametrize("zeros", ["none", "scalars", "rows", "read"])
 def test_integer_products(tmp_path, kinds, zeros):
@@ -80,6 +81,7 @@ print(exact())
 """
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("processor", ["AVX2", "ALL"])
 def test_integer_products_of_the_largest_values_on_any_processor(processor):
     """Without VNNI torch's own product of bytes is cut to 16 bits on its way."""
@@ -96,6 +98,7 @@ def test_sums_beyond_i32_wrap_in_batches():
     assert torch.equal(dense._multiply(x, y), want) and torch.equal(dense._multiply(x[:1], y[:1]), want[:1])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("zero", [0, 9, None])
 def test_integer_convolutions(tmp_path, groups, zero):
@@ -137,6 +140,7 @@ def test_products_scaled_and_rounded(tmp_path, out, columns):
 # floats of 8 bits
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("kind", [T.FLOAT8E4M3FN, T.FLOAT8E4M3FNUZ, T.FLOAT8E5M2, T.FLOAT8E5M2FNUZ])
 @pytest.mark.parametrize("to", [T.FLOAT, T.FLOAT16, T.BFLOAT16])
 def test_widening_a_float_of_8_bits(tmp_path, kind, to):

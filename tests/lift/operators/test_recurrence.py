@@ -96,6 +96,7 @@ def scans(graph):
     return [op for op in graph.ops if as_scan(op)]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("length", [17, 64, 130])
 def test_a_mamba_block_is_blocks_with_one_scan(length: int, tmp_path: Path) -> None:
     made = mamba(3, length, 6, 7, 5, 2)
@@ -107,6 +108,7 @@ def test_a_mamba_block_is_blocks_with_one_scan(length: int, tmp_path: Path) -> N
     close(evaluate(lifted, x), reference(made, x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [17, 64])
 def test_a_mamba_block_runs_on_any_number_of_devices(length: int, tmp_path: Path) -> None:
     made = mamba(3, length, 6, 7, 5, 2)
@@ -117,6 +119,7 @@ def test_a_mamba_block_runs_on_any_number_of_devices(length: int, tmp_path: Path
         close(tapestry.compile(path, devices=devices).run(x), want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [17, 64])
 @pytest.mark.parametrize("devices", [2, 3])
 def test_a_mamba_block_cut_in_time(length: int, devices: int, tmp_path: Path) -> None:
@@ -129,6 +132,7 @@ def test_a_mamba_block_cut_in_time(length: int, devices: int, tmp_path: Path) ->
     close(built.run(x), reference(made, x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [2, 4])
 def test_what_travels_does_not_grow_with_the_sequence(devices: int, tmp_path: Path) -> None:
     """Totals of the blocks, factor and state of each, merged; not the sequence."""
@@ -143,6 +147,7 @@ def test_what_travels_does_not_grow_with_the_sequence(devices: int, tmp_path: Pa
     assert 0 < sent[0] == sent[1] <= 2 * (devices - 1) * devices * 2 * state + devices * state
 
 
+@pytest.mark.slow
 def test_a_long_sequence_cut_at_both_ends_sends_states(tmp_path: Path) -> None:
     """Without a pin: the search finds the blocks by itself where the sequence lies in parts."""
     made = mamba(3, 512, 64, 128, 16, 4)
@@ -230,6 +235,7 @@ def feeds(length):
     return {"h0": data(4, 4, seed=1), "xa": data(length, 4, 4, seed=2) / 2, "xb": data(length, 4, 4, seed=3)}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", sorted(LINEAR))
 def test_linear_bodies_are_lifted_over_all_steps(name: str, tmp_path: Path) -> None:
     made = scan_of(LINEAR[name], 70, scan_input_directions=[0, 1], scan_output_axes=[2], scan_output_directions=[1])
@@ -247,6 +253,7 @@ def test_what_runs_in_triton_is_what_the_interpreter_computes(name: str, tmp_pat
     in_triton(lift_model(scan_of(LINEAR[name], 17), tmp_path), feeds(17))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", sorted(OTHER))
 def test_other_bodies_stay_and_say_why(name: str, tmp_path: Path) -> None:
     steps, why = OTHER[name]

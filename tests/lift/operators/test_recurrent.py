@@ -45,6 +45,7 @@ def check(folder, kind: str, way: str, attributes=None, native=True, **options):
     return agree(made, feeds, list(made.output), folder=folder, native=native, opset=14)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("kind, way", list(itertools.product(GATES, WAYS)))
 @pytest.mark.parametrize("lengths", [None, (5, 2, 4)])
 def test_every_direction_with_and_without_lengths(tmp_path, kind, way, lengths):
@@ -85,6 +86,7 @@ def test_what_is_not_written_out_keeps_its_batch_and_says_why(tmp_path, why, att
     assert isinstance(op, Opaque) and why in op.why and [d.name for d in op.dims] == ["b"]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", GATES)
 @pytest.mark.parametrize("dim", ["h", "b", "k"])
 @pytest.mark.parametrize("devices", [2, 3])

@@ -48,6 +48,7 @@ KNOWN = [
 ]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("op", "index", "updates", "attributes"), KNOWN)
 def test_places_that_are_known_are_chosen_cell_by_cell(tmp_path, op, index, updates, attributes):
     path = save(tmp_path, op, index, updates, **attributes)

@@ -43,6 +43,7 @@ def test_no_seconds_are_over_at_once():
     assert Budget.of(float("inf")).share(0.3).left() == float("inf")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("limit", ["0", "0.05", "0.5"])
 @pytest.mark.parametrize("name", ["attention", "conv_chain", "reductions"])
 def test_any_time_limit_gives_a_verified_plan(name, limit, tmp_path):
@@ -74,6 +75,7 @@ def test_an_interrupted_search_gives_a_verified_plan(late):
         assert build.report["search"]["interrupted"]
 
 
+@pytest.mark.slow
 def test_memory_without_time_fits_or_says_so():
     graph, topo = case("attention").graph, topology(parse_mesh("2x2"))
     free = search(graph, topo)
@@ -137,6 +139,7 @@ sys.exit(cli.main(sys.argv[2:]))
 """
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("times", [1, 2])
 def test_a_signal_during_the_search(times, tmp_path):
     out = tmp_path / "b"
@@ -154,6 +157,7 @@ def test_a_signal_during_the_search(times, tmp_path):
     assert document("verify", out)["passed"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_signals_at_random_moments_leave_a_whole_build_or_none(seed, tmp_path):
     rng = random.Random(seed)

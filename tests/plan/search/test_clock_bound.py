@@ -114,6 +114,7 @@ def clock(problem: Problem, choice: tuple[int, ...]) -> float:
     return min(found.objective, simulate(found.plan, early(found.program), problem.topo).total)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("ends", ["free", "fixed"])
 @pytest.mark.parametrize("on", TOPOLOGIES)
 @pytest.mark.parametrize("name", GRAPHS)

@@ -20,6 +20,7 @@ from tapestry.plan.solver.elimination import minimise
 FEW_PLANS = (10, 11, 13, 15, 23, 26, 29, 36, 39)  # of the first 40 graphs those with at most 60 plans
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("seed", range(200))
 def test_no_plan_is_below_the_bound(seed: int) -> None:
     """Splits in time, rings, short memory, fan-out and orders of transfers among them."""
@@ -33,6 +34,7 @@ def test_a_plan_below_a_bound_is_seen() -> None:
     assert not bounds.below({"bound_s": 1.0, "best_s": 1.0})
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("seed", FEW_PLANS)
 def test_small_graphs_are_proved(seed: int) -> None:
     """With memory for all plans, the best of all is found, and in turns it is proved."""

@@ -52,6 +52,7 @@ def same_under_load(name: str, folder: Path, runs: int, *more: str) -> None:
     assert len({(d["objective_s"], d["lower_bound_s"]) for d in found}) == 1
 
 
+@pytest.mark.slow
 def test_a_busy_machine_gives_the_same_plan(tmp_path: Path) -> None:
     same_under_load("mlp", tmp_path, 2, "--mesh", "2x2", "--topology", "cpu")
 
@@ -161,6 +162,7 @@ def lstm(path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_a_recurrence_is_planned_whole_beside_its_steps(tmp_path: Path) -> None:
     """Two devices are no slower than one, the plan gives the model's results, and a search goes on from it."""
     path = lstm(tmp_path / "m.onnx")

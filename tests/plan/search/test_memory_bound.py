@@ -60,6 +60,7 @@ def test_no_choice_within_the_limit_is_below_the_bound(seed: int) -> None:
         assert rounds[-1] >= free * 0.99  # (rounds end where they bring little)
 
 
+@pytest.mark.slow
 def test_prices_raise_the_bound() -> None:
     """Where what is fast does not fit, the bound is of what fits: above the best plan without a limit, near the one with it."""
     graph, topo = deep(24, 2048), topology(parse_mesh("4"), "h100")

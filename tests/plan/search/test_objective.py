@@ -153,6 +153,7 @@ def test_a_report_is_held_to_its_own_objective(model, change):
         build_report.check(replace(found.build, report=report))
 
 
+@pytest.mark.slow
 def test_bytes_in_an_objective_move_along_the_front(model):
     fast, small = (compiled(model, devices=4, objective=o).report["machines"] for o in ("seconds", "bytes"))
     assert small["terms"]["bytes"] <= fast["terms"]["bytes"] and len(small["tried"]) <= 2

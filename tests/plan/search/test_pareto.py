@@ -26,6 +26,7 @@ def test_undominated_points() -> None:
     assert undominated(points) == [Point(1.0, 9), Point(2.0, 6), Point(3.0, 5)]
 
 
+@pytest.mark.slow
 def test_graphs_that_rewrites_make_are_on_the_front() -> None:
     """Points name the moves of their graph; no point of the model as it is beats the joint front."""
     graph, topo = case("conv_chain").graph, topology(mesh_of("2"))

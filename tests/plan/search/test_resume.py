@@ -19,6 +19,7 @@ from tests.support.small_models import case, mesh_of, save
 NAMES = ["attention", "conv_chain", "reductions"]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", NAMES)
 def test_interrupted_and_resumed_is_as_good_as_unbroken(name, tmp_path):
     whole = document("compile", save(name), "-o", tmp_path / "whole", "--mesh", "2x2")
@@ -93,6 +94,7 @@ def test_strategies_of_another_model_are_a_start_where_they_apply():
     assert beginning(problem, Start({})) is None
 
 
+@pytest.mark.slow
 def test_memory_is_kept_to_and_the_plan_is_not_worse():
     graph, topo = case("attention").graph, topology(mesh_of("2x2"))
     limit = max(peak_bytes(search(graph, topo).program)[0]) * 9 // 10
@@ -128,6 +130,7 @@ def test_another_model_or_mesh_says_so_and_works(tmp_path, caplog):
     assert e["certificate"]["passed"] and e["gap"] <= 0.02
 
 
+@pytest.mark.slow
 def test_a_plan_that_fits_in_time_only_is_not_lost(tmp_path):
     """Below what fits in space, the build's moves and streamed weights are made again; without time, nothing better is needed."""
     graph, topo = case("mlp").graph, topology(mesh_of("2"))

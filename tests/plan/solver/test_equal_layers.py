@@ -44,6 +44,7 @@ def brute(sizes, factors) -> float:
     return min(evaluate(c, factors) for c in itertools.product(*map(range, sizes)))
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("seed", range(25))
 def test_chains_of_equal_layers_are_solved_exactly(seed):
     """The optimum is the brute-force one and so is the bound."""

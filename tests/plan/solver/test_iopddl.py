@@ -77,6 +77,7 @@ def brute(problem: dict) -> float:
 CASES = [(seed, forbid, tight) for seed in range(60) for forbid, tight in ((0.0, 0.35), (0.2, 0.45), (0.1, 0.9))]
 
 
+@pytest.mark.sampled(100)
 @pytest.mark.parametrize(("seed", "forbid", "tight"), CASES)
 def test_search_finds_the_optimum_and_proves_it(seed, forbid, tight):
     problem = random_problem(seed, forbid=forbid, tightness=tight)
@@ -139,6 +140,7 @@ def test_any_multipliers_give_a_bound_and_rule_out_nothing_better(seed):
     assert hit
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("seed", range(30))
 def test_messages_and_prices_never_pass_the_optimum(seed):
     problem = random_problem(seed, forbid=0.1, tightness=0.45)
@@ -251,6 +253,7 @@ def planted(seed: int, count: int, labels: int, *, slack: float, chain: bool = T
     return {**problem, "usage_limit": int(iopddl.evaluate(problem, plant)[1] * (1 + slack))}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("count", "labels", "slack", "chain"),
     [(300, 6, 0.02, True), (300, 6, 0.1, False), (1500, 4, 0.05, True), (80, 40, 0.05, True)],

@@ -94,6 +94,7 @@ def test_each_part_of_the_search_is_only_a_help(seed, without, monkeypatch):
     assert found.bound == pytest.approx(best, abs=1e-5)
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("seed", range(60))
 @pytest.mark.parametrize("quick", [False, True])
 def test_limits_on_what_is_used_over_time_are_kept(seed, quick):
@@ -154,6 +155,7 @@ def test_costs_of_microseconds_are_told_apart():
     assert found.bound <= found.objective
 
 
+@pytest.mark.slow
 def test_a_loopy_network():
     """A 5x5 torus of 6 choices each: tree width 10, so that elimination would make tables of 6**10 entries."""
     rng = np.random.default_rng(0)

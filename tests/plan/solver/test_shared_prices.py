@@ -52,6 +52,7 @@ def shared(net: Network) -> SharedPrices:
     return SharedPrices(net.sizes, tables, net.demands, np.array(net.limits, float))
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 10_000), share=st.floats(0.0, 1.0))
 def test_bound_and_choice_against_enumeration(seed: int, share: float):

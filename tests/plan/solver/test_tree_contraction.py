@@ -133,6 +133,7 @@ def test_the_forest_within_costs_no_more(seed):
     assert within.least(net.unary)[0] <= whole.least(net.unary)[0] + 1e-9
 
 
+@pytest.mark.slow
 def test_a_long_chain_with_little_memory_is_closed():
     """One of the benchmark's shapes, smaller: prices alone leave a gap there, and messages a large one."""
     made = instance(problem(Shape(4096, 4160, (4, 8), 240, 0.1, 1, 6.0)))

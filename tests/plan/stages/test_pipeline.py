@@ -142,6 +142,7 @@ def test_cuts_submeshes_and_strategies_together_are_exact(name, mesh, micro):
     assert found.found.bound <= found.found.objective
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["attention", "norms", "conv_chain", "branches", "gathers"])
 def test_estimates_are_upper_and_bounds_are_lower(name):
     """An estimate is the cost of one of a piece's plans but for how tensors arrive; the bound is below every chain."""
@@ -158,6 +159,7 @@ def test_estimates_are_upper_and_bounds_are_lower(name):
     assert estimates.bound() <= chain.total
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("micro", [1, 2])
 @pytest.mark.parametrize("name", ["attention", "conv_chain", "branches", "batched", "conv_other_ranks", "opaques", "residual"])
 def test_found_plans_pass_and_run_right(name, micro):
@@ -210,6 +212,7 @@ def compiled(model, **options):
     return tapestry.compile(model, mesh="2x2", topology=str(model.parent / "nodes.json"), **options)
 
 
+@pytest.mark.slow
 def test_stages_are_taken_where_they_pay(model):
     """Each device has room for 35 % of the weights: without stages every layer crosses the slow link, or streams from the host."""
     build = compiled(model, memory="560KB")
@@ -235,6 +238,7 @@ def test_stages_are_not_taken_where_they_do_not(model):
     assert asked["objective_s"] > r["objective_s"] and asked["pipeline"]["spatial_objective_s"] == r["objective_s"]
 
 
+@pytest.mark.slow
 def test_micro_batches_keep_stages_busy(model):
     """Asked for two stages, four micro-batches beat one on the clock as well as in the objective, and run right."""
     one, four = (compiled(model, memory="640KB", stages=2, micro_batches=m) for m in (1, 4))
@@ -248,6 +252,7 @@ def test_micro_batches_keep_stages_busy(model):
     assert np.allclose(four.run(feeds)["y"], one.run(feeds)["y"], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_memory_is_hard_per_stage(model):
     """All stages of a chosen plan fit; less than a layer takes, streamed and cut in two, is refused with a message."""
     for memory in (560_000, 640_000, 900_000):
@@ -258,6 +263,7 @@ def test_memory_is_hard_per_stage(model):
         compiled(model, memory="100KB", stages=2)
 
 
+@pytest.mark.slow
 def test_the_plan_without_stages_is_never_beaten_by_its_own_objective():
     for name in ("mlp", "attention", "conv_chain"):
         topo = topology(mesh_of("2x2"), "h100")
@@ -301,6 +307,7 @@ def test_every_command_knows_stages(model, tmp_path):
         assert run("explain", b, *more)[0] == 0
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("micro", [1, 2])
 def test_stages_are_exported_and_kept(model, tmp_path, micro):
     before = tapestry.compile(model, mesh="2x2", stages=2, micro_batches=micro)
@@ -335,6 +342,7 @@ def test_odd_stages_in_a_file_are_refused(model, tmp_path, text):
         tapestry.compile(target)
 
 
+@pytest.mark.slow
 def test_resuming_a_staged_build_searches_again(model, tmp_path):
     b = tmp_path / "b"
     document("compile", model, "-o", b, "--mesh", "2", "--stages", "2", "--micro-batches", "2")
@@ -342,6 +350,7 @@ def test_resuming_a_staged_build_searches_again(model, tmp_path):
     assert len(found["stages"]) == 2 and sum("micro_batch" in m for m in found["moves"]) == 1
 
 
+@pytest.mark.slow
 def test_a_plan_takes_its_arrivals_into_account(model):
     """On fast links inside and slow ones between, what crosses is sent in parts and gathered, not sent to everyone."""
     found = compiled(model, memory="640KB", stages=2).build

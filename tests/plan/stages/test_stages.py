@@ -58,6 +58,7 @@ def checked(plan: Plan, program, **options):
     return certificate.check(plan.annotated(), program, stated_peak=peak(program), places=plan.places, **options)
 
 
+@pytest.mark.sampled(30)
 @pytest.mark.parametrize("stages", STAGES)
 @pytest.mark.parametrize("name", [n for n in MODELS if n != "noise"])
 def test_any_placement_passes_and_runs_right(name, stages):

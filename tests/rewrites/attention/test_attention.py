@@ -156,6 +156,7 @@ def test_over_a_mesh_axis(text: str, devices: int) -> None:
     assert measured.transfers == {"all_reduce": (1, 2 * (devices - 1) * 4 * rows * (2 + columns))}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", [ODD, EMPTY, OPEN], ids=["causal", "empty rows", "open"])
 def test_every_strategy_over_a_mesh(text: str) -> None:
     graph = fused(text)
@@ -170,6 +171,7 @@ def test_every_strategy_over_a_mesh(text: str) -> None:
         assert measured.peak == peak(program)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("text", [ODD, EMPTY, OPEN], ids=["causal", "empty rows", "open"])
 @pytest.mark.parametrize("parts", [2, 5])
 def test_over_the_grid(text: str, parts: int) -> None:
@@ -301,6 +303,7 @@ LAYERS = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(2)
 @needs_shared
 @pytest.mark.parametrize("name", LAYERS)
 def test_one_operation_per_layer_of_every_export(name: str, tmp_path: Path) -> None:

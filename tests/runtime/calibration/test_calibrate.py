@@ -166,6 +166,7 @@ def document_of(*argv: str | Path) -> dict:
     return json.loads(done.stdout)
 
 
+@pytest.mark.slow
 def test_processes_measure_together(tmp_path: Path):
     """Two real processes, in as little time as that takes: every class, every call, and what one of them does alone."""
     out = tmp_path / "two.json"
@@ -177,6 +178,7 @@ def test_processes_measure_together(tmp_path: Path):
     assert 1e-7 < topo.call_seconds("all_reduce", 2, 8) < 1 and 1e8 < topo.device.rate("f32") < 1e14
 
 
+@pytest.mark.slow
 def test_calls_alone_are_measured_for_a_device_that_is_given(tmp_path: Path):
     made = document_of("calibrate", "-o", tmp_path / "h.json", "--processes", "2", "--seconds", "0.2", "--device", "h100")
     topo, preset = topology(parse_mesh("2"), str(tmp_path / "h.json")), topology(parse_mesh("2"), "h100")

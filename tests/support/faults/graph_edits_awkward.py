@@ -13,8 +13,9 @@ from dataclasses import replace
 from tapestry.ir.expr import Arg, Call, Expr, call, distinct, rewrite
 from tapestry.ir.graph import Block, map_exprs
 from tapestry.ir.monoid import number
-from tests.support.faults.graph_edits import Edit, Edited, blocks, put_call
-from tests.support.faults.graph_edits_later import result_changed
+from tests.support.faults import claim_edits
+from tests.support.faults.graph_edits import EDITS, Edit, Edited, blocks, put_call
+from tests.support.faults.graph_edits_later import LATER, result_changed
 
 AWKWARD: dict[str, Edit] = {}
 
@@ -162,3 +163,8 @@ def terms_that_are_nan_left_out_of_a_sum(e: Edited) -> bool:
             x = op.body[0]
             return e.op(i, replace(op, body=(call("where", call("isnan", x), number(0, "f32"), x), *op.body[1:])))
     return False
+
+
+ALL_EDITS: dict[str, Edit] = {**EDITS, **LATER, **AWKWARD}
+"""Every kind of edit by its name; those of claims are put into `EDITS` by their module."""
+assert claim_edits.layouts_removed.__name__ in ALL_EDITS
