@@ -35,7 +35,7 @@ from tapestry.plan.pipelines.stage_choice import Request
 from tapestry.plan.requests import parse_layouts, parse_pins, scan_blocks
 from tapestry.plan.search.planner import Start, fronts, start_of, undominated
 from tapestry.plan.search.priced_plan import PricedPlan, on_the_clock, too_big
-from tapestry.plan.solver.budget import Budget
+from tapestry.plan.solver.budget import Budget, unseen
 from tapestry.plan.strategy import Language, LayoutConstraints
 from tapestry.plan.task import STEPS, Task, staging
 from tapestry.plan.topology import shared
@@ -221,7 +221,7 @@ def state_task(c: Compilation) -> Compilation:
     same_model = earlier is not None and model_hash(lifted) == earlier.model_sha256
     language = _format_language(c.options.for_format)
     equal_parts = bool(c.constraints.layouts or given or exact or language)  # a layout that is given has equal parts
-    budget = Budget.of(c.options.time_limit, c.options.interrupt, c.options.found)
+    budget = Budget.of(c.options.time_limit, c.options.interrupt, c.options.found or unseen)
     fixed = replace(given.fixed if given else LayoutConstraints(), exact=exact, language=language)
     asked, pins, inputs, outputs = c.request, c.constraints.pins, c.constraints.inputs, c.constraints.outputs
     if asked.explicit:  # it is of the meshes of stages, not of the whole one

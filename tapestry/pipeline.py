@@ -24,7 +24,7 @@ from tapestry.lift.file.structure import TEXT
 from tapestry.lift.onnx_to_graph import Lifted
 from tapestry.model_evidence import plugin_evidence
 from tapestry.onnx_eval import ort_session
-from tapestry.options import MeshLike, Options
+from tapestry.options import Options
 from tapestry.pass_runner import Function, Pass, Report, Runner, check_names, unreported
 from tapestry.plan.pipelines.stage_choice import parse_request
 from tapestry.plan.search.planner import start_of
@@ -72,6 +72,7 @@ PASSES = (
     Pass(passes.emit_kernels,         "codegen",  "sources of a plan that is proved"),
 )
 # fmt: on
+MeshLike = str | Mesh | Sequence[int] | Mapping[str, int]
 TEXT_PASSES = (Pass(passes.read_text, "lift", "a graph that is given as IR text"), *PASSES[6:])
 
 

@@ -248,9 +248,9 @@ def rules(args: argparse.Namespace) -> Outcome:
     if args.derive:
         return derived(args.derive, mesh=args.mesh, most=args.forms, dot=args.dot, svg=args.svg, view=args.view)
     if args.ablate:
-        return ablated(args.ablate, shapes(args.shape))
+        return ablated(args.ablate, shapes(args.shapes))
     if args.discover is not None:
-        return discovered(args.discover, shapes(args.shape), args.terms)
+        return discovered(args.discover, shapes(args.shapes), args.terms)
     if args.rule is not None and args.rule not in RULES:
         hint = similar(args.rule, sorted(RULES)) or "`tapestry rules` lists them"
         raise TapestryError(f"there is no rule '{args.rule}'", hint=hint)
@@ -261,7 +261,7 @@ def rules(args: argparse.Namespace) -> Outcome:
         from tapestry.rewrites.core.driver import simplify
         from tapestry.viz import format
 
-        graph = simplify(lift(args.refused, shapes(args.shape), weights=False).graph)
+        graph = simplify(lift(args.refused, shapes(args.shapes), weights=False).graph)
         refused = [m for r in chosen for m in r.find(graph) if isinstance(m, Refusal)]
         document = {"refused": [str(m) for m in refused]}
         return Outcome(document, lambda: print(format.refusals_text(refused, tensor_names(graph))), insist=True)
