@@ -1,5 +1,5 @@
 """Arguments of the commands that have many; those of ``run`` are those of ``python -m tapestry.runtime`` too. Light, because
-every ``--help`` imports it; and of what kinds the arguments of `tapestry.compile` are."""
+every ``--help`` imports it; those of ``compile`` are in `options`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn, TextIO, cast
+
+from tapestry.options import flags
 
 FORMATS = (
     "onnx", "onnx-ranks", "onnx-fused", "tp-plan", "dtensor", "jax", "shardy", "shardy-ranks", "json", "kernels", "ir",
@@ -118,33 +120,18 @@ def output_folder(p: argparse.ArgumentParser) -> None:
 def model(p: argparse.ArgumentParser) -> None:
     """An ONNX file and the sizes of its symbols."""
     p.add_argument("model", type=Path, help="an ONNX file")
-    shape(p)
+    flags(p, "shapes")
+
+
+def doctor(p: argparse.ArgumentParser) -> None:
+    """A model, and what may be missing."""
+    model(p)
+    flags(p, "ops", "weights")
 
 
 def several(p: argparse.ArgumentParser, name: str, form: str, text: str) -> None:
     """An option that takes one or more values, and may be given again."""
     p.add_argument(name, action="extend", nargs="+", default=[], metavar=form, help=text)
-
-
-def shape(p: argparse.ArgumentParser) -> None:
-    """Sizes of symbols."""
-    several(p, "--shape", "SYMBOL=SIZE", "size of a symbol, a range 1..64 or a list 128,256 (compile), or INPUT=8x3x224x224")
-
-
-def own_rules(p: argparse.ArgumentParser) -> None:
-    """Files of rewrite rules."""
-    p.add_argument("--rules", action="append", type=Path, default=[], metavar="FILE", help="rewrite rules of your own")
-
-
-def own_operators(p: argparse.ArgumentParser) -> None:
-    """Files of operators."""
-    text = "operators of a domain of your own, as IR text"
-    p.add_argument("--ops", action="append", type=Path, default=[], metavar="FILE", help=text)
-
-
-def without_weights(p: argparse.ArgumentParser) -> None:
-    """Without external data."""
-    p.add_argument("--no-weights", action="store_true", help="take a model whose external data is not there")
 
 
 def kernels(p: argparse.ArgumentParser) -> None:
@@ -155,7 +142,7 @@ def kernels(p: argparse.ArgumentParser) -> None:
 def verify(p: argparse.ArgumentParser) -> None:
     """Where the model is, and what is proved besides."""
     moved(p)
-    own_operators(p)
+    flags(p, "ops")
     p.add_argument("--kernels", action="store_true", help="prove the kernels' sources against their operations, too")
 
 
@@ -203,7 +190,7 @@ def opt(p: argparse.ArgumentParser) -> None:
     p.add_argument("--print-between", action="store_true", help="the graph after every move")
     text = "instead of a graph: the document that export --format history wrote, applied and proved step by step"
     p.add_argument("--replay", type=Path, metavar="HISTORY.json", help=text)
-    own_rules(p)
+    flags(p, "rules")
 
 
 def run(p: argparse.ArgumentParser) -> None:
@@ -224,7 +211,7 @@ def run(p: argparse.ArgumentParser) -> None:
 def checked(p: argparse.ArgumentParser) -> None:
     """What a run on this host may do besides."""
     p.add_argument("--check", action="store_true", help="compare with onnxruntime")
-    own_operators(p)
+    flags(p, "ops")
     p.add_argument("--library", action="store_true", help="on a GPU: the vendor's library where tune found it faster")
 
 
@@ -321,8 +308,8 @@ def rules(p: argparse.ArgumentParser) -> None:
     text = "equations that the book does not have: found by their values, proved, ranked by what they save on the models"
     p.add_argument("--discover", nargs="*", type=Path, metavar="MODEL", help=text)
     p.add_argument("--terms", type=whole(1), default=12_000, metavar="N", help="with --discover: terms tried of a family")
-    shape(p)
-    own_rules(p)
+    flags(p, "shapes")
+    flags(p, "rules")
 
 
 def auto_shard(p: argparse.ArgumentParser) -> None:
@@ -341,7 +328,7 @@ def auto_shard(p: argparse.ArgumentParser) -> None:
         "--memory-proportion", type=float, nargs="+", metavar="SHARE",
         help="share of a device's memory for weights and activations; the next one is tried when nothing fits (0.4 0.7 0.9)",
     )  # fmt: skip
-    shape(p)
+    flags(p, "shapes")
     p.add_argument("--topology", default="cpu", metavar="FILE_OR_PRESET")
     p.add_argument("--memory", metavar="16GiB", help="memory of a device, instead of the topology's")
 
@@ -368,65 +355,9 @@ def view(p: argparse.ArgumentParser) -> None:
 
 
 def compile(p: argparse.ArgumentParser) -> None:
-    """The model, the devices, what the plan must keep to, and the search."""
+    """The model, where the build goes, and `options.Options`."""
     p.add_argument("model", type=Path, help="an ONNX file, or IR text (.tap)")
     p.add_argument("--bundle", action="store_true", help="copy the model and its weights into the build")
     p.add_argument("-o", "--output", type=Path, required=True, metavar="BUILD", help="the folder to write")
-    _machines(p)
-    shape(p)
-    p.add_argument("--memory", metavar="16GiB", help="memory of a device; the plan keeps to it")
-    text = "what of a device's memory stays free (8%% of a GPU preset's own; 0 where --memory or a file says how much)"
-    p.add_argument("--memory-reserve", metavar="8%%|2GiB", help=text)
-    p.add_argument("--target", default="torch-cpu", help="torch-cpu, triton:sm90, …")
-    p.add_argument("--precision", default="ieee", metavar="ieee|tf32x3|tf32", help="precision of float32 products in kernels")
-    p.add_argument("--accumulate", choices=("f32", "f16"), help="how sums of products of f16 are held (f32)")
-    text = (
-        "how partial sums of 16-bit floats travel (f32); native: each rounded once to the tensor's type, as NCCL has them: "
-        "of bf16 an error of about parts * 2^-9 relative to the partial sums, and f16 overflows at 65504"
-    )
-    finite = "take tests for NaN and infinities (a guard around softmax, say) for false: no value is infinite or NaN"
-    p.add_argument("--assume-finite", action="store_true", help=finite)
-    p.add_argument("--reduce-in", choices=("f32", "native"), default="f32", help=text)
-    text = "search only the plans that the format of export can say: tp-plan, dtensor, jax or onnx-ranks"
-    p.add_argument("--for", dest="for_format", metavar="FORMAT", help=text)
-    several(p, "--pin", "OP:dim=parts@axis", "how operations are cut: conv1:h=8@d0, layers.*.up_proj:out=tp")
-    several(p, "--layout", "TENSOR:axis=parts@axis", "where an input starts or an output ends: x:0=4@d0, or x:replicated")
-    p.add_argument(
-        "--state", nargs="?", const="auto", metavar="PAST=PRESENT,…",
-        help="caches that a session keeps on the devices; without a value, those whose names pair",
-    )  # fmt: skip
-    own_rules(p)
-    own_operators(p)
-    p.add_argument("--ignore-sharding", action="store_true", help="plan without the model's own multi-device annotations")
-    text = "which of the model's device configurations (default: the first for as many devices)"
-    p.add_argument("--configuration", metavar="NAME", help=text)
-    p.add_argument("--stages", default="auto", metavar="auto|N", help="pipeline stages; 1 for none (auto: where they pay)")
-    several(p, "--stage-at", "NODE", "where stages end: each has what its node needs and no earlier stage has (A,B: several)")
-    p.add_argument("--micro-batches", default="auto", metavar="auto|M", help="parts of the batch that follow each other")
-    _search(p)
-
-
-def _machines(p: argparse.ArgumentParser) -> None:
-    """The devices, how many they are, and what is minimised."""
-    p.add_argument("--devices", type=int, metavar="N", help="a mesh of one axis, d0")
-    p.add_argument("--mesh", metavar="2x4", help="a mesh of several axes, or with names: dp=2,tp=4")
-    p.add_argument("--max-devices", type=int, metavar="N", help="at most N devices; the objective decides how many")
-    text = "what is minimised: seconds + 2e-3*devices; over seconds, devices, bytes, energy, money, with + - * / min max"
-    p.add_argument("--objective", metavar="EXPRESSION", help=text)
-    several(p, "--limit", "TERM<=VALUE", "what a plan may take at most: energy<=5, money<=1e-6, bytes<=2GiB")
-    text = "devices and links: auto (this machine, as measured), cpu, h100, h200, a100-pcie, tpu, or a file"
-    p.add_argument("--topology", default="auto", metavar="FILE_OR_PRESET", help=text)
-
-
-def _search(p: argparse.ArgumentParser) -> None:
-    """Rules, limits of the search, and what is printed of it."""
-    text = "leave a rewrite rule out, or a phase of them (algebra: the book of equations)"
-    p.add_argument("--without-rule", action="append", default=[], metavar="RULE", help=text)
-    p.add_argument("--exact", action="store_true", help="the same bits on 1, 2, 3, 4, 6, 8, 12 or 24 devices")
-    without_weights(p)
-    p.add_argument("--pareto", action="store_true", help="also show the front of latency against memory")
-    p.add_argument("--time-limit", type=float, metavar="S", help="seconds for the search (by default: an amount of work)")
-    p.add_argument("--resume", type=Path, metavar="BUILD", help="go on from a build's plan and bound; BUILD may be the output")
-    p.add_argument("--seed", type=int, default=0, help="seed of the model's own random operators")
+    flags(p)
     p.add_argument("--print-passes", action="store_true", help="what ran, in which order, with seconds and sizes")
-    p.add_argument("--print-after", action="append", default=[], metavar="PASS", help="the IR after a pass, which reads back")

@@ -9,46 +9,39 @@ from typing import Any
 
 from tapestry.build import store
 from tapestry.codegen.kernel_sources import unfused
+from tapestry.compilation import Compilation
 from tapestry.errors import LawError, TapestryError
 from tapestry.ir.program import Load, Program, Reduce, Transfer, device_bytes, payload_bytes, peak_bytes, transfer_bytes
-from tapestry.lift import Lifted
 from tapestry.pass_runner import Runner
-from tapestry.passes import Constraints, Rewrites, as_planned, model_hash, search_of
+from tapestry.passes import as_planned, model_hash, search_of
 from tapestry.plan.cost import objective as costs
 from tapestry.plan.requests import parse_layouts
 from tapestry.plan.search.planner import fingerprint
 from tapestry.plan.search.priced_plan import PricedPlan
 from tapestry.plan.search_passes import Planned
 from tapestry.plan.simulate import simulate
-from tapestry.plan.solver.budget import Budget
 from tapestry.plan.task import Task
-from tapestry.plan.topology import Topology, from_data, to_data
+from tapestry.plan.topology import from_data, to_data
 from tapestry.rewrites.core.rule import parse_move
 from tapestry.verify.rewriting.normal_form import tests_dropped
 
 
-def lifted_of(runner: Runner) -> Lifted:
-    """The model as the plan has it: with recurrences whole, or step by step."""
-    planned, constraints = runner.get("planned", Planned), runner.get("constraints", Constraints)
-    return as_planned(runner.get("lifted", Lifted), runner.values["whole"], planned, constraints)
-
-
-def build_of(runner: Runner) -> store.Build:
+def build_of(c: Compilation) -> store.Build:
     """The build that the passes made; its report is still empty."""
-    lifted, priced = lifted_of(runner), runner.get("plan", PricedPlan)
-    topology = replace(runner.get("topology", Topology), mesh=priced.plan.mesh)
+    lifted, priced = as_planned(c), c.plan
+    topology = replace(c.topology, mesh=priced.plan.mesh)
     constants: dict[str, tuple[int, int]] = {}
     offset = 0
     for t, w in priced.plan.graph.weights.items():
         if w.file == "":
             constants[t] = (offset, lifted.constants[t].nbytes)
             offset += lifted.constants[t].nbytes
-    moves = (*runner.get("constraints", Constraints).moves, *runner.get("planned", Planned).moves)
+    moves = (*c.constraints.moves, *c.planned.moves)
     return store.Build(
         model=str(lifted.model), model_sha256=model_hash(lifted), plan=priced.plan, program=priced.program,
-        target=runner.values["target"], memory=topology.device.memory, report={}, moves=tuple(map(str, moves)),
+        target=c.options.target, memory=topology.device.memory, report={}, moves=tuple(map(str, moves)),
         peak_bytes=tuple(peak_bytes(priced.program)[0]), constants=constants, topology=to_data(topology),
-        exact=runner.values["exact"], precision=runner.values["precision"], knobs=runner.values["knobs"],
+        exact=c.options.exact, precision=c.options.precision, knobs=c.knobs,
     )  # fmt: skip
 
 
@@ -59,24 +52,26 @@ def plan_hash(build: store.Build) -> str:
 
 def document(runner: Runner, build: store.Build) -> dict[str, Any]:
     """The JSON document of ``compile``, without its seconds."""
-    lifted, planned = lifted_of(runner), runner.get("planned", Planned)
-    constraints = runner.get("constraints", Constraints)
-    requests: dict[str, Any] = {k: list(runner.values[k]) for k in ("pins", "layouts", "stage_at")}
-    if constraints.given:
-        requests["sharding"] = {**constraints.given.counts, "notes": list(constraints.given.notes)}
-    out = _facts(runner, build)
-    out["certificate"] = {"passed": True, "laws": dict(runner.values["laws"]), "evidence": [runner.values["evidence"]]}
+    c, options = runner.at, runner.at.options
+    lifted, planned, given = as_planned(c), c.planned, c.constraints.given
+    requests: dict[str, Any] = {
+        "pins": list(options.pins), "layouts": list(options.layouts), "stage_at": list(options.stage_at),
+    }  # fmt: skip
+    if given:
+        requests["sharding"] = {**given.counts, "notes": list(given.notes)}
+    out = _facts(c, build)
+    out["certificate"] = {"passed": True, "laws": dict(c.laws), "evidence": [c.evidence]}
     follow = {s: {"is": str(f), "size": lifted.shapes[s], "because": f.why} for s, f in lifted.unified.items()}
     out |= {"sizes": {"follow": follow}, "unfused": unfused(lifted.graph), "requests": requests}
-    if runner.values["pareto"]:
-        out["pareto"] = [asdict(p) for p in runner.values["front"]]
+    if c.front is not None:
+        out["pareto"] = [asdict(p) for p in c.front]
     if planned.alternatives:
         out["alternatives"] = [a.data() for a in planned.alternatives]
-    if runner.values["sums"]:
-        out["accumulate"] = runner.values["sums"].data()
-    if runner.values["for_format"]:
-        out["for_format"] = runner.values["for_format"]  # (which says what outputs end whole)
-    if runner.values["assume_finite"]:
+    if c.sums:
+        out["accumulate"] = c.sums.data()
+    if options.for_format:
+        out["for_format"] = options.for_format  # (which says what outputs end whole)
+    if options.assume_finite:
         out["assume_finite"] = {"operations": tests_dropped(build.plan.graph)}
     if planned.fitted:
         out["fit"] = dict(planned.fitted.report)
@@ -216,29 +211,28 @@ def _host_bytes(program: Program) -> int:
     return sum(int(device_bytes(b).sum()) for b in loads)
 
 
-def _facts(runner: Runner, build: store.Build) -> dict[str, Any]:
+def _facts(c: Compilation, build: store.Build) -> dict[str, Any]:
     """The plan in numbers."""
-    priced, topology = runner.get("plan", PricedPlan), runner.get("topology", Topology)
-    graph, lifted = priced.plan.graph, lifted_of(runner)
+    priced, topology, graph, lifted = c.plan, c.topology, c.plan.plan.graph, as_planned(c)
     timed = simulate(priced.plan, priced.program, replace(topology, mesh=priced.plan.mesh))
     return {
         "plan_sha256": plan_hash(build),
         "model": str(lifted.model), "nodes": lifted.nodes, "signatures": priced.distinct, **facts_of(build),
-        **_bounded(priced, runner.get("planned", Planned), runner.get("task", Task)),
+        **_bounded(priced, c.planned, c.task),
         "objective_s": priced.objective, "lower_bound_s": priced.bound, "gap": priced.gap,
         "topology": {
             "name": topology.name, "measured": bool(topology.device.classes or topology.calls), "figures": topology.figures,
         },
         "simulated_s": timed.total, "overlap": timed.assumption,
-        "unsharded_peak_bytes": runner.get("peak_alone", int), "kernels": len(runner.values["kernels"]),
-        "rewrites": {"steps": runner.get("rewrites", Rewrites).steps, "shown": dict(runner.get("rewrites", Rewrites).shown)},
+        "unsharded_peak_bytes": c.peak_alone, "kernels": len(c.kernels),
+        "rewrites": {"steps": c.rewrites.steps, "shown": dict(c.rewrites.shown)},
         "host_values": {t.name: t.about for t in graph.tensors.values() if t.on_host},  # bytes unknown, in no peak
     }  # fmt: skip
 
 
 def _search_record(runner: Runner) -> dict[str, Any]:
     """How the search ended, and what a later one needs to go on."""
-    priced, budget, earlier = runner.get("plan", PricedPlan), runner.get("budget", Budget), runner.values["earlier"]
+    priced, budget, earlier, resumed = runner.at.plan, runner.at.budget, runner.at.earlier, runner.at.options.resume
     spent = float(search_of(earlier).get("seconds", 0.0)) if earlier else 0.0
     ends = {"proved": priced.proved, "interrupted": budget.interrupted(), "time": budget.late(), "work": budget.over()}
     ended = next((how for how, so in ends.items() if so), "stalled")
@@ -246,7 +240,7 @@ def _search_record(runner: Runner) -> dict[str, Any]:
         "ended": ended, "interrupted": budget.interrupted(), "work": round(budget.meter.spent),
         "seconds": round(spent + runner.seconds["search"], 4),
         "history": [[round(w), t, b] for w, t, b in budget.meter.history if math.isfinite(b)],
-        "problem": fingerprint(priced.problem) if priced.problem else "", "resumed": runner.values["resumed"],
+        "problem": fingerprint(priced.problem) if priced.problem else "", "resumed": str(resumed) if resumed else None,
     }  # fmt: skip
 
 

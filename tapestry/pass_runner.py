@@ -1,8 +1,8 @@
 """What a compiler pass is, and the one runner that all passes go through.
 
-A pass is a plain function with the names of the values that it takes and gives. The runner hands it those values and no others,
-reports it (progress, and Ctrl-C, which ends a search and aborts anything else), times it, measures what it gives, prints the IR
-after it where that is asked for, and checks the laws between passes with ``TAPESTRY_DEBUG=2`` or more.
+A pass is a function from a `Compilation` to the next one. The runner reports it (progress, and Ctrl-C, which ends a search and
+aborts anything else), notes what it reads and makes, times it, measures what it makes, prints the IR after it where that is
+asked for, and checks the laws between passes with ``TAPESTRY_DEBUG=2`` or more.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ import logging
 import time
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from dataclasses import dataclass, field, fields
+from typing import Any, cast
 
 from tapestry import flags
+from tapestry.compilation import Compilation
 from tapestry.errors import TapestryError, similar
 from tapestry.ir import laws
 from tapestry.plugins.entry_points import Plugin, taking_part
@@ -24,8 +25,13 @@ from tapestry.viz.tables import sizes_text
 
 log = logging.getLogger("tapestry")
 Report = Callable[[str, str], None]
-T = TypeVar("T")
+Function = Callable[[Compilation], Compilation]
+FIELDS = tuple(f.name for f in fields(Compilation))
 OBJECTS = 50_000  # new ones before the collector looks at them, within a pass
+
+
+def unreported(phase: str, name: str) -> None:
+    """Nobody watches."""
 
 
 @contextmanager
@@ -41,16 +47,16 @@ def _collected_seldom() -> Generator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """One line of the compiler: a function, the names of the values that it takes in its own order, and of those it gives.
+    """One line of the compiler.
 
     Attributes:
         phase: the part of the compiler that its seconds count for: "lift", "simplify", "search", "verify" or "codegen".
+        why: why it is there, or at this place.
     """
 
+    function: Function
     phase: str
-    function: Callable[..., Any]
-    takes: str
-    gives: str
+    why: str
 
     @property
     def name(self) -> str:
@@ -58,11 +64,28 @@ class Pass:
         return self.function.__name__.replace("_", "-")
 
 
+class _Noted:
+    """A compilation as a pass sees it; what the pass reads and makes is noted."""
+
+    def __init__(self, of: Compilation) -> None:
+        self.of, self.takes, self.gives = of, dict[str, None](), dict[str, Any]()
+
+    def __getattr__(self, name: str) -> Any:
+        self.takes[name] = None
+        return getattr(self.of, name)
+
+    def made(self, **values: Any) -> Compilation:
+        self.gives |= values
+        return self.of.made(**values)
+
+
 @dataclass(slots=True, kw_only=True)
 class Runner:
-    """Runs passes over named values.
+    """Runs passes.
 
     Attributes:
+        at: the compilation after the passes that ran so far.
+        began: when, on the clock of `time.perf_counter`.
         report: told the phase and the name of every pass as it begins.
         print_after: passes after which the IR is printed, into ``printed``.
         rows: what ran, as ``tapestry compile --print-passes`` shows it.
@@ -70,8 +93,9 @@ class Runner:
         plugins: the plug-ins that took part.
     """
 
-    values: dict[str, Any]
+    at: Compilation
     report: Report
+    began: float = field(default_factory=time.perf_counter)
     print_after: Collection[str] = ()
     rows: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     printed: dict[str, str] = field(default_factory=dict[str, str])
@@ -89,24 +113,17 @@ class Runner:
                 with _collected_seldom():
                     self._run(p)
 
-    def get(self, name: str, kind: type[T]) -> T:
-        """A value that a pass gave."""
-        value = self.values[name]
-        assert isinstance(value, kind), f"'{name}' is a {type(value).__name__}"
-        return value
-
     def _run(self, p: Pass) -> None:
         self.report(p.phase, p.name)
-        takes, gives = p.takes.split(), p.gives.split()
-        taken = [self.values[t] for t in takes]
+        noted = _Noted(self.at)
         start, worked = time.perf_counter(), time.process_time()
-        result = p.function(*taken)
+        result = p.function(cast("Compilation", noted))
         seconds, worked = time.perf_counter() - start, time.process_time() - worked
-        new: dict[str, Any] = dict(zip(gives, result if len(gives) > 1 else (result,) * len(gives), strict=True))
-        changed = any(self.values.get(k) is not v for k, v in new.items())
-        self.values |= new
+        new, takes = noted.gives, [name for name in FIELDS if name in noted.takes]
+        changed = any(getattr(self.at, k) is not v for k, v in new.items())
+        self.at = result if new else self.at
         self.seconds[p.phase] = round(self.seconds.get(p.phase, 0.0) + seconds, 4)
-        row: dict[str, Any] = {"name": p.name, "phase": p.phase, "takes": takes, "gives": gives, "seconds": round(seconds, 4)}
+        row: dict[str, Any] = {"name": p.name, "phase": p.phase, "takes": takes, "gives": [*new], "seconds": round(seconds, 4)}
         row |= {"processor_seconds": round(worked, 4)}
         self.rows.append(row | {"changed": changed, **sizes(new.values())})
         self._look(p, new)
@@ -117,7 +134,7 @@ class Runner:
         row = self.rows[-1]
         log.log(logging.WARNING if level else logging.INFO, "%s: %.3f s; %s", p.name, row["seconds"], sizes_text(row))
         if p.name in self.print_after or level >= 3:
-            text = dump(p.name, [*new.values(), *reversed(self.values.values())])
+            text = dump(p.name, [*new.values(), *(getattr(self.at, name) for name in reversed(FIELDS))])
             if p.name in self.print_after:
                 self.printed[p.name] = text
             if level >= 3:

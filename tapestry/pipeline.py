@@ -1,35 +1,34 @@
 """The whole compiler on one screen: `PASSES` is every function that can touch a graph or a plan, in order.
 
-Each line names the values that its function takes and gives, and gets no others; ``tapestry compile --print-passes`` shows what
-ran, ``--print-after PASS`` the IR there. A plan is lowered wherever it is compared with another one, since its memory is
-that of its program: so `solve` and all that follow give programs, with rings for gathers where those are better.
+Each is a function from a `Compilation` to the next one; ``tapestry compile --print-passes`` shows what ran, ``--print-after``
+the IR there. A plan is lowered wherever it is compared with another one, since its memory is that of its program: so `solve`
+and all that follow give programs, with rings for gathers where those are better.
 """
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from tapestry import build_report, passes
 from tapestry.build import store
+from tapestry.compilation import Compilation
 from tapestry.errors import TapestryError, some
 from tapestry.interop.instance_map import ModelTopology
 from tapestry.ir.graph import Graph
 from tapestry.ir.plan import PARTS, Mesh, MeshAxis, device_count
-from tapestry.lift import onnx_to_graph as lift
 from tapestry.lift.file.structure import TEXT
+from tapestry.lift.onnx_to_graph import Lifted
 from tapestry.model_evidence import plugin_evidence
 from tapestry.onnx_eval import ort_session
-from tapestry.pass_runner import Pass, Report, Runner, check_names
-from tapestry.plan import search_passes as search
+from tapestry.options import Options
+from tapestry.pass_runner import Function, Pass, Report, Runner, check_names, unreported
 from tapestry.plan.pipelines.stage_choice import parse_request
 from tapestry.plan.search.planner import start_of
 from tapestry.plan.search.priced_plan import PricedPlan, TooBig
-from tapestry.plan.solver.budget import Found, unseen
 from tapestry.plan.topology import Topology, default_mesh, linked, parse_bytes, parse_mesh, topology
 from tapestry.plugins import entry_points as plugins
 from tapestry.rewrites import load_rules
@@ -42,87 +41,39 @@ from tapestry.sharding.annotations import Annotations
 
 # fmt: off
 PASSES = (
-    #    phase       pass                                 takes                                     gives
-    Pass("lift",     lift.read_model,                     "model weights kept",                     "source"),
-    Pass("lift",     lift.bind_symbols,                   "source shapes",                          "symbols"),
-    Pass("lift",     passes.check_memory,                 "source topology memory",                 ""),
-    Pass("lift",     passes.lift_whole,                   "source symbols also_whole seed",         "whole"),
-    Pass("lift",     lift.normalize,                      "source symbols unroll_steps",            "prepared"),
-    Pass("lift",     lift.lift_nodes,                     "source symbols prepared unroll_steps "
-                                                          "seed",                                   "lifted"),
-    Pass("lift",     passes.accumulate,                   "lifted whole accumulate",                "lifted whole sums"),
-    Pass("lift",     passes.drop_tests,                   "lifted whole assume_finite",             "lifted whole"),
-    Pass("simplify", passes.simplify,                     "lifted annotations exact without",       "graph"),
-    Pass("simplify", passes.constrain,                    "lifted graph annotations topology "
-                                                          "layouts pins exact stage_at request "
-                                                          "without",                                "graph constraints"),
-    Pass("search",   passes.resume,                       "lifted whole graph constraints earlier", "graph constraints start"),
-    Pass("search",   passes.cut_pinned_scans,             "lifted graph constraints topology "
-                                                          "exact request",                          "graph constraints"),
-    Pass("search",   passes.state_task,                   "lifted whole graph constraints start "
-                                                          "earlier topology request target "
-                                                          "exact time_limit interrupt found without "
-                                                          "for_format",                             "task budget"),
-    Pass("search",   search.fuse_by_price,                "graph task",                             "form"),
-    Pass("search",   search.enumerate_strategies,         "form task",                              "problems"),
-    Pass("search",   search.solve,                        "form problems task budget",              "candidate"),
-    Pass("search",   search.try_other_forms,              "candidate graph task budget",            "candidate"),
-    Pass("search",   search.fit_in_time,                  "candidate task budget",                  "candidate"),
-    Pass("search",   search.restructure,                  "candidate graph task budget",            "candidate"),
-    Pass("search",   search.choose_stages,                "candidate task budget",                  "planned plan"),
-    Pass("search",   search.compare_whole_graph,          "planned plan form task budget",          "planned plan peak_alone"),
-    Pass("search",   passes.say,                          "plan task budget for_format",            "plan"),
-    Pass("search",   passes.pareto_front,                 "planned task constraints budget pareto", "front"),
-    Pass("search",   passes.hoist_transfers,              "plan topology",                          "plan"),
-    Pass("verify",   passes.verify,                       "plan topology exact",                    "laws"),
-    Pass("verify",   passes.prove_rewrites,               "plan lifted whole",                      "rewrites"),
-    Pass("verify",   passes.compare_with_model,           "plan lifted whole planned constraints",  "evidence"),
-    Pass("codegen",  passes.measured_configs,             "plan target precision",                  "knobs"),
-    Pass("codegen",  passes.emit_kernels,                 "plan target precision knobs",            "kernels"),
+    Pass(passes.read_model,           "lift",     "the file is checked before anything is made of it"),
+    Pass(passes.bind_symbols,         "lift",     "everything after it has sizes"),
+    Pass(passes.check_memory,         "lift",     "a limit that was meant in MiB is refused before lifting takes a minute"),
+    Pass(passes.lift_whole,           "lift",     "of the model as read: normalising changes it in place"),
+    Pass(passes.normalize,            "lift",     "lifters know one opset, and no functions, loops and branches"),
+    Pass(passes.lift_nodes,           "lift",     "nodes become operations over index spaces"),
+    Pass(passes.accumulate,           "lift",     "changes what the model says, as asked: not a rewrite that is proved"),
+    Pass(passes.drop_tests,           "lift",     "likewise"),
+    Pass(passes.simplify,             "simplify", "what costs nothing on any devices is done before any is chosen"),
+    Pass(passes.constrain,            "simplify", "layouts and stages are said of the simplified graph's tensors"),
+    Pass(passes.resume,               "search",   "an earlier search's graph takes the place of this one"),
+    Pass(passes.cut_pinned_scans,     "search",   "rewrites what pins name, before strategies are listed"),
+    Pass(passes.state_task,           "search",   "the graph and the constraints are final: what is asked is said once"),
+    Pass(passes.fuse_by_price,        "search",   "the first form of the graph; prices need the devices"),
+    Pass(passes.enumerate_strategies, "search",   "what the solver chooses among"),
+    Pass(passes.solve,                "search",   "a plan in hand, which the others are held to"),
+    Pass(passes.try_other_forms,      "search",   "fusions and simplifications of the first form may cost more than they save"),
+    Pass(passes.fit_in_time,          "search",   "memory is a hard limit: where no form fits in space, or plans get dear"),
+    Pass(passes.restructure,          "search",   "moves around the best form alone, since each is planned anew"),
+    Pass(passes.choose_stages,        "search",   "of the graph as it is now; stages are compared with the plan without"),
+    Pass(passes.compare_whole_graph,  "search",   "what a person would try first is never better than the plan"),
+    Pass(passes.say,                  "search",   "the plan taken, in the words of a format"),
+    Pass(passes.pareto_front,         "search",   "of all that was found"),
+    Pass(passes.hoist_transfers,      "search",   "last: changes the order of a program, and no strategy"),
+    Pass(passes.verify,               "verify",   "a plan that breaks a law goes no further"),
+    Pass(passes.prove_rewrites,       "verify",   "the plan's graph is the lifted one"),
+    Pass(passes.compare_with_model,   "verify",   "and the lifted one is the model"),
+    Pass(passes.measured_configs,     "codegen",  "what this machine's GPU was measured with"),
+    Pass(passes.emit_kernels,         "codegen",  "sources of a plan that is proved"),
 )
 # fmt: on
-TEXT_PASSES = (Pass("lift", lift.read_text, "model weights", "lifted whole"), *PASSES[6:])  # a graph that is given as IR text
-
-
 MeshLike = str | Mesh | Sequence[int] | Mapping[str, int]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """What ``tapestry compile`` takes; see README. ``print_after`` names passes after which the IR is printed,
-    ``without`` rules (or a phase of them) that are not used, ``kept`` values that are computed whatever is known of them."""
-
-    model: Path
-    shapes: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    mesh: Mesh | None = None
-    topology: str = AUTO
-    memory: str | None = None
-    memory_reserve: str | None = None
-    target: str = "torch-cpu"
-    precision: str = "ieee"
-    accumulate: str | None = None
-    reduce_in: str = "f32"
-    assume_finite: bool = False
-    for_format: str | None = None
-    pins: Sequence[str] = ()
-    layouts: Sequence[str] = ()
-    rules: Sequence[Path] = ()
-    weights: bool = True
-    time_limit: float | None = None
-    seed: int = 0
-    pareto: bool = False
-    sharding: bool = True
-    configuration: str | None = None
-    resume: Path | None = None
-    exact: bool = False
-    without: Sequence[str] = ()
-    interrupt: threading.Event = field(default_factory=threading.Event)
-    found: Found = unseen
-    stages: str = "auto"
-    micro_batches: str = "auto"
-    stage_at: Sequence[str] = ()
-    print_after: Sequence[str] = ()
-    kept: frozenset[str] = frozenset()
+TEXT_PASSES = (Pass(passes.read_text, "lift", "a graph that is given as IR text"), *PASSES[6:])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,7 +90,7 @@ class Compiled:
     printed: Mapping[str, str]
 
 
-def compile_model(options: Options, report: Report = lambda phase, name: None) -> Compiled:
+def compile_model(options: Options, report: Report = unreported) -> Compiled:
     """ONNX file to a verified build, ready to be written.
 
     Raises:
@@ -156,8 +107,8 @@ def begun(options: Options, report: Report) -> Runner:
     ort_session.ready()  # for the comparison with the model's file
     check_names(options.print_after, _passes(options))
     with plugins.taking_part() as parts:
-        values = {**_values(options), "start_s": start}
-    runner = Runner(values=values, report=report, print_after=options.print_after, plugins=parts)
+        at = asked(options)
+    runner = Runner(at=at, report=report, began=start, print_after=options.print_after, plugins=parts)
     runner.run(_between(None, passes.resume, _passes(options)))
     return runner
 
@@ -183,17 +134,16 @@ def finished(runner: Runner, more: Mapping[str, Any] | None = None) -> Compiled:
         LawError: a plan that does not pass is never returned.
     """
     runner.run(_between(passes.verify, None))
-    build = build_report.build_of(runner)
+    at, build = runner.at, build_report.build_of(runner.at)
     document = {**build_report.document(runner, build), **(more or {})}
     document["plugins"] = [p.data() for p in sorted(runner.plugins)]
-    evidence = document["certificate"]["evidence"] = [runner.values["evidence"], *plugin_evidence(runner.plugins)]
-    document["seconds"] = {**runner.seconds, "total": round(time.perf_counter() - runner.values["start_s"], 4)}
-    lifted = build_report.lifted_of(runner)
+    evidence = document["certificate"]["evidence"] = [at.evidence, *plugin_evidence(runner.plugins)]
+    document["seconds"] = {**runner.seconds, "total": round(time.perf_counter() - runner.began, 4)}
+    lifted = passes.as_planned(at)
     constants = {t: lifted.constants[t].tobytes() for t in build.constants}
     return Compiled(
-        build=replace(build, report=document), constants=constants, kernels=runner.values["kernels"],
-        laws=runner.values["laws"], rewrites=runner.get("rewrites", passes.Rewrites).log,
-        evidence=evidence, printed=runner.printed,
+        build=replace(build, report=document), constants=constants, kernels=at.kernels, laws=at.laws,
+        rewrites=at.rewrites.log, evidence=evidence, printed=runner.printed,
     )  # fmt: skip
 
 
@@ -203,28 +153,25 @@ def graph_again(options: Options, build: store.Build) -> Graph:
     Raises:
         TapestryError: the model cannot be lifted at these sizes, or the moves do not apply.
     """
-    runner = Runner(values=_values(options), report=lambda phase, name: None)
+    runner = Runner(at=asked(options), report=unreported)
     moves = [parse_move(m) for m in build.moves]
     runner.run(_between(None, passes.simplify))
-    lifted, whole, left_out = runner.get("lifted", lift.Lifted), runner.values["whole"], disabled_by(moves)
-    if left_out:  # what the passes would simplify is not what the plan's graph began as
-        return passes.replayed(lifted, whole, lifted.graph, moves)
+    if disabled_by(moves):  # what the passes would simplify is not what the plan's graph began as
+        return passes.replayed(runner.at, moves)
     runner.run(_between(passes.simplify, passes.resume))
-    own = len(runner.get("constraints", passes.Constraints).moves)  # those of the model's annotations are behind the graph
-    return passes.replayed(lifted, whole, runner.get("graph", Graph), moves[own:])
+    return passes.replayed(runner.at, moves[len(runner.at.constraints.moves) :])  # those of annotations are behind the graph
 
 
 def search_again(options: Options, build: store.Build, graph: Graph) -> PricedPlan:
     """The best strategies for a build's graph at other sizes, beginning with the build's own; the plan is not verified."""
-    lifted = lift.Lifted(graph=graph, model=Path(build.model), constants={}, nodes=len(graph.ops))
-    values = {**_values(options), "earlier": build, "lifted": lifted, "whole": None, "graph": graph}
-    runner = Runner(values=values, report=lambda phase, name: None)
+    lifted = Lifted(graph=graph, model=Path(build.model), constants={}, nodes=len(graph.ops))
+    runner = Runner(at=asked(options).made(earlier=build, lifted=lifted, graph=graph), report=unreported)
     runner.run(_between(passes.constrain, passes.resume))
-    constraints = runner.get("constraints", passes.Constraints)
-    moves = (*constraints.moves, *map(parse_move, build.moves))
-    runner.values |= {"constraints": replace(constraints, moves=moves, rewritable=False), "start": start_of(build.plan)}
+    was = runner.at.constraints
+    constraints = replace(was, moves=(*was.moves, *map(parse_move, build.moves)), rewritable=False)
+    runner.at = runner.at.made(constraints=constraints, start=start_of(build.plan))
     runner.run(_between(passes.state_task, passes.verify))
-    return runner.get("plan", PricedPlan)
+    return runner.at.plan
 
 
 def _passes(options: Options) -> Sequence[Pass]:
@@ -232,7 +179,7 @@ def _passes(options: Options) -> Sequence[Pass]:
 
 
 def _between(
-    first: Callable[..., Any] | None, end: Callable[..., Any] | None, of: Sequence[Pass] = PASSES
+    first: Function | None, end: Function | None, of: Sequence[Pass] = PASSES
 ) -> Sequence[Pass]:  # fmt: skip
     """The passes from one (by default the first) to another one, which is not among them (by default to the last)."""
     at = [p.function for p in of]
@@ -242,8 +189,8 @@ def _between(
 # what the passes start from
 
 
-def _values(options: Options) -> dict[str, Any]:
-    """The values that the first passes take: the options, with files read and text parsed."""
+def asked(options: Options) -> Compilation:
+    """What the first passes take: the options, with files read and text parsed."""
     if options.time_limit is not None and not options.time_limit >= 0:  # nan as well
         raise TapestryError(f"{options.time_limit:g} seconds", where="--time-limit", hint="0 or more")
     earlier = store.read(options.resume)[0] if options.resume else None
@@ -264,18 +211,11 @@ def _values(options: Options) -> dict[str, Any]:
         mesh = named
     topo = _topology(options, mesh, carried)
     stages, micro = _stages(options, topo, marks)
-    return {
-        "model": options.model, "weights": options.weights, "seed": options.seed, "memory": options.memory,
-        "shapes": options.shapes or (annotations.shapes(marks) if marks else {}), "unroll_steps": _unroll_steps(options, topo),
-        "also_whole": _also_whole(options, topo) and not marks,
-        "annotations": marks, "topology": topo, "layouts": options.layouts, "pins": options.pins, "exact": options.exact,
-        "accumulate": options.accumulate, "assume_finite": options.assume_finite, "without": rule_names(options.without),
-        "stage_at": options.stage_at, "for_format": options.for_format,
-        "earlier": earlier, "request": parse_request(stages, micro, topo), "target": options.target,
-        "precision": options.precision, "time_limit": options.time_limit, "interrupt": options.interrupt,
-        "found": options.found, "kept": options.kept,
-        "pareto": options.pareto, "resumed": str(options.resume) if options.resume else None,
-    }  # fmt: skip
+    return Compilation(
+        options=options, shapes=options.shapes or (annotations.shapes(marks) if marks else {}), topology=topo,
+        request=parse_request(stages, micro, topo), annotations=marks, earlier=earlier, without=rule_names(options.without),
+        unroll_steps=_unroll_steps(options, topo), also_whole=_also_whole(options, topo) and not marks,
+    )  # fmt: skip
 
 
 def _topology(options: Options, mesh: Mesh, carried: ModelTopology | None) -> Topology:

@@ -30,8 +30,6 @@ from tapestry import pipeline
 from tapestry.doors.choices import Choices, opened_source
 from tapestry.doors.choices import options as options_of
 from tapestry.pass_runner import Runner
-from tapestry.plan.search.priced_plan import PricedPlan
-from tapestry.plan.search_passes import Planned
 from tapestry.rewrites.core.driver import rule_names
 
 FOLDER = record.WORK / "with_book"
@@ -74,7 +72,7 @@ def lifted(name: str, path: Path, mesh: str) -> tuple[Runner, pipeline.Options]:
 
 def searched(runner: Runner, options: pipeline.Options, without: frozenset[str]) -> tuple[Runner, float]:
     """A search without some rules, and its processor seconds."""
-    runner = replace(runner, values={**runner.values, "without": without})
+    runner = replace(runner, at=runner.at.made(without=without))
     start = time.process_time()
     pipeline.searched(runner, options)
     return runner, time.process_time() - start
@@ -84,8 +82,8 @@ def measure(name: str, path: Path, mesh: str) -> Row:
     """One model on one mesh."""
     begun, options = lifted(name, path, mesh)
     (_, before), (runner, after) = sides = [searched(begun, options, w) for w in (rule_names(["algebra"]), frozenset())]
-    old, new = (r.get("plan", PricedPlan).objective for r, _ in sides)
-    equations = [t.data() for t in runner.get("planned", Planned).scope.equations]
+    old, new = (r.at.plan.objective for r, _ in sides)
+    equations = [t.data() for t in runner.at.planned.scope.equations]
     return {
         "model": name, "mesh": mesh, "topology": MESHES[mesh], "without": {"objective_s": old, "search_cpu_s": before},
         "with": {"objective_s": new, "search_cpu_s": after}, "times": after / before, "better": old / new,

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from tapestry import arguments
+from tapestry import arguments, options
 from tapestry.cli.outcome import Outcome, bar, shapes
 from tapestry.errors import TapestryError, some
 from tapestry.plugins import tool
@@ -23,8 +23,8 @@ def compile_model(args: argparse.Namespace) -> Outcome:
     """``tapestry compile``: find, verify and write a plan."""
     from tapestry import api
     from tapestry.build import store
-    from tapestry.interrupt import Interrupts
-    from tapestry.pipeline import PASSES, mesh_of
+    from tapestry.cli.interrupt import Interrupts
+    from tapestry.pipeline import PASSES
     from tapestry.viz import progress, tables
 
     store.check_output(args.output)
@@ -35,17 +35,8 @@ def compile_model(args: argparse.Namespace) -> Outcome:
             interrupts.stage(phase)
             watch.begin(phase, name)
 
-        build = api.compile(
-            args.model, mesh=mesh_of(args.devices, args.mesh), topology=args.topology, shapes=shapes(args.shape),
-            memory=args.memory, memory_reserve=args.memory_reserve, reduce_in=args.reduce_in, target=args.target,
-            assume_finite=args.assume_finite, for_format=args.for_format, precision=args.precision,
-            pins=args.pin, layouts=args.layout, accumulate=args.accumulate, rules=args.rules,
-            weights=not args.no_weights, time_limit=args.time_limit, seed=args.seed, pareto=args.pareto,
-            exact=args.exact, without=args.without_rule, sharding=not args.ignore_sharding, resume=args.resume,
-            interrupt=interrupts.asked, configuration=args.configuration, stages=args.stages, stage_at=args.stage_at,
-            micro_batches=args.micro_batches, print_after=args.print_after, progress=report, found=watch.found,
-            state=args.state, max_devices=args.max_devices, objective=args.objective, limits=args.limit,
-        )  # fmt: skip
+        given: dict[str, Any] = {name: getattr(args, name) for name in options.FLAGS} | {"shapes": shapes(args.shapes)}
+        build = api.compile(args.model, **given, interrupt=interrupts.asked, progress=report, found=watch.found)
         report("write", "write")
         build.save(args.output, bundle=args.bundle or None)
     if build.report["search"]["interrupted"]:
@@ -60,7 +51,7 @@ def compile_model(args: argparse.Namespace) -> Outcome:
         if not args.print_after and not args.print_passes:
             tables.show(tables.compiled(build.report))
             run = f"tapestry run {args.output} --check"
-            if args.no_weights:  # they need not be there
+            if not args.weights:  # they need not be there
                 run = f"tapestry verify {args.output}"
             elif args.target.startswith("triton"):
                 run = f"tapestry verify {args.output} --kernels; on a GPU {run}"
@@ -149,7 +140,7 @@ def check_sharding(args: argparse.Namespace) -> Outcome:
     """``tapestry check-sharding``: whether a model's multi-device annotations are right."""
     from tapestry.sharding.check_sharding import check_file
 
-    findings = check_file(args.model, shapes(args.shape))
+    findings = check_file(args.model, shapes(args.shapes))
     errors = [f for f in findings if f.level == "error" or (args.strict and f.code != "no-annotations")]
     rows = {k: [asdict(f) for f in findings if (f in errors) == (k == "errors")] for k in ("errors", "warnings")}
 
@@ -171,7 +162,7 @@ def doctor(args: argparse.Namespace) -> Outcome:
     from tapestry.viz import ir_dump as doctor
 
     with plugins.taking_part() as parts:
-        document = doctor.document(args.model, examine(args.model, shapes(args.shape), weights=not args.no_weights))
+        document = doctor.document(args.model, examine(args.model, shapes(args.shapes), weights=args.weights))
     document["plugins"] = [p.data() for p in sorted(parts)]
     status = 1 if document["unsupported"] else 0
     return Outcome(document, lambda: print(doctor.text(document, all_nodes=args.verbose), end=""), status, insist=True)

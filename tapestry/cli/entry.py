@@ -59,7 +59,7 @@ COMMANDS: dict[str, tuple[Command | str, Sequence[Arguments], str]] = {
     ),
     "calibrate": (building.calibrate, [arguments.calibrate], "measure this machine and write a topology file"),
     "doctor": (
-        building.doctor, [arguments.model, arguments.own_operators, arguments.without_weights],
+        building.doctor, [arguments.doctor],
         "what splits, what is opaque, unbound or unsupported; -v lists every node",
     ),
     "opt": (rewriting.opt, [arguments.opt], "apply rules to IR text"),

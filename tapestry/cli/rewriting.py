@@ -104,9 +104,9 @@ def rules(args: argparse.Namespace) -> Outcome:
     if laboratory and args.derive:
         return laboratory.derived(args.derive, mesh=args.mesh, most=args.forms, dot=args.dot, svg=args.svg, view=args.view)
     if laboratory and args.ablate:
-        return laboratory.ablated(args.ablate, shapes(args.shape))
+        return laboratory.ablated(args.ablate, shapes(args.shapes))
     if laboratory:
-        return laboratory.discovered(args.discover, shapes(args.shape), args.terms)
+        return laboratory.discovered(args.discover, shapes(args.shapes), args.terms)
     if args.rule is not None and args.rule not in RULES:
         hint = similar(args.rule, sorted(RULES)) or "`tapestry rules` lists them"
         raise TapestryError(f"there is no rule '{args.rule}'", hint=hint)
@@ -117,7 +117,7 @@ def rules(args: argparse.Namespace) -> Outcome:
         from tapestry.rewrites.core.driver import simplify
         from tapestry.viz import format
 
-        graph = simplify(lift(args.refused, shapes(args.shape), weights=False).graph)
+        graph = simplify(lift(args.refused, shapes(args.shapes), weights=False).graph)
         refused = [m for r in chosen for m in r.find(graph) if isinstance(m, Refusal)]
         document = {"refused": [str(m) for m in refused]}
         return Outcome(document, lambda: print(format.refusals_text(refused, tensor_names(graph))), insist=True)

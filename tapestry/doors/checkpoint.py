@@ -25,9 +25,10 @@ from torch.overrides import TorchFunctionMode
 from tapestry import pipeline
 from tapestry.build.sized_builds import SizedBuild
 from tapestry.doors import torch_export
-from tapestry.doors.choices import Choices, Opened, check, opened_source, options, several
+from tapestry.doors.choices import Choices, Opened, check, opened_source, options
 from tapestry.errors import ModelError, TapestryError, refusing
 from tapestry.lift.own_operators import load_operators
+from tapestry.options import several
 from tapestry.plugins import tool
 from tapestry.sizes.sized_compile import asked as asked_sizes
 from tapestry.sizes.sized_compile import compile_sizes
@@ -237,12 +238,12 @@ def planned(model: Any, choices: Choices) -> tuple[pipeline.Compiled, Opened, Si
         TapestryError: with what, where, why and what to try.
     """
     check(choices)
-    load_operators(*map(Path, several(choices, "ops")))
+    load_operators(*map(Path, several(choices.get("ops"))))
     source = opened_source(model, choices.get("example_inputs"), choices.get("dynamic_shapes"))
     progress = choices.get("progress", lambda phase, name: None)
-    asked, limits = options(source, choices), several(choices, "limits")
+    asked = options(source, choices)
     machine_count = tool("machines")
-    machines = machine_count.asked_of(choices.get("max_devices"), choices.get("objective"), limits, mesh=asked.mesh is not None)
+    machines = machine_count.asked_of(asked.max_devices, asked.objective, asked.limits, mesh=asked.mesh is not None)
     sizes = asked_sizes(source.path, asked.shapes)
     if machines is not None:
         if sizes is not None:
@@ -250,7 +251,7 @@ def planned(model: Any, choices: Choices) -> tuple[pipeline.Compiled, Opened, Si
         return machine_count.compile_model(asked, machines, progress), source, None
     if sizes is None:
         return pipeline.compile_model(asked, progress), source, None
-    if choices.get("state") is not None:
+    if asked.state is not None:
         raise TapestryError("a build that keeps caches is of one size", where="--state", hint="one size of each symbol")
     done = compile_sizes(asked, sizes, progress)
     return done.first, source, done.sized

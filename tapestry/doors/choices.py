@@ -10,7 +10,7 @@ import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypedDict, cast
+from typing import Any, TypedDict, cast, get_args, get_origin, get_type_hints
 
 import onnx
 from onnx import ModelProto
@@ -20,6 +20,7 @@ from tapestry.codegen.triton.task.primitives import CHIPS, PRECISIONS, chip_of
 from tapestry.errors import TapestryError
 from tapestry.lift.file.external_data import parse_place
 from tapestry.lift.file.structure import TEXT, load, load_text
+from tapestry.options import DECLARED, Options, converted, many
 from tapestry.plan.solver.budget import Found
 from tapestry.plugins import entry_points as plugins
 
@@ -111,36 +112,14 @@ def _written(model: Any) -> Opened:
 
 
 class Choices(TypedDict, total=False):
-    """Keywords of `tapestry.compile`; each may be left out.
+    """Keywords of `tapestry.compile`; each may be left out. `tapestry.options` says what each asks for.
 
     Attributes:
         example_inputs, dynamic_shapes: of a torch module, as `torch.export.export` takes them.
-        devices, mesh: ``"2x4"``, ``(2, 4)``, ``{"dp": 2, "tp": 4}`` or mesh axes; ``devices`` is the one-dimensional mesh.
-        topology: a preset, a topology file, or ``auto``: this machine, as measured.
-        shapes: sizes of symbolic dimensions, by symbol or by input; of a symbol also a range (``"1..64"`` or ``range(1, 65)``)
-            or a list (``"128,256"``), for one build that runs all of them.
-        memory: per device, as ``"16GiB"`` or bytes.
-        memory_reserve: what the plan leaves free of it, as ``"8%"``, ``"2GiB"`` or bytes.
-        target, precision: ``"torch-cpu"`` or ``"triton:sm90"``; of products of f32 in kernels: "ieee", "tf32x3" or "tf32".
-        pins, layouts: as on the command line, one or several.
-        rules, ops, without: files of your own rules and operators; rules that are left out.
+        mesh: ``"2x4"``, ``(2, 4)``, ``{"dp": 2, "tp": 4}`` or mesh axes.
+        shapes: sizes by symbol or by input; of a symbol also a ``range``, or a list.
         weights, sharding: False plans without external data, which may be absent; without the model's multi-device annotations.
-        configuration: which of the model's device configurations, by name; by default the first for as many devices.
-        accumulate: how sums of products of f16 are held, "f32" (as if it were left out) or "f16".
-        assume_finite: take tests for NaN and infinities for false, such as the guard that exporters put around softmax.
-        for_format: search only plans that a format of export can say: "tp-plan", "dtensor", "jax" or "onnx-ranks".
-        reduce_in: how partial sums of 16-bit floats travel: "f32", or "native": each rounded to the tensor's type before.
-        exact: the same bits on any number of devices (docs/exact.md).
-        pareto: also the front of latency against memory.
-        time_limit: seconds for the search, 0 or more (by default only work is limited); the plan is verified in any case.
-        seed: of the model's own random operators.
-        resume: a build directory to go on from: the plan is never worse, and its bound holds if the problem is the same.
         interrupt: once it is set, by a signal handler or a thread, the search ends with the best plan so far.
-        stages, micro_batches: pipeline stages, and parts of the batch that follow each other; ``"auto"``: where that is better.
-        stage_at: the nodes at which stages end, one or several; with commas, several of one stage.
-        max_devices, objective, limits: as on the command line: how many devices, and what is minimised beside seconds.
-        state: ``"auto"`` or ``"past=present,…"``: caches that a `Session` keeps on the devices (`runtime.kept_state`).
-        print_after: passes (`pipeline.PASSES`) whose IR goes into ``printed``.
         progress: told of every pass as it begins.
         found: told of plans as they are found: simulated seconds, and what no plan of the same form of the graph is under.
     """
@@ -180,48 +159,9 @@ class Choices(TypedDict, total=False):
     objective: str | None
     limits: str | Sequence[str]
     state: str | None
-    print_after: Sequence[str]
+    print_after: str | Sequence[str]
     progress: pipeline.Report
     found: Found
-
-
-KINDS: Mapping[str, tuple[tuple[type, ...], str]] = {
-    "mesh": ((str, Mapping, Sequence), '"2x4", (2, 4) or {"dp": 2, "tp": 4}'),
-    "topology": ((str, Path), '"h100", or a file'),
-    "shapes": ((Mapping,), '{"batch": 8}'),
-    "memory": ((int, str), '"16GiB", or bytes'),
-    "memory_reserve": ((int, str), '"8%", "2GiB", or bytes'),
-    "target": ((str,), '"torch-cpu" or "triton:sm90"'),
-    "precision": ((str,), "ieee, tf32x3 or tf32"),
-    "pins": ((str,), '"layers.*.up_proj:out=tp", or a list of pins'),
-    "layouts": ((str,), '"x:0=4@d0", or a list of layouts'),
-    "rules": ((str, Path), "a file of rules, or a list of files"),
-    "ops": ((str, Path), "a file of operators, or a list of files"),
-    "without": ((str,), "the name of a rule, or a list of names"),
-    "time_limit": ((int, float), "seconds"),
-    "seed": ((int,), "a whole number"),
-    "accumulate": ((str,), "f32 or f16"),
-    "reduce_in": ((str,), "f32 or native"),
-    "assume_finite": ((bool,), "True or False"),
-    "for_format": ((str,), "tp-plan, dtensor, jax or onnx-ranks"),
-    "configuration": ((str,), "the name of a device configuration"),
-    "max_devices": ((int,), "a whole number"),
-    "objective": ((str,), '"seconds + 2e-3*devices"'),
-    "limits": ((str,), '"energy<=5", or a list of limits'),
-    "stages": ((int, str), '2, or "auto"'),
-    "micro_batches": ((int, str), '2, or "auto"'),
-    "stage_at": ((str,), "the name of a node, or a list of names"),
-    "resume": ((str, Path), "a build directory"),
-    "state": ((str,), '"auto" or "past=present,…"'),
-    "print_after": ((str,), "the name of a pass, or a list of names"),
-    **dict.fromkeys(("weights", "sharding", "exact", "pareto"), ((bool,), "True or False")),
-    "interrupt": ((threading.Event,), "a threading.Event"),
-}
-"""What a keyword may be (where it is not left out), and an example."""
-MANY = ("pins", "layouts", "rules", "ops", "without", "limits", "stage_at", "print_after")
-ELSEWHERE = (
-    "example_inputs", "dynamic_shapes", "devices", "state", "progress", "max_devices", "objective", "limits", "ops",
-)  # fmt: skip  # what is no option of the pipeline
 
 
 def check(given: Mapping[str, Any]) -> None:
@@ -235,34 +175,33 @@ def check(given: Mapping[str, Any]) -> None:
         if name not in Choices.__annotations__:
             near = difflib.get_close_matches(name, Choices.__annotations__, 1)
             raise TypeError(f"tapestry.compile has no argument '{name}'" + "".join(f"; did you mean '{n}'?" for n in near))
-        if name not in KINDS:
+        declared = DECLARED.get(name)
+        if declared is None or not declared.metadata or name == "devices":  # (`pipeline.mesh_of`)
             continue
-        kinds, example = KINDS[name]
-        items: Sequence[Any] = cast("Sequence[Any]", value) if name in MANY and isinstance(value, list | tuple) else [value]
+        kinds = kinds_of(name)
+        like = "True or False" if bool in kinds else declared.metadata["like"]
+        items: Sequence[Any] = cast("Sequence[Any]", value) if many(declared) and isinstance(value, list | tuple) else [value]
         for x in items if value is not None or name == "target" else ():
             if not isinstance(x, kinds) or (isinstance(x, bool) and bool not in kinds):
-                raise TapestryError(f"{x!r} is a {type(x).__name__}", where=f"tapestry.compile, {name}", hint=example)
+                raise TapestryError(f"{x!r} is a {type(x).__name__}", where=f"tapestry.compile, {name}", hint=like)
     _check_target(given.get("target", "torch-cpu"), given.get("precision", "ieee"))
 
 
-def options(source: Opened, given: Choices) -> pipeline.Options:
-    """The pipeline's options of a model that is opened."""
-    out: dict[str, Any] = {k: v for k, v in given.items() if v is not None and k not in ELSEWHERE}
-    for name in ("pins", "layouts", "without", "stage_at", "print_after"):
-        out[name] = several(given, name)
-    out |= {k: str(v) for k, v in out.items() if k in ("memory", "memory_reserve", "topology", "stages", "micro_batches")}
-    out["rules"] = [Path(r) for r in several(given, "rules")]
+def kinds_of(name: str) -> tuple[type, ...]:
+    """Of which types a keyword is, or each of several."""
+    hint = get_type_hints(Choices)[name]
+    kinds = [get_origin(k) or k for k in get_args(hint) or (hint,)]
+    if many(DECLARED[name]):
+        kinds.remove(Sequence)
+    return (*kinds, int) if float in kinds else tuple(kinds)
+
+
+def options(source: Opened, given: Choices) -> Options:
+    """The options of a model that is opened."""
+    out = {k: converted(k, v) for k, v in given.items() if v is not None and k in DECLARED}
     out["mesh"] = pipeline.mesh_of(given.get("devices"), given.get("mesh"))
-    out["shapes"], out["resume"] = given.get("shapes") or {}, Path(r) if (r := given.get("resume")) else None
     out["weights"] = out.get("weights", True) and source.weights
-    out["interrupt"] = given.get("interrupt") or threading.Event()
-    return pipeline.Options(model=source.path, **out)
-
-
-def several(given: Choices, name: str) -> list[Any]:
-    """What may be given alone or in a list, of one keyword."""
-    value: Any = cast("Mapping[str, Any]", given).get(name)
-    return [] if value is None else [value] if isinstance(value, str | Path) else list(value)
+    return Options(model=source.path, **out)
 
 
 def _check_target(target: str, precision: str) -> None:

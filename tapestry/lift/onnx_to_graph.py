@@ -145,7 +145,7 @@ def read_proto(proto: ModelProto, path: Path, weights: bool) -> ModelSource:
     return ModelSource(model=proto, path=path, inputs=inputs, stored=stored, nodes=nodes, has_weights=weights, names=names)
 
 
-def read_text(model: Path, weights: bool) -> tuple[Lifted, None]:
+def read_text(model: Path, weights: bool) -> Lifted:
     """IR text as a graph (there is no other form of it), its laws checked; data of weights lies beside it.
 
     Raises:
@@ -167,7 +167,7 @@ def read_text(model: Path, weights: bool) -> tuple[Lifted, None]:
             why = f"'{refs[other].file}' has other values there"
             raise ModelError(f"weight '{other}' is not what its hash says", where=str(model), why=why, hint=hint)
         graph = replace(graph, weights=refs)
-    return Lifted(graph=graph, model=model.absolute(), constants={}, nodes=len(graph.ops)), None
+    return Lifted(graph=graph, model=model.absolute(), constants={}, nodes=len(graph.ops))
 
 
 def bind_symbols(source: ModelSource, shapes: Given) -> Symbols:

@@ -15,15 +15,12 @@ from typing import Any
 
 from tapestry import pipeline
 from tapestry.errors import PlanError, TapestryError, some
-from tapestry.ir.graph import Graph
 from tapestry.ir.plan import MeshAxis, device_count
 from tapestry.ir.program import peak_bytes
 from tapestry.pass_runner import Report, Runner
 from tapestry.plan.cost.compute import least_seconds
 from tapestry.plan.cost.objective import TERMS, Limit, Objective, limits, needs_figures, objective, terms
-from tapestry.plan.search.planner import Point
-from tapestry.plan.search.priced_plan import PricedPlan
-from tapestry.plan.topology import MAX_DEVICES, Topology, default_mesh, parse_bytes, topology
+from tapestry.plan.topology import MAX_DEVICES, default_mesh, parse_bytes, topology
 from tapestry.runtime.calibration.automatic import AUTO
 
 FRONT = ("seconds", "devices", "bytes", "energy", "money")
@@ -78,7 +75,7 @@ def asked_of(max_devices: int | None, text: str | None, limit: Sequence[str], *,
 class _Tried:
     """A plan in hand: the search that found it, its topology, and its terms."""
 
-    runner: Runner
+    runner: Runner | None
     of: dict[str, float]
     memory: str | None
 
@@ -130,7 +127,7 @@ class _Search:
         except TapestryError as e:
             self.refused(n, e)
             return
-        needs_figures(self.asked.names, runner.get("topology", Topology))
+        needs_figures(self.asked.names, runner.at.topology)
         if n is not None and not self.worth(runner, n):
             return
         try:
@@ -149,8 +146,8 @@ class _Search:
 
     def worth(self, runner: Runner, n: int) -> bool:
         """Whether the least that a plan could cost is less than what is in hand."""
-        topo = runner.get("topology", Topology)
-        least = terms(topo, least_seconds(runner.get("graph", Graph), topo, everywhere=False), 0)
+        topo = runner.at.topology
+        least = terms(topo, least_seconds(runner.at.graph, topo, everywhere=False), 0)
         bound = self.asked.objective.value(least) if self.asked.objective.rising else -math.inf
         bound = bound if math.isfinite(bound) else -math.inf  # no bytes times an infinite number are no number
         self.bounds.append(bound)
@@ -164,22 +161,22 @@ class _Search:
 
     def plan(self, runner: Runner, options: pipeline.Options) -> _Tried:
         """Search on, and take the plan into account."""
-        runner.values["pareto"] = runner.values["pareto"] or "bytes" in self.asked.objective.names
+        pareto = runner.at.options.pareto or "bytes" in self.asked.objective.names
+        runner.at = runner.at.made(options=replace(runner.at.options, pareto=pareto))
         pipeline.searched(runner, options)
-        priced, topo = runner.get("plan", PricedPlan), runner.get("topology", Topology)
+        priced, topo = runner.at.plan, runner.at.topology
         found = _Tried(runner, terms(topo, priced.objective, max(peak_bytes(priced.program)[0])), options.memory)
         self.tried.append(found)
         best = self.best()
         for t in self.tried:  # what was searched is large
             if t is not best and t is not found:
-                t.runner = Runner(values={}, report=self.report)
+                t.runner = None
         return found
 
     def smaller(self, found: _Tried, runner: Runner) -> list[str]:
         """The memory of a point of the front that the objective would prefer to the plan, as a limit for another search."""
-        points: Sequence[Point] = runner.values["front"] or ()
         values = {p.peak_bytes: self.asked.objective.value({**found.of, "seconds": p.objective_s, "bytes": float(p.peak_bytes)})
-                  for p in points if p.peak_bytes < found.of["bytes"]}  # fmt: skip
+                  for p in runner.at.front or () if p.peak_bytes < found.of["bytes"]}  # fmt: skip
         best = min(values, key=lambda b: values[b], default=None)
         return [str(best)] if best is not None and values[best] < self.asked.objective.value(found.of) else []
 
@@ -234,6 +231,6 @@ def compile_model(options: pipeline.Options, asked: Asked, report: Report) -> pi
     search = _Search(options, asked, report)
     best = search.run()
     document = search.document(best)
-    mesh = best.runner.get("topology", Topology).mesh
-    assert device_count(mesh) == document["terms"]["devices"]
+    assert best.runner
+    assert device_count(best.runner.at.topology.mesh) == document["terms"]["devices"]
     return pipeline.finished(best.runner, {"machines": document})

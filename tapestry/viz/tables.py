@@ -431,7 +431,7 @@ def passes(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
     table.add_column("seconds", justify="right")
     table.add_column("takes → gives, and its size")
     for r in rows:
-        flow, size = f"{' '.join(r['takes'])} → {' '.join(r['gives']) or 'a check'}", sizes_text(r)
+        flow, size = f"{' '.join(r['takes'])} → {' '.join(r['gives']) or 'nothing new'}", sizes_text(r)
         table.add_row(r["name"], f"{r['seconds']:.3f}", Text(flow) + (Text(f"\n{size}", style="dim") if size else Text()))
     return table
 

@@ -458,7 +458,7 @@ def _flag(a: argparse.Action) -> str:
 
 
 def _default(a: argparse.Action) -> str:
-    nothing = a.default is None or a.default is False or a.default == [] or a.default == argparse.SUPPRESS
+    nothing = a.nargs == 0 or a.default is None or a.default is False or a.default == [] or a.default == argparse.SUPPRESS
     return "" if nothing else f"`{a.default}`"
 
 

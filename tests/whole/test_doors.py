@@ -6,6 +6,7 @@ import gc
 import json
 import shutil
 import weakref
+from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
@@ -16,8 +17,10 @@ import torch
 from torch import nn
 
 import tapestry
-from tapestry.doors.choices import opened_source
+from tapestry.cli.entry import command_parser
+from tapestry.doors.choices import Choices, Opened, opened_source, options
 from tapestry.errors import BuildError, ModelError, TapestryError
+from tapestry.options import DECLARED, FLAGS, Options, many
 from tests.support.command_line import document, run
 from tests.support.small_models import save
 
@@ -160,6 +163,44 @@ def test_a_bundle_with_a_changed_weight_is_refused(tmp_path: Path) -> None:
 def test_what_is_no_model_is_said(given: object, options: dict, message: str) -> None:
     with pytest.raises(TapestryError, match=message):
         tapestry.compile(given, **options)
+
+
+def test_keywords_are_the_options_that_are_declared() -> None:
+    """Names, and types: a keyword takes what the pipeline's option is (of several, one as well), and every flag has a keyword."""
+    own = {"example_inputs", "dynamic_shapes", "progress"}
+    assert set(Choices.__annotations__) - own == {*FLAGS, "interrupt", "found"}
+    for name in set(FLAGS) - {"devices"}:
+        said, declared = str(Choices.__annotations__[name]), str(DECLARED[name].type)
+        assert many(DECLARED[name]) == ("Sequence" in said and name != "mesh"), name
+        wanted = declared.removeprefix("Sequence[").removesuffix("]").removesuffix(" | None").replace("Mesh", "MeshLike")
+        assert name == "shapes" or wanted in said, name
+        for bad in (2.5j, object()):
+            with pytest.raises(TapestryError, match=f"tapestry.compile, {name}: ") as e:
+                tapestry.compile("x.onnx", **{name: bad})
+            assert e.value.hint, name
+
+
+def test_what_a_command_asks_for_is_what_python_does() -> None:
+    """Without any flag the options are the defaults of the table; with each flag they are what the keyword makes of the same."""
+    flags = (
+        "--devices 2 --max-devices 3 --objective seconds --limit a<=1 b<=2 --topology cpu --memory 1GiB --exact --no-weights"
+    )
+    flags += " --ignore-sharding --state --rules r --ops o --resume b --stage-at n --seed 3 --time-limit 1.5 --for jax"
+    keywords = {
+        "devices": 2, "max_devices": 3, "objective": "seconds", "limits": ["a<=1", "b<=2"], "topology": "cpu", "memory": "1GiB",
+        "exact": True, "weights": False, "sharding": False, "state": "auto", "rules": "r", "ops": "o", "resume": "b",
+        "stage_at": "n", "seed": 3, "time_limit": 1.5, "for_format": "jax",
+    }  # fmt: skip
+
+    def shown(of: Options) -> dict:
+        facts = {f.name: getattr(of, f.name) for f in fields(of) if f.name != "interrupt"}
+        return {k: list(v) if isinstance(v, tuple) else v for k, v in facts.items()}
+
+    for words, same in (("", {}), (flags, keywords)):
+        args = command_parser().parse_args(["compile", "m.onnx", "-o", "b", *words.split()])
+        asked = options(Opened(Path("m.onnx")), {n: getattr(args, n) for n in FLAGS if n != "shapes"})
+        assert shown(asked) == shown(options(Opened(Path("m.onnx")), same))
+        assert words or shown(asked) == shown(Options(model=Path("m.onnx")))
 
 
 @pytest.mark.parametrize("name", ["limits", "objective", "max_devices", "stage_at", "stages", "accumulate", "exact", "state"])

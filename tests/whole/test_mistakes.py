@@ -249,9 +249,9 @@ def test_a_plan_says_what_it_is(tmp_path: Path) -> None:
 def test_a_list_of_values_ends_before_the_model(option):
     args = parsed(["compile", "-o", "b", *option.split(), "model.onnx", "-q"])
     assert str(args.model) == "model.onnx" and args.quiet
-    assert getattr(args, option.split()[0][2:]) == option.split()[1:]
+    assert getattr(args, option.split()[0][2:] + "s") == option.split()[1:]
     prove = parsed(["prove", "--shape", "n=4", "model.onnx", "ranks"])
-    assert [str(p) for p in prove.program] == ["ranks"] and prove.shape == ["n=4"]
+    assert [str(p) for p in prove.program] == ["ranks"] and prove.shapes == ["n=4"]
 
 
 def test_a_mistake_in_the_arguments_is_said_in_two_lines(capsys):

@@ -1,7 +1,8 @@
-"""The list of passes: it says the truth about what each takes and gives, ``compile`` shows what ran, and what is printed reads back."""
+"""The list of passes: what each takes and gives is what it read and made, ``compile`` shows what ran, and what is printed reads back."""
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import json
 import logging
@@ -9,6 +10,7 @@ import math
 import subprocess
 import sys
 import time
+import types
 import typing
 
 import numpy as np
@@ -18,12 +20,12 @@ from onnx import TensorProto as T
 
 import tapestry
 from tapestry import flags, pass_runner
+from tapestry.compilation import Compilation
 from tapestry.errors import LawError, TapestryError
-from tapestry.ir.graph import Graph
 from tapestry.ir.syntax.parser import parse
 from tapestry.ir.syntax.printer import to_text
-from tapestry.pass_runner import Pass, Runner
-from tapestry.pipeline import PASSES, Options, _values
+from tapestry.pass_runner import FIELDS, Pass, Runner, unreported
+from tapestry.pipeline import PASSES, Options, asked
 from tapestry.plan.fusion import fused
 from tapestry.rewrites import RULES
 from tapestry.rewrites.core.driver import rules_of
@@ -47,23 +49,37 @@ def wide(tmp_path):
 # --- the list
 
 
-def test_every_pass_takes_what_its_function_takes_and_earlier_passes_give():
-    """Names and types: a parameter has the type that the pass that gave the value last says it has."""
-    types: dict[str, object] = dict.fromkeys(_values(Options(model=save("mlp"))))
-    for p in PASSES:
-        hints = typing.get_type_hints(p.function)
-        assert p.takes.split() == list(inspect.signature(p.function).parameters), p.name
-        for name in p.takes.split():
-            assert name in types, f"{p.name} takes '{name}', which no pass before it gives"
-            assert types[name] is None or types[name] == hints[name] or typing.get_origin(hints[name]) is not None, (
-                p.name,
-                name,
-            )
-        gives, result = p.gives.split(), hints["return"]
-        parts = typing.get_args(result) if len(gives) > 1 else (result,) * len(gives)
-        assert len(parts) == len(gives), p.name
-        types |= dict(zip(gives, parts, strict=True))
+def test_what_passes_make_is_of_the_types_of_the_fields(monkeypatch):
+    """`made` takes any value for a field, so a compilation in which every pass has something to do is looked at."""
+    ends, run = list[Compilation](), Runner.run
+    monkeypatch.setattr(Runner, "run", lambda self, passes: (run(self, passes), ends.append(self.at)))
+    tapestry.compile(save("attention"), mesh="2x2", pareto=True)
+    hints = typing.get_type_hints(Compilation)
+    for name in FIELDS:
+        value, parts = getattr(ends[-1], name), typing.get_args(hints[name])
+        kinds = parts if isinstance(hints[name], types.UnionType) else (hints[name],)
+        assert isinstance(value, tuple(typing.get_origin(k) or k for k in kinds)), name
     assert len(set(NAMES)) == len(NAMES)
+
+
+def test_what_no_pass_has_made_cannot_be_used():
+    at = asked(Options(model=save("mlp")))
+    with pytest.raises(AssertionError, match="no pass has made"):
+        _ = at.plan.objective
+    with pytest.raises(AssertionError, match="no pass has made"):
+        Runner(at=at, report=unreported).run([p for p in PASSES if p.name == "simplify"])
+
+
+def test_passes_read_what_earlier_ones_made_and_say_so():
+    rows = tapestry.compile(save("attention"), mesh="2x2").report["passes"]
+    there = {f.name for f in dataclasses.fields(Compilation) if f.default is dataclasses.MISSING} | {"whole", "sums", "front"}
+    for row in rows:
+        assert {*row["takes"]} <= there, row["name"]
+        there |= {*row["gives"]}
+    takes = {r["name"]: (r["takes"], r["gives"]) for r in rows}
+    assert takes["solve"] == (["task", "budget", "form", "problems"], ["candidate"])
+    assert takes["compare-whole-graph"][1] == ["planned", "plan", "peak_alone"]
+    assert takes["check-memory"] == (["options", "source"], [])
 
 
 def test_every_rule_that_is_tried_by_price_says_so():
@@ -83,8 +99,7 @@ def test_json_says_what_ran(name, tmp_path):
     assert [r["name"] for r in d["passes"]] == NAMES
     rows = {r["name"]: r for r in d["passes"]}
     for p in PASSES:
-        assert (rows[p.name]["takes"], rows[p.name]["gives"]) == (p.takes.split(), p.gives.split())
-        assert rows[p.name]["seconds"] >= 0
+        assert rows[p.name]["takes"] and rows[p.name]["seconds"] >= 0
     assert rows["read-model"]["nodes"] == d["nodes"]
     assert rows["hoist-transfers"]["operations"] == d["ops"] and rows["solve"]["steps"] > 0
     assert rows["hoist-transfers"]["peak_bytes"] == max(d["peak_bytes"])
@@ -212,16 +227,15 @@ def test_laws_are_checked_between_passes(monkeypatch, caplog):
     """With TAPESTRY_DEBUG=2 a pass that breaks a law is caught behind it, not at the end."""
     broken = parse("graph g\ninput x: f32[7]\ny: f32[7] = op [n: 7]\n  reads x[n + 1]\n  body x\noutput y\n")
 
-    def spoil(graph: Graph) -> Graph:
-        del graph
-        return broken
+    def spoil(c: Compilation) -> Compilation:
+        return c.made(graph=broken)
 
-    passes = [Pass("simplify", spoil, "graph", "graph")]
-    Runner(values={"graph": case("mlp").graph}, report=lambda phase, name: None).run(passes)
+    passes, at = [Pass(spoil, "simplify", "")], asked(Options(model=save("mlp")))
+    Runner(at=at, report=unreported).run(passes)
     for level in (2, 3):
         monkeypatch.setattr(flags, "debug_level", lambda level=level: level)
         with pytest.raises(LawError, match="reads_inside"), caplog.at_level(logging.WARNING, logger="tapestry"):
-            Runner(values={"graph": case("mlp").graph}, report=lambda phase, name: None).run(passes)
+            Runner(at=at, report=unreported).run(passes)
     assert "# after spoil" in caplog.text and pass_runner.log.name == "tapestry"
 
 

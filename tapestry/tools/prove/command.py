@@ -12,6 +12,6 @@ def prove(args: argparse.Namespace) -> Outcome:
     from tapestry.tools.prove.proof import PROVED, REFUTED
     from tapestry.tools.prove.proof import prove as decide
 
-    verdict = decide(args.model, args.program, shapes(args.shape))
+    verdict = decide(args.model, args.program, shapes(args.shapes))
     status = 0 if verdict.status == PROVED else 1 if verdict.status == REFUTED else 2
     return Outcome(verdict.document, lambda: print(verdict.text()), status)
