@@ -69,7 +69,7 @@ class Asked:
     @cached_property
     def plain(self) -> CpuKernel:
         """The kernel on buffers as they are, for weights that there is no room to pack."""
-        return _first(ON_BUFFERS, self)
+        return _part(self) if self.kernel.mode == "partial" else _first(ON_BUFFERS, self)
 
 
 def build(graph: Graph, kernel: Kernel, how: How = PLAIN) -> CpuKernel:
@@ -246,7 +246,7 @@ def _dense(a: Asked) -> CpuKernel | Refusal:
 
 
 def _part_on_packed(a: Asked) -> CpuKernel | Refusal:
-    return _on_weights(a, dense.partial(a.op, a.graph, a.kernel, _part(a)))
+    return _on_weights(a, dense.partial(a.op, a.graph, a.kernel, a.plain))
 
 
 def _part(a: Asked) -> CpuKernel:
@@ -292,13 +292,13 @@ KERNELS: Kernels = (
     Way("products of 8 bits", _eights, "sums in i32; the rows below know floats alone"),
     Way("several sums on packed weights", _sums, "reads once what they share; each by itself would read it again"),
     Way("on a packed weight", _dense, "the products that cost most in models, so before what takes them as they are"),
-    *ON_BUFFERS,
+    Way("on buffers as they are", lambda a: a.plain, "takes everything, so it comes last"),
 )
 """Kernels of a whole block, most special first."""
 
 PARTS: Kernels = (
     Way("part of a sum on a packed weight", _part_on_packed, "as for a whole sum"),
-    Way("part of a reduction", _part, "takes everything, so it comes last"),
+    Way("part of a reduction", lambda a: a.plain, "takes everything, so it comes last"),
 )
 TABLES: dict[str, Kernels] = {
     "full": KERNELS,

@@ -87,7 +87,7 @@ def _model(args: argparse.Namespace) -> Outcome:
     from tapestry.sharding import check_sharding
 
     path = Path(args.model)
-    build = api.compile(path, shapes=shapes(args.shapes), topology="cpu")
+    build = api.compile(path, shapes=shapes(args.shape), topology="cpu")
     feeds = build.random_feeds(0)
     done = check_sharding.evaluated(path, feeds)
     ours = build.run(feeds)
