@@ -67,6 +67,15 @@ class Asked:
         return Frame(self.op.space, self.kernel.block)
 
     @cached_property
+    def operators(self) -> CpuKernel:
+        """The kernel of torch's operators alone."""
+        if self.op.monoid is None:
+            return CpuKernel(plain=_map(self))
+        found = _states(self.op, self.graph, self.kernel)
+        run = _whole(self.op, self.graph, self.kernel, found.made)
+        return CpuKernel(plain=run, way=f"torch's operators: {found.name}", tried=found.tried)
+
+    @cached_property
     def plain(self) -> CpuKernel:
         """The kernel on buffers as they are, for weights that there is no room to pack."""
         return _part(self) if self.kernel.mode == "partial" else _first(ON_BUFFERS, self)
@@ -193,7 +202,7 @@ def _scored(a: Asked) -> CpuKernel | Refusal:
 
 def _with_plain(a: Asked, made: CpuKernel | Refusal) -> CpuKernel | Refusal:
     """A kernel that calls generated functions with torch's operators behind it, where there is no compiler."""
-    return replace(made, plain=_whole(a.op, a.graph, a.kernel), few=True) if made and made.functions else made
+    return replace(made, plain=a.operators, few=True) if made and made.functions else made
 
 
 def _layer_norm(a: Asked) -> CpuKernel | Refusal:
@@ -213,24 +222,10 @@ def _regrouped(a: Asked) -> CpuKernel | Refusal:
     )  # fmt: skip
 
 
-def _rows_in_c(a: Asked) -> CpuKernel | Refusal:
-    if a.op.monoid is not None:
-        return mapped(a.op, a.graph, a.kernel, _whole(a.op, a.graph, a.kernel), a.how)
-    return mapped(a.op, a.graph, a.kernel, _map(a), a.how)
-
-
 def _map(a: Asked) -> Run:
     """An operation without a reduction, on torch's operators."""
     results = Expressions(a.op, a.graph, a.kernel, a.op.body, Frame(a.op.dims, a.kernel.block))
     return pieces(a.op, a.graph, a.kernel) or (lambda ins, _: results(ins, []))
-
-
-def _by_torch(a: Asked) -> CpuKernel:
-    if a.op.monoid is None:
-        return CpuKernel(plain=_map(a))
-    found = _states(a.op, a.graph, a.kernel)
-    way = f"torch's operators: {found.name}"
-    return CpuKernel(plain=_whole(a.op, a.graph, a.kernel, found.made), way=way, tried=found.tried)
 
 
 def _eights(a: Asked) -> CpuKernel | Refusal:
@@ -276,8 +271,12 @@ AS_A_WHOLE: Kernels = (
 """What is asked first: whether the operation is better seen as rows or as pixels."""
 
 ON_BUFFERS: Kernels = (
-    Way("row by row, in C", _rows_in_c, "one pass, where torch makes one for each operator"),
-    Way("torch's operators", _by_torch, "takes everything, so it comes last"),
+    Way(
+        "row by row, in C",
+        lambda a: mapped(a.op, a.graph, a.kernel, a.operators, a.how),
+        "one pass, where torch makes one for each operator",
+    ),
+    Way("torch's operators", lambda a: a.operators, "takes everything, so it comes last"),
 )
 """Kernels that read buffers as they are."""
 
