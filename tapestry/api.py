@@ -243,9 +243,9 @@ def compile(model: Any, *example_inputs: Any, **choices: Unpack[Choices]) -> Com
     Raises:
         TapestryError: with what, where, why and what to try.
     """
-    from tapestry.doors import checkpoint
+    from tapestry.doors import compiling
 
-    done, source, sized = checkpoint.planned(model, checkpoint.with_inputs(choices, example_inputs))
+    done, source, sized = compiling.planned(model, compiling.with_inputs(choices, example_inputs))
     build = done.build if (state := choices.get("state")) is None else _with_state(done.build, state)
     parts = (build, done.constants, done.kernels, done.laws, done.rewrites, done.evidence, done.printed)
     return Compiled(*parts, source=source, sized=sized)
