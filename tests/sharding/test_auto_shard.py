@@ -15,7 +15,7 @@ from tapestry.cli import main
 from tapestry.errors import PlanError, TapestryError
 from tapestry.plan.topology import parse_mesh, topology
 from tapestry.tools.auto_shard import auto_shard, scheme_cost, traversal
-from tapestry.tools.auto_shard.scheme_cost import NodeGraph, Problem, Workers, bits, node_graph
+from tapestry.tools.auto_shard.scheme_cost import NodeGraph, Problem, bits, node_graph
 from tapestry.tools.auto_shard.traversal import initial, moves, traverse
 from tests.support.small_models import N, f32, net
 from tests.support.stages.stage_graphs import all_schemes, branches, random_graph, save
@@ -128,18 +128,6 @@ def test_the_program_equals_brute_force(seed):
         assert best == (found.rank if found else None)
         smallest = traversal.least_memory(problem, devices, family)
         assert smallest is not None and smallest.memory == least
-
-
-@pytest.mark.slow
-def test_any_number_of_processes_finds_the_same():
-    graph = random_graph(5, 24)
-    problem = Problem(graph, [(k,) for k in range(len(graph.names))])
-    start = initial(problem, 3)
-    found = []
-    for processes in (1, 2):
-        with Workers(problem, processes, worth=0) as workers:
-            found.append(traverse(problem, start, 10**9, workers, optimal=True))
-    assert found[0] == found[1] and found[0].schemes > 5
 
 
 # --- files

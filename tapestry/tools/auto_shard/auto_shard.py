@@ -25,7 +25,7 @@ from tapestry.lift.file.structure import check_structure, load
 from tapestry.plan.topology import MAX_DEVICES, parse_bytes, topology
 from tapestry.tools.auto_shard import scheme_cost as candidates
 from tapestry.tools.auto_shard import traversal as dynamic
-from tapestry.tools.auto_shard.scheme_cost import PICO, Evaluation, NodeGraph, Problem, Scheme, Workers, bits, node_graph
+from tapestry.tools.auto_shard.scheme_cost import PICO, Evaluation, NodeGraph, Problem, Scheme, bits, node_graph
 from tapestry.tools.auto_shard.traversal import Traversal, initial, traverse
 
 # The user's own stages: nodes at which they end (PopRT's manual sharding).
@@ -549,8 +549,7 @@ def _heuristic(
 ) -> tuple[Outcome, list[Scheme]]:
     """PopRT's search: traversal at the first proportion, then the scheme that is least over at the others."""
     start = initial(merged, options.devices)
-    with Workers(merged, options.processes) as workers:
-        seen = traverse(merged, start, capacities[0][1], workers, optimal=options.optimal)
+    seen = traverse(merged, start, capacities[0][1], lambda some: [*map(merged.evaluate, some)], optimal=options.optimal)
     assert seen.least is not None
     best, proportion = seen.best, capacities[0][0]
     if best is None:
@@ -591,9 +590,10 @@ def _too_large(attempt: Attempt, graph: NodeGraph, options: Options, memory: int
     )
     if weights:
         why += f"; its largest weights: {', '.join(f'{graph.weight_names[w]} {graph.weight_bytes[w]:,}' for w in largest)}"
-    alone, need = _largest_node(graph)
+    single = Problem(graph, [(k,) for k in range(len(graph.names))])
+    alone = max(range(len(graph.names)), key=lambda k: single.cost(1 << k).memory)
     hint = f"--num-devices above {n}, a larger --memory"
-    if need > capacity:
+    if (need := single.cost(1 << alone).memory) > capacity:
         why += f"; node '{graph.names[alone]}' alone needs {need:,}"
         hint = "a larger --memory: no number of devices helps a single node"
     if share < 1:
@@ -602,16 +602,6 @@ def _too_large(attempt: Attempt, graph: NodeGraph, options: Options, memory: int
         f"the model does not fit in {some(n, 'stage')}: {cost.memory - capacity:,} bytes too many",
         where=f"node '{graph.names[node]}'", why=why, hint=hint,
     )  # fmt: skip
-
-
-def _largest_node(graph: NodeGraph) -> tuple[int, int]:
-    """The node whose own weights and data need the most bytes, and how many: a bound for any number of stages."""
-    need = [0] * len(graph.names)
-    for s in graph.steps:
-        need[s.node] = max(need[s.node], sum(graph.sizes[t] for t in {*s.reads, *s.writes}))
-    total = [sum(graph.weight_bytes[w] for w in row) + a for row, a in zip(graph.weights, need)]
-    at = max(range(len(total)), key=lambda k: total[k])
-    return at, total[at]
 
 
 # the document

@@ -223,7 +223,7 @@ def _stages(
     )
     reads, written = inside @ readers.T, (inside[:, made] * (made >= 0)) @ sizes
     time, apart = inside @ np.array(problem.time), inside @ np.array(problem.bytes)
-    weights = np.array([problem.weight_bytes(frozenset[int]().union(*(problem.weights[u] for u in bits(c)))) for c in cuts])
+    weights = np.array([problem.weight_bytes(frozenset(w for u in bits(c) for w in problem.weights[u])) for c in cuts])
     costs, sure = list[dict[int, int]](), list[frozenset[int]]()
     for i, here in enumerate(cuts):
         crossing = np.flatnonzero((made >= 0) & (inside[i][made] > 0) & (reads[-1] > reads[i]))
