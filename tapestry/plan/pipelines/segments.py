@@ -419,6 +419,21 @@ def stage_numbers(graph: Graph, known: Mapping[str, int]) -> list[int]:
     return out
 
 
+def needed(ends: Sequence[Iterable[int]], parents: Callable[[int], Iterable[int]]) -> list[set[int]]:
+    """What each stage has when stages end with these: all that they need and no earlier stage has."""
+    taken, out = set[int](), list[set[int]]()
+    for end in ends:
+        mine, need = set[int](), [*end]
+        while need:
+            k = need.pop()
+            if k not in taken and k not in mine:
+                mine.add(k)
+                need += parents(k)
+        taken |= mine
+        out.append(mine)
+    return out
+
+
 def plain(tensor: str) -> str:
     """The name of a tensor before the batch was cut: micro-batch 3 of ``h`` is ``h@3``."""
     return re.sub(r"@\d+(\.part|\.\d+)?$", "", tensor)

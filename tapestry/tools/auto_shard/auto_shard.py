@@ -22,6 +22,7 @@ from tapestry.ir.plan import MeshAxis
 from tapestry.lift import lift
 from tapestry.lift.file.protos import subgraphs
 from tapestry.lift.file.structure import check_structure, load
+from tapestry.plan.pipelines.segments import needed
 from tapestry.plan.topology import MAX_DEVICES, parse_bytes, topology
 from tapestry.tools.auto_shard import scheme_cost as candidates
 from tapestry.tools.auto_shard import traversal as dynamic
@@ -40,17 +41,9 @@ def scheme_at(graph: NodeGraph, cuts: Sequence[str]) -> tuple[Problem, Scheme]:
     """
     problem = Problem(graph, [(k,) for k in range(len(graph.names))])
     busy = sum(1 << k for k in {s.node for s in graph.steps})
-    stages, taken = list[int](), 0
-    for text in cuts:
-        mask, need = 0, [k for name in _names(text, graph) for k in _nodes(name, text, graph)]
-        while need:
-            k = need.pop()
-            if not (mask | taken) >> k & 1:
-                mask |= 1 << k
-                need += bits(problem.parents[k])
-        stages.append(mask)
-        taken |= mask
-    stages.append(problem.all & ~taken)
+    last = [[k for name in _names(text, graph) for k in _nodes(name, text, graph)] for text in cuts]
+    stages = [sum(1 << k for k in mine) for mine in needed(last, graph.parents.__getitem__)]
+    stages.append(problem.all & ~sum(stages))
     empty = next((k for k, mask in enumerate(stages) if not mask & busy), None)
     if empty is not None:
         where = f"--cut {cuts[min(empty, len(cuts) - 1)]}"
@@ -523,11 +516,8 @@ def _search(graph: NodeGraph, options: Options, memory: int, clock: _Clock, *, i
     )  # fmt: skip
 
 
-def plan(
-    graph: NodeGraph, units: list[candidates.Unit], options: Options, memory: int, clock: _Clock | None = None, name: str = ""
-) -> Attempt:
+def plan(graph: NodeGraph, units: list[candidates.Unit], options: Options, memory: int, clock: _Clock, name: str) -> Attempt:
     """Run the heuristic on merged subgraphs, then the dynamic program on finer ones with what the heuristic saw."""
-    clock = clock or _Clock(lambda stage: None)
     n = options.devices
     coarse = candidates.merge(graph, units, COARSE * n, n)
     fine = candidates.refine(graph, coarse, max(FINE, 3 * n))

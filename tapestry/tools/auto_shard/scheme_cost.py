@@ -2,10 +2,11 @@
 
 A scheme is one set of subgraphs per stage, as a bit mask. Costs depend on the set alone, so they are kept by mask.
 
-Prices are the compiler's (`plan.cost.compute`, `segments.receive_seconds`). A stage computes its operations one after another;
-before that it receives every activation that an earlier stage made and it reads; nothing overlaps inside a stage. The *interval*
-of the pipeline is its slowest stage, its *latency* the sum over stages: one run passes all of them. Memory of a stage: its
-weights, and the activations at their peak, where what is received is there from the beginning and what is sent stays to the end.
+Prices are the compiler's (`plan.cost.compute`, `segments.receive_seconds`). A stage computes its operations one after
+another; before that it receives every activation that an earlier stage made and it reads; nothing overlaps inside a stage.
+The *interval* of the pipeline is its slowest stage, its *latency* the sum over stages: one run passes all of them. Memory of
+a stage: its weights, and the activations at their peak, where what is received is there from the beginning and what is sent
+stays to the end.
 """
 
 from __future__ import annotations
