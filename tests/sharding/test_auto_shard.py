@@ -289,3 +289,13 @@ def test_views_and_folded_nodes_cost_nothing(names):
     assert free == {"shape", "view", "back"}
     assert all(s.time > 0 for s in graph.steps)
     assert sorted(s.node for s in graph.steps) == list(range(10))  # nodes of one name are told apart by what they write
+
+
+def test_what_is_sent_is_priced_over_the_slowest_link():
+    from tapestry.lift import lift
+    from tapestry.lift.file.structure import load
+    from tests.support.small_models import FOLDER
+
+    path = save(branches(2), FOLDER, "auto_shard_links.onnx")
+    near, far = (node_graph(load(path), lift(path).graph, topology(parse_mesh(n), "h100")).moves for n in ("8", "16"))
+    assert all(a < b for a, b in zip(near, far, strict=True))  # 16 devices are two nodes

@@ -19,6 +19,7 @@ import numpy as np
 from onnx import ModelProto, NodeProto, TensorProto
 
 from tapestry.ir.graph import Graph, Op
+from tapestry.ir.plan import device_count
 from tapestry.ir.syntax.printer import signature
 from tapestry.lift.file.external_data import tensor_bytes
 from tapestry.lift.file.protos import captured, node_name
@@ -85,7 +86,7 @@ def node_graph(model: ModelProto, lifted: Graph, topo: Topology) -> NodeGraph:
     Args:
         model: the file, its nodes in topological order (`lift.file.structure.check_structure` sorts them).
         lifted: the same model as a Graph, not simplified: its operations still name one node each.
-        topo: device rates, and the link between two stages.
+        topo: device rates, and the slowest link that a stage may receive over: which stages it lies between is not known.
     """
     return _Builder(model, lifted, topo).finish()
 
@@ -127,7 +128,7 @@ class _Builder:
         outputs = (self.root.get(t, t) for t in self.lifted.outputs)
         names = tuple(self.ids)
         sizes = tuple(self.lifted.tensors[t].nbytes for t in names)
-        link = link_between(self.topo, 0, 1)
+        link = link_between(self.topo, 0, device_count(self.topo.mesh) - 1)
         return NodeGraph(
             names=tuple(node_name(n) for n in self.nodes),
             parents=tuple(tuple(sorted(p)) for p in self.parents), joined=tuple(self._joined()),
