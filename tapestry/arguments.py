@@ -323,7 +323,7 @@ def auto_shard(p: argparse.ArgumentParser) -> None:
                    help="with --measure: compiled at most (24); 0: all that the traversal comes to")  # fmt: skip
     p.add_argument("--output-model", type=Path, metavar="FILE", help="default: MODEL.auto_sharded.onnx beside the model")
     p.add_argument("--optimal-perf", action="store_true", help="the heuristic goes on after the first scheme that fits")
-    p.add_argument("--num-processes", type=int, default=2, metavar="P", help="processes that evaluate or compile schemes")
+    p.add_argument("--num-processes", type=int, default=2, metavar="P", help="with --measure: processes that compile schemes")
     p.add_argument(
         "--memory-proportion", type=float, nargs="+", metavar="SHARE",
         help="share of a device's memory for weights and activations; the next one is tried when nothing fits (0.4 0.7 0.9)",

@@ -27,7 +27,7 @@ from tapestry.ir.expr import Arg
 from tapestry.ir.graph import Block, Dim, Graph, Op, Read
 from tapestry.ir.index import Aff, dim, dims_of, evaluate, floordiv, modulo
 from tapestry.ir.plan import Layout, Mesh
-from tapestry.plan.pipelines.segments import stage_numbers
+from tapestry.plan.pipelines.segments import needed, stage_numbers
 from tapestry.plan.strategy import Dims, LayoutConstraints
 from tapestry.rewrites.core.driver import applied, apply_moves, disabled_by, simplify, swept, without
 from tapestry.rewrites.core.edit import is_view
@@ -45,18 +45,13 @@ def at_nodes(nodes: Sequence[str], lifted: Graph) -> dict[str, int]:
         PlanError: there is no such operation, or a stage would have none.
     """
     makers, out = lifted.producers(), dict[str, int]()
-    for k, text in enumerate(nodes):
-        found = list(_operations(text, lifted))
-        need = list(found)
-        while need:
-            op = lifted.ops[need.pop()]
-            if op.outs[0] in out:
-                continue
-            out |= dict.fromkeys(op.outs, k)
-            need += [makers[t] for t in op.inputs if t in makers]
-        if k not in out.values():
+    ends = [[*_operations(text, lifted)] for text in nodes]
+    stages = needed(ends, lambda i: [makers[t] for t in lifted.ops[i].inputs if t in makers])
+    for k, (text, mine) in enumerate(zip(nodes, stages, strict=True)):
+        if not mine:
             before = f"'{text}' is needed by what '{nodes[k - 1]}' ends with" if k else ""
             raise PlanError("a stage would have no operation", where=f"--stage-at {text}", why=before, hint="another order")
+        out |= {t: k for i in mine for t in lifted.ops[i].outs}
     rest = {t: len(nodes) for op in lifted.ops for t in op.outs if t not in out}
     if not rest:
         hint = "the last stage has what is left: leave this node out"

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import re
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 from typing import TypeVar
@@ -195,6 +195,9 @@ class Chain:
 Cost = Callable[[Piece], float]
 """Seconds of a piece per micro-batch; infinite when it does not fit."""
 
+Ends = Callable[[int], Iterable[int]]
+"""Positions at which a piece that begins at one may end."""
+
 
 def submeshes(mesh: Mesh) -> list[Submesh]:
     """Ranges of devices that are meshes: some of one axis with all of the faster ones, of a size that divides the axis or
@@ -223,6 +226,14 @@ class _Label:
     piece: Piece | None = None
     before: _Label | None = None
 
+    def latency(self, micro: float) -> float:
+        """Seconds for all micro-batches; of the slowest stage alone where there is no end of them."""
+        return self.slowest if micro == inf else self.total + (micro - 1) * self.slowest
+
+    def beats(self, other: _Label, micro: float) -> bool:
+        """Whether it is as good in all that counts."""
+        return (micro == inf or self.total <= other.total) and (micro == 1 or self.slowest <= other.slowest)
+
 
 def best_chain(
     length: int,
@@ -230,57 +241,54 @@ def best_chain(
     shapes: list[Submesh],
     cost: Cost,
     *,
-    micro: int = 1,
+    micro: float = 1,
     stages: int | None = None,
     upper: float = inf,
     alike: bool = True,
+    ends: Ends | None = None,
+    fits: Callable[[Piece], bool] | None = None,
 ) -> Chain | None:
     """The chain of least latency over positions [0, length) on devices in order; ``None`` when none fits below ``upper``.
 
     Args:
+        micro: how many micro-batches; infinite: only the slowest stage counts.
         stages: exactly that many; by default any number from two on.
         alike: whether it is all the same which devices a piece has: then it has the first free ones.
+        ends: by default a piece may end at any later position; positions may be those of a partial order, in any of its orders.
+        fits: asked only of pieces that would make a better chain.
     """
+    ends = ends or (lambda lo: range(lo + 1, length + 1))
     most = stages if stages is not None else 2  # more than two are counted as two
-    states: dict[tuple[int, int, int], list[_Label]] = {(0, 0, 0): [_Label(0.0, 0.0)]}
+    states: list[dict[tuple[int, int], list[_Label]]] = [{} for _ in range(length + 1)]
+    states[0][0, 0] = [_Label(0, 0)]  # whole numbers stay whole
     for lo in range(length):
-        here = [(key, labels) for key, labels in states.items() if key[0] == lo]
-        for (_, used, count), labels in here:
-            if stages is not None and count == most:
-                continue
-            for piece, size in _next(lo, used, length, devices, shapes, alike):
+        for (used, count), labels in states[lo].items():
+            for piece, size in _next(lo, used, ends, devices, shapes, alike):
+                if stages is not None and (count + 1 == stages) != (piece.hi == length):
+                    continue
                 seconds = cost(piece)
                 if seconds == inf:
                     continue
-                key = (piece.hi, piece.first + size, min(count + 1, most))
+                there = states[piece.hi].setdefault((piece.first + size, min(count + 1, most)), [])
                 for label in labels:
                     new = _Label(label.total + seconds, max(label.slowest, seconds), piece, label)
-                    if new.total + (micro - 1) * new.slowest < upper:
-                        _insert(states.setdefault(key, []), new)
-    ends = [label for (at, _, count), labels in states.items() if at == length and count == most for label in labels]
-    if not ends:
+                    late = new.latency(micro) >= upper or any(o.beats(new, micro) for o in there)
+                    if not late and (fits is None or fits(piece)):
+                        there[:] = [*(o for o in there if not new.beats(o, micro)), new]
+    whole = [label for (_, count), labels in states[length].items() if count == most for label in labels]
+    if not whole:
         return None
-    best = min(ends, key=lambda e: e.total + (micro - 1) * e.slowest)
+    best = min(whole, key=lambda e: e.latency(micro))
     return Chain(tuple(_pieces(best))[::-1], best.total, best.slowest)
 
 
-def _next(
-    lo: int, used: int, length: int, devices: int, shapes: list[Submesh], alike: bool
-) -> Iterator[tuple[Piece, int]]:  # fmt: skip
+def _next(lo: int, used: int, ends: Ends, devices: int, shapes: list[Submesh], alike: bool) -> Iterator[tuple[Piece, int]]:
     """Every piece that can come next, with its number of devices: on free devices where its submesh may start."""
     for k, shape in enumerate(shapes):
         free = [p for p in shape.starts if p >= used and p + shape.count <= devices]
         for first in free[:1] if alike else free:
-            for hi in range(lo + 1, length + 1):
+            for hi in ends(lo):
                 yield Piece(lo, hi, k, first), shape.count
-
-
-def _insert(labels: list[_Label], new: _Label) -> None:
-    """Keep a label unless another is as good in both; drop those that it beats."""
-    if any(o.total <= new.total and o.slowest <= new.slowest for o in labels):
-        return
-    labels[:] = [o for o in labels if o.total < new.total or o.slowest < new.slowest]
-    labels.append(new)
 
 
 def _pieces(label: _Label) -> Iterator[Piece]:
@@ -408,6 +416,21 @@ def stage_numbers(graph: Graph, known: Mapping[str, int]) -> list[int]:
         own = max((known.get(plain(t), 0) for t in op.outs), default=0)
         out.append(max([own, *(at[t] for t in op.inputs if t in at)]))
         at |= dict.fromkeys(op.outs, out[-1])
+    return out
+
+
+def needed(ends: Sequence[Iterable[int]], parents: Callable[[int], Iterable[int]]) -> list[set[int]]:
+    """What each stage has when stages end with these: all that they need and no earlier stage has."""
+    taken, out = set[int](), list[set[int]]()
+    for end in ends:
+        mine, need = set[int](), [*end]
+        while need:
+            k = need.pop()
+            if k not in taken and k not in mine:
+                mine.add(k)
+                need += parents(k)
+        taken |= mine
+        out.append(mine)
     return out
 
 

@@ -22,10 +22,11 @@ from tapestry.ir.plan import MeshAxis
 from tapestry.lift import lift
 from tapestry.lift.file.protos import subgraphs
 from tapestry.lift.file.structure import check_structure, load
+from tapestry.plan.pipelines.segments import needed
 from tapestry.plan.topology import MAX_DEVICES, parse_bytes, topology
 from tapestry.tools.auto_shard import scheme_cost as candidates
 from tapestry.tools.auto_shard import traversal as dynamic
-from tapestry.tools.auto_shard.scheme_cost import PICO, Evaluation, NodeGraph, Problem, Scheme, Workers, bits, node_graph
+from tapestry.tools.auto_shard.scheme_cost import PICO, Evaluation, NodeGraph, Problem, Scheme, bits, node_graph
 from tapestry.tools.auto_shard.traversal import Traversal, initial, traverse
 
 # The user's own stages: nodes at which they end (PopRT's manual sharding).
@@ -40,17 +41,9 @@ def scheme_at(graph: NodeGraph, cuts: Sequence[str]) -> tuple[Problem, Scheme]:
     """
     problem = Problem(graph, [(k,) for k in range(len(graph.names))])
     busy = sum(1 << k for k in {s.node for s in graph.steps})
-    stages, taken = list[int](), 0
-    for text in cuts:
-        mask, need = 0, [k for name in _names(text, graph) for k in _nodes(name, text, graph)]
-        while need:
-            k = need.pop()
-            if not (mask | taken) >> k & 1:
-                mask |= 1 << k
-                need += bits(problem.parents[k])
-        stages.append(mask)
-        taken |= mask
-    stages.append(problem.all & ~taken)
+    last = [[k for name in _names(text, graph) for k in _nodes(name, text, graph)] for text in cuts]
+    stages = [sum(1 << k for k in mine) for mine in needed(last, graph.parents.__getitem__)]
+    stages.append(problem.all & ~sum(stages))
     empty = next((k for k, mask in enumerate(stages) if not mask & busy), None)
     if empty is not None:
         where = f"--cut {cuts[min(empty, len(cuts) - 1)]}"
@@ -523,11 +516,8 @@ def _search(graph: NodeGraph, options: Options, memory: int, clock: _Clock, *, i
     )  # fmt: skip
 
 
-def plan(
-    graph: NodeGraph, units: list[candidates.Unit], options: Options, memory: int, clock: _Clock | None = None, name: str = ""
-) -> Attempt:
+def plan(graph: NodeGraph, units: list[candidates.Unit], options: Options, memory: int, clock: _Clock, name: str) -> Attempt:
     """Run the heuristic on merged subgraphs, then the dynamic program on finer ones with what the heuristic saw."""
-    clock = clock or _Clock(lambda stage: None)
     n = options.devices
     coarse = candidates.merge(graph, units, COARSE * n, n)
     fine = candidates.refine(graph, coarse, max(FINE, 3 * n))
@@ -549,8 +539,7 @@ def _heuristic(
 ) -> tuple[Outcome, list[Scheme]]:
     """PopRT's search: traversal at the first proportion, then the scheme that is least over at the others."""
     start = initial(merged, options.devices)
-    with Workers(merged, options.processes) as workers:
-        seen = traverse(merged, start, capacities[0][1], workers, optimal=options.optimal)
+    seen = traverse(merged, start, capacities[0][1], lambda some: [*map(merged.evaluate, some)], optimal=options.optimal)
     assert seen.least is not None
     best, proportion = seen.best, capacities[0][0]
     if best is None:
@@ -591,9 +580,10 @@ def _too_large(attempt: Attempt, graph: NodeGraph, options: Options, memory: int
     )
     if weights:
         why += f"; its largest weights: {', '.join(f'{graph.weight_names[w]} {graph.weight_bytes[w]:,}' for w in largest)}"
-    alone, need = _largest_node(graph)
+    single = Problem(graph, [(k,) for k in range(len(graph.names))])
+    alone = max(range(len(graph.names)), key=lambda k: single.cost(1 << k).memory)
     hint = f"--num-devices above {n}, a larger --memory"
-    if need > capacity:
+    if (need := single.cost(1 << alone).memory) > capacity:
         why += f"; node '{graph.names[alone]}' alone needs {need:,}"
         hint = "a larger --memory: no number of devices helps a single node"
     if share < 1:
@@ -602,16 +592,6 @@ def _too_large(attempt: Attempt, graph: NodeGraph, options: Options, memory: int
         f"the model does not fit in {some(n, 'stage')}: {cost.memory - capacity:,} bytes too many",
         where=f"node '{graph.names[node]}'", why=why, hint=hint,
     )  # fmt: skip
-
-
-def _largest_node(graph: NodeGraph) -> tuple[int, int]:
-    """The node whose own weights and data need the most bytes, and how many: a bound for any number of stages."""
-    need = [0] * len(graph.names)
-    for s in graph.steps:
-        need[s.node] = max(need[s.node], sum(graph.sizes[t] for t in {*s.reads, *s.writes}))
-    total = [sum(graph.weight_bytes[w] for w in row) + a for row, a in zip(graph.weights, need)]
-    at = max(range(len(total)), key=lambda k: total[k])
-    return at, total[at]
 
 
 # the document

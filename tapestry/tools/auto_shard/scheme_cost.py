@@ -1,32 +1,34 @@
-"""What a sharding scheme costs: per stage seconds, FLOPs and memory; many schemes at once in several processes.
+"""What a sharding scheme costs: per stage seconds, FLOPs and memory.
 
 A scheme is one set of subgraphs per stage, as a bit mask. Costs depend on the set alone, so they are kept by mask.
 
-The model. A stage computes its operations one after another; before that it receives every activation that an earlier
-stage made and it reads (``alpha + beta * bytes`` each); nothing overlaps inside a stage. The *interval* of the pipeline
-is its slowest stage, its *latency* the sum over stages: one run passes all of them. Memory of a stage: its weights, and the
-activations at their peak, where what is received is there from the beginning and what is sent stays to the end.
+Prices are the compiler's (`plan.cost.compute`, `segments.receive_seconds`). A stage computes its operations one after
+another; before that it receives every activation that an earlier stage made and it reads; nothing overlaps inside a stage.
+The *interval* of the pipeline is its slowest stage, its *latency* the sum over stages: one run passes all of them. Memory of
+a stage: its weights, and the activations at their peak, where what is received is there from the beginning and what is sent
+stays to the end.
 """
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
-from types import TracebackType
-from typing import Any
+from itertools import accumulate
 
 import numpy as np
 from onnx import ModelProto, NodeProto, TensorProto
 
-from tapestry.ir.expr import Arg
-from tapestry.ir.graph import Block, Graph, Op
+from tapestry.ir.graph import Graph, Op
+from tapestry.ir.plan import device_count
+from tapestry.ir.syntax.printer import signature
 from tapestry.lift.file.external_data import tensor_bytes
 from tapestry.lift.file.protos import captured, node_name
 from tapestry.lift.normalize.prepare import RANDOM
 from tapestry.plan.cost import compute
+from tapestry.plan.pipelines.segments import receive_seconds
+from tapestry.plan.pipelines.staged_plan import link_between
 from tapestry.plan.topology import Topology
+from tapestry.rewrites.core.edit import is_view
 
 # The graph that stages are cut from: one vertex per ONNX node, with costs from the lifted Graph's index spaces.
 #
@@ -84,7 +86,7 @@ def node_graph(model: ModelProto, lifted: Graph, topo: Topology) -> NodeGraph:
     Args:
         model: the file, its nodes in topological order (`lift.file.structure.check_structure` sorts them).
         lifted: the same model as a Graph, not simplified: its operations still name one node each.
-        topo: device rates and, for transfers between stages, the link of its slowest mesh axis.
+        topo: device rates, and the slowest link that a stage may receive over: which stages it lies between is not known.
     """
     return _Builder(model, lifted, topo).finish()
 
@@ -106,7 +108,7 @@ class _Builder:
     maker: list[int] = field(default_factory=list[int])
     steps: list[Step] = field(default_factory=list[Step])
     alive: list[bool] = field(init=False)
-    priced: dict[Any, tuple[int, int]] = field(default_factory=dict[Any, tuple[int, int]])
+    priced: dict[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])
 
     def __post_init__(self) -> None:
         self.nodes = list(self.model.graph.node)
@@ -126,13 +128,13 @@ class _Builder:
         outputs = (self.root.get(t, t) for t in self.lifted.outputs)
         names = tuple(self.ids)
         sizes = tuple(self.lifted.tensors[t].nbytes for t in names)
-        link = max(self.topo.links, key=lambda k: (k.alpha, k.beta))
+        link = link_between(self.topo, 0, device_count(self.topo.mesh) - 1)
         return NodeGraph(
             names=tuple(node_name(n) for n in self.nodes),
             parents=tuple(tuple(sorted(p)) for p in self.parents), joined=tuple(self._joined()),
             weights=tuple(tuple(w) for w in self.weights), weight_names=tuple(self.weight_ids),
             weight_bytes=tuple(self.weight_bytes), tensors=names, sizes=sizes,
-            moves=tuple(round((link.alpha + link.beta * n) * PICO) for n in sizes), maker=tuple(self.maker),
+            moves=tuple(round(receive_seconds(n, link, self.topo) * PICO) for n in sizes), maker=tuple(self.maker),
             steps=tuple(self.steps), kept=frozenset(self.ids[t] for t in outputs if t in self.ids),
         )  # fmt: skip
 
@@ -194,13 +196,15 @@ class _Builder:
         return self.ids[name]
 
     def _price(self, op: Op) -> tuple[int, int]:
-        """(picoseconds, FLOPs), worked out once per signature."""
-        types = tuple((self.lifted.tensors[t].dtype, self.lifted.tensors[t].shape) for t in (*op.inputs, *op.outs))
-        places = tuple((r.index, r.when) for r in op.reads) if isinstance(op, Block) else ()
-        body = (op.reduce, op.monoid, op.inner, op.body, op.then, places) if isinstance(op, Block) else (op.kind,)
-        key = (op.dims, body, types)
+        """(picoseconds, FLOPs) on one device, worked out once for operations that are alike."""
+        key = signature(op, self.lifted)
         if key not in self.priced:
-            self.priced[key] = _price(op, self.lifted, self.topo)
+            block = _whole(tuple(d.size for d in op.space))
+            final = block[:, : len(op.dims)]
+            reads = {(t, b""): _whole(self.lifted.tensors[t].shape) for t in op.inputs}
+            seconds = compute.seconds(op, self.lifted, block, final, reads, self.topo)
+            heavy, light, _ = compute.quantities(op, self.lifted, block, final, reads)
+            self.priced[key] = round(seconds * PICO), int(heavy[0] + light[0])
         return self.priced[key]
 
     def _joined(self) -> Iterator[int]:
@@ -209,25 +213,9 @@ class _Builder:
             yield sum(self.alive[k] and not self.constant[k] for k in made.values())
 
 
-def _price(op: Op, graph: Graph, topo: Topology) -> tuple[int, int]:
-    block = _whole(tuple(d.size for d in op.space))
-    final = block[:, : len(op.dims)]
-    reads = {(t, b""): _whole(graph.tensors[t].shape) for t in op.inputs}
-    heavy, light, _ = compute.quantities(op, graph, block, final, reads)
-    seconds = compute.seconds(op, graph, block, final, reads, topo)
-    return round(seconds * PICO), int(heavy[0] + light[0])
-
-
 def _whole(shape: tuple[int, ...]) -> np.ndarray:
     """The box of one device that holds everything."""
     return np.array([[(0, s) for s in shape]], np.int64).reshape(1, len(shape), 2)
-
-
-def is_view(op: Op) -> bool:
-    """Whether an operation only renames cells of one tensor, so that its readers can read that tensor instead."""
-    if not isinstance(op, Block) or op.monoid or len(op.reads) != 1 or len(op.outs) != 1:
-        return False
-    return isinstance(op.body[0], Arg)
 
 
 # Subgraphs, the smallest things that move between stages: a node where data flows join, and what leads up to it.
@@ -327,7 +315,6 @@ def _merged(graph: NodeGraph, units: Sequence[Unit], wanted: int, parts: Sequenc
 
 
 Scheme = tuple[int, ...]  # a mask of subgraphs per stage
-WORTH = 400_000  # operations in a batch of schemes from which on other processes are started
 
 
 @dataclass(frozen=True, slots=True)
@@ -438,38 +425,25 @@ class Problem:
         return tuple(out)
 
     def _cost(self, mask: int) -> StageCost:
-        graph = self.graph
-        units = list(bits(mask))
-        weights = self.weight_bytes(frozenset[int]().union(*(self.weights[u] for u in units)))
-        steps = sorted(i for u in units for i in self.steps[u])
-        inside, last = set[int](), dict[int, int]()
-        for at, i in enumerate(steps):
-            inside.update(graph.steps[i].writes)
-            last.update(dict.fromkeys((*graph.steps[i].reads, *graph.steps[i].writes), at))
-        received = [t for t in last if t not in inside]
-        for t in inside:
-            if t in graph.kept or self.readers[t] & ~mask:
-                last[t] = len(steps)
-        peak, node = self._peak(steps, received, last)
+        graph, units = self.graph, list(bits(mask))
+        steps = [graph.steps[i] for i in sorted(i for u in units for i in self.steps[u])]
+        first, last = dict[int, int](), dict[int, int]()
+        for at, step in enumerate(steps):
+            last |= dict.fromkeys((*step.reads, *step.writes), at)
+            first |= dict.fromkeys(step.writes, at)
+        received = [t for t in last if t not in first]
+        alive = [0] * (len(steps) + 1)  # what begins to be there at each step, less what ended before
+        for t, end in last.items():
+            leaves = t in first and (t in graph.kept or self.readers[t] & ~mask)
+            alive[first.get(t, 0)] += graph.sizes[t]
+            alive[len(steps) if leaves else end + 1] -= graph.sizes[t]
+        alive = list(accumulate(alive[:-1]))
+        peak = max(alive, default=0)
         return StageCost(
             sum(self.time[u] for u in units), sum(graph.moves[t] for t in received if self.made[t] >= 0),
-            sum(self.flops[u] for u in units), weights, peak, node if node >= 0 else max(self.units[units[-1]]),
+            sum(self.flops[u] for u in units), self.weight_bytes(frozenset(w for u in units for w in self.weights[u])), peak,
+            steps[alive.index(peak)].node if steps else max(self.units[units[-1]]),
         )  # fmt: skip
-
-    def _peak(self, steps: list[int], received: list[int], last: dict[int, int]) -> tuple[int, int]:
-        """Bytes of activations at their peak, and the node there."""
-        graph = self.graph
-        dies: list[int] = [0] * (len(steps) + 1)
-        for t, at in last.items():
-            dies[at] += graph.sizes[t]
-        alive = peak = sum(graph.sizes[t] for t in received)
-        node = graph.steps[steps[0]].node if steps else -1
-        for at, i in enumerate(steps):
-            alive += sum(graph.sizes[t] for t in graph.steps[i].writes)
-            if alive > peak:
-                peak, node = alive, graph.steps[i].node
-            alive -= dies[at]
-        return peak, node
 
 
 def bits(mask: int) -> Iterator[int]:
@@ -478,44 +452,3 @@ def bits(mask: int) -> Iterator[int]:
         low = mask & -mask
         yield low.bit_length() - 1
         mask ^= low
-
-
-_problem: Problem | None = None  # of a worker process
-
-
-def _start(graph: NodeGraph, units: tuple[Unit, ...]) -> None:
-    global _problem
-    _problem = Problem(graph, units)
-
-
-def _work(scheme: Scheme) -> Evaluation:
-    assert _problem is not None
-    return _problem.evaluate(scheme)
-
-
-class Workers:
-    """Evaluates batches of schemes, in order, in up to ``processes`` processes, started when there is enough to do."""
-
-    def __init__(self, problem: Problem, processes: int, worth: int | None = None) -> None:
-        self.problem, self.processes = problem, processes
-        self.worth = WORTH if worth is None else worth
-        self._pool: ProcessPoolExecutor | None = None
-
-    def __call__(self, schemes: Sequence[Scheme]) -> list[Evaluation]:
-        """Evaluations in the order of the schemes, whatever the number of processes."""
-        if self.processes == 1 or len(schemes) * len(self.problem.graph.steps) < self.worth:
-            return [self.problem.evaluate(s) for s in schemes]
-        if self._pool is None:
-            # not fork: the parent may have threads of numpy's or torch's, which do not survive it
-            self._pool = ProcessPoolExecutor(
-                self.processes, multiprocessing.get_context("spawn"), _start, (self.problem.graph, self.problem.units)
-            )
-        chunk = max(1, len(schemes) // (2 * self.processes))
-        return list(self._pool.map(_work, schemes, chunksize=chunk))
-
-    def __enter__(self) -> Workers:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self._pool is not None:
-            self._pool.shutdown(cancel_futures=True)

@@ -7,11 +7,16 @@ group that it has no edge with. Every move keeps stages monotone along edges and
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate, pairwise
+from math import inf
 
+import numpy as np
+
+from tapestry.ir.plan import MeshAxis
+from tapestry.plan.pipelines.segments import Submesh, best_chain
 from tapestry.tools.auto_shard.scheme_cost import Evaluation, Problem, Scheme, bits
 
 Evaluate = Callable[[Sequence[Scheme]], list[Evaluation]]
@@ -127,13 +132,12 @@ def moves(problem: Problem, scheme: Scheme, g: int) -> Iterator[tuple[str, Schem
 # the result is optimal; else the family is the prefixes of several orders, with every cut between larger subgraphs where those
 # have few. The heuristic's own cuts always belong to it, so the result is never worse than the heuristic's.
 #
-# Two passes, both exact over the family, with whole picoseconds: the least interval (a bottleneck path), then the least
-# latency among pipelines of that interval (a shortest path). One program for both objectives at once would not be right: a
-# prefix with a longer slowest stage may still be part of the better whole.
+# The program itself is the compiler's (`segments.best_chain`), with stages on one device each: first for the slowest stage,
+# then for the sum among chains that are as fast. Both are exact over the family, with whole picoseconds.
 
 
 DOWNSETS = 700  # up to so many, all of them
-NEVER = 1 << 200
+NEVER = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,21 +176,64 @@ def solve(problem: Problem, devices: int, capacity: int, cuts: Family, known: Se
     Args:
         cuts: the cuts to choose from, those of ``known`` among them.
     """
-    fitting = [e for e in map(problem.evaluate, known) if e.memory <= capacity]
-    table = _Table(problem, cuts.cuts, capacity)
-    bound = min((e.interval for e in fitting), default=NEVER)
-    interval, _ = table.path(devices, bound, max)
-    if interval == NEVER:
-        return None
-    _, scheme = table.path(devices, interval, lambda a, b: a + b)
-    return problem.evaluate(scheme)
+    bound = min((e.interval for e in map(problem.evaluate, known) if e.memory <= capacity), default=NEVER)
+    costs, sure = _stages(problem, cuts.cuts, bound, capacity)
+    return _chain(problem, devices, cuts.cuts, costs, lambda i, j: j in sure[i] or _bytes(problem, cuts.cuts, i, j) <= capacity)
 
 
 def least_memory(problem: Problem, devices: int, cuts: Family, known: Sequence[Scheme] = ()) -> Evaluation | None:
     """The scheme whose fullest stage needs the fewest bytes; for saying by how much a model does not fit."""
     bound = min((e.memory for e in map(problem.evaluate, known)), default=NEVER)
-    _, scheme = _Table(problem, cuts.cuts, bound, by_memory=True).path(devices, bound, max)
-    return problem.evaluate(scheme) if scheme else None
+    near, _ = _stages(problem, cuts.cuts, NEVER, bound)
+    costs = [{j: _bytes(problem, cuts.cuts, i, j) for j in row} for i, row in enumerate(near)]
+    return _chain(problem, devices, cuts.cuts, costs, lambda i, j: costs[i][j] <= bound)
+
+
+def _bytes(problem: Problem, cuts: Sequence[int], i: int, j: int) -> int:
+    return problem.cost(cuts[j] & ~cuts[i]).memory
+
+
+def _chain(
+    problem: Problem, devices: int, cuts: Sequence[int], costs: Sequence[Mapping[int, float]],
+    fits: Callable[[int, int], bool],
+) -> Evaluation | None:  # fmt: skip
+    """The chain of stages that fit whose largest cost is least, and of those the one of the least sum; ``costs`` and ``fits``:
+    of the stage between two cuts."""
+    one = Submesh((MeshAxis("d0", 1),), 1, tuple(range(devices)))
+    chain = partial(
+        best_chain, len(cuts) - 1, devices, [one], stages=devices, ends=costs.__getitem__, fits=lambda p: fits(p.lo, p.hi)
+    )
+    first = chain(lambda p: costs[p.lo][p.hi], micro=inf)
+    if first is None:
+        return None
+    found = chain(lambda p: c if (c := costs[p.lo][p.hi]) <= first.slowest else inf)
+    assert found is not None
+    return problem.evaluate(tuple(cuts[p.hi] & ~cuts[p.lo] for p in found.pieces))
+
+
+def _stages(
+    problem: Problem, cuts: Sequence[int], bound: int, capacity: int
+) -> tuple[list[dict[int, int]], list[frozenset[int]]]:
+    """Of the stages that begin at each cut, by the cut where they end: picoseconds of those within the bound whose weights fit;
+    and where even all of their data at once would."""
+    graph, made = problem.graph, np.array(problem.made)
+    moves, sizes = np.array(graph.moves), np.array(graph.sizes)
+    inside, readers = (
+        np.array([[m >> u & 1 for u in range(len(problem.units))] for m in of]) for of in (cuts, problem.readers)
+    )
+    reads, written = inside @ readers.T, (inside[:, made] * (made >= 0)) @ sizes
+    time, apart = inside @ np.array(problem.time), inside @ np.array(problem.bytes)
+    weights = np.array([problem.weight_bytes(frozenset(w for u in bits(c) for w in problem.weights[u])) for c in cuts])
+    costs, sure = list[dict[int, int]](), list[frozenset[int]]()
+    for i, here in enumerate(cuts):
+        crossing = np.flatnonzero((made >= 0) & (inside[i][made] > 0) & (reads[-1] > reads[i]))
+        received = reads[:, crossing] > reads[i, crossing]
+        seconds = time - time[i] + received @ moves[crossing]
+        most = apart - apart[i] + written - written[i] + sizes[made < 0].sum() + received @ sizes[crossing]
+        near = np.flatnonzero((seconds[i + 1 :] <= bound) & (weights[i + 1 :] - weights[i] <= capacity)) + i + 1
+        costs.append({j: int(seconds[j]) for j in near.tolist() if not here & ~cuts[j]})
+        sure.append(frozenset(np.flatnonzero(most <= capacity).tolist()))
+    return costs, sure
 
 
 def downsets(problem: Problem, limit: int) -> set[int] | None:
@@ -219,103 +266,3 @@ def _depth_first(problem: Problem) -> list[int]:
         done |= 1 << u
         ready += [c for c in reversed(list(bits(problem.children[u]))) if not problem.parents[c] & ~done]
     return order
-
-
-class _Table:
-    """Stages between two cuts of a family: which there are, what they cost, and whether they fit."""
-
-    def __init__(self, problem: Problem, cuts: Sequence[int], capacity: int, *, by_memory: bool = False) -> None:
-        self.problem, self.cuts, self.capacity, self.by_memory = problem, cuts, capacity, by_memory
-        self.time = [sum(problem.time[u] for u in bits(c)) for c in cuts]
-        self.separate = [sum(problem.bytes[u] for u in bits(c)) for c in cuts]
-        weights = [frozenset[int]().union(*(problem.weights[u] for u in bits(c))) for c in cuts]
-        self.together = [problem.weight_bytes(w) for w in weights]
-        graph = problem.graph
-        making = [0] * len(problem.units)
-        for t, u in enumerate(problem.made):
-            if u >= 0:
-                making[u] += graph.sizes[t]
-        self.written = [sum(making[u] for u in bits(c)) for c in cuts]
-        self.host = sum(size for size, u in zip(graph.sizes, problem.made) if u < 0)
-        self.by_time = sorted(range(len(cuts)), key=lambda i: self.time[i])
-        self.times = [self.time[i] for i in self.by_time]
-        self._edges: dict[int, list[tuple[int, int]]] = {}
-        self._bound = -1
-        self._fits: dict[int, bool] = {}
-
-    def path(self, devices: int, bound: int, join: Callable[[int, int], int]) -> tuple[int, Scheme]:
-        """Least ``join`` of stage costs over chains of ``devices`` stages, none above ``bound``; `NEVER` if there is none."""
-        if bound != self._bound:
-            self._edges, self._bound = {}, bound
-        end = len(self.cuts) - 1
-        layer, back = {0: 0}, list[dict[int, int]]()
-        for k in range(devices):
-            after: dict[int, int] = {}
-            chosen: dict[int, int] = {}
-            for i, value in sorted(layer.items(), key=lambda item: item[1]):
-                for j, cost in self._from(i):
-                    total = join(value, cost)
-                    if (j == end) != (k == devices - 1) or total >= after.get(j, NEVER):
-                        continue
-                    if self._fit(i, j):
-                        after[j], chosen[j] = total, i
-            layer = after
-            back.append(chosen)
-        if end not in layer:
-            return NEVER, ()
-        stages: list[int] = []
-        at = end
-        for chosen in reversed(back):
-            stages.append(self.cuts[at] & ~self.cuts[chosen[at]])
-            at = chosen[at]
-        return layer[end], tuple(reversed(stages))
-
-    def _from(self, i: int) -> list[tuple[int, int]]:
-        """(cut, cost) of the stages that start at a cut and cost at most the bound."""
-        if i not in self._edges:
-            self._edges[i] = list(self._memories(i) if self.by_memory else self._times(i))
-        return self._edges[i]
-
-    def _times(self, i: int) -> Iterable[tuple[int, int]]:
-        here, crossing = self.cuts[i], self._crossing(i)
-        reach = slice(bisect_left(self.times, self.time[i]), bisect_right(self.times, self.time[i] + self._bound))
-        for j in self.by_time[reach]:
-            there = self.cuts[j]
-            if j == i or here & ~there or self.together[j] - self.together[i] > self.capacity:
-                continue
-            cost = self.time[j] - self.time[i] + sum(move for readers, move, _ in crossing if readers & there)
-            if cost <= self._bound:
-                self._surely_fits(i, j, crossing)
-                yield j, cost
-
-    def _memories(self, i: int) -> Iterable[tuple[int, int]]:
-        here = self.cuts[i]
-        for j, there in enumerate(self.cuts):
-            if j == i or here & ~there or self.together[j] - self.together[i] > self._bound:
-                continue
-            cost = self.problem.cost(there & ~here).memory
-            if cost <= self._bound:
-                yield j, cost
-
-    def _crossing(self, i: int) -> list[tuple[int, int, int]]:
-        """(readers after the cut, picoseconds, bytes) of each activation made before it."""
-        p, here = self.problem, self.cuts[i]
-        return [
-            (p.readers[t] & ~here, p.graph.moves[t], p.graph.sizes[t])
-            for t, u in enumerate(p.made)
-            if u >= 0 and here >> u & 1 and p.readers[t] & ~here
-        ]  # fmt: skip
-
-    def _surely_fits(self, i: int, j: int, crossing: list[tuple[int, int, int]]) -> None:
-        """Spare the exact count where even everything at once would fit."""
-        there = self.cuts[j]
-        received = sum(size for readers, _, size in crossing if readers & there)
-        most = self.separate[j] - self.separate[i] + self.written[j] - self.written[i] + received + self.host
-        if most <= self.capacity:
-            self._fits[there & ~self.cuts[i]] = True
-
-    def _fit(self, i: int, j: int) -> bool:
-        mask = self.cuts[j] & ~self.cuts[i]
-        if mask not in self._fits:
-            self._fits[mask] = self.problem.cost(mask).memory <= self.capacity
-        return self._fits[mask]
