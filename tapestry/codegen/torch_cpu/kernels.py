@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tapestry.codegen.torch_cpu import conv_int8, sibling_sums
+from tapestry.codegen.torch_cpu import sibling_sums
 from tapestry.codegen.torch_cpu.attention_c import attention_kernel, scored
 from tapestry.codegen.torch_cpu.base import closures, contract, point_values, scalars
 from tapestry.codegen.torch_cpu.base.point_values import (
@@ -229,7 +229,7 @@ def _map(a: Asked) -> Run:
 
 
 def _eights(a: Asked) -> CpuKernel | Refusal:
-    return _on_weights(a, conv_int8.packable(a.op, a.graph, a.kernel, a.plain))
+    return _on_weights(a, dense.packed_convolution(a.op, a.graph, a.kernel, a.plain))
 
 
 def _sums(a: Asked) -> CpuKernel | Refusal:
@@ -288,7 +288,7 @@ KERNELS: Kernels = (
     Way("mean of images", lambda a: blocks_c.mean(a.op, a.kernel), "reads pixels as they lie"),
     Way("maximum pooling", lambda a: conv_c.pooled(a.op, a.kernel), "reads pixels as they lie; torch's moves channels before"),
     Way("group by group", _regrouped, "statistics of a group are computed once, not for each of its channels"),
-    Way("products of 8 bits", _eights, "sums in i32; the rows below know floats alone"),
+    Way("convolution of 8 bits on a packed weight", _eights, "sums in i32; the rows below know floats alone"),
     Way("several sums on packed weights", _sums, "reads once what they share; each by itself would read it again"),
     Way("on a packed weight", _dense, "the products that cost most in models, so before what takes them as they are"),
     Way("on buffers as they are", lambda a: a.plain, "takes everything, so it comes last"),
@@ -386,7 +386,7 @@ OPERATORS: Sequence[Way[Asked, States]] = (
     Way("maximum pooling", lambda a: conv_c.max_pool(a.op, a.kernel), "windows are not written out"),
     Way(
         "convolution of 8 bits",
-        lambda a: conv_int8.convolution(a.op, a.graph, a.kernel, a.frame),
+        lambda a: dense.convolution(a.op, a.graph, a.kernel, a.frame),
         "before the product, as above",
     ),
     Way(

@@ -11,9 +11,8 @@ import torch
 from onnx import numpy_helper
 
 import tapestry
-from tapestry.codegen.torch_cpu import TorchCpu, conv_int8, native
-from tapestry.codegen.torch_cpu.base.strided_reads import Frame
-from tapestry.codegen.torch_cpu.c import print_c
+from tapestry.codegen.torch_cpu import TorchCpu, native
+from tapestry.codegen.torch_cpu.c.c_calls import CpuKernel
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.kernel import Box, Kernel, whole
 from tapestry.plan.strategy import read_box
@@ -146,36 +145,32 @@ def run(
     assert isinstance(op, Block)
     block = block or whole(tuple(d.size for d in op.space))
     boxes = [read_box(op, graph, k, block) for k in range(len(op.reads))]
-    outs = (block[: len(op.dims)],)
-    kernel = Kernel(op=0, mode=mode, block=block, ins=tuple(boxes), outs=outs)
-    target = TorchCpu()
-    made = target.kernel(graph, kernel)
+    made = kernel_of(graph, block, mode)
     cells = [tuple(slice(lo, hi) for lo, hi in box) for box in boxes]
     ins = [torch.from_numpy(np.array(arrays[r.tensor][c])) for r, c in zip(op.reads, cells, strict=True)]
     if packed:
-        assert made.packs or not conv_int8.convolution(op, graph, kernel, Frame(op.space, block))
-    if packed and made.packs:
         ins = [made.packs[k].run(x) if k in made.packs else x for k, x in enumerate(ins)]
         made = made.packed
     return [x.numpy() for x in made(ins, [])]
 
 
+def kernel_of(graph: Graph, block: Box, mode: str = "full") -> CpuKernel:
+    """What computes a block of the only operation."""
+    op = graph.ops[0]
+    assert isinstance(op, Block)
+    boxes = tuple(read_box(op, graph, k, block) for k in range(len(op.reads)))
+    return TorchCpu().kernel(graph, Kernel(op=0, mode=mode, block=block, ins=boxes, outs=(block[: len(op.dims)],)))
+
+
 @pytest.mark.parametrize("case", CASES)
-def test_cases_are_ours(case: str, tmp_path: Path) -> None:
-    """All of these are made of products of pixels' rows, by packed weights."""
+def test_cases_are_convolutions(case: str, tmp_path: Path) -> None:
+    """All of these are convolved by packed weights, but those of one tap, which are products."""
     m, _ = model(case, "uint8 int8", "none", "ConvInteger")
     graph = lift_model(m, tmp_path).graph
     op = graph.ops[0]
     assert isinstance(op, Block)
-    block = whole(tuple(d.size for d in op.space))
-    boxes = tuple(read_box(op, graph, k, block) for k in range(len(op.reads)))
-    kernel = Kernel(op=0, mode="full", block=block, ins=boxes, outs=(block[: len(op.dims)],))
-    made = conv_int8.packable(op, graph, kernel, _none)
-    assert made and made.packs
-
-
-def _none(*_: object) -> list[torch.Tensor]:
-    raise AssertionError("not called")
+    made = kernel_of(graph, whole(tuple(d.size for d in op.space)))
+    assert bool(made.packs) == (not case.startswith("pixels"))
 
 
 @pytest.mark.sampled(2)
@@ -203,29 +198,40 @@ def test_requantised(case: str, zeros: str, kinds: str, out: str, compiler: str,
             assert np.array_equal(tapestry.compile(tmp_path / "model.onnx", devices=devices).run(feeds)["y"], want)
 
 
-@pytest.mark.usefixtures("c_compiler")
-def test_one_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What follows the sum is a function in C; where that cannot be compiled, torch's operators do."""
-    m, feeds = model("plain", "uint8 int8", "filters")
-    graph, called = lift_model(m, tmp_path).graph, list[str]()
-    function = print_c.function
-    monkeypatch.setattr(print_c, "function", lambda name: called.append(name) or function(name))
-    arrays = {**initials(m), **feeds}
-    (ours,) = run(graph, arrays, True)
-    assert called
-    monkeypatch.setattr(print_c, "function", lambda name: None)
-    (plain,) = run(graph, arrays, True)
-    assert np.array_equal(ours, plain)
+@pytest.mark.parametrize("dnn", [True, False])
+@pytest.mark.parametrize(
+    ("depth", "parts", "dtype"), [(57, 1, torch.float32), (58, 2, torch.float32), (1000, 1, torch.float64)]
+)
+def test_floats_hold_the_largest_sums(
+    depth: int, parts: int, dtype: torch.dtype, dnn: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one convolution of singles, in two of digits, in doubles; without oneDNN always in doubles."""
+    x, w = np.full((1, depth, 4, 4), 255, np.uint8), np.full((3, depth, 3, 3), -128, np.int8)
+    w[1], x[0, 0, 0, 0], w[2, ::2] = 127, 254, 77
+    monkeypatch.setitem(CASES, "largest", (depth, 3, 1, (4, 4), (3, 3), {}))
+    graph = lift_model(build([node("ConvInteger", "x w")], {"x": x}, ["y"], {"w": w}), tmp_path).graph
+    want, all_of = by_numpy({"x": x}, "largest", {"p": np.array(0), "q": np.array(0), "w": w}), whole((1, 3, 2, 2, depth, 3, 3))
+    torch._C._set_mkldnn_enabled(dnn)
+    try:
+        made = kernel_of(graph, all_of)
+        (pack,) = made.packs.values()
+        packed = pack.run(torch.from_numpy(w))
+        assert (len(packed), packed.dtype) == ((parts, dtype) if dnn else (1, torch.float64))
+        for given in (False, True):
+            assert np.array_equal(run(graph, {"x": x, "w": w}, given)[0], want)
+    finally:
+        torch._C._set_mkldnn_enabled(True)
 
 
-def test_bands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Windows are copied some rows at a time, and the last of them may be fewer."""
-    for case in ("plain", "strides", "groups", "three axes"):
-        m, feeds = model(case, "uint8 uint8", "filters", "ConvInteger")
-        want, graph = by_numpy(feeds, case, initials(m)), lift_model(m, tmp_path).graph
-        for band in (1, 700, 2000):
-            monkeypatch.setattr(conv_int8, "BAND", band)
-            assert np.array_equal(run(graph, {**initials(m), **feeds}, True)[0], want)
+def test_quantised_values_of_all_sorts(compiler: str, tmp_path: Path) -> None:
+    """NaN becomes 0, what is infinite the nearest end; a sum before is computed once."""
+    x = np.array([[np.nan, np.inf, -np.inf, 0.5, 1.5, 3e38, -7.0] * 300], np.float32)
+    consts = {"s": np.float32(1), "z": np.int8(-5)}
+    made = [node("MatMul", "x w", "t"), node("QuantizeLinear", "t s z", "y")]
+    m = build(made, {"x": x.T.copy()}, ["y"], {**consts, "w": np.ones((1, 1), np.float32)}, opset=21, ir=10)
+    want = np.array([[0, 127, -128, -5, -3, 127, -12] * 300], np.int8).T
+    (tmp_path / "model.onnx").write_bytes(m.SerializeToString())
+    assert np.array_equal(tapestry.compile(tmp_path / "model.onnx").run({"x": x.T.copy()})["y"], want)
 
 
 @pytest.mark.sampled(6)

@@ -74,10 +74,8 @@ for kinds in ((torch.int8, torch.int8), (torch.uint8, torch.int8), (torch.int8, 
         for high in (False, True):
             x, y = (torch.full(s, t(torch.iinfo(k)), dtype=k) for s, k, t in zip(
                 ((5, depth), (depth, 16)), kinds, (lambda i: i.max, lambda i: i.max if high else i.min)))
-            out = torch.empty(5, 16, dtype=torch.int32)
             assert torch.equal(one_product(x, y).long(), x.long() @ y.long()), (kinds, depth)
-            assert one_product(x, y, out) is out and torch.equal(out.long(), x.long() @ y.long())
-print(exact())
+print(exact(torch.uint8))
 """
 
 

@@ -93,10 +93,15 @@ def _call(e: Call, index: Mapping[Index, Tensor], owned: bool) -> Node:
         bound = _bound(e, index, owned)
         if bound:
             return bound
+    if found := _no_nan(e):
+        bounded, number = found
+        ends = {"nan": number, "posinf": float("inf"), "neginf": -float("inf")}
+        return _unary(_node(bounded, index, owned), lambda t: t.nan_to_num(**ends), lambda t: t.nan_to_num_(**ends))
     parts = [_node(a, index, owned) for a in e.args]
     if e.fn == "cast":
         dtype, source = e.dtype, e.args[0].dtype
-        return Node(lambda args, states: scalars.cast(parts[0].run(args, states), dtype, source), False)
+        new = scalars.TORCH_DTYPES[dtype] is not scalars.TORCH_DTYPES[source]
+        return Node(lambda args, states: scalars.cast(parts[0].run(args, states), dtype, source), new)
     if e.dtype in _FLOATS and e.fn in _PLACE:
         if len(parts) == 1:
             return _unary(parts[0], scalars.TABLE[e.fn], _PLACE[e.fn])
@@ -105,6 +110,19 @@ def _call(e: Call, index: Mapping[Index, Tensor], owned: bool) -> Node:
         return _where(*parts)
     fn = e.fn
     return Node(lambda args, states: scalars.apply(fn, [p.run(args, states) for p in parts]), False)
+
+
+def _no_nan(e: Call) -> tuple[Expr, float] | None:
+    """The last two arguments of ``where(isnan(x), number, min(max(x, low), high))``: bounds keep a NaN, so x is needed once."""
+    if e.fn != "where" or e.dtype not in _FLOATS:
+        return None
+    test, number, bounded = e.args
+    if not isinstance(test, Call) or test.fn != "isnan" or not isinstance(number, Const) or not isinstance(bounded, Call):
+        return None
+    inner = bounded.args[0]
+    if bounded.fn != "min" or not isinstance(bounded.args[1], Const) or _lower(inner) is None or not isinstance(inner, Call):
+        return None
+    return (bounded, float(number.value)) if test.args[0] == inner.args[0] else None
 
 
 def _literal(e: Const) -> Value:

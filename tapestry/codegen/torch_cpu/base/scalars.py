@@ -133,9 +133,9 @@ def tensor_of(array: np.ndarray) -> torch.Tensor:
     return _TORCH.from_numpy(array)
 
 
-def int_mm(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+def int_mm(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """The product of two matrices of 8-bit integers, summed in i32."""
-    return _TORCH._int_mm(left, right) if out is None else _TORCH._int_mm(left, right, out=out)
+    return _TORCH._int_mm(left, right)
 
 
 TORCH_DTYPES: dict[str, torch.dtype] = {

@@ -30,8 +30,6 @@ from tapestry.ir.kernel import Box, strides
 
 TYPES = {"f32": "float", "i64": "int64_t", "i32": "int32_t", "i8": "int8_t", "u8": "uint8_t", "bool": "uint8_t"}
 
-MOST_COLUMNS = 4096  # of which what does not vary along rows is kept on the stack
-
 PRELUDE = """
 #include <math.h>
 #include <stdint.h>
@@ -254,27 +252,6 @@ class Writer:
         """The body of a function of ``sizes[0]`` cells, each of which becomes an expression of itself."""
         return f"float *y = p[0];\nfor (int64_t i = 0; i < sizes[0]; i++) y[i] = {self._expr(value, {}, ['y[i]'])};"
 
-    def columns(self, value: Expr, dtype: str) -> str:
-        """The body of a function of the buffers read, sums in i32, what is added to each column's, then the output.
-
-        All are ``sizes[0]`` rows of the output's one axis; ``value`` follows the sum, which is its `Acc`.
-        """
-        self.slots = {k: i for i, k in enumerate(sorted(self.reads))}
-        n, ((lo, hi),) = len(self.slots), self.out
-        lines = [f"const {TYPES[self.reads[k][3]]} *restrict p{i} = p[{i}];" for k, i in self.slots.items()]
-        lines += [
-            f"const int32_t *restrict s = p[{n}], *restrict more = p[{n + 1}];",
-            f"{TYPES[dtype]} *restrict y = p[{n + 2}];",
-        ]
-        inner, wide, loop = {self.names[0]: (lo, hi - 1)}, hi - lo, f"for (int64_t d0 = {lo}; d0 < {hi}; d0++)"
-        self.once = {}
-        for i, e in enumerate(self._by_column(value, wide)):
-            lines += [f"{TYPES[e.dtype]} c{i}[{wide}];", f"{loop} c{i}[d0 - {lo}] = {self._expr(e, inner, [])};"]
-            self.once[e] = f"c{i}[d0 - {lo}]"
-        text = self._expr(value, inner, [f"((int32_t)(s[d0 - {lo}] + more[d0 - {lo}]))"])
-        step = f"for (int64_t r = 0; r < sizes[0]; r++, s += {wide}, y += {wide})"
-        return "\n".join([*lines, step, f"{loop} y[d0 - {lo}] = {text};"])
-
     def _loops(self, piece: Piece) -> list[str]:
         inner = {n: (lo, hi - 1) for n, (lo, hi) in zip(self.names, piece.box, strict=True)}
         ends = [(self._size(lo), self._size(hi)) for lo, hi in piece.box]
@@ -291,14 +268,6 @@ class Writer:
         place = self._place(self.out, [f"(d{i} - {self._size(lo)})" for i, (lo, _) in enumerate(self.out)])
         lines.append(f"y[{place}] = {self._expr(piece.value, inner, acc)};")
         return [*lines, "}" * len(piece.box)]
-
-    def _by_column(self, e: Expr, n: int) -> list[Expr]:
-        """The largest parts without a sum: they are worked out once for each column, unless those are too many."""
-        if n > MOST_COLUMNS or not isinstance(e, Call):
-            return []
-        if not any(isinstance(x, Acc) for x in walk(e)):
-            return [e]
-        return list(dict.fromkeys(x for a in e.args for x in self._by_column(a, n)))
 
     def _expr(self, e: Expr, inner: Mapping[str, tuple[int, int]], acc: Sequence[str]) -> str:
         if e in self.once:

@@ -81,23 +81,6 @@ class RowBuffers(ctypes.Structure):
     _fields_ = [(name, _POINTER) for name in ("x", "scale", "y")]
 
 
-class Depthwise8(ctypes.Structure):
-    """``Depthwise8`` of depthwise8.c."""
-
-    _fields_ = [(name, _PLACE) for name in (
-        "images", "in_h", "in_w", "channels", "out_h", "out_w", "kernel_h", "kernel_w", "stride_h", "stride_w",
-        "dilation_h", "dilation_w", "is_unsigned",
-    )]  # fmt: skip
-
-
-class Windows8(ctypes.Structure):
-    """``Windows8`` of windows8.c."""
-
-    _fields_ = [(name, _PLACE) for name in (
-        "in_w", "channels", "rows", "out_w", "kernel_h", "kernel_w", "stride_h", "stride_w", "dilation_h", "dilation_w", "own",
-    )]  # fmt: skip
-
-
 MOST_SUMS = 4
 
 
@@ -167,8 +150,6 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "tapestry_several": (None, (ctypes.POINTER(Several), ctypes.POINTER(Products))),
     "tapestry_run": (None, (ctypes.POINTER(Step), _PLACE)),
     "tapestry_chain": (None, (ctypes.POINTER(Chain), _POINTER)),
-    "tapestry_depthwise8": (None, (ctypes.POINTER(Depthwise8), _POINTER, _POINTER, _POINTER)),
-    "tapestry_windows8": (None, (ctypes.POINTER(Windows8), _POINTER, _POINTER)),
 }
 
 

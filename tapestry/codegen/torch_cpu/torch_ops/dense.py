@@ -27,7 +27,7 @@ from tapestry.codegen.torch_cpu.c.c_calls import Calls, CCall, CpuKernel, Ins, L
 from tapestry.codegen.torch_cpu.c.conv_c import transposed
 from tapestry.codegen.torch_cpu.views import order as by_pixels
 from tapestry.codegen.torch_cpu.views import pixels
-from tapestry.ir.expr import Acc, Arg, Expr
+from tapestry.ir.expr import Acc, Arg, Call, Const, Expr
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.index import bounds
 from tapestry.ir.kernel import Box, Kernel
@@ -466,32 +466,31 @@ def _multiply(left: Tensor, right: Tensor) -> Tensor:
     batch = left.shape[0]
     if batch > _MANY:
         return _in_floats(left, right)
-    return torch.stack([one_product(x, y) for x, y in zip(left, right, strict=True)])
+    found = [one_product(x, y) for x, y in zip(left, right, strict=True)]
+    return found[0][None] if batch == 1 else torch.stack(found)
 
 
-def one_product(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
-    """One product, into ``out`` if given; unsigned bytes that the integer product does not take are 128 and a signed one."""
-    if not exact():
-        found = _in_floats(left, right)
-        return found if out is None else out.copy_(found)
-    more: Tensor | None = None
+def one_product(left: Tensor, right: Tensor) -> Tensor:
+    """One product; an unsigned byte on the right is 128 and a signed one."""
+    if not exact(left.dtype):
+        return _in_floats(left, right)
     if right.dtype == torch.uint8:
         more = 128 * torch.sum(left, dim=1, keepdim=True, dtype=torch.int32)
-        right = signed(right)
-    if left.dtype == torch.uint8 and not takes_unsigned():
-        columns = 128 * torch.sum(right, dim=0, keepdim=True, dtype=torch.int32)
-        more, left = columns if more is None else more + columns, signed(left)
-    left, right = _matrix(left), _matrix(right)
-    found = int_mm(left, right, out)
-    return found if more is None else found.add_(more)
+        return one_product(left, torch.bitwise_xor(right, 128).view(torch.int8)).add_(more)
+    return int_mm(_matrix(left), _matrix(right))
 
 
 def _in_floats(left: Tensor, right: Tensor) -> Tensor:
     """Products in floats that hold every sum; what is beyond i32 wraps around, as it does in the integer product."""
     largest = prod(255 if x.dtype == torch.uint8 else 128 for x in (left, right))
     if left.shape[-1] * largest <= 1 << 24:
-        return torch.matmul(left.to(torch.float32), right.to(torch.float32)).to(torch.int32)
-    return torch.matmul(left.to(torch.float64), right.to(torch.float64)).to(torch.int64).to(torch.int32)
+        return _integers(torch.matmul(left.to(torch.float32), right.to(torch.float32)))
+    return _integers(torch.matmul(left.to(torch.float64), right.to(torch.float64)))
+
+
+def _integers(sums: Tensor) -> Tensor:
+    """Sums in floats as i32, as the integer product wraps them around."""
+    return sums.to(torch.int32) if sums.dtype == torch.float32 else sums.to(torch.int64).to(torch.int32)
 
 
 def _matrix(x: Tensor) -> Tensor:
@@ -503,24 +502,103 @@ def _matrix(x: Tensor) -> Tensor:
     return x.contiguous().as_strided((rows, columns), (columns, 1))
 
 
-def signed(x: Tensor) -> Tensor:
-    return torch.bitwise_xor(x, 128).view(torch.int8)
-
-
 @cache
-def exact() -> bool:
-    """Whether torch's integer product is one: oneDNN adds pairs in 16 bits, and cuts what those do not hold, on processors that
-    cannot multiply and add bytes in one instruction (VNNI; AVX2 and the first AVX-512 cannot)."""
-    a, b = torch.full((4, 64), 127, dtype=torch.int8), torch.full((64, 16), 127, dtype=torch.int8)
-    mixed = [(a, b), (-a, b)] + ([(a.view(torch.uint8) + 128, b)] if takes_unsigned() else [])
-    return all(torch.equal(int_mm(x, y).long(), x.long() @ y.long()) for x, y in mixed)
-
-
-@cache
-def takes_unsigned() -> bool:
-    """Whether this torch multiplies unsigned bytes by signed ones."""
+def exact(left: torch.dtype) -> bool:
+    """Whether torch has an integer product by signed bytes, and it is one: oneDNN adds pairs in 16 bits, and cuts what those do
+    not hold, on processors that cannot multiply and add bytes in one instruction (VNNI; AVX2 and the first AVX-512 cannot)."""
+    ends, b = torch.iinfo(left), torch.full((64, 16), 127, dtype=torch.int8)
+    mixed = [torch.full((4, 64), x, dtype=left) for x in (ends.min, ends.max)]
     try:
-        found = int_mm(torch.full((1, 1), 200, dtype=torch.uint8), torch.ones(1, 1, dtype=torch.int8))
+        return all(torch.equal(int_mm(x, b).long(), x.long() @ b.long()) for x in mixed)
     except RuntimeError:
         return False
-    return int(found) == 200
+
+
+# Convolutions of the same integers, less their zero points, in floats that hold every sum.
+
+
+@dataclass(frozen=True, slots=True)
+class _Eights:
+    """A convolution of 8-bit integers: ``run`` takes a part of ``weights`` in floats, less its zero point ``q``."""
+
+    x: int
+    w: int
+    takes: tuple[tuple[slice | int, ...], tuple[slice | int, ...]]
+    zeros: tuple[Callable[[Ins], Tensor] | None, Callable[[Ins], Tensor] | None]
+    run: Callable[[Tensor, Tensor], Tensor]
+    wanted: Sequence[int]
+
+    def weights(self, buffer: Tensor, q: Tensor | None = None) -> Tensor:
+        """Parts whose sums of products with bytes floats hold: the weight as it is, or its digits of 16.
+
+        In doubles where singles may be convolved by other sums than those (Winograd's, by NNPACK, which oneDNN comes before).
+        """
+        w = buffer[self.takes[1]].float()
+        w = w if q is None else w - q.reshape(-1, *[1] * (w.dim() - 1))
+        high = torch.round(w / 16)
+        dnn = torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled
+        for parts in (w[None], torch.stack([high, w - 16 * high])) if dnn else ():
+            if 255 * parts.abs().flatten(2).sum(2).amax() <= 1 << 24:
+                return parts
+        return w[None].double()
+
+    def states(self, ins: Ins) -> list[Tensor]:
+        """The sums, on a weight as it is."""
+        q = self.zeros[1]
+        return self.sums(ins, self.weights(held(ins[self.w]), q and q(ins)))
+
+    def sums(self, ins: Ins, weights: Tensor) -> list[Tensor]:
+        """The sums in i32."""
+        x, p = held(ins[self.x])[self.takes[0]].movedim(1, -1), self.zeros[0]
+        x = x.to(weights.dtype, memory_format=torch.contiguous_format)
+        x = (x.sub_(p(ins).reshape(())) if p else x).movedim(-1, 1)
+        total, *more = (_integers(self.run(x, part)).reshape(self.wanted) for part in weights)
+        return [total.mul_(16).add_(more[0]) if more else total]
+
+
+def convolution(op: Block, graph: Graph, kernel: Kernel, frame: Frame) -> Callable[[Ins], list[Tensor]] | Refusal:
+    """States of a convolution of integers of 8 bits over the block."""
+    found = _eights(op, graph, kernel, frame)
+    return found.states if isinstance(found, _Eights) else found
+
+
+def packed_convolution(op: Block, graph: Graph, kernel: Kernel, plain: Run) -> CpuKernel | Refusal:
+    """The same on a weight that is taken apart once."""
+    found = _eights(op, graph, kernel, Frame(op.space, kernel.block))
+    if not isinstance(found, _Eights):
+        return found
+    whole = found.takes[1] == tuple(slice(0, hi - lo) for lo, hi in kernel.ins[found.w] or ())
+    if found.zeros[1] or not whole or found.w in op.then_reads():
+        return Refusal("the weight is not read whole, or has a zero point, or what follows the sum reads it")
+    tail = Expressions(op, graph, kernel, op.then, Frame(op.dims, kernel.block[: len(op.dims)]))
+    on_packed = CpuKernel(plain=lambda ins, _: tail(ins, found.sums(ins, held(ins[found.w]))))
+    return CpuKernel(plain=plain, packs={found.w: Pack(("eights",), found.weights)}, on_packed=on_packed)
+
+
+def _eights(op: Block, graph: Graph, kernel: Kernel, frame: Frame) -> _Eights | Refusal:
+    both = factors(op) if op.monoid == "sum" and len(op.body) == 1 and not op.inner and op.body[0].dtype == "i32" else None
+    parts = [narrow(e) for e in both or ()]
+    a, b = parts if both else (None, None)
+    if a is None or b is None:
+        return Refusal("it is no sum in i32 of products of integers of 8 bits less a zero point")
+    reads = tuple(r if r.other is None else replace(r, other=0.0) for r in op.reads)  # as it is once the zero point is off
+    here = localise(replace(op, body=(Call("mul", (a.value, b.value), "i32"),), reads=reads), graph, kernel)
+    found = contract.conv_of(here)
+    if found is None:
+        return Refusal("no factor is read at windows of an image")
+    at = {d.name: hi - lo for d, (lo, hi) in zip(here.frame.dims, here.frame.box, strict=True)}
+    if all(at.get(v.window, 1) == 1 for v in found.windows) and at.get(found.channel, 1) > 1:
+        return Refusal("with one tap it is a product")
+    image, weight = (a, b) if isinstance(a.value, Arg) and a.value.pos == found.x else (b, a)
+    varies = [frozenset[str]() if z.shift is None else dims_read(op, z.shift) for z in (image, weight)]
+    other, zero = op.reads[found.x].other, image.shift
+    if varies[0] or varies[1] - {found.feature}:
+        return Refusal("a zero point varies")
+    if other is not None and other != (0 if zero is None else zero.value if isinstance(zero, Const) else None):
+        return Refusal("the image is something else than its zero point outside")
+    x, w = here.held[found.x], here.held[found.w]
+    return _Eights(
+        found.x, found.w, (x.take, w.take),
+        (shift_of(op, graph, kernel, frame, zero), shift_of(op, graph, kernel, frame, weight.shift)),
+        contract.conv(here.op, found, here.frame, x.box, w.box, x.shape), frame.extents[: len(op.dims)],
+    )  # fmt: skip
