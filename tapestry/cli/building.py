@@ -49,7 +49,7 @@ def compile_model(args: argparse.Namespace) -> Outcome:
         if args.print_passes:
             tables.show(tables.passes(build.report["passes"]), stderr=bool(args.print_after))
         if not args.print_after and not args.print_passes:
-            tables.show(tables.compiled(build.report, every=args.verbose))
+            tables.show(tables.compiled(build.report))
             run = f"tapestry run {args.output} --check"
             if not args.weights:  # they need not be there
                 run = f"tapestry verify {args.output}"
@@ -114,7 +114,7 @@ def verify(args: argparse.Namespace) -> Outcome:
         print(f"{args.build}: {sum(laws.values()):,} checks of {len(laws)} laws, all hold")
         for name, count in laws.items():
             print(f"  {name:18} {count:>10,}")
-        print(f"{args.build}: {rewrites_text(rewrites, every=args.verbose)}")
+        print(f"{args.build}: {rewrites_text(rewrites)}")
         for row in evidence:
             print(evidence_text(row, every=args.verbose))
         for line in kernels_text(kernels or []):

@@ -32,35 +32,23 @@ def wrapped(line: str, indent: str = "    ") -> list[str]:
     return textwrap.wrap(line, WIDTH, subsequent_indent=indent, break_on_hyphens=False, replace_whitespace=False) or [""]
 
 
-COUNTED = {  # what a certificate counts, for -v
-    "cells": "cells of operations", "awkward cells": "cells where NaN, infinities and the like are among the model's inputs",
-    "cells on awkward operands": "cells where they are among an operation's own operands",
-    "cells on scaled operands": "cells where an operation's operands are scaled as a whole",
-    "cells where evaluators differ": "cells undecided, as two references disagree", "distinct": "distinct operations",
-    "least cells": "cells of an operation, at least", "on awkward operands": "lifted operations tried on such operands",
-}  # fmt: skip
-
-
 def evidence_text(row: Mapping[str, Any], *, every: bool = False) -> str:
-    """What was compared with what, in a sentence; ``every``: with all counts of the certificate."""
+    """What was compared with what, in a sentence or two; ``every``: with all counts of the certificate."""
     if row["kind"] == "plug-in":
         p = row["plugin"]
         return f"  plug-in '{p['name']}' of {p['package']} {p['version']}: {row['what']} against {row['against']}"
-    n: Counter[str] = Counter({what: k for what, k in row["counts"].items() if k})
-    at = "".join(f", {symbol} = {size}" for symbol, size in row.get("sizes", {}).items())
+    n = Counter[str](row["counts"])
+    counts = ", ".join(f"{k:,} {what}" for what, k in n.items() if k)
     if row["kind"] == "none":
-        compared = ", ".join(f"{k:,} {what}" for what, k in n.items())
-        return "\n".join(wrapped(f"  Graph and model file{at}: {row['why']}" + f" (compared: {compared})" * bool(compared)))
-    text = f"  Graph matches the model file ({row['against'].rpartition('by ')[2]}{at}): {some(n['operations'], 'operation')}, "
-    cells = sum(k for what, k in n.items() if what in ("cells", "awkward cells") or what.startswith("cells on"))
-    text += f"{some(n['weights'], 'weight')}. {some(cells, 'cell')} compared"
-    disputed = n["references differ"] + n["cells where evaluators differ"]
-    text += f", {disputed:,} of them undecided as two references disagree" * bool(disputed)
-    tried, left = (sum(k for what, k in n.items() if what.startswith(w)) for w in ("on awkward", "not on awkward"))
-    text += f"; NaN, infinities and extreme numbers tried on {tried} of {tried + left} lifted operations" * bool(tried + left)
-    text += (f". Weights: {row['weights']}." if "weights" in row else ".") + " -v lists all counts." * (not every)
-    counts = [f"  {k:>10,} {COUNTED.get(what, what)}" for what, k in n.items()]
-    return "\n".join([*wrapped(text), *(([*counts, f"    {row['power']}"]) if every else [])])
+        return "\n".join(wrapped(f"  Graph and model file: {row['why']}. Compared: {counts or 'nothing'}."))
+    cells = n["cells"] + n["awkward cells"] + n["cells on awkward operands"] + n["cells on scaled operands"]
+    text = f"  Graph matches the model file ({row['against'].rpartition('by ')[2]}): {some(n['operations'], 'operation')}, "
+    text += f"{some(n['weights'], 'weight')}. {some(cells, 'cell')} compared; on "
+    text += f"{n['references differ'] + n['cells where evaluators differ']} of them two references disagree. NaN, infinities "
+    text += f"and extreme numbers tried on {some(n['on awkward operands'], 'operation')}. " + (
+        f"Weights: {row['weights']}. " if "weights" in row else ""
+    )
+    return "\n".join(wrapped(text + (f"Counts: {counts}; {row['power']}." if every else "-v lists all counts.")))
 
 
 def kernels_text(rows: Sequence[Mapping[str, str]]) -> list[str]:

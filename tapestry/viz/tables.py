@@ -17,7 +17,7 @@ from tapestry.errors import some
 from tapestry.interop.tile_patterns import SUPPRESSED, Tiling
 from tapestry.ir.kernel import cut
 from tapestry.plan.solver.pairs import PROVED
-from tapestry.verify.rewriting.proofs import shown_text, summary
+from tapestry.verify.rewriting.proofs import shown_text
 from tapestry.viz.format import (
     beside_one_device,
     count,
@@ -31,8 +31,8 @@ from tapestry.viz.format import (
 )
 
 
-def compiled(report: Mapping[str, Any], *, every: bool = False) -> RenderableType:
-    """What ``tapestry compile`` found; ``every``: with the methods of proof."""
+def compiled(report: Mapping[str, Any]) -> RenderableType:
+    """What ``tapestry compile`` found."""
     facts = Table(box=None, show_header=False, pad_edge=False)
     facts.add_column(style="bold")
     facts.add_column()
@@ -67,7 +67,7 @@ def compiled(report: Mapping[str, Any], *, every: bool = False) -> RenderableTyp
         facts.add_row("on the host", f"{values} of a size known only at run time, not counted in the peak")
     laws = report["certificate"]["laws"]
     facts.add_row("verified", f"{sum(laws.values()):,} checks of {len(laws)} laws, the program against its graph, all hold")
-    facts.add_row("", rewrites_text(report["rewrites"], every=every))
+    facts.add_row("", rewrites_text(report["rewrites"]))
     facts.add_row("kernels", f"{report['kernels']} distinct")
     seconds = ", ".join(f"{k} {v:.2f}" for k, v in report["seconds"].items())
     facts.add_row("seconds", seconds)
@@ -116,12 +116,11 @@ def pareto(points: Sequence[Mapping[str, Any]]) -> RenderableType:
     return table
 
 
-def rewrites_text(rewrites: Mapping[str, Any] | None, *, every: bool = False) -> str:
-    """What was shown of the rewrites between the lifted graph and the plan's; ``every``: by which methods, too."""
+def rewrites_text(rewrites: Mapping[str, Any] | None) -> str:
+    """What was shown of the rewrites between the lifted graph and the plan's."""
     if rewrites is None:
         return "no log of rewrites: how the graph was made is not checked"
-    how = f" ({shown_text(rewrites['shown'])})" if every else ""
-    return f"{some(rewrites['steps'], 'rewrite')}, {summary(rewrites['shown'])}{how}"
+    return f"{some(rewrites['steps'], 'rewrite')}, {shown_text(rewrites['shown'])}"
 
 
 def transfers(rows: Sequence[Mapping[str, Any]]) -> RenderableType:

@@ -169,7 +169,7 @@ UNREAD, UNPROVED = "unused", "not proved"
 FINITE = "the assumption that values are finite"
 WEAKER = {  # than equal bits
     REAL: "proved equal in real arithmetic", INSTANCES: "compared at every cell", SAMPLED: "compared on sampled cells",
-    FINITE: "equal where all values are finite", UNREAD: UNREAD, UNPROVED: UNPROVED,
+    FINITE: "equal where all values are finite", UNREAD: UNREAD, UNPROVED: "not proved (-v lists them)",
 }  # fmt: skip
 log = logging.getLogger(__name__)
 
@@ -265,9 +265,7 @@ def prove_change(change: Change) -> Counter[str]:
         if t in change.needed:
             out[str(found)] += 1
             if UNPROVED in found.kinds:
-                log.info(
-                    "not proved: '%s' of %s: %s", t, change.step.by, "; ".join(found.notes) or "an opaque operation reads it"
-                )
+                log.info(f"not proved: '{t}' of {change.step.by}: {'; '.join(found.notes)}")
     return out if change.needed else Counter({UNREAD: 1})
 
 
@@ -345,16 +343,8 @@ def whole(before: Graph, after: Graph, what: str, exact: bool = False) -> dict[s
 
 
 def shown_text(counts: Mapping[str, int]) -> str:
-    """How many results were shown to be the same by what: ``120 by normal form; 1 unused``."""
-    return "; ".join(f"{n} {how}" if how in (UNPROVED, UNREAD) else f"{n} by {how}" for how, n in counts.items()) or "none"
-
-
-def summary(counts: Mapping[str, int]) -> str:
-    """The same by how much it says: ``12 results checked: 11 proved equal, 1 compared on sampled cells``."""
+    """How much was shown of how many results: ``12 results checked: 11 proved equal, 1 compared on sampled cells``."""
     said = Counter[str]()
     for how, n in counts.items():
-        said[" and ".join(WEAKER[kind] for kind in how.split(" and ") if kind in WEAKER) or "proved equal"] += n
-    left = said.pop(UNPROVED, 0)
-    each = ", ".join(f"{n:,} {what}" for what, n in sorted(said.items(), key=lambda x: (-x[1], x[0])))
-    checked = f"{some(said.total(), 'result')} checked: {each}" if said else "no result checked"
-    return checked + (f"; {left:,} not proved (-v lists them)" if left else "")
+        said[" and ".join(text for kind, text in WEAKER.items() if kind in how) or "proved equal"] += n
+    return f"{some(said.total(), 'result')} checked: {', '.join(f'{n:,} {what}' for what, n in said.most_common()) or 'none'}"
