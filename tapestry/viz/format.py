@@ -42,12 +42,11 @@ def evidence_text(row: Mapping[str, Any], *, every: bool = False) -> str:
     if row["kind"] == "none":
         return "\n".join(wrapped(f"  Graph and model file: {row['why']}. Compared: {counts or 'nothing'}."))
     cells = n["cells"] + n["awkward cells"] + n["cells on awkward operands"] + n["cells on scaled operands"]
-    text = f"  Graph matches the model file ({row['against'].rpartition('by ')[2]}): {some(n['operations'], 'operation')}, "
-    text += f"{some(n['weights'], 'weight')}. {some(cells, 'cell')} compared; on "
+    of = f"{some(n['operations'], 'operation')}, {some(n['weights'], 'weight')}. {some(cells, 'cell')} compared; on"
+    text = f"  Graph matches the model file ({row['against'].rpartition('by ')[2]}): {of} "
     text += f"{n['references differ'] + n['cells where evaluators differ']} of them two references disagree. NaN, infinities "
-    text += f"and extreme numbers tried on {some(n['on awkward operands'], 'operation')}. " + (
-        f"Weights: {row['weights']}. " if "weights" in row else ""
-    )
+    text += f"and extremes tried on {some(n['on awkward operands'], 'operation')}. "
+    text += f"Weights: {row['weights']}. " if "weights" in row else ""
     return "\n".join(wrapped(text + (f"Counts: {counts}; {row['power']}." if every else "-v lists all counts.")))
 
 

@@ -275,9 +275,9 @@ def kernels(document: Mapping[str, Any]) -> str:
 
 def _resources(r: Mapping[str, Any]) -> str:
     """What one launch is, and takes."""
-    shared = f"{human(r['shared'])} shared ({r['shared'] / r['shared_limit']:.0%})"
-    grid = f"grid {'×'.join(map(str, r['grid']))}, {r['num_warps']} warps, {r['registers']} registers, {r['spills']} spills"
-    text = f"{grid}, {shared}, occupancy {r['occupancy']:.0%}, {r['wide_share']:.0%} in 16 bytes"
+    shared = f"{r['spills']} spills, {human(r['shared'])} shared ({r['shared'] / r['shared_limit']:.0%})"
+    grid = f"grid {'×'.join(map(str, r['grid']))}, {some(r['num_warps'], 'warp')}, {r['registers']} registers"
+    text = f"{grid}, {shared}, occupancy {r['occupancy']:.0%}, {r['wide_share']:.0%} of bytes in 16-byte accesses"
     text += f", {r['matrix']}" if r["matrix"] else ""
     text += f", loop of {r['loop']} instructions" if r["loop"] else ""
     text += f", {human(r['in_flight'])} in flight" if r["in_flight"] else ""
@@ -293,8 +293,9 @@ def _model(m: Mapping[str, Any], precision: str) -> list[str]:
     text = f"One run: {m['launches']} launches, {human(m['bytes'])}, roofline {duration(m['roofline_s'])}"
     if "unfused_kernels" in m:
         text += f"; a kernel for each ONNX node: {m['unfused_kernels']} launches, {human(m['unfused_bytes'])}"
-    text += f". Products of float32: {precision}."
-    return wrapped(text) + (wrapped(f"Without a kernel: {', '.join(m['opaque'])}") if m["opaque"] else [])
+    return wrapped(f"{text}. Products of float32: {precision}.") + (
+        wrapped(f"Without a kernel: {', '.join(m['opaque'])}") if m["opaque"] else []
+    )
 
 
 def accumulate_lines(report: Mapping[str, Any]) -> list[str]:
