@@ -34,8 +34,7 @@ def wrapped(line: str, indent: str = "    ") -> list[str]:
 
 def evidence_text(row: Mapping[str, Any], *, every: bool = False) -> str:
     """What was compared with what, in a sentence or two; ``every``: with all counts of the certificate."""
-    if row["kind"] == "plug-in":
-        p = row["plugin"]
+    if p := row.get("plugin"):
         return f"  plug-in '{p['name']}' of {p['package']} {p['version']}: {row['what']} against {row['against']}"
     n = Counter[str](row["counts"])
     counts = ", ".join(f"{k:,} {what}" for what, k in n.items() if k)

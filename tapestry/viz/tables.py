@@ -293,9 +293,8 @@ def _model(m: Mapping[str, Any], precision: str) -> list[str]:
     text = f"One run: {m['launches']} launches, {human(m['bytes'])}, roofline {duration(m['roofline_s'])}"
     if "unfused_kernels" in m:
         text += f"; a kernel for each ONNX node: {m['unfused_kernels']} launches, {human(m['unfused_bytes'])}"
-    return wrapped(f"{text}. Products of float32: {precision}.") + (
-        wrapped(f"Without a kernel: {', '.join(m['opaque'])}") if m["opaque"] else []
-    )
+    text += f". Products of float32: {precision}."
+    return wrapped(text) + (wrapped(f"Without a kernel: {', '.join(m['opaque'])}") if m["opaque"] else [])
 
 
 def accumulate_lines(report: Mapping[str, Any]) -> list[str]:
