@@ -109,7 +109,7 @@ def build(p: argparse.ArgumentParser) -> None:
 
 def moved(p: argparse.ArgumentParser) -> None:
     """Where a build's model is."""
-    p.add_argument("--model", type=Path, metavar="FILE", help="the model, if it is not where it was (or beside the build)")
+    p.add_argument("--model", type=Path, metavar="FILE", help="the model, if it was moved (and is not beside the build)")
 
 
 def output_folder(p: argparse.ArgumentParser) -> None:
@@ -136,25 +136,25 @@ def several(p: argparse.ArgumentParser, name: str, form: str, text: str) -> None
 
 def kernels(p: argparse.ArgumentParser) -> None:
     """For which GPU."""
-    p.add_argument("--target", default="triton:sm90", help="triton: and sm80, sm86, sm89, sm90, sm100 or gfx942")
+    p.add_argument("--target", default="triton:sm90", help="triton: followed by sm80, sm86, sm89, sm90, sm100 or gfx942")
 
 
 def verify(p: argparse.ArgumentParser) -> None:
     """Where the model is, and what is proved besides."""
     moved(p)
     flags(p, "ops")
-    p.add_argument("--kernels", action="store_true", help="prove the kernels' sources against their operations, too")
+    p.add_argument("--kernels", action="store_true", help="also prove the sources of the kernels against their operations")
 
 
 def export(p: argparse.ArgumentParser) -> None:
     """In which format, and where to."""
-    text = "onnx (the default): the model with the plan as annotations; docs/howto/export.md describes each"
+    text = "default onnx: the model with the plan as annotations; docs/howto/export.md describes each format"
     p.add_argument("--format", choices=FORMATS, default="onnx", help=text)
-    text = "where the format cannot say the plan, write the nearest one that it can, and how many bytes more that is"
+    text = "if the format cannot express the plan: write the nearest plan that it can, and say how many more bytes that takes"
     p.add_argument("--nearest", action="store_true", help=text)
     p.add_argument("-o", "--output", type=Path, metavar="PATH", help="a file (default: that of --into), or a folder of several")
-    p.add_argument("--into", type=Path, metavar="MODEL", help="onnx: keep the configurations of this file of the model")
-    p.add_argument("--configuration", default="tapestry", metavar="NAME", help="onnx: the name of the plan's (tapestry)")
+    p.add_argument("--into", type=Path, metavar="MODEL", help="onnx: a file of the same model, whose configurations are kept")
+    p.add_argument("--configuration", default="tapestry", metavar="NAME", help="onnx: the plan's configuration (tapestry)")
     p.add_argument("--copy-data", action="store_true", help="onnx, ir: copy external data that would be out of reach")
 
 
@@ -163,32 +163,32 @@ def tiles(p: argparse.ArgumentParser) -> None:
     p.add_argument("model", type=Path, nargs="?", help="an ONNX file whose tensors carry tilings: both evaluations, with bytes")
     several(p, "--shape", "7x4|SYMBOL=SIZE", "shape of the tensor, or sizes of a model's symbols")
     p.add_argument("--pattern", metavar="5,1", help="tiles per axis; leading ones may be left out; {2,1: 0,1} with instances")
-    text = "the instance of each tile, -1 for none (--assign=-1,0); of the pattern 1 all that have the tensor"
+    text = "the instance that holds each tile, -1 for none (--assign=-1,0); with pattern 1, all instances that hold the tensor"
     p.add_argument("--assign", metavar="3,2,4,1,0", help=text)
-    p.add_argument("--to", metavar="PATTERN", help="what a change to another tiling moves: {1: 0,1}")
+    p.add_argument("--to", metavar="PATTERN", help="another tiling, to show what the change moves: {1: 0,1}")
     p.add_argument("--dtype", default="f32", choices=("f64", "f32", "f16", "bf16", "i64", "i32", "i8"), help="for bytes (f32)")
-    p.add_argument("--svg", type=Path, metavar="FILE", help="write a drawing as well")
-    p.add_argument("--topology", metavar="MAP", help="what a map such as {4, [[1],[2],[3],[0]]} is, instead")
+    p.add_argument("--svg", type=Path, metavar="FILE", help="also write a drawing")
+    p.add_argument("--topology", metavar="MAP", help="instead: what a map of links such as {4, [[1],[2],[3],[0]]} is")
 
 
 def check_sharding(p: argparse.ArgumentParser) -> None:
     """How strictly."""
-    p.add_argument("--strict", action="store_true", help="warnings (implied communication, uneven parts) fail as well")
+    p.add_argument("--strict", action="store_true", help="fail on warnings too (implied communication, uneven parts)")
 
 
 def prove(p: argparse.ArgumentParser) -> None:
     """A model, and a parallel program of it."""
     model(p)
-    text = "a folder with an ONNX file per rank (rank0.onnx, ...) and, if needed, program.json; the files; or one for all ranks"
+    text = "a folder with a file per rank (rank0.onnx, ...) and, if needed, program.json; or these files; or one for all ranks"
     p.add_argument("program", type=Path, nargs="+", help=text)
 
 
 def opt(p: argparse.ArgumentParser) -> None:
     """A graph, and moves."""
     p.add_argument("graph", type=Path, nargs="?", help="a file of IR text, an IR document (.json), or - for IR text")
-    p.add_argument("-r", "--rule", action="append", default=[], metavar="MOVE", help="split@y{dim=n,parts=8,to=mesh.d0}")
-    p.add_argument("--print-between", action="store_true", help="the graph after every move")
-    text = "instead of a graph: the document that export --format history wrote, applied and proved step by step"
+    p.add_argument("-r", "--rule", action="append", default=[], metavar="MOVE", help="as split@y{dim=n,parts=8,to=mesh.d0}")
+    p.add_argument("--print-between", action="store_true", help="print the graph after every move")
+    text = "instead of a graph: apply and prove, step by step, a document that export --format history wrote"
     p.add_argument("--replay", type=Path, metavar="HISTORY.json", help=text)
     flags(p, "rules")
 
@@ -202,37 +202,37 @@ def run(p: argparse.ArgumentParser) -> None:
     p.add_argument("--inputs", nargs="+", type=Path, default=[], metavar="DIR_OR_NPZ", help=text)
     p.add_argument("--output", type=Path, metavar="DIR", help="write every output as a .npy file")
     p.add_argument("--seed", type=whole(0), default=0, help="seed of the random inputs that stand in for missing ones")
-    p.add_argument("--weights", type=Path, metavar="DIR", help="slices written by tapestry shard-weights")
-    p.add_argument("--timeout", type=seconds, default=30.0, metavar="S", help="silence for so long is a failure (30)")
-    p.add_argument("--trace", type=Path, metavar="FILE", help="the real run on a clock, for https://ui.perfetto.dev")
+    p.add_argument("--weights", type=Path, metavar="DIR", help="the folder that tapestry shard-weights wrote")
+    p.add_argument("--timeout", type=seconds, default=30.0, metavar="S", help="seconds of silence that count as a failure (30)")
+    p.add_argument("--trace", type=Path, metavar="FILE", help="write a timeline of the real run, for https://ui.perfetto.dev")
     p.add_argument("--threads", type=whole(1), metavar="T", help="threads of each process (default: the cores, shared evenly)")
 
 
 def checked(p: argparse.ArgumentParser) -> None:
     """What a run on this host may do besides."""
-    p.add_argument("--check", action="store_true", help="compare with onnxruntime")
+    p.add_argument("--check", action="store_true", help="compare the results with onnxruntime")
     flags(p, "ops")
-    p.add_argument("--library", action="store_true", help="on a GPU: the vendor's library where tune found it faster")
+    p.add_argument("--library", action="store_true", help="on a GPU: use the vendor's library where tune found it faster")
 
 
 def processes(p: argparse.ArgumentParser) -> None:
     """How ranks are started on this host."""
-    p.add_argument("--processes", type=whole(1), metavar="N", help="run on N processes, devices shared evenly")
-    text = "when a rank is killed: end, or start again as --max-restarts says; or the others compute what is lost, and go on"
+    p.add_argument("--processes", type=whole(1), metavar="N", help="run on N processes, with the devices shared evenly")
+    text = "if a rank dies: restart the run (see --max-restarts), or recompute what is lost on the other ranks and go on"
     p.add_argument("--on-loss", choices=("restart", "recompute"), default="restart", help=text)
-    p.add_argument("--max-restarts", type=whole(0), default=0, metavar="R", help="start again after a failure")
-    p.add_argument("--port", type=whole(0, 65535), default=0, help="port of the rendezvous; a free one by default")
+    p.add_argument("--max-restarts", type=whole(0), default=0, metavar="R", help="start again after a failure, R times at most")
+    p.add_argument("--port", type=whole(0, 65535), default=0, help="port at which the ranks meet (default: a free one)")
 
 
 def session(p: argparse.ArgumentParser) -> None:
     """What stays loaded, and where."""
     build(p)
     p.add_argument("--also", nargs="+", type=Path, default=[], metavar="BUILD", help="builds of the same model at other sizes")
-    p.add_argument("--processes", type=whole(1), metavar="N", help="on N ranks, which stay (default: in this process)")
+    p.add_argument("--processes", type=whole(1), metavar="N", help="run on N ranks, which stay (default: in this process)")
     p.add_argument("--threads", type=whole(1), metavar="T", help="threads of each process (default: the cores, shared evenly)")
-    p.add_argument("--restart", action="store_true", help="start ranks that fail again, and repeat the step")
-    p.add_argument("--weights", type=Path, metavar="DIR", help="slices written by tapestry shard-weights")
-    p.add_argument("--timeout", type=seconds, default=30.0, metavar="S", help="silence of a rank for so long is a failure (30)")
+    p.add_argument("--restart", action="store_true", help="if a rank fails: start all ranks again and repeat the step")
+    p.add_argument("--weights", type=Path, metavar="DIR", help="the folder that tapestry shard-weights wrote")
+    p.add_argument("--timeout", type=seconds, default=30.0, metavar="S", help="seconds of silence that count as a failure (30)")
 
 
 def serve(p: argparse.ArgumentParser) -> None:
@@ -244,23 +244,23 @@ def serve(p: argparse.ArgumentParser) -> None:
 def generate(p: argparse.ArgumentParser) -> None:
     """Prompts, and how tokens are chosen."""
     p.add_argument("--tokens", type=Path, required=True, metavar="FILE.npy", help="prompts: integers [rows, tokens]")
-    p.add_argument("--mask", type=Path, metavar="FILE.npy", help="which of them count: 0 or 1, of the same shape")
-    p.add_argument("--max-new", type=whole(1), required=True, metavar="N", help="how many tokens to add")
+    p.add_argument("--mask", type=Path, metavar="FILE.npy", help="which tokens count: 0 or 1, in the shape of --tokens")
+    p.add_argument("--max-new", type=whole(1), required=True, metavar="N", help="number of tokens to add")
     p.add_argument("--sampler", choices=("greedy", "seeded"), default="greedy")
     p.add_argument("--seed", type=whole(0), default=0, help="seed of the seeded sampler")
     p.add_argument("--temperature", type=float, default=1.0, metavar="T", help="temperature of the seeded sampler")
-    p.add_argument("--top-k", type=whole(0), default=0, metavar="K", help="seeded: choose among the likeliest K; 0 is all")
-    p.add_argument("--stop", type=int, metavar="TOKEN", help="ends a row")
+    p.add_argument("--top-k", type=whole(0), default=0, metavar="K", help="seeded: choose among the likeliest K; 0: among all")
+    p.add_argument("--stop", type=int, metavar="TOKEN", help="a token that ends its row")
     p.add_argument("--output", type=Path, metavar="FILE.npy", help="write the new tokens [rows, N]")
 
 
 def scheduled(p: argparse.ArgumentParser) -> None:
     """A run in another order than the plan's."""
-    text = "block by block in a random legal order, each twice; the bits must be those of the plain run"
+    text = "run block by block in a random legal order, each block twice; results must have the bits of a plain run"
     p.add_argument("--schedule", choices=("random",), help=text)
-    text = "with --schedule: the chance, after each block, that one that is held is lost, and computed again"
+    text = "with --schedule: the probability, after each block, that one in memory is lost and must be computed again"
     p.add_argument("--lose", type=share, default=0.0, metavar="P", help=text)
-    text = "with --schedule: devices that are lost on the way for good; others compute their blocks"
+    text = "with --schedule: the number of devices that fail during the run; others compute their blocks"
     p.add_argument("--lose-devices", type=whole(0), default=0, metavar="N", help=text)
 
 
@@ -274,40 +274,40 @@ def calibrate(p: argparse.ArgumentParser) -> None:
     """What is measured, or fitted."""
     to = p.add_mutually_exclusive_group(required=True)
     to.add_argument("-o", "--output", type=Path, metavar="FILE.json")
-    to.add_argument("--auto", action="store_true", help="measure again what --topology auto takes for a plan of N devices")
+    to.add_argument("--auto", action="store_true", help="measure again what --topology auto uses for N devices")
     p.add_argument("--processes", type=whole(1, 64), default=1, metavar="N", help="processes to measure with, at the same time")
     p.add_argument("--threads", type=whole(1), metavar="T", help="threads of each process (default: the cores, shared evenly)")
-    p.add_argument("--seconds", type=seconds, metavar="S", help="about how long it may take (40; each round of --auto 3)")
-    p.add_argument("--device", metavar="FILE_OR_PRESET", help="take the device from there and measure calls alone (GPUs: NCCL)")
-    p.add_argument("--from-trace", type=Path, metavar="FILE", help="fit to the trace of a real run (run --trace) instead")
+    p.add_argument("--seconds", type=seconds, metavar="S", help="about how long to measure (40; with --auto 3 for each round)")
+    p.add_argument("--device", metavar="FILE_OR_PRESET", help="take the device from there; measure calls alone (GPUs: NCCL)")
+    p.add_argument("--from-trace", type=Path, metavar="FILE", help="instead: fit to the trace of a real run (run --trace)")
 
 
 def tune(p: argparse.ArgumentParser) -> None:
     """What is measured, and for how long."""
     build(p)
-    p.add_argument("--library", action="store_true", help="measure the vendor's library as well, for run --library")
-    p.add_argument("--again", action="store_true", help="measure again what was measured before")
-    p.add_argument("--time-limit", type=seconds, default=600.0, metavar="S", help="seconds for everything")
+    p.add_argument("--library", action="store_true", help="also measure the vendor's library, for run --library")
+    p.add_argument("--again", action="store_true", help="measure again what has been measured already")
+    p.add_argument("--time-limit", type=seconds, default=600.0, metavar="S", help="seconds for all measurements")
     p.add_argument("--seed", type=whole(0), default=0, help="seed of the random data")
 
 
 def rules(p: argparse.ArgumentParser) -> None:
     """Which rules, and where they do not apply."""
     p.add_argument("rule", nargs="?", metavar="NAME")
-    p.add_argument("--refused", type=Path, metavar="MODEL", help="why rules do not apply to a model")
+    p.add_argument("--refused", type=Path, metavar="MODEL", help="print why rules do not apply to a model")
     p.add_argument("--check", action="append", type=Path, default=[], metavar="FILE", help="prove the rules of a file")
-    text = "forms that cuts and equations make of a graph, with prices: IR text, or Linear, Conv, StridedConv, Sum, Stddev"
+    text = "print the forms that cuts and equations make of a graph (IR text, or Linear, Conv, StridedConv, Sum, Stddev)"
     p.add_argument("--derive", metavar="GRAPH.tap", help=text)
-    p.add_argument("--mesh", default="1", metavar="2x4", help="with --derive: devices over which forms are cut as well (1)")
-    p.add_argument("--forms", type=whole(1), default=100, metavar="N", help="with --derive: the most forms (100)")
-    p.add_argument("--dot", action="store_true", help="with --derive: as a graph for Graphviz")
-    p.add_argument("--svg", type=Path, metavar="FILE", help="with --derive: also as a picture")
-    p.add_argument("--view", type=Path, metavar="FILE.html", help="with --derive: also as a page, on which each form is shown")
-    text = "plans and runs with the book of equations, without it, without each equation that was used, with each alone"
+    p.add_argument("--mesh", default="1", metavar="2x4", help="with --derive: also cut the forms over these devices (1)")
+    p.add_argument("--forms", type=whole(1), default=100, metavar="N", help="with --derive: at most N forms (100)")
+    p.add_argument("--dot", action="store_true", help="with --derive: print a graph for Graphviz")
+    p.add_argument("--svg", type=Path, metavar="FILE", help="with --derive: also write a picture")
+    p.add_argument("--view", type=Path, metavar="FILE.html", help="with --derive: also write a page that shows each form")
+    text = "compare plans and runs with the book of equations, without it, without each equation used, with each one alone"
     p.add_argument("--ablate", action="append", type=Path, default=[], metavar="MODEL", help=text)
-    text = "equations that the book does not have: found by their values, proved, ranked by what they save on the models"
+    text = "look for equations that the book lacks, prove them, and rank them by what they save on the models"
     p.add_argument("--discover", nargs="*", type=Path, metavar="MODEL", help=text)
-    p.add_argument("--terms", type=whole(1), default=12_000, metavar="N", help="with --discover: terms tried of a family")
+    p.add_argument("--terms", type=whole(1), default=12_000, metavar="N", help="with --discover: terms to try in each family")
     flags(p, "shapes")
     flags(p, "rules")
 
@@ -315,18 +315,18 @@ def rules(p: argparse.ArgumentParser) -> None:
 def auto_shard(p: argparse.ArgumentParser) -> None:
     """The options of PopRT, and ours."""
     p.add_argument("--input-model", type=Path, required=True, metavar="MODEL")
-    p.add_argument("--num-devices", type=int, metavar="N", help="with --cut: one more than there are cuts")
-    several(p, "--cut", "NODE", "the stages of your own, by the nodes at which they end (A,B: several nodes of one stage)")
+    p.add_argument("--num-devices", type=int, metavar="N", help="number of devices; with --cut: one more than the cuts")
+    several(p, "--cut", "NODE", "your own stages, by the nodes at which they end (A,B: two nodes, one stage)")
     p.add_argument("--measure", action="store_true", help="compile every candidate and run those that fit")
-    p.add_argument("--apart", action="store_true", help="with --measure: a process for each device, which sends to the next")
+    p.add_argument("--apart", action="store_true", help="with --measure: one process per device; each sends to the next")
     p.add_argument("--max-candidates", type=whole(0), default=24, metavar="C",
-                   help="with --measure: compiled at most (24); 0: all that the traversal comes to")  # fmt: skip
+                   help="with --measure: compile at most C candidates (24); 0: no limit")  # fmt: skip
     p.add_argument("--output-model", type=Path, metavar="FILE", help="default: MODEL.auto_sharded.onnx beside the model")
-    p.add_argument("--optimal-perf", action="store_true", help="the heuristic goes on after the first scheme that fits")
+    p.add_argument("--optimal-perf", action="store_true", help="let the heuristic continue after the first scheme that fits")
     p.add_argument("--num-processes", type=int, default=2, metavar="P", help="with --measure: processes that compile schemes")
     p.add_argument(
         "--memory-proportion", type=float, nargs="+", metavar="SHARE",
-        help="share of a device's memory for weights and activations; the next one is tried when nothing fits (0.4 0.7 0.9)",
+        help="share of a device's memory for weights and activations; if nothing fits, the next one is tried (0.4 0.7 0.9)",
     )  # fmt: skip
     flags(p, "shapes")
     p.add_argument("--topology", default="cpu", metavar="FILE_OR_PRESET")
@@ -336,13 +336,13 @@ def auto_shard(p: argparse.ArgumentParser) -> None:
 def explain(p: argparse.ArgumentParser) -> None:
     """What is shown."""
     build(p)
-    p.add_argument("--why", action="store_true", help="the best alternative of every operation, and what it would cost")
-    p.add_argument("--diff", type=Path, metavar="OTHER", help="what differs from another build, instead of the plan")
-    p.add_argument("--kernels", action="store_true", help="what computes each operation, and why what comes before it does not")
-    p.add_argument("--critical-path", action="store_true", help="the steps that the simulated time hangs on")
-    p.add_argument("--trace", type=Path, metavar="FILE", help="the simulated schedule, for https://ui.perfetto.dev")
-    p.add_argument("--analyze", action="store_true", help="run it, and print estimated beside measured seconds per step")
-    p.add_argument("--processes", type=whole(1), metavar="N", help="for --analyze: on N processes (default: one per device)")
+    p.add_argument("--why", action="store_true", help="also the best alternative of every operation, and its cost")
+    p.add_argument("--diff", type=Path, metavar="OTHER", help="print what differs from another build, instead of the plan")
+    p.add_argument("--kernels", action="store_true", help="also what computes each operation, and why other kernels cannot")
+    p.add_argument("--critical-path", action="store_true", help="also the steps that decide the simulated time")
+    p.add_argument("--trace", type=Path, metavar="FILE", help="write the simulated schedule, for https://ui.perfetto.dev")
+    p.add_argument("--analyze", action="store_true", help="run the plan, and print estimated and measured seconds of each step")
+    p.add_argument("--processes", type=whole(1), metavar="N", help="for --analyze: run on N processes (one per device)")
 
 
 def view(p: argparse.ArgumentParser) -> None:
@@ -350,8 +350,8 @@ def view(p: argparse.ArgumentParser) -> None:
     build(p)
     p.add_argument("other", type=Path, nargs="?", metavar="BUILD2", help="another build, shown beside the first one")
     p.add_argument("-o", "--output", type=Path, metavar="FILE.html", help="the page to write (default: BUILD.html)")
-    p.add_argument("--open", action="store_true", help="show it in the browser")
-    p.add_argument("--trace", type=Path, metavar="FILE", help="what run --trace wrote: measured beside simulated")
+    p.add_argument("--open", action="store_true", help="open the page in the browser")
+    p.add_argument("--trace", type=Path, metavar="FILE", help="a file of run --trace: measured beside simulated times")
 
 
 def compile(p: argparse.ArgumentParser) -> None:
@@ -360,4 +360,4 @@ def compile(p: argparse.ArgumentParser) -> None:
     p.add_argument("--bundle", action="store_true", help="copy the model and its weights into the build")
     p.add_argument("-o", "--output", type=Path, required=True, metavar="BUILD", help="the folder to write")
     flags(p)
-    p.add_argument("--print-passes", action="store_true", help="what ran, in which order, with seconds and sizes")
+    p.add_argument("--print-passes", action="store_true", help="print the passes that ran, in order, with seconds and sizes")

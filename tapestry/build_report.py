@@ -249,11 +249,11 @@ def _bounded(priced: PricedPlan, planned: Planned, task: Task) -> dict[str, Any]
     scope = planned.scope
     missing = scope.missing(stages=task.several_devices and task.request.stages != 1)
     if planned.fitted:
-        of, missing = "all plans, in space and in time: the least work of each operation, evenly shared", list[str]()
+        of, missing = "all plans, in space and in time: the least work of each operation, shared evenly", list[str]()
     elif len(priced.plan.stages) > 1:
-        of = "the stages of any pipeline, without messages: each operation at its fastest on any of the submeshes"
+        of = "any pipeline, without messages: each operation at its fastest on any of the submeshes"
     else:
-        of = f"{scope.text()}; without {'; '.join(missing)}" if missing else scope.text()
+        of = f"{scope.text()}; not covered: {'; '.join(missing)}" if missing else scope.text()
     return {
         "left_out": scope.left_out, "bound_of": of, "not_bounded": missing,
         "equations": [t.data() for t in scope.equations],

@@ -34,69 +34,70 @@ class Options:
 
     model: Path
     # fmt: off
-    devices: int | None = option("--devices", "a mesh of one axis, d0", metavar="N")
+    devices: int | None = option("--devices", "number of devices, as a mesh of one axis (d0)", metavar="N")
     mesh: Mesh | None = option(  # noqa: RUF009 (it makes a field)
-        "--mesh", "a mesh of several axes, or with names: dp=2,tp=4", metavar="2x4", like='"2x4", (2, 4) or {"dp": 2, "tp": 4}')
+        "--mesh", "devices as a grid of several axes, or with names: dp=2,tp=4", metavar="2x4",
+        like='"2x4", (2, 4) or {"dp": 2, "tp": 4}')
     max_devices: int | None = option(  # with the next two: `tools.machines`
         "--max-devices", "at most N devices; the objective decides how many", metavar="N")
     objective: str | None = option(
-        "--objective", "what is minimised: seconds + 2e-3*devices; over seconds, devices, bytes, energy, money, with + - * / "
-        "min max", metavar="EXPRESSION")
+        "--objective", "what to minimise, such as seconds + 2e-3*devices; terms: seconds, devices, bytes, energy, money; "
+        "operators: + - * / min max", metavar="EXPRESSION")
     limits: Sequence[str] = option(
-        "--limit", "what a plan may take at most: energy<=5, money<=1e-6, bytes<=2GiB", (), nargs="+", metavar="TERM<=VALUE")
+        "--limit", "upper limits on a plan: energy<=5, money<=1e-6, bytes<=2GiB", (), nargs="+", metavar="TERM<=VALUE")
     topology: str = option(
         "--topology", "devices and links: auto (this machine, as measured), cpu, h100, h200, a100-pcie, tpu, or a file", "auto",
         metavar="FILE_OR_PRESET")
     shapes: Mapping[str, Any] = option(
-        "--shape", "size of a symbol, a range 1..64 or a list 128,256 (compile), or INPUT=8x3x224x224", dict, nargs="+",
-        metavar="SYMBOL=SIZE", like='{"batch": 8}')
-    memory: str | None = option("--memory", "memory of a device; the plan keeps to it", metavar="16GiB")
+        "--shape", "size of a symbol (compile: also a range 1..64 or list 128,256), or of an input: x=8x3x224x224", dict,
+        nargs="+", metavar="SYMBOL=SIZE", like='{"batch": 8}')
+    memory: str | None = option("--memory", "memory of each device: a hard limit", metavar="16GiB")
     memory_reserve: str | None = option(
-        "--memory-reserve", "what of a device's memory stays free (8%% of a GPU preset's own; 0 where --memory or a file "
-        "says how much)", metavar="8%%|2GiB")
-    target: str = option("--target", "torch-cpu, triton:sm90, …", "torch-cpu", like='"torch-cpu" or "triton:sm90"')
+        "--memory-reserve", "memory of each device that stays free (default: 8%% for GPU presets; 0 if --memory or a file "
+        "gives the memory)", metavar="8%%|2GiB")
+    target: str = option("--target", "torch-cpu, or a GPU: triton:sm90, …", "torch-cpu", like='"torch-cpu" or "triton:sm90"')
     precision: str = option("--precision", "precision of float32 products in kernels", "ieee", metavar="ieee|tf32x3|tf32")
-    accumulate: str | None = option("--accumulate", "how sums of products of f16 are held (f32)", choices=("f32", "f16"))
+    accumulate: str | None = option("--accumulate", "type that sums products of f16 (f32)", choices=("f32", "f16"))
     assume_finite: bool = option(
-        "--assume-finite", "take tests for NaN and infinities (a guard around softmax, say) for false: no value is infinite "
-        "or NaN", False)
+        "--assume-finite", "assume that no value is NaN or infinite, and drop the model's tests for that (such as a guard "
+        "around softmax)", False)
     reduce_in: str = option(
-        "--reduce-in", "how partial sums of 16-bit floats travel (f32); native: each rounded once to the tensor's type, as "
-        "NCCL has them: of bf16 an error of about parts * 2^-9 relative to the partial sums, and f16 overflows at 65504", "f32",
+        "--reduce-in", "type in which partial sums of 16-bit floats travel (default f32); native: each is rounded once to the "
+        "tensor's type, as with NCCL: an error of about parts * 2^-9 of the sums for bf16; f16 overflows at 65504", "f32",
         choices=("f32", "native"))
     for_format: str | None = option(
-        "--for", "search only the plans that the format of export can say: tp-plan, dtensor, jax or onnx-ranks",
+        "--for", "search only plans that this export format can express: tp-plan, dtensor, jax or onnx-ranks",
         metavar="FORMAT")
     pins: Sequence[str] = option(
-        "--pin", "how operations are cut: conv1:h=8@d0, layers.*.up_proj:out=tp", (), nargs="+", metavar="OP:dim=parts@axis")
+        "--pin", "fix how to cut operations: conv1:h=8@d0, layers.*.up_proj:out=tp", (), nargs="+", metavar="OP:dim=parts@axis")
     layouts: Sequence[str] = option(
-        "--layout", "where an input starts or an output ends: x:0=4@d0, or x:replicated", (), nargs="+",
+        "--layout", "fix where an input starts or an output ends: x:0=4@d0, or x:replicated", (), nargs="+",
         metavar="TENSOR:axis=parts@axis")
     state: str | None = option(  # `runtime.kept_state`
-        "--state", "caches that a session keeps on the devices; without a value, those whose names pair", nargs="?",
+        "--state", "caches that a session keeps on the devices; without a value: those whose names pair", nargs="?",
         const="auto", metavar="PAST=PRESENT,…")
-    rules: Sequence[Path] = option("--rules", "rewrite rules of your own", (), metavar="FILE")
+    rules: Sequence[Path] = option("--rules", "a file of your own rewrite rules", (), metavar="FILE")
     ops: Sequence[Path] = option(  # `lift.own_operators`
-        "--ops", "operators of a domain of your own, as IR text", (), metavar="FILE")
-    sharding: bool = option("--ignore-sharding", "plan without the model's own multi-device annotations", True)
+        "--ops", "a file of your own operators, as IR text", (), metavar="FILE")
+    sharding: bool = option("--ignore-sharding", "ignore the multi-device annotations in the model", True)
     configuration: str | None = option(
-        "--configuration", "which of the model's device configurations (default: the first for as many devices)",
+        "--configuration", "device configuration of the model to use (default: the first with the right number of devices)",
         metavar="NAME")
-    stages: str = option("--stages", "pipeline stages; 1 for none (auto: where they pay)", "auto", metavar="auto|N")
+    stages: str = option("--stages", "pipeline stages; 1: none; auto: only where they pay", "auto", metavar="auto|N")
     stage_at: Sequence[str] = option(
-        "--stage-at", "where stages end: each has what its node needs and no earlier stage has (A,B: several)", (), nargs="+",
-        metavar="NODE")
-    micro_batches: str = option("--micro-batches", "parts of the batch that follow each other", "auto", metavar="auto|M")
+        "--stage-at", "nodes at which stages end: each has what its node needs and no earlier stage has (A,B: several)", (),
+        nargs="+", metavar="NODE")
+    micro_batches: str = option("--micro-batches", "parts of the batch, run one after another", "auto", metavar="auto|M")
     without: Sequence[str] = option(
-        "--without-rule", "leave a rewrite rule out, or a phase of them (algebra: the book of equations)", (), metavar="RULE")
-    exact: bool = option("--exact", "the same bits on 1, 2, 3, 4, 6, 8, 12 or 24 devices", False)
-    weights: bool = option("--no-weights", "take a model whose external data is not there", True)
-    pareto: bool = option("--pareto", "also show the front of latency against memory", False)
-    time_limit: float | None = option("--time-limit", "seconds for the search (by default: an amount of work)", metavar="S")
+        "--without-rule", "leave out a rewrite rule, or a phase of rules (algebra: the book of equations)", (), metavar="RULE")
+    exact: bool = option("--exact", "results with the same bits on 1, 2, 3, 4, 6, 8, 12 or 24 devices", False)
+    weights: bool = option("--no-weights", "accept a model whose external data is missing", True)
+    pareto: bool = option("--pareto", "also list the best plans for latency against memory", False)
+    time_limit: float | None = option("--time-limit", "seconds for the search (default: a fixed amount of work)", metavar="S")
     resume: Path | None = option(  # noqa: RUF009
-        "--resume", "go on from a build's plan and bound; BUILD may be the output", metavar="BUILD")
+        "--resume", "continue from the plan and bound of an earlier build, which may be the output itself", metavar="BUILD")
     seed: int = option("--seed", "seed of the model's own random operators", 0)
-    print_after: Sequence[str] = option("--print-after", "the IR after a pass, which reads back", (), metavar="PASS")
+    print_after: Sequence[str] = option("--print-after", "print the IR after a pass; it can be read back", (), metavar="PASS")
     # fmt: on
     interrupt: threading.Event = field(default_factory=threading.Event)
     found: Found | None = None

@@ -116,7 +116,7 @@ def verify(args: argparse.Namespace) -> Outcome:
             print(f"  {name:18} {count:>10,}")
         print(f"{args.build}: {rewrites_text(rewrites)}")
         for row in evidence:
-            print(evidence_text(row))
+            print(evidence_text(row, every=args.verbose))
         for line in kernels_text(kernels or []):
             print(line)
 

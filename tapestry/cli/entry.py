@@ -33,38 +33,38 @@ COMMANDS: dict[str, tuple[Command | str, Sequence[Arguments], str]] = {
     "serve": (
         "serving.command", [arguments.session, arguments.serve], "load a build once, and answer on a local socket until ended",
     ),
-    "generate": ("serving.command", [arguments.session, arguments.generate], "tokens of a causal decoder, one after another"),
+    "generate": ("serving.command", [arguments.session, arguments.generate], "generate tokens with a causal decoder"),
     "shard-weights": (
         building.shard_weights, [arguments.build, arguments.output_folder],
-        "weights cut as the plan cuts them, a safetensors file per device",
+        "write the weights as the plan cuts them, one safetensors file per device",
     ),
-    "explain": (building.explain, [arguments.explain], "the plan as a person reads it"),
-    "view": ("viewer.command", [arguments.view], "the plan as one HTML page: graph, index spaces, tensors, time, alternatives"),
-    "verify": (building.verify, [arguments.build, arguments.verify], "re-check every law from the files alone"),
+    "explain": (building.explain, [arguments.explain], "show the plan: how it is cut, what it sends, what it costs"),
+    "view": ("viewer.command", [arguments.view], "write one HTML page: graph, index spaces, tensors, time, alternatives"),
+    "verify": (building.verify, [arguments.build, arguments.verify], "check a build again, from its files alone"),
     "kernels": (
         building.kernels, [arguments.build, arguments.output_folder, arguments.kernels],
-        "readable Triton source, compiled objects, a resource table",
+        "write the kernels: readable Triton source, compiled objects, a table of resources",
     ),
     "tune": (building.tune, [arguments.tune], "measure the kernels' knobs on this machine's GPU, for every later run"),
-    "export": ("exports.command", [arguments.build, arguments.export], "the plan in the words of another tool"),
+    "export": ("exports.command", [arguments.build, arguments.export], "write the plan in the format of another tool"),
     "check-sharding": (
         building.check_sharding, [arguments.model, arguments.check_sharding],
-        "whether a model's multi-device annotations are right",
+        "check a model's multi-device annotations",
     ),
     "tiles": (
         "tiles.command", [arguments.tiles], "start, stop and size of every tile of a tensor, and what another tiling moves",
     ),
     "prove": (
-        "prove.command", [arguments.prove], "whether a parallel program computes a model: a proof, or a cell that differs",
+        "prove.command", [arguments.prove], "prove that a parallel program computes a model, or show a cell that differs",
     ),
     "calibrate": (building.calibrate, [arguments.calibrate], "measure this machine and write a topology file"),
     "doctor": (
         building.doctor, [arguments.doctor],
-        "what splits, what is opaque, unbound or unsupported; -v lists every node",
+        "show what can be split, what is opaque, unbound or unsupported; -v lists every node",
     ),
     "opt": (rewriting.opt, [arguments.opt], "apply rules to IR text"),
-    "rules": (rewriting.rules, [arguments.rules], "the rules, with before and after"),
-    "auto-shard": ("auto_shard.command", [arguments.auto_shard], "pipeline stages for the nodes of an ONNX file"),
+    "rules": (rewriting.rules, [arguments.rules], "list the rewrite rules, or show one with before and after"),
+    "auto-shard": ("auto_shard.command", [arguments.auto_shard], "find pipeline stages for the nodes of an ONNX file"),
 }  # fmt: skip
 
 
@@ -136,7 +136,7 @@ def command_parser(words: Sequence[str] = ()) -> argparse.ArgumentParser:
     common.add_argument("-q", "--quiet", action="store_true")
     common.add_argument("-v", "--verbose", action="store_true")
     parser = arguments.Parser(prog="tapestry", description="ONNX models to verified, sharded plans and Triton kernels")
-    text = "show the version and exit; with -v, what plug-ins there are and whether they load"
+    text = "show the version and exit; with -v also the plug-ins, and whether they load"
     parser.add_argument("--version", action=_Version, nargs=0, const={"-v", "--verbose"} & {*words}, help=text)
     sub = parser.add_subparsers(dest="name", required=True, metavar="COMMAND")
     for name, (_, groups, text) in COMMANDS.items():

@@ -50,7 +50,7 @@ def opt(args: argparse.Namespace) -> Outcome:
     def show() -> None:
         print("\n".join(texts), end="")
         for p in () if args.quiet else proved:
-            print(f"{p['move']}: compared before and after: {shown_text(p['shown'])}", file=sys.stderr)
+            print(f"{p['move']}: {shown_text(p['shown'])}", file=sys.stderr)
 
     return Outcome(document, show, insist=True)
 
@@ -85,7 +85,7 @@ def _replayed(args: argparse.Namespace) -> Outcome:
     def show() -> None:
         print(text, end="")
         if not args.quiet:
-            print(f"{some(done.steps, 'rewrite')}, compared before and after: {shown_text(done.shown)}", file=sys.stderr)
+            print(f"{some(done.steps, 'rewrite')}, {shown_text(done.shown)}", file=sys.stderr)
             print(f"SHA-256 of the operations: {done.end_sha256}", file=sys.stderr)
 
     return Outcome(document, show, insist=True)
@@ -141,7 +141,7 @@ def _checked(paths: Sequence[Path]) -> Outcome:
         for r in rows:
             of = r["of"].removesuffix("s")
             on = some(r["instances"], of) if r["instances"] > 1 else f"its one {of} only"
-            what = f"{some(r['moves'], 'move')} on {on}, compared before and after: {shown_text(r['shown'])}"
+            what = f"{some(r['moves'], 'move')} on {on}, {shown_text(r['shown'])}"
             print(f"{r['rule']}: {what if r['moves'] else 'not proved: no example in its docstring'}")
             if r["rounding"]:
                 print(f"  the rule itself: {r['proof']}; rounding: {r['rounding']}")

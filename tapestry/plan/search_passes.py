@@ -82,17 +82,17 @@ class Scope:
         rewritten = f" and {some(self.rewritten, 'rewritten graph')} of it" if self.rewritten else ""
         many = f"the best of {len(self.forms)} forms of the graph" if len(self.forms) > 1 else "one form of the graph"
         named = f" ({', '.join(self.forms)})" if len(self.forms) <= NAMED else ""
-        return f"{many}{named}{rewritten}, over at most {self.strategies:,} strategies an operation"
+        return f"{many}{named}{rewritten}, with at most {self.strategies:,} strategies per operation"
 
     def missing(self, *, stages: bool) -> list[str]:
         """What the bound is not of; ``stages``: pipeline stages among it."""
         found = [
             (self.left_out, f"up to {self.left_out:,} combinations of cuts of one operation"),
-            (self.untried, f"the forms of the graph that no work was left for ({', '.join(self.untried)})"),
+            (self.untried, f"forms of the graph not tried, as the budget ran out ({', '.join(self.untried)})"),
             (self.unfinished, f"{some(self.unfinished, 'rewritten graph')}, as the budget ran out"),
             (self.moves, "combinations of rewrites"),
             (stages, "pipeline stages"),
-            (self.in_time, "splits in time, but those that were tried"),
+            (self.in_time, "splits in time other than those tried"),
         ]
         return [text for there, text in found if there]
 

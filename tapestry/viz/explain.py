@@ -428,9 +428,9 @@ def _notes(build: Build, simulated: Document) -> Iterator[str]:
     """What the times and the bound are of, what else was looked at, and what was asked for."""
     r, plan = build.report, build.plan
     if "bound_of" in r:
-        yield f"  the bound is of {r['bound_of']}"
+        yield f"  the bound covers {r['bound_of']}"
     yield f"  assumed: {simulated['assumption']}"
-    unfit = {False: " (does not fit)", None: " (whether it fits was not worked out)", True: ""}
+    unfit = {False: " (does not fit)", None: " (not known whether it fits)", True: ""}
     others = [f"{o['name']} {duration(o['objective_s'])}{unfit[o['fits']]}" for o in r.get("alternatives", ())]
     if others:
         yield f"  other plans: {', '.join(others)}"
@@ -451,7 +451,7 @@ def _equations_text(tried: Document) -> str:
     """What the book of equations derived, what it would save on one device, and what came of it."""
     what = f"{some(tried['regions'], 'region')}, {duration(tried['before_s'])} → {duration(tried['after_s'])} on one device"
     planned = "no better plan" if tried["objective_s"] is None else f"planned {duration(tried['objective_s'])}"
-    return f"equations {tried['equations']}: {what}; {planned}: {'taken' if tried['taken'] else 'lost'}"
+    return f"equations {tried['equations']}: {what}; {planned}: {'used' if tried['taken'] else 'not used'}"
 
 
 def _whole_text(nodes: Document) -> Iterator[str]:

@@ -32,14 +32,21 @@ def wrapped(line: str, indent: str = "    ") -> list[str]:
     return textwrap.wrap(line, WIDTH, subsequent_indent=indent, break_on_hyphens=False, replace_whitespace=False) or [""]
 
 
-def evidence_text(row: Mapping[str, Any]) -> str:
-    """What was compared with what, how, and how much of it."""
-    if row["kind"] == "plug-in":
-        p = row["plugin"]
+def evidence_text(row: Mapping[str, Any], *, every: bool = False) -> str:
+    """What was compared with what, in a sentence or two; ``every``: with all counts of the certificate."""
+    if p := row.get("plugin"):
         return f"  plug-in '{p['name']}' of {p['package']} {p['version']}: {row['what']} against {row['against']}"
-    counts = ", ".join(f"{n:,} {what}" for what, n in row["counts"].items() if n)
-    more = [row[k] for k in ("why", "power", "weights") if k in row]
-    return "; ".join([f"  {row['what']} against {row['against']}: {row['kind']}", *([counts] if counts else []), *more])
+    n = Counter[str](row["counts"])
+    counts = ", ".join(f"{k:,} {what}" for what, k in n.items() if k)
+    if row["kind"] == "none":
+        return "\n".join(wrapped(f"  Graph and model file: {row['why']}. Compared: {counts or 'nothing'}."))
+    cells = n["cells"] + n["awkward cells"] + n["cells on awkward operands"] + n["cells on scaled operands"]
+    of = f"{some(n['operations'], 'operation')}, {some(n['weights'], 'weight')}. {some(cells, 'cell')} compared; on"
+    text = f"  Graph matches the model file ({row['against'].rpartition('by ')[2]}): {of} "
+    text += f"{n['references differ'] + n['cells where evaluators differ']} of them two references disagree. NaN, infinities "
+    text += f"and extremes tried on {some(n['on awkward operands'], 'operation')}. "
+    text += f"Weights: {row['weights']}. " if "weights" in row else ""
+    return "\n".join(wrapped(text + (f"Counts: {counts}; {row['power']}." if every else "-v lists all counts.")))
 
 
 def kernels_text(rows: Sequence[Mapping[str, str]]) -> list[str]:

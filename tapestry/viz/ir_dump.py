@@ -171,7 +171,7 @@ def _lines(facts: Mapping[str, Any], all_nodes: bool) -> Iterator[str]:
         yield f"  unsupported: {row['where']}: {row['what']}" if row["where"] else f"  unsupported: {row['what']}"
         yield from (f"    {k}: {v}" for k, v in (("because", row["why"]), ("try", row["hint"])) if v)
     if not facts["summary"]:
-        yield "  nothing can be said of splitting before the above is mended"
+        yield "  fix these first: only then can splitting be examined"
         return
     s = facts["summary"]
     counts = ", ".join(f"{s[k]} {k}" for k in ("affine", "partly", "opaque"))
@@ -183,14 +183,14 @@ def _lines(facts: Mapping[str, Any], all_nodes: bool) -> Iterator[str]:
     for p in facts.get("plugins", ()):
         yield f"  plug-in: '{p['name']}' (tapestry.{p['kind']}) of {p['package']} {p['version']}"
     if facts["host_values"]:
-        yield "  on the host, of a size known only at run time:"
+        yield "  kept on the host, as the size is known only at run time:"
         yield from _cut([f"    {name}: {about}" for name, about in facts["host_values"].items()], all_nodes)
     alike: dict[str, list[str]] = {}
     for o in facts["operations"]:
         if o["class"] == "affine" and o["dims"]:
             alike.setdefault(_dims(o), []).append(_node(o))
     rows = [f"    {dims} – {', '.join(n[:3])}{f' and {len(n) - 3} more' if len(n) > 3 else ''}" for dims, n in alike.items()]
-    yield from ["  can be split (monoid: partial results are merged):", *_cut(rows, all_nodes)] if rows else []
+    yield from ["  can be split; (monoid) marks reduced dimensions:", *_cut(rows, all_nodes)] if rows else []
 
 
 def _node(o: Mapping[str, Any]) -> str:

@@ -119,9 +119,8 @@ def pareto(points: Sequence[Mapping[str, Any]]) -> RenderableType:
 def rewrites_text(rewrites: Mapping[str, Any] | None) -> str:
     """What was shown of the rewrites between the lifted graph and the plan's."""
     if rewrites is None:
-        return "no log of rewrites: nothing is shown of how the graph was made"
-    steps = some(rewrites["steps"], "rewrite")
-    return f"{steps} of the lifted graph, compared before and after: {shown_text(rewrites['shown'])}"
+        return "no log of rewrites: how the graph was made is not checked"
+    return f"{some(rewrites['steps'], 'rewrite')}, {shown_text(rewrites['shown'])}"
 
 
 def transfers(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
@@ -276,9 +275,9 @@ def kernels(document: Mapping[str, Any]) -> str:
 
 def _resources(r: Mapping[str, Any]) -> str:
     """What one launch is, and takes."""
-    shared = f"{human(r['shared'])} shared ({r['shared'] / r['shared_limit']:.0%})"
-    grid = f"grid {'×'.join(map(str, r['grid']))}, {r['num_warps']} warps, {r['registers']} registers, {r['spills']} spills"
-    text = f"{grid}, {shared}, occupancy {r['occupancy']:.0%}, {r['wide_share']:.0%} in 16 bytes"
+    shared = f"{r['spills']} spills, {human(r['shared'])} shared ({r['shared'] / r['shared_limit']:.0%})"
+    grid = f"grid {'×'.join(map(str, r['grid']))}, {some(r['num_warps'], 'warp')}, {r['registers']} registers"
+    text = f"{grid}, {shared}, occupancy {r['occupancy']:.0%}, {r['wide_share']:.0%} of bytes in 16-byte accesses"
     text += f", {r['matrix']}" if r["matrix"] else ""
     text += f", loop of {r['loop']} instructions" if r["loop"] else ""
     text += f", {human(r['in_flight'])} in flight" if r["in_flight"] else ""

@@ -106,7 +106,8 @@ def test_verify_says_what_was_compared_with_what(good):
     assert status == 0 and row["kind"] == "sampled cells" and "onnxruntime" in row["against"]
     assert row["counts"]["operations"] and row["counts"]["cells"] and row["power"]
     status, out, _ = run("verify", good)
-    assert status == 0 and "sampled cells" in out and "against the model file" in out
+    assert status == 0 and "Graph matches the model file (onnxruntime): " in out and "awkward" not in out
+    assert "distinct" in run("verify", good, "-v")[1]
 
 
 def test_constants_are_held_to_their_hashes_at_every_load(good, tmp_path):

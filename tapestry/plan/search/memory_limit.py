@@ -127,7 +127,7 @@ class Room:
         return found
 
     def learn(self, choice: Sequence[int], plan: PricedPlan, limit: float) -> None:
-        """Take room where a choice's program passes a limit, so much that the choice does not fit any more."""
+        """Shrink the limit at each time where this plan exceeds memory, just enough to exclude it."""
         need = needed_bytes(plan.program, self.problem.topo, len(self.less))
         self.less = np.where(need > limit, np.maximum(self.less, need - self.estimate(choice)), self.less)
 

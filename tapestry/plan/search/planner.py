@@ -1,4 +1,4 @@
-"""Find a plan: the one that takes least on the simulated clock of what was looked at, with a proven bound of all.
+"""Find the plan with the least simulated time among those tried, and a lower bound on all plans.
 
 The first is the choice of strategies of which all costs add up to least (what would be, if nothing overlapped and nothing were
 shared), within the memory. Others answer weighted sums that every plan takes at least, which also give the bound

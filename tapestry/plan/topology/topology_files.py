@@ -643,7 +643,7 @@ def _other(base: Mapping[str, Any], o: Mapping[str, Any]) -> Other:
 
 
 def _like(base: Mapping[str, Any], own: Mapping[str, Any]) -> Device:
-    """A device that is as another but for what is said of its own; with rates of its own it has no classes of the other's."""
+    """Copy ``base``, overridden by ``own``. Own rates drop the base's measured classes."""
     rated = any(k in own for k in ("flops", "vector", "bandwidth", "launch"))
     return _device({**base, **({"classes": {}} if rated else {}), **own})
 

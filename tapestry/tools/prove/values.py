@@ -64,7 +64,7 @@ class Domain:
 
 
 def join_all(parts: Sequence[Domain], overlap: bool) -> Domain | None:
-    """The union of parts, where it is a product; None where it is not, or where two have a point and may not."""
+    """Union of ``parts`` as a product. None if it is none, or if parts overlap and ``overlap`` is False."""
     if not overlap and any(a.meets(b) for k, a in enumerate(parts) for b in parts[:k]):
         return None
     rest = list(parts)

@@ -1,0 +1,64 @@
+"""From a model and the choices of `tapestry.compile` to its plan: of one size or several, of given devices or as many as pay.
+
+A module of its own, so that loading and running a build imports no compiler.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from tapestry import pipeline
+from tapestry.build.sized_builds import SizedBuild
+from tapestry.doors.choices import Choices, Opened, check, opened_source, options
+from tapestry.errors import TapestryError
+from tapestry.lift.own_operators import load_operators
+from tapestry.options import several
+from tapestry.plugins import tool
+from tapestry.sizes.sized_compile import asked as asked_sizes
+from tapestry.sizes.sized_compile import compile_sizes
+
+
+def with_inputs(choices: Choices, positional: tuple[Any, ...]) -> Choices:
+    """The choices, with example inputs that were given without their name.
+
+    Raises:
+        TapestryError: there are several arguments without a name, or example inputs are given twice.
+    """
+    if not positional:
+        return choices
+    given, *more = positional
+    if more:
+        what = f"a model and {len(positional)} arguments without a name"
+        hint = 'tapestry.compile(module, (x, y)): example inputs in one tuple; all else by name, such as mesh="2x4"'
+        raise TapestryError(what, where="tapestry.compile", hint=hint)
+    if "example_inputs" in choices:
+        hint = "the second argument or the keyword"
+        raise TapestryError("example inputs are given twice", where="tapestry.compile", hint=hint)
+    return {**choices, "example_inputs": given}
+
+
+def planned(model: Any, choices: Choices) -> tuple[pipeline.Compiled, Opened, SizedBuild | None]:
+    """The plan, the model's file, and the plans of all sizes where there are several.
+
+    Raises:
+        TapestryError: with what, where, why and what to try.
+    """
+    check(choices)
+    load_operators(*map(Path, several(choices.get("ops"))))
+    source = opened_source(model, choices.get("example_inputs"), choices.get("dynamic_shapes"))
+    progress = choices.get("progress", lambda phase, name: None)
+    asked = options(source, choices)
+    machine_count = tool("machines")
+    machines = machine_count.asked_of(asked.max_devices, asked.objective, asked.limits, mesh=asked.mesh is not None)
+    sizes = asked_sizes(source.path, asked.shapes)
+    if machines is not None:
+        if sizes is not None:
+            raise TapestryError("an objective is of one size", where="--objective", hint="one size of each symbol")
+        return machine_count.compile_model(asked, machines, progress), source, None
+    if sizes is None:
+        return pipeline.compile_model(asked, progress), source, None
+    if asked.state is not None:
+        raise TapestryError("a build that keeps caches is of one size", where="--state", hint="one size of each symbol")
+    done = compile_sizes(asked, sizes, progress)
+    return done.first, source, done.sized
