@@ -288,7 +288,7 @@ def load(folder: str | Path, model: str | Path | None = None) -> Compiled:
     kernels = {p.name: p.read_text() for p in sorted((Path(folder) / "kernels").glob("*.py"))}
     rewrites = (Path(folder) / store.REWRITES).read_bytes() if (Path(folder) / store.REWRITES).is_file() else b""
     evidence = build.report.get("certificate", {}).get("evidence", ())
-    return Compiled(build, constants, kernels, laws, rewrites, evidence, sized=sized_builds.read(Path(folder), build))
+    return Compiled(build, constants, kernels, laws, rewrites, evidence, sized=sized_builds.read_sizes(Path(folder), build))
 
 
 def open_session(
@@ -433,7 +433,7 @@ def _check(
     document["reference"], expected = reference or model_outputs.reference(cast("ModelFile", model), feeds)
     spread: dict[str, float] | None = None
     for name, a in outs.items():
-        difference = model_outputs.compare(a, expected[name], allowed.get(name, 0.0))
+        difference = model_outputs.compare_outputs(a, expected[name], allowed.get(name, 0.0))
         row, passed = document["outputs"][name], difference.passed
         row.update(max_abs_err=difference.max_abs_err, rel_err=difference.rel_err)
         if not passed and difference.rel_err < model_outputs.SPREAD_LIMIT and document["reference"] == "onnxruntime" and model:

@@ -71,14 +71,14 @@ def one_document(asked: bool, *, for_good: bool) -> Generator[TextIO]:
 
 def print_json(document: object, out: TextIO) -> None:
     """One JSON document; numbers that JSON has not become null."""
-    print(json.dumps(_plain(document), indent=1), file=out, flush=True)
+    print(json.dumps(_finite_json(document), indent=1), file=out, flush=True)
 
 
-def _plain(x: Any) -> Any:
+def _finite_json(x: Any) -> Any:
     if isinstance(x, dict):
-        return {k: _plain(v) for k, v in cast("dict[str, Any]", x).items()}
+        return {k: _finite_json(v) for k, v in cast("dict[str, Any]", x).items()}
     if isinstance(x, list | tuple):
-        return [_plain(v) for v in cast("list[Any]", x)]
+        return [_finite_json(v) for v in cast("list[Any]", x)]
     return None if isinstance(x, float) and not math.isfinite(x) else x
 
 
@@ -107,7 +107,7 @@ def build(p: argparse.ArgumentParser) -> None:
     p.add_argument("build", type=Path, help="a folder that tapestry compile wrote")
 
 
-def moved(p: argparse.ArgumentParser) -> None:
+def moved_model(p: argparse.ArgumentParser) -> None:
     """Where a build's model is."""
     p.add_argument("--model", type=Path, metavar="FILE", help="the model, if it was moved (and is not beside the build)")
 
@@ -141,12 +141,12 @@ def kernels(p: argparse.ArgumentParser) -> None:
 
 def verify(p: argparse.ArgumentParser) -> None:
     """Where the model is, and what is proved besides."""
-    moved(p)
+    moved_model(p)
     flags(p, "ops")
     p.add_argument("--kernels", action="store_true", help="also prove the sources of the kernels against their operations")
 
 
-def export(p: argparse.ArgumentParser) -> None:
+def export_arguments(p: argparse.ArgumentParser) -> None:
     """In which format, and where to."""
     text = "default onnx: the model with the plan as annotations; docs/howto/export.md describes each format"
     p.add_argument("--format", choices=FORMATS, default="onnx", help=text)
@@ -158,7 +158,7 @@ def export(p: argparse.ArgumentParser) -> None:
     p.add_argument("--copy-data", action="store_true", help="onnx, ir: copy external data that would be out of reach")
 
 
-def tiles(p: argparse.ArgumentParser) -> None:
+def tiles_arguments(p: argparse.ArgumentParser) -> None:
     """A tensor's shape with a pattern, a model with tilings, or a map of links."""
     p.add_argument("model", type=Path, nargs="?", help="an ONNX file whose tensors carry tilings: both evaluations, with bytes")
     several(p, "--shape", "7x4|SYMBOL=SIZE", "shape of the tensor, or sizes of a model's symbols")
@@ -176,7 +176,7 @@ def check_sharding(p: argparse.ArgumentParser) -> None:
     p.add_argument("--strict", action="store_true", help="fail on warnings too (implied communication, uneven parts)")
 
 
-def prove(p: argparse.ArgumentParser) -> None:
+def prove_arguments(p: argparse.ArgumentParser) -> None:
     """A model, and a parallel program of it."""
     model(p)
     text = "a folder with a file per rank (rank0.onnx, ...) and, if needed, program.json; or these files; or one for all ranks"
@@ -193,10 +193,10 @@ def opt(p: argparse.ArgumentParser) -> None:
     flags(p, "rules")
 
 
-def run(p: argparse.ArgumentParser) -> None:
+def run_arguments(p: argparse.ArgumentParser) -> None:
     """What is run, on what, and how long silence is borne."""
     build(p)
-    moved(p)
+    moved_model(p)
     p.add_argument("--input", action="append", default=[], metavar="NAME=FILE.npy")
     text = "folders or .npz files, one batch each; finished ones are skipped"
     p.add_argument("--inputs", nargs="+", type=Path, default=[], metavar="DIR_OR_NPZ", help=text)

@@ -80,7 +80,7 @@ def document(runner: Runner, build: store.Build) -> dict[str, Any]:
     return out | {"search": _search_record(runner)} | stages | {"stages": rows} | {"passes": runner.rows}
 
 
-def check(build: store.Build) -> int:
+def check_report(build: store.Build) -> int:
     """Hold a report to the plan that it is of; returns how many of its facts were made again.
 
     Seconds are those of the planner's clock (`plan.simulate`), which runs once more; the bound is the search's own statement,
@@ -97,11 +97,11 @@ def check(build: store.Build) -> int:
     if build.memory != topology.device.memory:
         raise LawError("report", "the memory limit is not the topology's", why=f"{build.memory}, not {topology.device.memory}")
     for key, value in facts.items():
-        if key not in report or not _same(report[key], value):
+        if key not in report or not _same_figures(report[key], value):
             why = f"it says {str(report.get(key))[:120]}, made again it is {str(value)[:120]}"
             raise LawError("report", f"'{key}' is not the plan's", where="the report", why=why)
     objective, bound, gap = (float(report[k]) for k in ("objective_s", "lower_bound_s", "gap"))
-    if not _same(objective, timed.total) and not objective >= timed.total:
+    if not _same_figures(objective, timed.total) and not objective >= timed.total:
         why = f"it says {objective:.6g} s, the planner's clock {timed.total:.6g} s"
         raise LawError("report", "the objective is not the plan's time", where="the report", why=why)
     if bound > objective * (1 + 1e-9) or abs(gap - (objective - bound) / max(objective, 1e-300)) > 1e-6:
@@ -130,7 +130,9 @@ def _machines_refused(said: dict[str, Any], of: dict[str, float]) -> str:
     broken = [x for x in costs.limits(said["limits"]) if of[x.term] > x.most]
     if broken:
         return f"limit {broken[0]}"
-    if any(not _same(float(said["terms"][k]), v) for k, v in of.items()) or not _same(float(said["value"]), value):
+    if any(not _same_figures(float(said["terms"][k]), v) for k, v in of.items()) or not _same_figures(
+        float(said["value"]), value
+    ):
         return f"made again: {value:.6g}, of {of}"
     if said["max_devices"] is not None and of["devices"] > said["max_devices"]:
         return f"more than {said['max_devices']} devices"
@@ -138,7 +140,7 @@ def _machines_refused(said: dict[str, Any], of: dict[str, float]) -> str:
         return f"no plan is said to have less than {said['least']:.6g}, this one has {value:.6g}"
     values = [float(r["value"]) for r in said["tried"] if r["within_limits"] and r["value"] is not None]
     best = min(values, default=value)
-    return f"another plan had {best:.6g}, this one has {value:.6g}" if best < value and not _same(best, value) else ""
+    return f"another plan had {best:.6g}, this one has {value:.6g}" if best < value and not _same_figures(best, value) else ""
 
 
 def stages_of(build: store.Build) -> list[dict[str, Any]]:
@@ -201,7 +203,7 @@ def _requests(build: store.Build) -> None:
             raise LawError("report", f"a layout of {what} '{min(set(mine) - set(said))}' was not asked for", where="the plan")
 
 
-def _same(a: Any, b: Any) -> bool:
+def _same_figures(a: Any, b: Any) -> bool:
     return math.isclose(a, b, rel_tol=1e-9) if isinstance(a, float) and isinstance(b, float) else a == b
 
 

@@ -106,37 +106,39 @@ def world() -> World:
         TapestryError: they say something that is no place in a world, or not where the ranks meet.
     """
     by = next((b for b, names in LAUNCHERS.items() if any(n in os.environ for n in names[:2])), "")
-    if by == "SLURM" and "SLURM_PROCID" not in os.environ and _number("SLURM_NTASKS") == 1:
+    if by == "SLURM" and "SLURM_PROCID" not in os.environ and _number_of_variable("SLURM_NTASKS") == 1:
         by = ""  # a shell of salloc
     if not by:
         if "PMIX_RANK" in os.environ:
-            raise _refused("PMIX_RANK is set, but nothing says of how many", "MPI", "mpirun of OpenMPI, or RANK and WORLD_SIZE")
+            raise _flag_error(
+                "PMIX_RANK is set, but nothing says of how many", "MPI", "mpirun of OpenMPI, or RANK and WORLD_SIZE"
+            )
         return World()
     names = LAUNCHERS[by]
     absent = next((n for n in names[:2] if n not in os.environ), None)
     if absent is not None:
         there = next(n for n in names[:2] if n in os.environ)
         hint = "srun starts as many" if by == "SLURM" else f"start all ranks by {by}, or unset {there}"
-        raise _refused(f"{there} is {os.environ[there]}, but {absent} is not set", by, hint)
-    rank, count, local = (_number(n) for n in names[:3])
+        raise _flag_error(f"{there} is {os.environ[there]}, but {absent} is not set", by, hint)
+    rank, count, local = (_number_of_variable(n) for n in names[:3])
     if not 0 <= rank < count:
-        raise _refused(f"{names[0]} is {rank}, of {count}", by, f"{names[0]} counts from 0 to {names[1]} - 1")
+        raise _flag_error(f"{names[0]} is {rank}, of {count}", by, f"{names[0]} counts from 0 to {names[1]} - 1")
     if count == 1:
         return World(by)
     for n in ("MASTER_ADDR", "MASTER_PORT"):
         if not os.environ.get(n):
             hint = ADDRESS.get(by, "MASTER_ADDR is the host of rank 0, MASTER_PORT a free port there")
-            raise _refused(f"{names[1]} is {count}, and {n} is not set: the ranks cannot meet", by, hint)
+            raise _flag_error(f"{names[1]} is {count}, and {n} is not set: the ranks cannot meet", by, hint)
     served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE", "") == "True"
-    port, each = _number("MASTER_PORT"), 0 if by == "SLURM" else _number(names[3])
+    port, each = _number_of_variable("MASTER_PORT"), 0 if by == "SLURM" else _number_of_variable(names[3])
     return World(by, rank, count, local, each, os.environ["MASTER_ADDR"], port, served)
 
 
-def _refused(what: str, by: str, hint: str) -> TapestryError:
+def _flag_error(what: str, by: str, hint: str) -> TapestryError:
     return TapestryError(what, where=f"the environment ({by})", hint=hint)
 
 
-def _number(name: str) -> int:
+def _number_of_variable(name: str) -> int:
     """A variable's number, 0 where it is not set."""
     value = os.environ.get(name, "0")
     if not value.isdecimal():

@@ -164,7 +164,7 @@ def _supervised(r: Request, how: Launch, batches: Sequence[Batch], compiled: api
     )
     slices = report.pop("slices")
     if r.trace is not None:
-        report["trace"] = {"file": str(r.trace), **measured.write(r.trace, compiled.build, slices)}
+        report["trace"] = {"file": str(r.trace), **measured.write_measured(r.trace, compiled.build, slices)}
     return report
 
 
@@ -183,13 +183,13 @@ def _compared(compiled: api.Compiled, batches: Sequence[Batch]) -> Document:
     graph, checked = compiled.build.plan.graph, Document()
     for b in batches:
         assert b.output is not None
-        outputs = _written(compiled, b.output, {})
+        outputs = _results_in_folder(compiled, b.output, {})
         checked[b.name] = api.compared(compiled, {t: np.asarray(a) for t, a in b.feeds(graph).items()}, outputs, check=True)
     return {"checked": checked, "passed": all(c["passed"] for c in checked.values())}
 
 
 def _judged(compiled: api.Compiled, batch: Batch, report: Document, place: Path, check: bool) -> Document:
-    outputs = _written(compiled, place, report.pop("hosted"))
+    outputs = _results_in_folder(compiled, place, report.pop("hosted"))
     moved = {t["kind"]: (t["count"], t["bytes"]) for t in report["transfers"]}
     peak = list(compiled.build.peak_bytes) if report.get("losses") else report["peak_bytes"]  # after a loss not the plan's
     used = Measured(peak, moved, report["packed_bytes"])
@@ -198,7 +198,7 @@ def _judged(compiled: api.Compiled, batch: Batch, report: Document, place: Path,
     return {**report, **document, "peak_bytes": report["peak_bytes"]}
 
 
-def _written(compiled: api.Compiled, place: Path, hosted: Mapping[str, Any]) -> dict[str, Any]:
+def _results_in_folder(compiled: api.Compiled, place: Path, hosted: Mapping[str, Any]) -> dict[str, Any]:
     """The results in a folder, and those that came as values of the host."""
     names, tensors = list(compiled.build.program.outputs), compiled.build.plan.graph.tensors
     placed = places(place, {n: hosted.get(n, np.empty(0)) for n in names})
@@ -220,7 +220,7 @@ def analyze(folder: Path, processes: int | None, trace: Path | None, runs: int =
     report = supervise(job, how.processes, api.open_session)
     analysis = measured.analysis(compiled.build, report["slices"], report["batch_seconds"])
     if trace is not None:
-        measured.write(trace, compiled.build, report["slices"])
+        measured.write_measured(trace, compiled.build, report["slices"])
     return compiled.build, {"processes": how.processes, "threads": job.threads, **analysis}
 
 
@@ -236,7 +236,7 @@ def shard_weights(folder: Path, output: Path) -> Document:
 def main(argv: Sequence[str] | None = None) -> int:
     """``python -m tapestry.runtime``: one rank of a run that torchrun (or whoever sets its variables) has started."""
     parser = argparse.ArgumentParser(prog="python -m tapestry.runtime", description=__doc__)
-    arguments.run(parser)
+    arguments.run_arguments(parser)
     parser.add_argument("--json", action="store_true", help="one JSON document on rank 0's standard output")
     parser.add_argument("-q", "--quiet", action="store_true")
     parser.add_argument("--check", action="store_true", help="compare with onnxruntime, on rank 0")
@@ -279,7 +279,7 @@ def _ranked(r: Request, check: bool) -> Document:
         report = as_rank(place, job_of(r, place.world, batches, compiled, place.locals))
         slices, hosted = report.pop("slices", []), report.pop("hosted", {})
         if report and r.trace is not None:
-            report["trace"] = {"file": str(r.trace), **measured.write(r.trace, compiled.build, slices)}
+            report["trace"] = {"file": str(r.trace), **measured.write_measured(r.trace, compiled.build, slices)}
         if report and check and r.stream:
             report |= _compared(compiled, batches)
         elif report and check:

@@ -56,12 +56,12 @@ def compare(
         LawError: the graph is not the model's, or the file is another one than the plan was made of.
     """
     if why := _without(model, sha256):
-        return {"model": 0}, _nothing(why)
+        return {"model": 0}, _no_evidence(why)
     with refusing(ModelError, "the plan's model cannot be read", str(model), "compile it again"):
         file, early = model_file(model)
     absent = _absent(file.proto, model.parent)
     too_big = _too_big(graph, points) or _too_long(file)
-    drawn = {} if too_big else _drawn(absent, graph)
+    drawn = {} if too_big else _random_weights(absent, graph)
     file.given = drawn
 
     def read(name: str) -> Array:
@@ -71,7 +71,7 @@ def compare(
 
     if too_big:
         done = model_laws.facts(graph, file, read)
-        evidence = _nothing(f"{too_big}: operations not compared by value") | {"counts": dict(done)}
+        evidence = _no_evidence(f"{too_big}: operations not compared by value") | {"counts": dict(done)}
     else:
         own = lifted() if special else None
         large = own is not None and bool(_too_big(own, points))
@@ -133,7 +133,7 @@ def _by_value(
         hint = "check the sizes given with --shape; a symbol that was not given may have been taken for another one"
         raise ModelError("onnxruntime refuses the model at these sizes", where=sizes.where, why=sizes.why, hint=hint)
     done = model_laws.facts(graph, file, read)
-    return done, _nothing(f"{why or 'no values for its inputs'}: operations not compared by value") | {"counts": dict(done)}
+    return done, _no_evidence(f"{why or 'no values for its inputs'}: operations not compared by value") | {"counts": dict(done)}
 
 
 def text_outputs(model: Path, feeds: Mapping[str, Any]) -> dict[str, Array]:
@@ -189,7 +189,7 @@ def plugin_evidence(parts: Iterable[Plugin]) -> list[Evidence]:
     return rows
 
 
-def _nothing(why: str) -> Evidence:
+def _no_evidence(why: str) -> Evidence:
     return {"kind": "none", "what": "the graph's operations", "against": "the model file", "why": why, "counts": {}}
 
 
@@ -245,7 +245,7 @@ def _absent(proto: ModelProto, folder: Path) -> list[TensorProto]:
     return out
 
 
-def _drawn(absent: list[TensorProto], graph: Graph) -> dict[str, Array]:
+def _random_weights(absent: list[TensorProto], graph: Graph) -> dict[str, Array]:
     """Random data in the place of what is not there, of a scale at which layers keep the size of what goes through them."""
     rng = np.random.default_rng(0)
     out: dict[str, Array] = {}

@@ -109,7 +109,7 @@ def begun(options: Options, report: Report) -> Runner:
     with plugins.taking_part() as parts:
         at = asked(options)
     runner = Runner(at=at, report=report, began=start, print_after=options.print_after, plugins=parts)
-    runner.run(_between(None, passes.resume, _passes(options)))
+    runner.run(_passes_between(None, passes.resume, _passes(options)))
     return runner
 
 
@@ -120,7 +120,7 @@ def searched(runner: Runner, options: Options) -> None:
         PlanError: nothing fits, or there is no plan as asked for.
     """
     try:
-        runner.run(_between(passes.resume, passes.verify))
+        runner.run(_passes_between(passes.resume, passes.verify))
     except TooBig as e:
         if options.memory and options.memory.isdecimal():
             e.hint = f"{options.memory} is bytes: {options.memory}MiB, if that is meant; {e.hint}"
@@ -133,7 +133,7 @@ def finished(runner: Runner, more: Mapping[str, Any] | None = None) -> Compiled:
     Raises:
         LawError: a plan that does not pass is never returned.
     """
-    runner.run(_between(passes.verify, None))
+    runner.run(_passes_between(passes.verify, None))
     at, build = runner.at, build_report.build_of(runner.at)
     document = {**build_report.document(runner, build), **(more or {})}
     document["plugins"] = [p.data() for p in sorted(runner.plugins)]
@@ -155,10 +155,10 @@ def graph_again(options: Options, build: store.Build) -> Graph:
     """
     runner = Runner(at=asked(options), report=unreported)
     moves = [parse_move(m) for m in build.moves]
-    runner.run(_between(None, passes.simplify))
+    runner.run(_passes_between(None, passes.simplify))
     if disabled_by(moves):  # what the passes would simplify is not what the plan's graph began as
         return passes.replayed(runner.at, moves)
-    runner.run(_between(passes.simplify, passes.resume))
+    runner.run(_passes_between(passes.simplify, passes.resume))
     return passes.replayed(runner.at, moves[len(runner.at.constraints.moves) :])  # those of annotations are behind the graph
 
 
@@ -166,11 +166,11 @@ def search_again(options: Options, build: store.Build, graph: Graph) -> PricedPl
     """The best strategies for a build's graph at other sizes, beginning with the build's own; the plan is not verified."""
     lifted = Lifted(graph=graph, model=Path(build.model), constants={}, nodes=len(graph.ops))
     runner = Runner(at=asked(options).made(earlier=build, lifted=lifted, graph=graph), report=unreported)
-    runner.run(_between(passes.constrain, passes.resume))
+    runner.run(_passes_between(passes.constrain, passes.resume))
     was = runner.at.constraints
     constraints = replace(was, moves=(*was.moves, *map(parse_move, build.moves)), rewritable=False)
     runner.at = runner.at.made(constraints=constraints, start=start_of(build.plan))
-    runner.run(_between(passes.state_task, passes.verify))
+    runner.run(_passes_between(passes.state_task, passes.verify))
     return runner.at.plan
 
 
@@ -178,7 +178,7 @@ def _passes(options: Options) -> Sequence[Pass]:
     return TEXT_PASSES if options.model.suffix == TEXT else PASSES
 
 
-def _between(
+def _passes_between(
     first: Function | None, end: Function | None, of: Sequence[Pass] = PASSES
 ) -> Sequence[Pass]:  # fmt: skip
     """The passes from one (by default the first) to another one, which is not among them (by default to the last)."""

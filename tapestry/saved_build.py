@@ -66,12 +66,12 @@ def _verified(folder: Path, model: Path | None) -> tuple[store.Build, dict[str, 
             raise LawError(
                 "kernels", f"'{name}' is not what the plan generates", where=str(folder), why=_differs(written, name, source)
             )
-    laws |= {"kernels": len(emitted), "report": build_report.check(build), **_state(build)}
-    sized = sized_builds.read(folder, build)
-    return build, laws, [evidence, *([] if sized is None else _sizes(folder, sized, laws))]
+    laws |= {"kernels": len(emitted), "report": build_report.check_report(build), **_state(build)}
+    sized = sized_builds.read_sizes(folder, build)
+    return build, laws, [evidence, *([] if sized is None else _check_regions(folder, sized, laws))]
 
 
-def _sizes(folder: Path, sized: SizedBuild, laws: dict[str, int]) -> list[model_evidence.Evidence]:
+def _check_regions(folder: Path, sized: SizedBuild, laws: dict[str, int]) -> list[model_evidence.Evidence]:
     """Every region of a build for several sizes: its own plan, its laws for all its sizes, and its graph held to the model at
     two more; counts are added to ``laws``.
 
@@ -85,7 +85,7 @@ def _sizes(folder: Path, sized: SizedBuild, laws: dict[str, int]) -> list[model_
         where = f"region {k}: {r.region.shown(sized.symbols)}"
         if k:
             found += _verified(folder / sized_builds.REGIONS / str(k), None)[2]
-        done, peaks = sized_laws.check(r.plan, r.region, sized.symbols, memory_limits(r.build))
+        done, peaks = sized_laws.check_sizes(r.plan, r.region, sized.symbols, memory_limits(r.build))
         if r.about.get("largest_peak_bytes") != peaks:
             why = f"it says {r.about.get('largest_peak_bytes')}, they are {peaks}"
             raise LawError("report", "the largest peaks are not the plan's", where=where, why=why)
@@ -119,7 +119,7 @@ def _one_model(source: lift.ModelSource, sized: SizedBuild, r: SizedRegion, wher
 
 def _state(build: store.Build) -> dict[str, int]:
     """The caches of a build, each shown once more to be its past with new cells behind it."""
-    state = kept_state.read(build.report, build.plan.graph)
+    state = kept_state.read_state(build.report, build.plan.graph)
     if state is None:
         return {}
     found = kept_state.appended(Path(build.model), build.plan.graph, [(c.past, c.present) for c in state.caches])

@@ -44,7 +44,7 @@ def backend(graph: fx.GraphModule, _example_inputs: Sequence[Any], **options: An
         if torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in arguments):
             hint = "with torch.no_grad(): model(x)"
             raise TapestryError("plans are for inference: nothing is differentiated", where="torch.compile", hint=hint)
-        key = tuple(_key(a) for a in arguments)
+        key = tuple(_argument_key(a) for a in arguments)
         if key not in plans:
             bound = _Bound(graph, names, arguments)
             fed = tuple(a for a, slot in zip(arguments, bound.slots, strict=True) if slot is None)
@@ -57,7 +57,7 @@ def backend(graph: fx.GraphModule, _example_inputs: Sequence[Any], **options: An
     return run
 
 
-def _key(a: Any) -> tuple[Any, ...]:
+def _argument_key(a: Any) -> tuple[Any, ...]:
     """What a plan depends on: of a parameter its very values (a change in place is counted), of an input its type."""
     if isinstance(a, torch.nn.Parameter):
         return id(a), a._version

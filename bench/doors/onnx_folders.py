@@ -47,7 +47,7 @@ def _model(path: Path, place: Path) -> Iterator[Row]:
     expected = _run(path, feeds)
 
     def ranks() -> Row:
-        done = rank_onnx.export(c.build, constants, place / "ranks", nearest=True)
+        done = rank_onnx.export_ranks(c.build, constants, place / "ranks", nearest=True)
         kept = {k: done[k] for k in ("nodes", "by_kind", "bytes", "plan_bytes", "extra_bytes", "extra", "whole_inputs")}
         return kept | _compared(rank_files.run(place / "ranks", feeds), expected)
 

@@ -69,7 +69,7 @@ def planned(name: str, folder: Path) -> dict[str, Any]:
     except TapestryError:
         pins = []
         build = tapestry.compile(module, **given)
-    done = tp_plan.export(build.build, folder / f"{name}.plan.json", nearest=True)
+    done = tp_plan.export_tp_plan(build.build, folder / f"{name}.plan.json", nearest=True)
     return {
         "pins": len(pins), "styles": done["styles"], "different": len(done["different"]),
         "operations": len(build.build.plan.graph.ops), "bytes": done["bytes"], "plan_bytes": done["plan_bytes"],

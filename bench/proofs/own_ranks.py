@@ -66,7 +66,7 @@ def _decided(path: Path, way: str, place: Path) -> record.Row:
     room = None if there else "1TiB"  # nothing is run
     c = tapestry.compile(path, mesh={"tp": 2}, topology="cpu", stages=1, shapes=shapes, pins=asked, weights=there, memory=room)
     if there:
-        rank_onnx.export(c.build, b"".join(c.constants.values()), place / "ranks", nearest=True)
+        rank_onnx.export_ranks(c.build, b"".join(c.constants.values()), place / "ranks", nearest=True)
     else:
         _without_data(c.build, b"".join(c.constants.values()), place / "ranks")
     written = time.perf_counter()
@@ -98,7 +98,7 @@ def _without_data(build: Build, constants: bytes, folder: Path) -> None:
     for rank in ranks:
         rank.walk()
         (folder / f"rank{rank.rank}.onnx").write_bytes(rank.model(store).SerializeToString())
-    (folder / rank_onnx.MARK).write_text(json.dumps(rank_onnx.document(build, ranks)))
+    (folder / rank_onnx.MARK).write_text(json.dumps(rank_onnx.program_document(build, ranks)))
 
 
 def sizes_of(path: Path, batch: int = BATCH) -> dict[str, int]:

@@ -190,7 +190,7 @@ def files_of(sized: SizedBuild) -> dict[str, bytes]:
     return {SIZES: msgspec.json.encode(document), **files}
 
 
-def read(folder: Path, build: Build) -> SizedBuild | None:
+def read_sizes(folder: Path, build: Build) -> SizedBuild | None:
     """The sizes of a build that was read; ``None`` for a build of one size.
 
     Raises:

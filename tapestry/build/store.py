@@ -408,10 +408,10 @@ def read(folder: Path, model: Path | None = None) -> tuple[Build, dict[str, int]
     _check_constants(build, (folder / "constants.bin").read_bytes() if "constants.bin" in files else b"", str(folder))
     weights = {t: replace(w, tiles=hashes[t]) for t, w in graph.weights.items()}
     plan = replace(build.plan, graph=replace(graph, weights=weights))
-    return replace(build, model=_model(build.model, folder) if model is None else str(model.absolute()), plan=plan), laws
+    return replace(build, model=_model_path(build.model, folder) if model is None else str(model.absolute()), plan=plan), laws
 
 
-def _model(path: str, folder: Path) -> str:
+def _model_path(path: str, folder: Path) -> str:
     """Where a build's model is: a path that is not absolute is in the build itself; a model that moved with its build is looked
     for beside it.
 

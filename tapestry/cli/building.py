@@ -77,9 +77,9 @@ def explain(args: argparse.Namespace) -> Outcome:
     document = explain.document(build, why=args.why, timed=timed)
     text = explain.text(build, document, critical=args.critical_path, every=args.verbose or args.why)
     if args.kernels:
-        from tapestry.codegen.kernel_sources import chosen
+        from tapestry.codegen.kernel_sources import chosen_kernels
 
-        document["kernels"] = chosen(build.plan.graph, build.program, build.target)
+        document["kernels"] = chosen_kernels(build.plan.graph, build.program, build.target)
         text += explain.chosen_text(document["kernels"], build.plan.graph)
     if other is not None:
         document["diff"] = build_diff.compare(build, other, document)
@@ -162,10 +162,10 @@ def doctor(args: argparse.Namespace) -> Outcome:
     from tapestry.viz import ir_dump as doctor
 
     with plugins.taking_part() as parts:
-        document = doctor.document(args.model, examine(args.model, shapes(args.shapes), weights=args.weights))
+        document = doctor.dump_document(args.model, examine(args.model, shapes(args.shapes), weights=args.weights))
     document["plugins"] = [p.data() for p in sorted(parts)]
     status = 1 if document["unsupported"] else 0
-    return Outcome(document, lambda: print(doctor.text(document, all_nodes=args.verbose), end=""), status, insist=True)
+    return Outcome(document, lambda: print(doctor.dump_text(document, all_nodes=args.verbose), end=""), status, insist=True)
 
 
 def run(args: argparse.Namespace) -> Outcome:
@@ -200,9 +200,9 @@ def run(args: argparse.Namespace) -> Outcome:
             result, document = _in_any_order(args, compiled, feeds, report)
     document |= random
     if args.output:
-        from tapestry.runtime.executor import write
+        from tapestry.runtime.executor import write_outputs
 
-        write(args.output, result.outputs)
+        write_outputs(args.output, result.outputs)
     return Outcome(document, lambda: tables.show(tables.ran(document)), status=0 if document["passed"] else 1)
 
 

@@ -27,7 +27,7 @@ Command = Callable[[argparse.Namespace], Outcome]
 COMMANDS: dict[str, tuple[Command | str, Sequence[Arguments], str]] = {
     "compile": (building.compile_model, [arguments.compile], "find, verify and write a plan"),
     "run": (
-        building.run, [arguments.run, arguments.processes, arguments.checked, arguments.scheduled],
+        building.run, [arguments.run_arguments, arguments.processes, arguments.checked, arguments.scheduled],
         "run a plan (random inputs when none are given)",
     ),
     "serve": (
@@ -46,16 +46,20 @@ COMMANDS: dict[str, tuple[Command | str, Sequence[Arguments], str]] = {
         "write the kernels: readable Triton source, compiled objects, a table of resources",
     ),
     "tune": (building.tune, [arguments.tune], "measure the kernels' knobs on this machine's GPU, for every later run"),
-    "export": ("exports.command", [arguments.build, arguments.export], "write the plan in the format of another tool"),
+    "export": (
+        "exports.command", [arguments.build, arguments.export_arguments], "write the plan in the format of another tool",
+    ),
     "check-sharding": (
         building.check_sharding, [arguments.model, arguments.check_sharding],
         "check a model's multi-device annotations",
     ),
     "tiles": (
-        "tiles.command", [arguments.tiles], "start, stop and size of every tile of a tensor, and what another tiling moves",
+        "tiles.command", [arguments.tiles_arguments],
+        "start, stop and size of every tile of a tensor, and what another tiling moves",
     ),
     "prove": (
-        "prove.command", [arguments.prove], "prove that a parallel program computes a model, or show a cell that differs",
+        "prove.command", [arguments.prove_arguments],
+        "prove that a parallel program computes a model, or show a cell that differs",
     ),
     "calibrate": (building.calibrate, [arguments.calibrate], "measure this machine and write a topology file"),
     "doctor": (

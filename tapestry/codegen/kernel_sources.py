@@ -108,7 +108,7 @@ def triton_sources(
     return {name: made.source for name, (_, made) in named_kernels(graph, program, target, precision, knobs).items()}
 
 
-def chosen(graph: Graph, program: Program, target: str, how: How = PLAIN) -> list[dict[str, Any]]:
+def chosen_kernels(graph: Graph, program: Program, target: str, how: How = PLAIN) -> list[dict[str, Any]]:
     """What computes each distinct kernel on this machine: ``kernel`` (its first output), ``launches``, ``way``, and what was
     ``tried`` before that, each with ``why`` it refused."""
     rows: list[dict[str, Any]] = []

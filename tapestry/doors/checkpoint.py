@@ -52,15 +52,15 @@ def opened(folder: Path, example_inputs: Any = None, batch: int = 1, sequence: i
         TapestryError: transformers is missing, or inputs that cannot be guessed; ModelError: a file is missing or damaged.
     """
     module = architecture(folder)
-    places = _renamed(module, _places(folder))
+    places = _renamed(module, _tensor_files(folder))
     real = {n: b.clone() for n, b in module.named_buffers() if not b.is_meta}
     tied = dict(module.named_parameters(remove_duplicate=False))
     own = {**tied, **dict(module.named_buffers())}
-    converted = [n for n, p in places.items() if n in own and _type(p[1]) != own[n].dtype]
+    converted = [n for n, p in places.items() if n in own and _torch_type(p[1]) != own[n].dtype]
     places = {n: p for n, p in places.items() if n not in converted}
     known = {id(tied[n]): n for n in places if n in tied}
     absent = [n for n, p in tied.items() if id(p) not in known]
-    merged = _merged(folder, module, list(dict.fromkeys([*absent, *converted])))
+    merged = _merged_tensors(folder, module, list(dict.fromkeys([*absent, *converted])))
     inputs = _guessed(module, batch, sequence) if example_inputs is None else example_inputs
     program = torch_export.exported(module.to("meta"), inputs)
 
@@ -70,7 +70,7 @@ def opened(folder: Path, example_inputs: Any = None, batch: int = 1, sequence: i
 
     with tempfile.TemporaryDirectory(dir=folder, prefix=".tapestry-") as temporary:
         path = Path(temporary) / "model.onnx"
-        if not torch_export.write(program, path, stored, inline=torch_export.INLINE if merged else MAX_HEADER):
+        if not torch_export.write_onnx(program, path, stored, inline=torch_export.INLINE if merged else MAX_HEADER):
             why = "a constant of its own is computed where the checkpoint says nothing"
             raise ModelError("the checkpoint does not hold all of the model", where=str(folder), why=why)
         digest = hashlib.sha256(path.read_bytes()).hexdigest()[:12]
@@ -107,7 +107,7 @@ def architecture(folder: Path) -> torch.nn.Module:
     return module.eval()
 
 
-def _merged(folder: Path, module: torch.nn.Module, missing: list[str]) -> dict[str, torch.Tensor]:
+def _merged_tensors(folder: Path, module: torch.nn.Module, missing: list[str]) -> dict[str, torch.Tensor]:
     """Tensors that the files do not have under that name, or have in another type, as transformers makes them of what is there:
     it loads the model once for that.
 
@@ -144,7 +144,7 @@ def _renamed(module: torch.nn.Module, places: Places) -> Places:
     return {new: places[n] for n, (new, changed) in renamed.items() if changed is None}
 
 
-def _places(folder: Path) -> Places:
+def _tensor_files(folder: Path) -> Places:
     """For each tensor of the safetensors files: the file, what its header says, and where the data begins."""
     out: Places = {}
     for path in sorted(folder.glob("*.safetensors")):
@@ -165,7 +165,7 @@ def _places(folder: Path) -> Places:
     return out
 
 
-def _type(entry: Mapping[str, Any]) -> torch.dtype | None:
+def _torch_type(entry: Mapping[str, Any]) -> torch.dtype | None:
     """A tensor's type in torch, as a header of a safetensors file says it."""
     return getattr(torch, DTYPES.get(entry["dtype"], "none").lower(), None)
 

@@ -72,9 +72,9 @@ def opened_source(model: Any, example_inputs: Any = None, dynamic_shapes: Any = 
 
         program = torch_export.exported(model, example_inputs, dynamic_shapes) if is_module else model
         folder = Path(tempfile.mkdtemp(prefix="tapestry-model-"))
-        there = torch_export.write(program, folder / NAME, dynamic_shapes=dynamic_shapes)
+        there = torch_export.write_onnx(program, folder / NAME, dynamic_shapes=dynamic_shapes)
         return Opened(folder / NAME, owned=True, weights=there)
-    return _written(model)
+    return _model_file(model)
 
 
 def files_of(model: Path) -> list[str]:
@@ -92,7 +92,7 @@ def _is_torch(model: Any, module: str, name: str) -> bool:
     return module in sys.modules and isinstance(model, getattr(sys.modules[module], name))
 
 
-def _written(model: Any) -> Opened:
+def _model_file(model: Any) -> Opened:
     """A file of a model that is in memory already."""
     import onnx_ir
 
@@ -164,7 +164,7 @@ class Choices(TypedDict, total=False):
     found: Found
 
 
-def check(given: Mapping[str, Any]) -> None:
+def check_keywords(given: Mapping[str, Any]) -> None:
     """Refuse what is no keyword, and values of another kind.
 
     Raises:

@@ -10,7 +10,7 @@ from typing import Any
 
 from tapestry import pipeline
 from tapestry.build.sized_builds import SizedBuild
-from tapestry.doors.choices import Choices, Opened, check, opened_source, options
+from tapestry.doors.choices import Choices, Opened, check_keywords, opened_source, options
 from tapestry.errors import TapestryError
 from tapestry.lift.own_operators import load_operators
 from tapestry.options import several
@@ -44,7 +44,7 @@ def planned(model: Any, choices: Choices) -> tuple[pipeline.Compiled, Opened, Si
     Raises:
         TapestryError: with what, where, why and what to try.
     """
-    check(choices)
+    check_keywords(choices)
     load_operators(*map(Path, several(choices.get("ops"))))
     source = opened_source(model, choices.get("example_inputs"), choices.get("dynamic_shapes"))
     progress = choices.get("progress", lambda phase, name: None)

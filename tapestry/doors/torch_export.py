@@ -71,7 +71,7 @@ def folded(program: ExportedProgram) -> Folded | None:
         if len(numbers) < KEPT + 2:
             continue
         nodes = list(layers.values())
-        same = (_same(path, specs, pair, layers) for pair in pairwise(numbers[KEPT - 1 :]))
+        same = (_equal_layers(path, specs, pair, layers) for pair in pairwise(numbers[KEPT - 1 :]))
         if all(same) and not _read_outside(program.graph, nodes[KEPT - 1 : -1], {n for layer in nodes for n in layer}):
             return _without(program, path, layers)
     return None
@@ -95,7 +95,7 @@ def _layer(n: Node) -> tuple[str, int] | None:
     return (found[1], int(found[2])) if found else None
 
 
-def _same(path: str, specs: Mapping[str, InputSpec], pair: tuple[int, int], layers: Mapping[int, list[Node]]) -> bool:
+def _equal_layers(path: str, specs: Mapping[str, InputSpec], pair: tuple[int, int], layers: Mapping[int, list[Node]]) -> bool:
     """Whether the second of two layers is what the first is, with the first in place of the one before that."""
     numbers = list(layers)
     a, b = (layers[k] for k in pair)
@@ -112,17 +112,22 @@ def _same(path: str, specs: Mapping[str, InputSpec], pair: tuple[int, int], laye
         if mine.target is None:
             return x is y
         named = other.target == _renumbered(mine.target, path, *pair)  # (of one layer's for all, copies would read their own)
-        return named and mine.kind == other.kind and mine.persistent == other.persistent and _type(x) == _type(y)
+        return named and mine.kind == other.kind and mine.persistent == other.persistent and _given_types(x) == _given_types(y)
 
     def one(x: Node, y: Node) -> bool:
         mine, theirs = (pytree.tree_flatten((n.args, n.kwargs)) for n in (x, y))
         leaves = zip(mine[0], theirs[0], strict=False)
-        return x.target is y.target and mine[1] == theirs[1] and _type(x) == _type(y) and all(equal(*v) for v in leaves)
+        return (
+            x.target is y.target
+            and mine[1] == theirs[1]
+            and _given_types(x) == _given_types(y)
+            and all(equal(*v) for v in leaves)
+        )
 
     return len(before) >= len(a) == len(b) and all(map(one, a, b))
 
 
-def _type(n: Node) -> list[tuple[str, str, str]]:
+def _given_types(n: Node) -> list[tuple[str, str, str]]:
     """Sizes and element types of what a node gives."""
     values = pytree.tree_leaves(n.meta.get("val"))
     return [
@@ -262,14 +267,15 @@ def _copies(first: Sequence[ir.Node], last: Sequence[ir.Node], made: Made, f: Fo
     def one(x: ir.Node, y: ir.Node) -> bool:
         types = [[(str(v.shape), str(v.type)) for v in n.outputs] for n in (x, y)]
         kinds = [
-            (n.domain, n.op_type, n.overload, len(n.inputs), {k: _said(a) for k, a in n.attributes.items()}) for n in (x, y)
+            (n.domain, n.op_type, n.overload, len(n.inputs), {k: _attribute_text(a) for k, a in n.attributes.items()})
+            for n in (x, y)
         ]
         return kinds[0] == kinds[1] and types[0] == types[1] and all(map(equal, x.inputs, y.inputs))
 
     return len(first) == len(last) and all(map(one, first, last))
 
 
-def _said(a: Any) -> tuple[Any, ...]:
+def _attribute_text(a: Any) -> tuple[Any, ...]:
     """An attribute, to be compared."""
     if a.type == ir.AttributeType.TENSOR:
         return (a.type, a.value.dtype, tuple(a.value.shape), a.value.tobytes())
@@ -378,7 +384,7 @@ def _hint(e: BaseException) -> str:
     return "inputs are those of the module's forward; branches on data cannot be exported (torch.export.export says more)"
 
 
-def write(
+def write_onnx(
     program: ExportedProgram, path: Path, stored: Stored = lambda name, tensor: None, *, inline: int = INLINE,
     dynamic_shapes: Any = None, translations: Mapping[Any, Callable[..., Any]] | None = None,
 ) -> bool:  # fmt: skip
@@ -536,7 +542,7 @@ def write_rank(program: ExportedProgram, path: Path) -> None:
         ModelError: torch has no ONNX form of an operator, or it sends what no ``DistCollective`` does.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    write(program, path, inline=1 << 40, translations=_translations())
+    write_onnx(program, path, inline=1 << 40, translations=_translations())
 
 
 def _translations() -> dict[Any, Callable[..., Any]]:

@@ -77,7 +77,7 @@ class Context:
         return self.symbols.get(dim) if isinstance(dim, str) else dim
 
 
-def check(model: ModelProto, context: Context) -> list[Finding]:
+def findings_of(model: ModelProto, context: Context) -> list[Finding]:
     """All structural findings of a model, in file order."""
     named: dict[str, DeviceConfiguration] = {}
     for c in sharding_specs.configurations(model):
@@ -299,13 +299,13 @@ def _symbol_rules(symbol: str, axis: int, dim: int | str | None, whole: bool, co
     if symbol not in context.symbols:
         names = ", ".join(sorted(context.symbols)) or "none"
         yield "error", "dim-param-unknown", f"dim_param '{symbol}' of axis {axis} is no symbol of the model, which has {names}"
-    elif whole and isinstance(dim, str) and dim != symbol and not _same(symbol, dim, context):
+    elif whole and isinstance(dim, str) and dim != symbol and not _equal_symbols(symbol, dim, context):
         yield "error", "dim-param", f"dim_param of axis {axis} is '{symbol}', the tensor has '{dim}'"
     elif whole and isinstance(dim, int) and context.symbols[symbol] not in (None, dim):
         yield "error", "dim-param", f"dim_param '{symbol}' of axis {axis} is {context.symbols[symbol]}, the tensor has {dim}"
 
 
-def _same(a: str, b: str, context: Context) -> bool:
+def _equal_symbols(a: str, b: str, context: Context) -> bool:
     return context.symbols.get(a) is not None and context.symbols.get(a) == context.symbols.get(b)
 
 

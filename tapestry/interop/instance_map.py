@@ -100,16 +100,16 @@ def recognise(m: InstanceMap) -> tuple[Shape, ...]:
     if m.given < m.count:
         return tuple(_partly(m)) or (Shape("other", notes=("rows are left out",)),)
     links, notes = m.links, ()
-    shapes = list(_names(links, m.count))
+    shapes = list(_topology_names(links, m.count))
     both = links | {(j, i) for i, j in links}
     if not shapes and both != links:
         one_way = sorted((i, j) for i, j in links if (j, i) not in links)
         notes = tuple(f"{i} sends to {j} and not the other way round; taken as two-way" for i, j in one_way)
-        shapes = list(_names(both, m.count))
+        shapes = list(_topology_names(both, m.count))
     return tuple(Shape(s.kind, s.detail, s.two_way, notes) for s in shapes) or (Shape("other"),)
 
 
-def _names(links: Links, n: int) -> Iterator[Shape]:
+def _topology_names(links: Links, n: int) -> Iterator[Shape]:
     if n == 1:
         yield Shape("full mesh")
         return
@@ -124,7 +124,7 @@ def _names(links: Links, n: int) -> Iterator[Shape]:
         yield Shape("ring")
     if symmetric:
         yield from _trees(links, near, n)
-        for sizes in _sizes(n):
+        for sizes in _torus_sizes(n):
             if links == torus(sizes):
                 yield Shape("torus", sizes)
     yield from _linked(links, n)
@@ -151,12 +151,12 @@ def torus(sizes: tuple[int, ...]) -> Links:
     return frozenset((i, j) for i, j in out if i != j)
 
 
-def _sizes(n: int, least: int = 3) -> Iterator[tuple[int, ...]]:
+def _torus_sizes(n: int, least: int = 3) -> Iterator[tuple[int, ...]]:
     """Ways to write n as a product of factors of at least 3 (a torus axis of 2 is one link), one axis first."""
     yield (n,)
     for f in range(least, n // least + 1):
         if n % f == 0:
-            yield from ((f, *rest) for rest in _sizes(n // f, least))
+            yield from ((f, *rest) for rest in _torus_sizes(n // f, least))
 
 
 def _linked(links: Links, n: int) -> Iterator[Shape]:
@@ -176,7 +176,7 @@ def _linked(links: Links, n: int) -> Iterator[Shape]:
 
 def _partly(m: InstanceMap) -> Iterator[Shape]:
     """A torus whose written rows these are, but for few that lack one neighbour."""
-    for sizes in _sizes(m.count):
+    for sizes in _torus_sizes(m.count):
         near = _neighbours(torus(sizes), m.count)
         rows = [set(row) - {i} for i, row in enumerate(m.rows)]
         wrong = [i for i, row in enumerate(rows) if row != near[i]]

@@ -73,12 +73,12 @@ class Placement:
 
 def placement(spec: ShardingSpec, shape: tuple[int, ...]) -> Placement:
     """The placement of a tensor; the spec is structurally right (`interop.annotation_rules`)."""
-    axes, radix, owner = _parts(spec, shape)
+    axes, radix, owner = _fused_parts(spec, shape)
     stated = {(d.axis or 0) % max(len(shape), 1): d.parts for d in spec.dims if d.parts}
     groups = dict(spec.groups)
     pieces: dict[int, tuple[Intervals, ...]] = {}
     for k, entry in enumerate(spec.devices):
-        digits = _digits(k, radix)
+        digits = _in_radix(k, radix)
         piece: list[Intervals] = [((0, n),) for n in shape]
         for axis, shards in axes.items():
             mine = [digits[i] for i, a in enumerate(owner) if a == axis]
@@ -88,7 +88,7 @@ def placement(spec: ShardingSpec, shape: tuple[int, ...]) -> Placement:
     return Placement(shape, pieces)
 
 
-def _parts(spec: ShardingSpec, shape: tuple[int, ...]) -> tuple[dict[int, list[tuple[int, int]]], list[int], list[int]]:
+def _fused_parts(spec: ShardingSpec, shape: tuple[int, ...]) -> tuple[dict[int, list[tuple[int, int]]], list[int], list[int]]:
     """(axis → (size, parts) of what was fused into it; numbers of parts, slowest first; the axis that each belongs to)."""
     axes: dict[int, list[tuple[int, int]]] = {}
     radix: list[int] = []
@@ -120,7 +120,7 @@ def fused_sizes(d: ShardedDim, size: int) -> list[int]:
     return [size // rest if n is None else n for n in known]
 
 
-def _digits(k: int, radix: list[int]) -> list[int]:
+def _in_radix(k: int, radix: list[int]) -> list[int]:
     out: list[int] = []
     for r in reversed(radix):
         out.append(k % r)

@@ -53,10 +53,10 @@ def parts(graph: Graph) -> tuple[str, ...]:
 
 def _parts(graph: Graph) -> list[tuple[str, str]]:
     readers = Counter(t for op in graph.ops for t in op.inputs)
-    return [_part(op, graph, readers) for op in graph.ops]
+    return [_model_part(op, graph, readers) for op in graph.ops]
 
 
-def _part(op: Op, graph: Graph, readers: Mapping[str, int]) -> tuple[str, str]:
+def _model_part(op: Op, graph: Graph, readers: Mapping[str, int]) -> tuple[str, str]:
     """The part of the model that an operation belongs to ("" if the file says none), and what it does there.
 
     A weight with several readers says nothing alone: exporters merge equal ones of different layers.
@@ -71,7 +71,7 @@ def _part(op: Op, graph: Graph, readers: Mapping[str, int]) -> tuple[str, str]:
     named = [part for part, _ in known if part]
     what = known[-1][1] if known else ""
     if owners:
-        return owners[0], what or _plain(op)
+        return owners[0], what or _operator_word(op)
     products = [(p, w) for p, w in known if p and w in PRODUCTS]
     if products and any(len(graph.tensors[t].shape) > 1 for t in weights):
         return products[0]
@@ -87,7 +87,7 @@ def _owned(owner: str, known: list[tuple[str, str]]) -> bool:
     return any(p == owner or p.endswith(f".{owner}") or (p and owner.endswith(f".{p}")) for p, _ in known)
 
 
-def _plain(op: Op) -> str:
+def _operator_word(op: Op) -> str:
     return (op.monoid or "map") if isinstance(op, Block) else op.kind.lower()
 
 

@@ -44,10 +44,10 @@ def prove_rebased(centre: Monoid, acted: Monoid, act: Action) -> None:
     n, k = len(centre.fields), len(acted.fields)
     c0, c1, c2 = (_names(3 * n)[i * n : (i + 1) * n] for i in range(3))
     s, t = _names(3 * n + 2 * k)[3 * n : 3 * n + k], _names(3 * n + 2 * k)[3 * n + k :]
-    _same("act(c, c, s) = s", act(c0, c0, s), s)
-    _same("act(c', c'', act(c, c', s)) = act(c, c'', s)", act(c1, c2, act(c0, c1, s)), act(c0, c2, s))
+    _check_equal("act(c, c, s) = s", act(c0, c0, s), s)
+    _check_equal("act(c', c'', act(c, c', s)) = act(c, c'', s)", act(c1, c2, act(c0, c1, s)), act(c0, c2, s))
     both = acted.combine(act(c0, c1, s), act(c0, c1, t))
-    _same("act(c, c', s + t) = act(c, c', s) + act(c, c', t)", act(c0, c1, acted.combine(s, t)), both)
+    _check_equal("act(c, c', s + t) = act(c, c', s) + act(c, c', t)", act(c0, c1, acted.combine(s, t)), both)
 
 
 def prove_driven(by: Monoid, acted: Monoid, act: Callable[[State, State], State]) -> None:
@@ -59,9 +59,9 @@ def prove_driven(by: Monoid, acted: Monoid, act: Callable[[State, State], State]
     n, k = len(by.fields), len(acted.fields)
     names = _names(2 * n + 2 * k)
     a, b, s, t = names[:n], names[n : 2 * n], names[2 * n : 2 * n + k], names[2 * n + k :]
-    _same("act(1, s) = s", act(by.zero(("f64",) * n), s), s)
-    _same("act(ab, s) = act(b, act(a, s))", act(by.combine(a, b), s), act(b, act(a, s)))
-    _same("act(a, s + t) = act(a, s) + act(a, t)", act(a, acted.combine(s, t)), acted.combine(act(a, s), act(a, t)))
+    _check_equal("act(1, s) = s", act(by.zero(("f64",) * n), s), s)
+    _check_equal("act(ab, s) = act(b, act(a, s))", act(by.combine(a, b), s), act(b, act(a, s)))
+    _check_equal("act(a, s + t) = act(a, s) + act(a, t)", act(a, acted.combine(s, t)), acted.combine(act(a, s), act(a, t)))
 
 
 def prove_moments(combine: Callable[[State, State], State]) -> None:
@@ -95,7 +95,7 @@ def _names(count: int) -> State:
     return tuple(Arg(i, "f64") for i in range(count))
 
 
-def _same(what: str, left: State, right: State) -> None:
+def _check_equal(what: str, left: State, right: State) -> None:
     sympy = _sympy()
     for a, b in zip(left, right, strict=True):
         rest = sympy.simplify(_real(a) - _real(b))
@@ -117,12 +117,12 @@ def _real(e: Expr, positive: frozenset[Any] = frozenset()) -> Any:
         return sympy.nsimplify(e.value)
     assert isinstance(e, Call), e
     if e.fn == "where":
-        return _guarded(e, positive)
+        return _taken_branch(e, positive)
     args = [_real(a, positive) for a in e.args]
     return sympy.exp(args[0]) if e.fn == "exp" else _OPERATORS[e.fn](*args)
 
 
-def _guarded(e: Call, positive: frozenset[Any]) -> Any:
+def _taken_branch(e: Call, positive: frozenset[Any]) -> Any:
     """``where(a == b, x, y)`` as y, after showing that it agrees with x where a = b (or that a is never b)."""
     sympy = _sympy()
     test, x, y = e.args

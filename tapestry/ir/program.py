@@ -392,7 +392,7 @@ def _even(step: Reduce, program: Program, group: tuple[int, ...]) -> bool:
 def transfer_call(step: Transfer, program: Program) -> Call:
     """The call that carries a transfer's messages; of uneven ones the bytes of the device that receives most."""
     src, dst = program.buffers[step.src], program.buffers[step.dst]
-    groups = _joined(step.messages)
+    groups = _joined_messages(step.messages)
     width, inside = itemsize(dst.dtype), [_Messages(g, src.boxes, dst.boxes, m) for g, m in groups.items()]
     if len({len(g) for g in groups}) == 1 and len({m.piece for m in inside}) == 1:
         n, piece = len(inside[0].group), inside[0].piece * width
@@ -408,7 +408,7 @@ def transfer_call(step: Transfer, program: Program) -> Call:
     return Call(EXCHANGE, tuple(groups), max(received.values(), default=0))
 
 
-def _joined(messages: Sequence[Message]) -> dict[tuple[int, ...], list[Message]]:
+def _joined_messages(messages: Sequence[Message]) -> dict[tuple[int, ...], list[Message]]:
     """Messages by the devices that they join, directly or through others."""
     root: dict[int, int] = {}
 

@@ -678,7 +678,7 @@ def input_axes(graph: Graph) -> list[dict[str, Axes]]:
     out: list[dict[str, Axes]] = []
     for op in graph.ops:
         found: dict[str, Axes] = {}
-        for t, k, index in _reads(op):
+        for t, k, index in _places_read(op):
             for d, axes in _along(index, known.get((t, k), NONE)):
                 found[d] = found.get(d, NONE) | axes
         ends = zip(op.outs, [range(len(op.dims))] * len(op.outs) if isinstance(op, Block) else op.out_axes, strict=True)
@@ -687,7 +687,7 @@ def input_axes(graph: Graph) -> list[dict[str, Axes]]:
     return out
 
 
-def _reads(op: Op) -> Iterator[tuple[str, int, Aff]]:
+def _places_read(op: Op) -> Iterator[tuple[str, int, Aff]]:
     """The (tensor, axis, index) that an operation reads."""
     if isinstance(op, Block):
         yield from ((r.tensor, k, index) for r in op.reads for k, index in enumerate(r.index))

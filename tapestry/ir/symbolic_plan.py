@@ -346,7 +346,7 @@ def equal_launches(plan: SymbolicPlan) -> dict[tuple[int, int], int]:
         for d, block in enumerate(step.blocks):
             boxes = [program.buffers[b].boxes[d] if b else None for b in (*step.ins, *step.outs, *step.states)]
             if block is not None:
-                key = (of_ops[step.op], _key(step.mode, block, tuple(boxes)))
+                key = (of_ops[step.op], _symbol_key(step.mode, block, tuple(boxes)))
                 out[at, d] = numbers.setdefault(key, len(numbers))
     return out
 
@@ -357,9 +357,9 @@ def _without_names(op: Block, plan: SymbolicPlan) -> Hashable:
     reads = tuple(replace(r, tensor=slots[r.tensor]) for r in op.reads)
     tensors = [plan.graph.tensors[t] for t in (*op.inputs, *op.outs)]
     about = [tuple(getattr(t, f.name) for f in fields(Tensor) if f.name != "name") for t in tensors]
-    return _key(replace(op, reads=reads, outs=("",) * len(op.outs), source=()), tuple(about))
+    return _symbol_key(replace(op, reads=reads, outs=("",) * len(op.outs), source=()), tuple(about))
 
 
-def _key(*values: object) -> Hashable:
+def _symbol_key(*values: object) -> Hashable:
     found = flat(*values)
     return tuple(found.integers), tuple(found.rest)

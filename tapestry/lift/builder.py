@@ -349,7 +349,7 @@ def every(tests: Iterable[Expr]) -> Expr:
     return reduce(lambda a, b: call("and", a, b), tests)
 
 
-def inside(place: Expr, size: int) -> tuple[Expr, Expr]:
+def tests_inside(place: Expr, size: int) -> tuple[Expr, Expr]:
     """Tests of whether a position (an i64) is one of an axis."""
     return call("ge", place, number(0, "i64")), call("lt", place, number(size, "i64"))
 
@@ -397,13 +397,13 @@ def _constant_of_affine_values(
     if name not in b.fits:
         b.fits[name] = fit(value)
     progression = b.fits[name]
-    if progression is None or not _inside(at, value.shape, ranges):
+    if progression is None or not _spans_inside(at, value.shape, ranges):
         return None
     first, steps = progression
     return sum((e * step for e, step in zip(at, steps, strict=True)), const(first))
 
 
-def _inside(at: tuple[Aff, ...], shape: tuple[int, ...], ranges: dict[str, int]) -> bool:
+def _spans_inside(at: tuple[Aff, ...], shape: tuple[int, ...], ranges: dict[str, int]) -> bool:
     spans = (span(e, ranges) for e in at)
     return all(lo >= 0 and hi < s for (lo, hi), s in zip(spans, shape, strict=True))
 
@@ -442,7 +442,7 @@ class _Walk:
     def read(self, pos: int) -> Aff | None:
         r = self.op.reads[pos]
         at = tuple(substitute(e, self.env, self.ranges) for e in r.index)
-        if r.other is not None and (r.when or not _inside(at, self.b.tensors[r.tensor].shape, self.ranges)):
+        if r.other is not None and (r.when or not _spans_inside(at, self.b.tensors[r.tensor].shape, self.ranges)):
             return None
         return affine_value(self.b, r.tensor, at, self.ranges, self.depth - 1)
 

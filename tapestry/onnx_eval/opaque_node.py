@@ -97,7 +97,7 @@ def run(
                 warnings.simplefilter("ignore")
                 results = _asked(made, op, given, by is not None)
         except Exception as e:  # both libraries raise many kinds
-            failures.append(_said(e))
+            failures.append(_evaluator_error(e))
             refused |= isinstance(e, OrtError) and e.refused
             continue
         if by is not None:
@@ -150,7 +150,7 @@ def _values(given: Mapping[str, Array | HostValue]) -> dict[str, Any]:
     return {n: a.value if isinstance(a, HostValue) else a for n, a in given.items()}
 
 
-def _said(e: Exception) -> str:
+def _evaluator_error(e: Exception) -> str:
     """What went wrong, without the places in onnxruntime's own sources."""
     said = " ".join(str(e).split())
     return (
@@ -185,7 +185,7 @@ def unsupported(op: Opaque, arrays: Sequence[tuple[Any, tuple[int, ...] | None] 
             if isinstance(made, Guarded):
                 apart(made.model, None)
         except Exception as e:  # both libraries raise many kinds
-            failures.append(_said(e))
+            failures.append(_evaluator_error(e))
         else:
             return ""
     return "; ".join(failures[:2])

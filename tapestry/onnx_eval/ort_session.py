@@ -69,7 +69,7 @@ def ort_session(
     return ort.InferenceSession(given, options, providers=["CPUExecutionProvider"])
 
 
-def _run(session: Any, feeds: Mapping[str, Any], names: Sequence[str] | None = None) -> list[Any]:
+def _session_outputs(session: Any, feeds: Mapping[str, Any], names: Sequence[str] | None = None) -> list[Any]:
     known = {i.name for i in session.get_inputs()}
     return session.run(names, {n: a for n, a in feeds.items() if n in known})
 
@@ -109,7 +109,7 @@ class Guarded:
             return self.apart(feeds)
         self.session = self.session or ort_session(self.model)
         try:
-            return _run(self.session, feeds)
+            return _session_outputs(self.session, feeds)
         except Exception as e:  # it raises many kinds
             raise OrtError(str(e), made=True) from None
 
@@ -165,7 +165,7 @@ def serve(number: int) -> None:
         session: Any = None
         try:
             session = ort_session(model, **options)
-            answer: Any = True, None if feeds is None else _run(session, feeds, names)
+            answer: Any = True, None if feeds is None else _session_outputs(session, feeds, names)
         except Exception as e:  # it raises many kinds
             answer = False, (str(e), session is not None)
         _send(line, answer)

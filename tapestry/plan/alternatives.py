@@ -307,7 +307,9 @@ def within_tables(problem: Problem, budget: Budget) -> list[WholePlan]:
         out.append(_priced("replicated", problem, [0] * len(problem.menus), budget))
     if any(batched):
         out.append(_preferred("batch", problem, lambda i, s: sum(d is None or d != batched[i] for d in s.dims), budget))
-    out.append(_preferred("tensor", problem, lambda i, s: _held(problem, i, s) + s.dims.count(batched[i] or ""), budget))
+    out.append(
+        _preferred("tensor", problem, lambda i, s: _largest_share(problem, i, s) + s.dims.count(batched[i] or ""), budget)
+    )
     return out
 
 
@@ -340,7 +342,7 @@ def batch_dims(graph: Graph) -> list[str | None]:
     return [next((d.name for d in op.dims if d.size > 1 and along.get(d.name, NONE) & batch), None) for op, along in runs]
 
 
-def _held(problem: Problem, i: int, s: Strategy) -> float:
+def _largest_share(problem: Problem, i: int, s: Strategy) -> float:
     """The largest share that a device holds of a large weight that an operation reads; 0 where it reads none."""
     op, graph, menu = problem.graph.ops[i], problem.graph, problem.menus[i]
     reads = menu.reads[menu.strategies.index(s)]

@@ -204,7 +204,7 @@ class _Region:
 
 def _regions(graph: Graph, spot: Peak, budget: Budget) -> Iterator[_Region]:
     """Regions around the peak, each with a first estimate of what it saves."""
-    for at in _ends(graph, spot.op):
+    for at in _around_peak(graph, spot.op):
         op = graph.ops[at]
         for d in op.space:
             if _window(op, d):
@@ -230,7 +230,7 @@ def _window(op: Op, d: Dim) -> bool:
     return isinstance(op, Block) and d in op.reduce and d.size < largest and d.size < 16
 
 
-def _ends(graph: Graph, first: int) -> list[int]:
+def _around_peak(graph: Graph, first: int) -> list[int]:
     """The operation at the peak, and those that its results flow into soon."""
     out, flows = [first], set(graph.ops[first].outs)
     for i in range(first + 1, min(first + 1 + 4 * AHEAD, len(graph.ops))):

@@ -198,14 +198,14 @@ def parse_layouts(texts: Sequence[str], graph: Graph, mesh: Mesh) -> tuple[dict[
         tensor, _, spec = text.rpartition(":")
         if not tensor or not spec:
             raise PlanError(f"'{text}' is not a layout", where="--layout", hint="TENSOR:axis=parts@axis or TENSOR:replicated")
-        for name in _ends(tensor, graph, text):
+        for name in _named_ends(tensor, graph, text):
             axes = dict(enumerate(graph.names.axes.get(name, ())))
             layout = _layout(spec, graph.tensors[name].shape, mesh, text, {n: k for k, n in axes.items() if n})
             (outputs if name in graph.outputs else inputs)[name] = layout
     return inputs, outputs
 
 
-def _ends(name: str, graph: Graph, text: str) -> list[str]:
+def _named_ends(name: str, graph: Graph, text: str) -> list[str]:
     """Inputs, outputs and weights by name, by that of the parameter that a weight was, or by a pattern."""
     ends = [*graph.inputs, *graph.outputs, *graph.weights]
     if name in ends:

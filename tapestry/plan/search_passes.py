@@ -192,7 +192,7 @@ def _others(first: Form, graph: Graph, task: Task) -> Iterator[tuple[str, Iterat
     if first.graph is not graph:
         yield UNFUSED, iter([Form(name=UNFUSED, graph=graph, moves=())])
     if task.whole:
-        yield WHOLE, iter([_whole(task, task.whole)])
+        yield WHOLE, iter([_recurrences_whole(task, task.whole)])
     if task.lifted is None:
         return
     seen, differ = [graph.ops], set[str]()
@@ -212,7 +212,7 @@ def _others(first: Form, graph: Graph, task: Task) -> Iterator[tuple[str, Iterat
         yield f"without {' and '.join(rules)}", without_rules(rules)
 
 
-def _whole(task: Task, lifted: Graph) -> Form:
+def _recurrences_whole(task: Task, lifted: Graph) -> Form:
     """Every recurrence as one operation, which one device runs as a library does, and several cut by batch; all fusions."""
     graph = simplify(lifted, disabled=task.disabled_rules)
     task.meter.spent += SIMPLIFYING * len(lifted.ops)
@@ -355,7 +355,7 @@ def compare_whole_graph(
     """
     base = Form(name="", graph=planned.graph, moves=planned.base)
     forms = [base, form] if form.graph.ops != planned.graph.ops else [base]
-    forms += [_whole(task, task.whole)] if task.whole and STEPS not in disabled_by(planned.moves) else []
+    forms += [_recurrences_whole(task, task.whole)] if task.whole and STEPS not in disabled_by(planned.moves) else []
     alone = [(one_device(f.graph, task.topology, budget), f) for f in forms]
     unsharded = peak(alone[0][0])
     if not task.several_devices:

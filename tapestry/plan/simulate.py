@@ -319,7 +319,7 @@ class _Costs:
         groups = _components(pairs, self.program.devices)
         joined = np.isin(self.alone, pairs)
         takes = np.array([b is not None for b in dst.boxes]) | joined
-        stage = next((s for s in self.topologies if _within(src.boxes, dst.boxes, s)), None)
+        stage = next((s for s in self.topologies if _stays_on_stage(src.boxes, dst.boxes, s)), None)
         if stage is None or step.kind == "permute":
             seconds = float(np.max(crossing_seconds(step, self.program, self.topo) + copying))
         else:
@@ -370,7 +370,7 @@ def crossing_seconds(step: Transfer, program: Program, topo: Topology) -> np.nda
     return out + worst * np.ceil(np.log2(peers + 1))
 
 
-def _within(held: tuple[Box | None, ...], wanted: tuple[Box | None, ...], stage: Stage) -> bool:
+def _stays_on_stage(held: tuple[Box | None, ...], wanted: tuple[Box | None, ...], stage: Stage) -> bool:
     """Whether a transfer stays on a stage's devices."""
     return all(d in stage.devices for d, b in enumerate(zip(held, wanted, strict=True)) if b != (None, None))
 

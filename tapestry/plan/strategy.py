@@ -52,10 +52,10 @@ def every_strategy(op: Op, mesh: Mesh, pins: tuple[Pin, ...] = ()) -> list[Strat
     choices = [_axis_choices(op, mesh[a].size, pinned.get(a)) for a in range(len(mesh))]
     out: list[Strategy] = []
     for combo in itertools.product(*choices):
-        if _fits(op, mesh, combo):
+        if _no_part_is_empty(op, mesh, combo):
             out.append(Strategy(tuple(d for d, _ in combo), _layout(op, combo)))
     if len(out) > MAX_STRATEGIES:
-        reduced = _reduced(op)
+        reduced = _reduced_names(op)
         out.sort(key=lambda s: sum(o is not None and d in reduced for d, o in zip(s.dims, s.out, strict=True)))
     return out
 
@@ -77,20 +77,20 @@ def scatters(op: Op, s: Strategy, axis: int) -> bool:
     return out is not None and isinstance(op, Block) and any(v[out] for v in varies(op))
 
 
-def _reduced(op: Op) -> set[str]:
+def _reduced_names(op: Op) -> set[str]:
     return {d.name for d in op.reduce} if isinstance(op, Block) else set()
 
 
 def merges(op: Op, s: Strategy) -> list[tuple[int, bool]]:
     """Mesh axes along which partial states are merged, and whether each merge is a reduce-scatter."""
-    reduced = _reduced(op)
+    reduced = _reduced_names(op)
     return [(a, scatters(op, s, a)) for a, d in enumerate(s.dims) if d in reduced]
 
 
 def _axis_choices(op: Op, size: int, pinned: str | None, *, every: bool = False) -> list[tuple[str | None, int | None]]:
     """(dimension, scatter axis) for one mesh axis; ``every``: also those that are left out."""
     out: list[tuple[str | None, int | None]] = [] if pinned else [(None, None)]
-    reduced = _reduced(op)
+    reduced = _reduced_names(op)
     largest = max((d.size for d in op.reduce), default=0) if isinstance(op, Block) else 0
     for d in splittable(op):
         if (pinned and d.name != pinned) or d.size < size or size == 1:
@@ -106,14 +106,14 @@ def _axis_choices(op: Op, size: int, pinned: str | None, *, every: bool = False)
     return out or [(None, None)]
 
 
-def _fits(op: Op, mesh: Mesh, combo: tuple[tuple[str | None, int | None], ...]) -> bool:
+def _no_part_is_empty(op: Op, mesh: Mesh, combo: tuple[tuple[str | None, int | None], ...]) -> bool:
     """Whether no part is empty, counting all mesh axes that cut one dimension or scatter one output axis, and whether
     every scattered part lies inside the block that its device reduced (a faster axis may not cut the same dimension)."""
     parts: dict[str, tuple[int, ...]] = {}
     for a, (_, scatter) in enumerate(combo):
         if scatter is not None and any(d == op.dims[scatter].name for d, _ in combo[a + 1 :]):
             return False
-    if not _in_order(op, [c for c in combo if c[0] in _reduced(op)]):
+    if not _in_order(op, [c for c in combo if c[0] in _reduced_names(op)]):
         return False
     for a, (d, scatter) in enumerate(combo):
         for name in {d, op.dims[scatter].name if scatter is not None else None} - {None}:
@@ -140,7 +140,7 @@ def _nowhere_empty(mesh: Mesh, axes: tuple[int, ...], extent: int) -> bool:
 
 def _layout(op: Op, combo: tuple[tuple[str | None, int | None], ...]) -> Layout:
     axes = {d.name: i for i, d in enumerate(op.dims)}
-    reduced = _reduced(op)
+    reduced = _reduced_names(op)
     return tuple(scatter if d is None or d in reduced else axes[d] for d, scatter in combo)
 
 
@@ -211,7 +211,7 @@ def footprints_of_all(op: Op, graph: Graph, some: Sequence[Strategy], mesh: Mesh
     if not isinstance(op, Block):
         return {k: boxes.reshape(*many, *boxes.shape[1:]) for k, _, boxes in _opaque_footprints(op, graph, block)}
     final = np.concatenate([tensor_boxes(tuple(d.size for d in op.dims), s.out, mesh) for s in some])
-    reduced = _reduced(op) if op.monoid is not None else set[str]()
+    reduced = _reduced_names(op) if op.monoid is not None else set[str]()
     cut = np.repeat([any(d in reduced for d in s.dims) for s in some], many[1])
     body, then = op.body_reads(), op.then_reads()
     lo_hi = {d.name: (block[:, i, 0], block[:, i, 1] - 1) for i, d in enumerate(op.space)}

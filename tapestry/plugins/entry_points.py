@@ -87,7 +87,9 @@ def get(kind: str, name: str) -> Any:
             _loaded[key] = entry.load()
         except (Exception, SystemExit) as e:  # whatever a package does when it is imported
             hint = f"install {plugin.package} anew or remove it; {OFF}"
-            raise PluginError(f"the plug-in {plugin} does not load", where=entry.value, why=_said(e), hint=hint) from e
+            raise PluginError(
+                f"the plug-in {plugin} does not load", where=entry.value, why=_exception_text(e), hint=hint
+            ) from e
     return _loaded[key]
 
 
@@ -104,7 +106,9 @@ def blamed(kind: str, name: str) -> Generator[None]:
     except (TapestryError, MemoryError):
         raise
     except (Exception, SystemExit) as e:
-        raise PluginError(f"the plug-in {one(kind, name)} failed", why=_said(e), hint=f"ask its authors; {OFF}") from e
+        raise PluginError(
+            f"the plug-in {one(kind, name)} failed", why=_exception_text(e), hint=f"ask its authors; {OFF}"
+        ) from e
 
 
 @contextmanager
@@ -205,9 +209,9 @@ def _entries(package: Distribution) -> tuple[str, str, Sequence[EntryPoint]]:
         return str(package.metadata["Name"]), str(package.version), list(package.entry_points)
     except Exception as e:  # importlib lets whatever a damaged file makes it raise through
         where = getattr(package, "_path", package)
-        log.warning("%s: its metadata cannot be read, so it brings no plug-ins: %s", where, _said(e))
+        log.warning("%s: its metadata cannot be read, so it brings no plug-ins: %s", where, _exception_text(e))
         return str(where), "", ()
 
 
-def _said(e: BaseException) -> str:
+def _exception_text(e: BaseException) -> str:
     return " ".join(f"{type(e).__name__}: {e}".split())[:300]

@@ -414,7 +414,7 @@ class NarrowFactors(PairRule):
             return refuse(f"'{t}' is not read by a sum of products")
         makers, new = (maker,), ()
         if maker.monoid or not isinstance(s.value, Arg):
-            makers, tensor = _cut(tensors, maker, s)
+            makers, tensor = _in_two(tensors, maker, s)
             new, tensors[tensor.name], s = (tensor,), tensor, _result(makers[-1])
         assert s is not None and isinstance(s.value, Arg)
         one = _moved(tensors, op, makers[-1], s, t)
@@ -435,7 +435,7 @@ def _result(maker: Block) -> Scaled | None:
     return found
 
 
-def _cut(tensors: Mapping[str, Tensor], maker: Block, s: Scaled) -> tuple[tuple[Block, Block], Tensor]:
+def _in_two(tensors: Mapping[str, Tensor], maker: Block, s: Scaled) -> tuple[tuple[Block, Block], Tensor]:
     """An operation in two, with a tensor of 8 bits in between."""
     old = tensors[maker.outs[0]]
     name = unused(f"{old.name}.q", tensors)

@@ -77,7 +77,9 @@ def _tasks(graph: Graph, program: Program, at: int) -> Iterator[Task]:
             for d in _devices(step.blocks):
                 names = [n for n in (*step.ins, *step.states) if n]
                 reads = {(d, n): buffers[n].nbytes(d) for n in names if buffers[n].boxes[d] is not None}
-                yield Task(step=at, device=d, reads=reads, outs=_values(d, step.outs), flops=_flops(graph, program, step, d))
+                yield Task(
+                    step=at, device=d, reads=reads, outs=_device_values(d, step.outs), flops=_flops(graph, program, step, d)
+                )
         case Transfer():
             for d in _devices(buffers[step.dst].boxes):
                 yield Task(step=at, device=d, reads=_received(program, step, d), outs=((d, step.dst),))
@@ -86,7 +88,7 @@ def _tasks(graph: Graph, program: Program, at: int) -> Iterator[Task]:
                 for d in group:
                     work = (len(group) - 1) * _merge(graph, step.op) * max(_cells(program, n, d) for n in step.dsts)
                     reads = _merged(program, step, group, d)
-                    yield Task(step=at, device=d, reads=reads, outs=_values(d, step.dsts), flops=work)
+                    yield Task(step=at, device=d, reads=reads, outs=_device_values(d, step.dsts), flops=work)
         case Free():
             pass
 
@@ -95,7 +97,7 @@ def _devices(boxes: tuple[Box | None, ...]) -> Iterator[int]:
     return (d for d, box in enumerate(boxes) if box is not None)
 
 
-def _values(device: int, names: tuple[str, ...]) -> tuple[Value, ...]:
+def _device_values(device: int, names: tuple[str, ...]) -> tuple[Value, ...]:
     return tuple((device, n) for n in names)
 
 

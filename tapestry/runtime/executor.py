@@ -331,7 +331,7 @@ def present(box: Box | None) -> Box:
 LONGEST = 200  # characters of a file's name, with room for endings
 
 
-def write(folder: Path, outputs: Mapping[str, Any]) -> list[Path]:
+def write_outputs(folder: Path, outputs: Mapping[str, Any]) -> list[Path]:
     """One file per output; characters that a file name may not have become underscores.
 
     Text is written as numpy's unicode strings, a sequence as one file per element (``name.0.npy``, …), a map as two:

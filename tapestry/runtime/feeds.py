@@ -75,13 +75,13 @@ def index_bounds(graph: Graph) -> Bounds:
     """
     entries: dict[str, Bound] = {}
     for op in graph.ops:
-        for one in _written(op, graph) if isinstance(op, Opaque) else _read(op):
+        for one in _written(op, graph) if isinstance(op, Opaque) else _gather_positions(op):
             if one[0] in graph.inputs:
                 entries.setdefault(str(one), one)
     return tuple(entries.values())
 
 
-def _read(op: Block) -> Iterator[Bound]:
+def _gather_positions(op: Block) -> Iterator[Bound]:
     """Positions from which a block gathers."""
     for x in (x for e in op.point for x in walk(e)):
         for at, size in (_gathered(x, op), *_coordinates(x)):

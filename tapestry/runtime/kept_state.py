@@ -83,7 +83,7 @@ def established(asked: str, model: Path, graph: Graph) -> State:
     return State(caches, _mask(graph, caches[0]), _masked(model, graph, caches))
 
 
-def read(report: Mapping[str, Any], graph: Graph) -> State | None:
+def read_state(report: Mapping[str, Any], graph: Graph) -> State | None:
     """What a build's report says of its state; ``None`` where it keeps none.
 
     Raises:

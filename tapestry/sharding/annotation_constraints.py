@@ -219,10 +219,14 @@ def view_spec(tensor: str, view: Block, layout: Layout, shape: tuple[int, ...], 
         dims.append(ShardedDim(k, entries))
         cutters += by
     spec = replace(spec_for(tensor, cutters, mesh), dims=tuple(dims))
-    return spec if prod(s.num_shards or 1 for d in dims for s in d.shards) == len(spec.devices) and _same(spec, place) else None
+    return (
+        spec
+        if prod(s.num_shards or 1 for d in dims for s in d.shards) == len(spec.devices) and _says_placement(spec, place)
+        else None
+    )
 
 
-def _same(spec: ShardingSpec, place: Placement) -> bool:
+def _says_placement(spec: ShardingSpec, place: Placement) -> bool:
     return placement(spec, place.shape).pieces == place.pieces
 
 

@@ -15,7 +15,7 @@ from onnx import ModelProto
 
 from tapestry.errors import PlanError, TapestryError
 from tapestry.interop import annotation_rules, instance_map, sharding_specs
-from tapestry.interop.annotation_rules import Context, Finding, check, read_json, spec_rules
+from tapestry.interop.annotation_rules import Context, Finding, findings_of, read_json, spec_rules
 from tapestry.interop.placement import layout_of, placement
 from tapestry.interop.sharding_specs import OURS, DeviceConfiguration, ShardedDim, ShardingSpec, SimpleShard, key_of, name_of
 from tapestry.interop.tile_patterns import SUPPRESSED, Tiling
@@ -80,7 +80,9 @@ def read(
         if devices is None and count > MAX_DEVICES:
             raise PlanError(f"the model is for {count:,} instances", where=str(path), hint=f"at most {MAX_DEVICES:,} --devices")
         return tilings, topology
-    errors = (f for f in check(model, Context({}, _symbols(model))) if f.level == "error" and f.code != "dim-param-unknown")
+    errors = (
+        f for f in findings_of(model, Context({}, _symbols(model))) if f.level == "error" and f.code != "dim-param-unknown"
+    )
     wrong = next(errors, None)
     if wrong is not None:
         where = f"node '{wrong.node}'" if wrong.node else str(path)
@@ -306,7 +308,7 @@ def mesh(a: Annotations) -> Mesh:
     specs = list(dict.fromkeys(parts_alone(replace(s, tensor=None)) for s in given if s.dims))
     guesses = [
         tuple(MeshAxis(f"d{i}", n) for i, n in enumerate(sizes))
-        for k in range(1, MESH_AXES + 1) for sizes in _factors(a.devices, k)
+        for k in range(1, MESH_AXES + 1) for sizes in _divisors(a.devices, k)
     ]  # fmt: skip
     plain = (g for g in guesses if all(layout_of(*s, g) is not None for s in specs))
     ordered = (g for guess in guesses if (g := in_order(guess, specs)) is not None)
@@ -392,14 +394,14 @@ def parts_alone(s: ShardingSpec) -> tuple[ShardingSpec, tuple[int, ...]]:
     return replace(s, dims=tuple(ShardedDim(k, (SimpleShard(n, n),)) for k, n in enumerate(counts))), tuple(counts)
 
 
-def _factors(n: int, k: int) -> Iterator[tuple[int, ...]]:
+def _divisors(n: int, k: int) -> Iterator[tuple[int, ...]]:
     if k == 1:
         if n > 0:
             yield (n,)
         return
     for f in range(2, n // 2 + 1):
         if n % f == 0:
-            yield from ((f, *rest) for rest in _factors(n // f, k - 1) if 1 not in rest)
+            yield from ((f, *rest) for rest in _divisors(n // f, k - 1) if 1 not in rest)
 
 
 # What `compile` refuses of annotations that contradict nothing: tiles on no instance, and placements that no mesh can say.

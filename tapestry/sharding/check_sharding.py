@@ -13,7 +13,7 @@ from onnx import ModelProto, NodeProto, numpy_helper
 
 from tapestry.errors import ModelError, PlanError, TapestryError
 from tapestry.interop import annotation_rules, annotation_semantics, instance_map, sharding_specs
-from tapestry.interop.annotation_rules import Context, Finding, Shape, check
+from tapestry.interop.annotation_rules import Context, Finding, Shape, findings_of
 from tapestry.interop.placement import Intervals, Placement, describe, fused_sizes, placement
 from tapestry.interop.sharding_specs import ShardedDim, ShardingSpec, TensorDictionary, name_of, with_sizes
 from tapestry.interop.tile_patterns import Tiling, naive
@@ -43,7 +43,7 @@ def check_file(path: Path, shapes: Given = {}) -> list[Finding]:  # noqa: B006
     """
     model = load(path)
     context = declared(model)
-    findings = [*check(model, context), *_metadata(model), *_tilings(model)]
+    findings = [*findings_of(model, context), *_metadata(model), *_tilings(model)]
     if all(f.level != "error" for f in findings):
         findings += unkept(path, model, context)
     if not sharding_specs.annotated(model):
@@ -350,7 +350,7 @@ def evaluated(path: Path, feeds: Mapping[str, Any]) -> Evaluation:
     values: dict[str, np.ndarray] = {t.name: _array(t, path) for t in model.graph.initializer} | dict(feeds)
     steps: list[Step] = []
     for node in model.graph.node:
-        step, outs = _step(node, model, values, tilings, everywhere)
+        step, outs = _node_step(node, model, values, tilings, everywhere)
         steps.append(step)
         values |= outs
     return Evaluation(tuple(steps), {o.name: values[o.name] for o in model.graph.output}, tilings)
@@ -360,7 +360,7 @@ def _array(t: Any, path: Path) -> np.ndarray:
     return numpy_helper.to_array(t, str(path.absolute().parent))
 
 
-def _step(
+def _node_step(
     node: NodeProto, model: ModelProto, values: Mapping[str, np.ndarray], tilings: Mapping[str, Tiling], everywhere: Tiling
 ) -> tuple[Step, dict[str, np.ndarray]]:
     ins = [t for t in dict.fromkeys(node.input) if t]

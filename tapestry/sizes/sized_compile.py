@@ -62,7 +62,10 @@ def asked(model: Path, shapes: Mapping[str, Any]) -> Asked | None:
         what = f"'{unknown}' is no symbol of the model"
         why = f"its symbols are {', '.join(sorted(symbols))}" if symbols else f"it has none; its inputs are {', '.join(inputs)}"
         raise TapestryError(what, where="--shape", why=why)
-    some, fixed = {s: _sizes(s, value) for s, value in found.items()}, {s: v for s, v in shapes.items() if s not in found}
+    some, fixed = (
+        {s: _sizes_of_symbol(s, value) for s, value in found.items()},
+        {s: v for s, v in shapes.items() if s not in found},
+    )
     known, rules = given_sizes(proto, inputs, fixed)
     for s in reversed(found):
         others = {t: sizes for t, sizes in some.items() if t != s}
@@ -98,7 +101,7 @@ def _several(value: Any) -> bool:
     return isinstance(value, range) or (isinstance(value, Sequence) and len(cast("Sequence[object]", value)) > 1)
 
 
-def _sizes(symbol: str, value: Any) -> Sequence[int]:
+def _sizes_of_symbol(symbol: str, value: Any) -> Sequence[int]:
     """All sizes of a symbol: a range, or a list in order.
 
     Raises:

@@ -317,9 +317,9 @@ def settled(plans: PlanAtSizes, plan: SymbolicPlan, region: Region) -> tuple[Reg
             laws, peaks = _laws(seen, region)
             free = [k for k in range(len(plans.symbols)) if len(region.along(k)) > 1]
             _model(seen, region, free)
-            _times(seen, region, free)
+            _slow_corner(seen, region, free)
         except Unfit as e:
-            region = _cut(region, plans.sizes, e)
+            region = _ended_before(region, plans.sizes, e)
             reasons.append(f"{region.shown(plans.symbols)}: {e.why}")
             continue
         rows = [row for sizes, row in seen.rows.items() if sizes in region]
@@ -331,7 +331,7 @@ def settled(plans: PlanAtSizes, plan: SymbolicPlan, region: Region) -> tuple[Reg
 def _laws(seen: _Seen, region: Region) -> tuple[dict[str, int], list[int]]:
     build = seen.plans.build
     try:
-        return sized_laws.check(seen.plan, region, seen.plans.symbols, [build.memory] * build.program.devices)
+        return sized_laws.check_sizes(seen.plan, region, seen.plans.symbols, [build.memory] * build.program.devices)
     except SizedLawError as e:
         if e.sizes is None or e.sizes == seen.plans.sizes:
             raise
@@ -397,7 +397,7 @@ def _same_values(seen: _Seen, sizes: Sizes) -> bool:
     return evidence["kind"] != "none"
 
 
-def _times(seen: _Seen, region: Region, free: list[int]) -> None:
+def _slow_corner(seen: _Seen, region: Region, free: list[int]) -> None:
     """At the region's corners the plan must not be much slower than what a search finds there.
 
     Raises:
@@ -436,7 +436,7 @@ def _text(seen: _Seen, sizes: Sizes) -> str:
 # regions
 
 
-def _cut(region: Region, made_at: Sizes, e: Unfit) -> Region:
+def _ended_before(region: Region, made_at: Sizes, e: Unfit) -> Region:
     """The region without some sizes, ended along the symbol to blame that is furthest from where the plan was made."""
     blame = [k for k in e.blame if e.sizes[k] != made_at[k]] or [k for k, n in enumerate(e.sizes) if n != made_at[k]]
     k = max(blame, key=lambda k: abs(math.log(e.sizes[k] / made_at[k])))

@@ -290,7 +290,7 @@ def check(
         exchange.cover(r.lists, op, r.launched.get(i, {}), None if places is None else places[i])
     _outputs(r)
     r.lists.laws[deadlock.LAW] += deadlock.check(program)
-    if tried := monoid_laws.check(graph):
+    if tried := monoid_laws.check_monoids(graph):
         r.lists.laws[monoid_laws.LAW] += tried
     for d, peak in enumerate(r.peak.tolist()):
         has = None if limit is None else limit if isinstance(limit, int) else limit[d]
@@ -410,7 +410,7 @@ def _with_others(r: _Replay, step: Launch, points: Spans, parts: Parts, name: st
         counts = {"written_once": int(points.there.sum())}
         r.lists.prove(fact, name, counts, lambda c=content: exchange.disjoint(c.parts, parts, extents))
     r.law("agreement", len(merged) == 1, "fields of different parts are merged", name)
-    return exchange.together(merged.pop(), parts)
+    return exchange.with_part(merged.pop(), parts)
 
 
 def _reads(r: _Replay, step: Launch, op: Op, points: Spans, name: str) -> None:
@@ -561,7 +561,7 @@ def _merged(r: _Replay, step: Reduce, op: Block, ends: tuple[Buffer, Buffer], co
     r.law("agreement", same, "states and results differ in rank", name)
     r.lists.prove(
         fact, name, counts,
-        lambda: exchange.merge(step.kind, groups, held, wanted, content.parts, extents, dst.field is None),
+        lambda: exchange.check_merge(step.kind, groups, held, wanted, content.parts, extents, dst.field is None),
     )  # fmt: skip
     assert op.monoid is not None
     if not MONOIDS[op.monoid].commutative:

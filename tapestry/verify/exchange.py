@@ -238,10 +238,10 @@ def messages(src: Spans, dst: Spans, sent: Sequence[Message], step: str) -> Brea
     bad = first(_within(boxes, _of(dst, receiver)))
     if bad >= 0:
         return Breach("read_after_write", f"device {receiver[bad]} receives what it has no place for", sent[bad].box)
-    return _filled(src, dst, boxes, receiver)
+    return _check_filled(src, dst, boxes, receiver)
 
 
-def _filled(src: Spans, dst: Spans, boxes: Spans, receiver: np.ndarray) -> Breach | None:
+def _check_filled(src: Spans, dst: Spans, boxes: Spans, receiver: np.ndarray) -> Breach | None:
     """Each device's copies and messages together cover its box, no cell twice. Boxes count from the corner of the device's
     own, so that devices in like places are worked out once."""
     local = Spans(np.maximum(src.lo, dst.lo), np.minimum(src.hi, dst.hi), src.there & dst.there)
@@ -271,7 +271,7 @@ def _filled(src: Spans, dst: Spans, boxes: Spans, receiver: np.ndarray) -> Breac
     return None
 
 
-def merge(
+def check_merge(
     kind: str, groups: Sequence[Sequence[int]], src: Spans, dst: Spans, parts: Parts, extents: tuple[int, ...], ends: bool
 ) -> Breach | None:
     """Groups are disjoint and whole; what they merge are different parts of the reduction; results lie where all have states.
@@ -315,7 +315,7 @@ def disjoint(one: Parts, other: Parts, extents: tuple[int, ...]) -> Breach | Non
     return None
 
 
-def together(one: Parts, other: Parts) -> Parts:
+def with_part(one: Parts, other: Parts) -> Parts:
     """What each device's states hold once another part is merged in."""
     return tuple(None if b is None else tuple(sorted((*(a or ()), *b))) for a, b in zip(one, other, strict=True))
 

@@ -60,7 +60,7 @@ def spread(model: ModelFile, feeds: Mapping[str, Array], expected: Mapping[str, 
         other = ReferenceValues(model, feeds, list(expected), independent=True)
     except Exception:  # any failure of the second opinion leaves the first one alone
         return {}
-    return {name: compare(other.get(name), a).rel_err for name, a in expected.items()}
+    return {name: compare_outputs(other.get(name), a).rel_err for name, a in expected.items()}
 
 
 def tolerances(graph: Graph) -> dict[str, float]:
@@ -82,7 +82,7 @@ def tolerances(graph: Graph) -> dict[str, float]:
     return out
 
 
-def compare(out: Any, ref: Any, tolerance: float = 0.0) -> Difference:
+def compare_outputs(out: Any, ref: Any, tolerance: float = 0.0) -> Difference:
     """Compare an output with its reference. A NaN never passes, an infinity only where both have the same one.
 
     Floats may be as far away as their type allows, or ``tolerance`` where that is more.
@@ -91,9 +91,9 @@ def compare(out: Any, ref: Any, tolerance: float = 0.0) -> Difference:
     are equal or not.
     """
     if isinstance(out, dict) and isinstance(ref, dict) and out.keys() == ref.keys():
-        return compare([out[k] for k in out], [np.asarray(ref[k]) for k in out], tolerance)
+        return compare_outputs([out[k] for k in out], [np.asarray(ref[k]) for k in out], tolerance)
     if isinstance(out, list) and isinstance(ref, list) and len(out) == len(ref):
-        rows = [compare(a, b, tolerance) for a, b in zip(out, ref, strict=True)]
+        rows = [compare_outputs(a, b, tolerance) for a, b in zip(out, ref, strict=True)]
         return max(rows, key=lambda d: (not d.passed, d.rel_err), default=Difference(0.0, 0.0, True))
     if not isinstance(out, np.ndarray) or not isinstance(ref, np.ndarray):
         same = out is None and ref is None

@@ -26,7 +26,7 @@ NEAR = 1e-9  # of the greatest number in what is merged: rounding in float64
 LAW = "monoid"
 
 
-def check(graph: Graph) -> int:
+def check_monoids(graph: Graph) -> int:
     """Try the laws of every monoid of the graph that is none of the package's own; how many were tried, on all states.
 
     Raises:
@@ -83,11 +83,11 @@ def _tried(monoid: Monoid, made: State, dtypes: tuple[str, ...], place: str) -> 
         pairs += [("x1 = x", merge(x, zero), x, (x,)), ("1x = x", merge(zero, x), x, (x,))]
         pairs += [("xy = yx", merge(x, y), merge(y, x), (x, y))] if monoid.commutative else []
     for law, left, right, of in pairs:
-        _same(monoid.name, law, left, right, of, place)
+        _check_states(monoid.name, law, left, right, of, place)
     return DRAWS * len(pairs)
 
 
-def _same(name: str, law: str, left: State, right: State, of: Sequence[State], place: str) -> None:
+def _check_states(name: str, law: str, left: State, right: State, of: Sequence[State], place: str) -> None:
     with np.errstate(all="ignore"):
         numbers = [np.abs(x.astype(np.float64)) for s in (left, right, *of) for x in s]
         scale = np.max([np.where(np.isfinite(x), x, 0.0) for x in numbers], axis=0)

@@ -145,7 +145,7 @@ class Proofs:
             if not sized(*ends, *(x for k in axes for x in (*held[k], shape[k])), *(x for e in affs for x in _numbers(e))):
                 self.laws[law] += 1
                 continue
-            if any(isinstance(x, Size) for e in affs for x in _factors(e)):
+            if any(isinstance(x, Size) for e in affs for x in _integers_of_terms(e)):
                 self._between(law, what, where, given, held, axes)
                 continue
             there = [f"{block[k][0]} <= p{k} < {block[k][1]}" for k, d in enumerate(dims) if d.name in used]
@@ -227,19 +227,19 @@ def _groups(read: Read) -> list[tuple[list[int], list[Guard]]]:
     return [(axes, when) for _, axes, when in apart(read)]
 
 
-def _factors(e: Aff) -> list[int]:
+def _integers_of_terms(e: Aff) -> list[int]:
     """Coefficients and divisors, which must be numbers."""
     out: list[int] = []
     for atom, coef in e.terms:
         out.append(coef)
         if not isinstance(atom, str):
-            out += [atom.div, *_factors(atom.arg)]
+            out += [atom.div, *_integers_of_terms(atom.arg)]
     return out
 
 
 def _numbers(e: Aff) -> list[int]:
     """All integers of an index expression."""
-    return [e.const, *_factors(e), *(x for a, _ in e.terms if not isinstance(a, str) for x in _numbers(a.arg))]
+    return [e.const, *_integers_of_terms(e), *(x for a, _ in e.terms if not isinstance(a, str) for x in _numbers(a.arg))]
 
 
 # The largest peak of a plan over a region of sizes, exactly.
@@ -351,7 +351,7 @@ class _Walk:
     merged: set[int] = field(default_factory=set[int])
 
 
-def check(
+def check_sizes(
     plan: SymbolicPlan, region: Region, symbols: Sequence[str], limits: Sequence[int] | None = None
 ) -> tuple[dict[str, int], list[int]]:
     """Prove the boxes of a plan for every size of a region.

@@ -118,17 +118,17 @@ def size_map_lines(sizes: Mapping[str, Any]) -> Iterator[str]:
     for k, r in enumerate(regions):
         facts = f"{sum(r['laws'].values()):,} facts, each for all of them"
         yield f"  {_letter(k)}: {r['sizes']}: {facts}"
-        yield f"     made at {_at(r['made_at'])}: {duration(r['objective_s'])}, gap {r['gap']:.1%}"
+        yield f"     made at {_sizes_at(r['made_at'])}: {duration(r['objective_s'])}, gap {r['gap']:.1%}"
         for row in r["looked_at"]:
             own = f"a plan of its own {duration(row['best_s'])}"
-            yield f"     at {_at(row['sizes'])}: {duration(row['objective_s'])}, gap {row['gap']:.1%}; {own}"
+            yield f"     at {_sizes_at(row['sizes'])}: {duration(row['objective_s'])}, gap {row['gap']:.1%}; {own}"
         yield f"     most memory: {', '.join(human(n) for n in dict.fromkeys(r['largest_peak_bytes']))} per device"
     varying = [s for s in symbols if _end(regions, "low", s, min) < _end(regions, "high", s, max)]
     if len(varying) == len(symbols) == 2:
         yield from _map(varying, regions)
 
 
-def _at(sizes: Mapping[str, int]) -> str:
+def _sizes_at(sizes: Mapping[str, int]) -> str:
     return ", ".join(f"{s} {n}" for s, n in sizes.items())
 
 
@@ -191,7 +191,7 @@ def document(build: Build, *, why: bool = False, timed: Schedule | None = None) 
     """
     timed = timed or schedule(build)
     return {
-        "operations": _operations(build, timed, why), "steps": _transfers(build, timed), "memory": _memory(build),
+        "operations": _operation_rows(build, timed, why), "steps": _transfers(build, timed), "memory": _memory(build),
         "simulated": _simulated(build, timed), "critical_path": _critical(build, timed),
         "nodes_run_whole": nodes_run_whole(build, timed),
     }  # fmt: skip
@@ -209,7 +209,7 @@ def nodes_run_whole(build: Build, timed: Schedule) -> Document:
     return {"operators": dict(kinds), "share": seconds[1] / sum(seconds) if sum(seconds) else 0.0}
 
 
-def _operations(build: Build, timed: Schedule, why: bool) -> list[Document]:
+def _operation_rows(build: Build, timed: Schedule, why: bool) -> list[Document]:
     plan, program = build.plan, build.program
     own, fetched = [0.0] * len(plan.graph.ops), [0.0] * len(plan.graph.ops)
     for t in timed.timed:

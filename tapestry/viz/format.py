@@ -303,7 +303,7 @@ def runs(plan: Plan, alike: Sequence[str] | None = None) -> list[Run]:
     number: dict[object, int] = {}
     keys = zip(kinds, plan.strategies, plan.stage_of or (0,) * len(kinds), strict=True)
     symbols = np.array([number.setdefault(k, len(number)) for k in keys], np.int64)
-    reads = _reads(plan.graph)
+    reads = _producers_read(plan.graph)
     out: list[Run] = []
     todo = [(0, len(symbols))]
     while todo:
@@ -316,7 +316,7 @@ def runs(plan: Plan, alike: Sequence[str] | None = None) -> list[Run]:
     return sorted(out, key=lambda f: f.first)
 
 
-def _reads(graph: Graph) -> Reads:
+def _producers_read(graph: Graph) -> Reads:
     """For each operation where it reads: the number of the operation that writes a tensor, "" for weights, an input's name."""
     makers = graph.producers()
     return [tuple(makers.get(t, "" if t in graph.weights else t) for t in op.inputs) for op in graph.ops]
@@ -392,7 +392,7 @@ def folded(build: Build, facts: Mapping[str, Any]) -> list[str]:
             rows.append(moved[i])
         elif isinstance(step, Launch) and step.mode != "finish":
             rows.append(facts["operations"][step.op])
-    groups = together(rows, _key)
+    groups = together(rows, _line_key)
     total = facts["simulated"]["seconds"] or 1.0
     lines = [f"{'×':>5} {'share':>6} {'time':>8}  {some(len(rows), 'step')}, {len(groups)} distinct"]
     for same in groups.values():
@@ -402,7 +402,7 @@ def folded(build: Build, facts: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def _key(row: Row) -> tuple[Any, ...]:
+def _line_key(row: Row) -> tuple[Any, ...]:
     """What those steps have in common that one line stands for."""
     if "step" in row:
         return "moved", template(row["name"]), row["kind"], row["group"], row["algorithm"]

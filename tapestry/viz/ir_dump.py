@@ -113,14 +113,14 @@ Document = dict[str, Any]
 SHOWN = 12  # rows of a long list on a terminal
 
 
-def document(model: Path, examined: Examined) -> Document:
+def dump_document(model: Path, examined: Examined) -> Document:
     """Everything as data."""
     graph = simplify(examined.lifted.graph) if examined.lifted is not None else None
     problems = [{"where": e.where, "what": e.what, "why": e.why, "hint": e.hint} for e in examined.problems]
     return {
         "model": str(model), "nodes": examined.nodes, "opset": examined.opset, "inputs": dict(examined.inputs),
         "bound": dict(examined.bound), "unbound": _unbound(examined), "unsupported": problems,
-        "operations": [] if graph is None else [_operation(op) for op in graph.ops],
+        "operations": [] if graph is None else [_operation_row(op) for op in graph.ops],
         "host_values": {} if graph is None else {t.name: t.about for t in graph.tensors.values() if t.on_host},
         "summary": {} if graph is None else _summary(graph),
     }  # fmt: skip
@@ -138,7 +138,7 @@ def _unbound(examined: Examined) -> list[Document]:
     return rows
 
 
-def _operation(op: Op) -> Document:
+def _operation_row(op: Op) -> Document:
     reduced = set[str]() if isinstance(op, Opaque) else {d.name for d in op.reduce}
     dims = [{"name": d.name, "size": d.size, "kind": "monoid" if d.name in reduced else "map"} for d in splittable(op)]
     row: Document = {"output": op.outs[0], "nodes": list(op.source), "class": _class(op), "dims": dims}
@@ -157,7 +157,7 @@ def _summary(graph: Graph) -> dict[str, int]:
     return {"operations": len(graph.ops), **{k: counts[k] for k in ("affine", "partly", "opaque")}, "splittable": can}
 
 
-def text(facts: Mapping[str, Any], *, all_nodes: bool = False) -> str:
+def dump_text(facts: Mapping[str, Any], *, all_nodes: bool = False) -> str:
     """The document as a person reads it."""
     return "\n".join(_lines(facts, all_nodes)) + "\n"
 
@@ -179,29 +179,31 @@ def _lines(facts: Mapping[str, Any], all_nodes: bool) -> Iterator[str]:
     opaque = [o for o in facts["operations"] if o["class"] != "affine"]
     if opaque:
         yield f"  not affine, run on onnxruntime or the ONNX reference: {len(opaque) / s['operations']:.0%} of the operations"
-        yield from _cut([f"    {_node(o)} ({o['operator']}): {o['why']}; {_dims(o)}" for o in opaque], all_nodes)
+        yield from _first_rows(
+            [f"    {_node_name(o)} ({o['operator']}): {o['why']}; {_dims_line(o)}" for o in opaque], all_nodes
+        )
     for p in facts.get("plugins", ()):
         yield f"  plug-in: '{p['name']}' (tapestry.{p['kind']}) of {p['package']} {p['version']}"
     if facts["host_values"]:
         yield "  kept on the host, as the size is known only at run time:"
-        yield from _cut([f"    {name}: {about}" for name, about in facts["host_values"].items()], all_nodes)
+        yield from _first_rows([f"    {name}: {about}" for name, about in facts["host_values"].items()], all_nodes)
     alike: dict[str, list[str]] = {}
     for o in facts["operations"]:
         if o["class"] == "affine" and o["dims"]:
-            alike.setdefault(_dims(o), []).append(_node(o))
+            alike.setdefault(_dims_line(o), []).append(_node_name(o))
     rows = [f"    {dims} – {', '.join(n[:3])}{f' and {len(n) - 3} more' if len(n) > 3 else ''}" for dims, n in alike.items()]
-    yield from ["  can be split; (monoid) marks reduced dimensions:", *_cut(rows, all_nodes)] if rows else []
+    yield from ["  can be split; (monoid) marks reduced dimensions:", *_first_rows(rows, all_nodes)] if rows else []
 
 
-def _node(o: Mapping[str, Any]) -> str:
+def _node_name(o: Mapping[str, Any]) -> str:
     return o["nodes"][0] if o["nodes"] else o["output"]
 
 
-def _dims(o: Mapping[str, Any]) -> str:
+def _dims_line(o: Mapping[str, Any]) -> str:
     if not o["dims"]:
         return "no dimension can be split"
     return ", ".join(f"{d['name']}:{d['size']}{' (monoid)' if d['kind'] == 'monoid' else ''}" for d in o["dims"])
 
 
-def _cut(rows: list[str], everything: bool) -> list[str]:
+def _first_rows(rows: list[str], everything: bool) -> list[str]:
     return rows if everything or len(rows) <= SHOWN else [*rows[:SHOWN], f"    … and {len(rows) - SHOWN} more (-v)"]

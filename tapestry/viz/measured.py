@@ -135,7 +135,7 @@ RANK_STREAMS = ("compute", "transfer")  # of a rank; messages on their way (2) o
 FLOWN = 2
 
 
-def write(path: Path, build: Build, slices: Slices) -> dict[str, int]:
+def write_measured(path: Path, build: Build, slices: Slices) -> dict[str, int]:
     """Write a Chrome trace, whole or not at all; returns how many ranks and slices it has."""
     events, counts = list(_events(build, slices)), {"ranks": len(slices), "slices": sum(len(s) for s in slices)}
     other = {"what": "a real run", **counts, "topology": build.topology, "steps": rows(build, slices)}
@@ -242,9 +242,9 @@ def text(facts: Row) -> str:
     out = [f"measured on {facts['processes']} processes of {facts['threads']} threads, beside what the plan estimates", ""]
     out.append(f"{'×':>5} {'estimated':>9} {'measured':>9} {'ratio':>7} {'waited':>9}  what")
     for what, same in together(facts["steps"], lambda r: template(r["what"].replace("'", ""))).items():
-        out += wrapped(f"{len(same):>5} {_times(_summed(same))}  {what}", " " * 46)
+        out += wrapped(f"{len(same):>5} {_row_times(_column_sums(same))}  {what}", " " * 46)
     out += ["", f"{'×':>5} {'estimated':>9} {'measured':>9} {'ratio':>7} {'waited':>9}  kind"]
-    out += [f"{k['steps']:>5} {_times(k)}  {kind}" for kind, k in facts["kinds"].items()]
+    out += [f"{k['steps']:>5} {_row_times(k)}  {kind}" for kind, k in facts["kinds"].items()]
     way = facts["overlap"]
     if way["on_the_way_s"]:
         share = way["hidden_s"] / way["on_the_way_s"]
@@ -264,11 +264,11 @@ def _mend(error: float) -> str:
     return hint if abs(error) > 0.5 else ""
 
 
-def _summed(rows: Sequence[Row]) -> Row:
+def _column_sums(rows: Sequence[Row]) -> Row:
     return {k: sum(r[k] for r in rows) for k in ("estimated_s", "measured_s", "waited_s")}
 
 
-def _times(row: Row) -> str:
+def _row_times(row: Row) -> str:
     """Estimated, measured, their ratio, waited."""
     ratio = row["measured_s"] / row["estimated_s"] if row["estimated_s"] else math.inf
     estimated, measured, waited = (duration(row[f"{k}_s"]) for k in ("estimated", "measured", "waited"))

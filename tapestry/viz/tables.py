@@ -270,7 +270,7 @@ def kernels(document: Mapping[str, Any]) -> str:
             f"{launches:>5} {duration(sum(seconds)) if seconds else '':>9}  {listed([r['kernel'] for r in same])}", " " * 17
         )
         lines += wrapped(f"{'':17}{one['kind']}: {_resources(one)}", " " * 19)
-    return "\n".join([*lines, *_model(document["model"], document["precision"])])
+    return "\n".join([*lines, *_model_lines(document["model"], document["precision"])])
 
 
 def _resources(r: Mapping[str, Any]) -> str:
@@ -288,7 +288,7 @@ def _resources(r: Mapping[str, Any]) -> str:
     return text + f"; {count(r['flops'])}FLOP, {human(r['bytes'])}, predicted {duration(r['predicted_s'])}{passed}"
 
 
-def _model(m: Mapping[str, Any], precision: str) -> list[str]:
+def _model_lines(m: Mapping[str, Any], precision: str) -> list[str]:
     """The model in two lines."""
     text = f"One run: {m['launches']} launches, {human(m['bytes'])}, roofline {duration(m['roofline_s'])}"
     if "unfused_kernels" in m:
@@ -343,7 +343,7 @@ def sharded(document: Mapping[str, Any]) -> RenderableType:
         f"{d['nodes']} nodes, {count['all']} subgraphs (candidates: {d['candidates']}), {d['devices']} devices of "
         f"{human(d['memory_bytes'])} ({d['topology']})"
     )
-    parts: list[RenderableType] = [head, *(_stages(d[k], TITLES[k]) for k in TITLES if k in d), _sums(d)]
+    parts: list[RenderableType] = [head, *(_stages_table(d[k], TITLES[k]) for k in TITLES if k in d), _sums(d)]
     return Group(*parts)
 
 
@@ -380,7 +380,7 @@ def _trials(d: Mapping[str, Any], m: Mapping[str, Any]) -> Iterator[str]:
     yield f"[Success] Save the sharded model to {d['output']}"
 
 
-def _stages(outcome: Mapping[str, Any], title: str) -> RenderableType:
+def _stages_table(outcome: Mapping[str, Any], title: str) -> RenderableType:
     if not outcome["fits"]:
         return f"{title}: no scheme fits"
     columns = ("stage", "nodes", "weights MiB", "activ. MiB", "memory", "GFLOP", "compute ms", "receive ms")

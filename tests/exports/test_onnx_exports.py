@@ -55,7 +55,7 @@ def test_rank_files_of_any_plan(name, seed, tmp_path):
     c, rng = compiled(name), random.Random(f"{name}{seed}")
     plan = random_plan(c.build.plan.graph, mesh_of(rng.choice(["2", "3", "2x2"])), rng)
     program = lower(plan)
-    done = rank_onnx.export(replace(c.build, plan=plan, program=program), constants(c), tmp_path / "ranks", nearest=True)
+    done = rank_onnx.export_ranks(replace(c.build, plan=plan, program=program), constants(c), tmp_path / "ranks", nearest=True)
     feeds = c.random_feeds(seed)
     assert_same(rank_files.run(tmp_path / "ranks", feeds), c.run(feeds), plan.graph, (plan.mesh, plan.strategies))
     planned = sum(transfer_bytes(s, program) for s in program.steps if isinstance(s, Transfer | Reduce))
@@ -77,9 +77,9 @@ def test_what_costs_more_is_refused_unless_it_is_asked_for(tmp_path):
     c = compiled("mlp")
     plan = tapestry.compile(save("mlp"), mesh="2", layouts="y:0=2@d0").build  # 7 rows on 2 devices
     with pytest.raises(NotExpressible, match=r"'y'.*\n.*because: .*\n.*try: --nearest"):
-        rank_onnx.export(plan, constants(c), tmp_path / "ranks", nearest=False)
+        rank_onnx.export_ranks(plan, constants(c), tmp_path / "ranks", nearest=False)
     assert not (tmp_path / "ranks").exists()
-    done = rank_onnx.export(plan, constants(c), tmp_path / "ranks", nearest=True)
+    done = rank_onnx.export_ranks(plan, constants(c), tmp_path / "ranks", nearest=True)
     assert done["extra_bytes"] == 7 * 5 * 4 == done["bytes"] - done["plan_bytes"]
 
 

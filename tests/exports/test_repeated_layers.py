@@ -60,7 +60,7 @@ def test_the_file_is_that_of_all_layers(head, tmp_path, monkeypatch):
     for name, once in (("once", folded), ("each", lambda program: None)):
         monkeypatch.setattr(torch_export, "folded", once)
         (tmp_path / name).mkdir()
-        torch_export.write(program, tmp_path / name / "m.onnx")
+        torch_export.write_onnx(program, tmp_path / name / "m.onnx")
     assert nodes(tmp_path / "once" / "m.onnx") == nodes(tmp_path / "each" / "m.onnx")
     (found,) = tapestry.compile(tmp_path / "once" / "m.onnx").run({"x": X.numpy()}).values()
     torch.testing.assert_close(torch.from_numpy(found), net(X).detach())

@@ -72,7 +72,7 @@ MEGATRON = [
 def made(tmp_path, mesh, nearest=True, uneven=False, **options):
     onnx.save(onnx.shape_inference.infer_shapes(decoder(uneven)), tmp_path / "m.onnx")
     c = tapestry.compile(tmp_path / "m.onnx", mesh=mesh, **options)
-    return tp_plan.export(c.build, tmp_path / "plan.json", nearest=nearest)
+    return tp_plan.export_tp_plan(c.build, tmp_path / "plan.json", nearest=nearest)
 
 
 def proved(tmp_path, capsys, ranks=2) -> str:
@@ -124,7 +124,7 @@ def test_a_tied_head_is_cut_as_its_table_is(pins, tmp_path):
     model.graph.node[-1].name = "/m/lm_head/MatMul"
     onnx.save(onnx.shape_inference.infer_shapes(model), tmp_path / "m.onnx")
     c = tapestry.compile(tmp_path / "m.onnx", mesh={"tp": 2}, pins=[*MEGATRON, *(f"**.{p}" for p in pins)])
-    styles = tp_plan.export(c.build, tmp_path / "plan.json", nearest=True)["styles"]
+    styles = tp_plan.export_tp_plan(c.build, tmp_path / "plan.json", nearest=True)["styles"]
     assert styles["model.layers.*.mlp.up_proj"] == "colwise"
     found = {p: tp_plan.AXES[styles[p]] if p in styles else None for p in ("model.embed_tokens", "lm_head")}
     assert found["model.embed_tokens"] == found["lm_head"], styles

@@ -255,10 +255,15 @@ def test_sequences_of_maps_are_outputs_like_others(tmp_path, keys):
     assert [set(m) for m in found["maps"]] == [set(names)] * 4
     assert np.allclose([[float(m[k]) for k in names] for m in found["maps"]], found["p"])
     again = distributed.decode(distributed.encode(found["maps"]))
-    assert [list(m) for m in again] == [list(m) for m in found["maps"]] and model_outputs.compare(again, found["maps"]).passed
+    assert [list(m) for m in again] == [list(m) for m in found["maps"]] and model_outputs.compare_outputs(
+        again, found["maps"]
+    ).passed
     wrong = [dict(zip(m, reversed(m.values()), strict=True)) for m in found["maps"]]
-    assert not model_outputs.compare(wrong, found["maps"]).passed and not model_outputs.compare([{}] * 4, found["maps"]).passed
-    written = executor.write(tmp_path / "out", {"maps": found["maps"]})
+    assert (
+        not model_outputs.compare_outputs(wrong, found["maps"]).passed
+        and not model_outputs.compare_outputs([{}] * 4, found["maps"]).passed
+    )
+    written = executor.write_outputs(tmp_path / "out", {"maps": found["maps"]})
     assert [p.name for p in written[:2]] == ["maps.0.keys.npy", "maps.0.values.npy"] and len(written) == 8
     assert dict(zip(np.load(written[0]).tolist(), np.load(written[1]).tolist(), strict=True)) == dict(
         zip(names, found["p"][0].tolist(), strict=True)

@@ -54,7 +54,7 @@ def saved(text: str, path: Path, weights: dict[str, tuple[int, ...]], cleared: b
 def ranks(model: Path, pins: list[str]) -> Path:
     """The folder of rank files of a plan for two devices."""
     c = tapestry.compile(model, mesh={"tp": 2}, topology="cpu", stages=1, pins=pins)
-    rank_onnx.export(c.build, b"".join(c.constants.values()), model.parent / "ranks", nearest=True)
+    rank_onnx.export_ranks(c.build, b"".join(c.constants.values()), model.parent / "ranks", nearest=True)
     return model.parent / "ranks"
 
 

@@ -64,7 +64,7 @@ def same(x: Tensor) -> Tensor:
 def decided(folder: Path, before: After, after: After, rows: int = 6, columns: int = WIDTH) -> Verdict:
     whole = torch_export.exported(Block(0, 1, same, same), (torch.zeros(6, WIDTH),))
     (folder / "model").mkdir()
-    torch_export.write(whole, folder / "model" / "model.onnx")
+    torch_export.write_onnx(whole, folder / "model" / "model.onnx")
     for rank in range(RANKS):
         dist.init_process_group("fake", rank=rank, world_size=RANKS, store=FakeStore())
         try:

@@ -175,10 +175,10 @@ def test_weights_are_streamed_into_stages_as_they_are_asked_for(model, options):
 def test_a_report_is_held_to_the_stages_of_the_plan(model, change):
     found = compiled(model, devices=2, stage_at="act1", micro_batches=2)
     report = json.loads(json.dumps(found.report))
-    build_report.check(replace(found.build, report=report))
+    build_report.check_report(replace(found.build, report=report))
     change(report)
     with pytest.raises(LawError):
-        build_report.check(replace(found.build, report=report))
+        build_report.check_report(replace(found.build, report=report))
 
 
 @pytest.mark.slow

@@ -29,7 +29,7 @@ def build_of_waves() -> tuple[Compiled, SizedRegion]:
 
 def refused(plan: SymbolicPlan, region: Region) -> SizedLawError:
     with pytest.raises(SizedLawError) as e:
-        sized_laws.check(plan, region, ["length"])
+        sized_laws.check_sizes(plan, region, ["length"])
     assert e.value.sizes is not None and e.value.sizes in region
     return e.value
 
@@ -96,7 +96,7 @@ def test_a_region_that_is_too_wide_or_leaves_sizes_out_is_refused():
         sized_laws.cover([replace(r.region, high=(80,))], c.sized.asked, c.sized.symbols)
     assert 80 < e.value.sizes[0] <= 90
     with pytest.raises(SizedLawError, match="needs") as e:
-        sized_laws.check(r.plan, r.region, ["length"], [max(r.about["largest_peak_bytes"]) - 1] * 2)
+        sized_laws.check_sizes(r.plan, r.region, ["length"], [max(r.about["largest_peak_bytes"]) - 1] * 2)
     assert e.value.sizes[0] >= 89
 
 
@@ -155,4 +155,4 @@ def test_sizes_that_do_not_read_are_refused(tmp_path):
         assert old in data
         (tmp_path / sized_builds.SIZES).write_bytes(data.replace(old, new))
         with pytest.raises(BuildError):
-            sized_builds.read(tmp_path, c.build)
+            sized_builds.read_sizes(tmp_path, c.build)

@@ -137,7 +137,7 @@ def merged_well(kind, groups, src, dst, parts, ends) -> bool:
 def test_a_merge_is_legal_when_no_part_is_missing_or_twice(case):
     kind, groups, src, dst, parts, ends = case
     spans = [spans_of(b, 1, "agreement", "") for b in (src, dst)]
-    found = exchange.merge(kind, groups, *spans, parts, (EXTENT,), ends)
+    found = exchange.check_merge(kind, groups, *spans, parts, (EXTENT,), ends)
     assert (found is None) == merged_well(*case)
 
 
@@ -155,7 +155,7 @@ def test_parts_that_are_merged_in_are_others(one, other):
 def test_what_a_group_has_merged_afterwards(parts):
     after = exchange.after([(0, 2)], tuple(parts), 3)
     assert after[1] is None and after[0] == after[2] == tuple(sorted((*(parts[0] or ()), *(parts[2] or ()))))
-    both = exchange.together(tuple(parts), (None, ((((0, 1),)),), None))
+    both = exchange.with_part(tuple(parts), (None, ((((0, 1),)),), None))
     assert both == (None, tuple(sorted((*(parts[1] or ()), ((0, 1),)))), None)
 
 

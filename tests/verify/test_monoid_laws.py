@@ -47,7 +47,7 @@ def registered(merge: Merge, one: float, commutative: bool = True) -> Iterator[N
 
 def checked(dtype: str, body: str, monoid: str = "own") -> int:
     text = f"graph g input x: {dtype}[4, 6] y: {dtype}[4] = op [i: 4 | k: 6 {monoid}] reads x[i, k] body {body} output y"
-    return monoid_laws.check(parse(text))
+    return monoid_laws.check_monoids(parse(text))
 
 
 @pytest.mark.parametrize("name", HOLD)

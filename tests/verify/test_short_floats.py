@@ -153,7 +153,7 @@ def test_a_wrong_plan_of_half_types_is_refused(kind, layer, tmp_path):
                 found = tapestry.load(folder).run(feeds)["y"]
             except BuildError:
                 return  # (a constant that is not the one of its hash)
-            if not model_outputs.compare(found, expected, 0.1).passed:
+            if not model_outputs.compare_outputs(found, expected, 0.1).passed:
                 break
     else:
         pytest.fail("the layer has no place for it")

@@ -45,7 +45,7 @@ def folder(tmp_path_factory) -> Path:
         ("two", ["halo", "free"], None),
         ("causal", ["causal"], None),
     ):
-        html_page.write(at / f"{name}.html", html_page.page([at / b for b in builds], trace))
+        html_page.write_page(at / f"{name}.html", html_page.page([at / b for b in builds], trace))
     return at
 
 

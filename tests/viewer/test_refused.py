@@ -39,7 +39,9 @@ def test_a_refused_plan_opens_at_its_witness(size, tmp_path):
     assert refused is not None
     assert (refused["law"], refused["op"], refused["step"], refused["device"]) == ("access_preserved", at, k, 1)
     assert refused["tensor"] == "r" and refused["cell"][2] == 17
-    html_page.write(tmp_path / "p.html", html_page.of_sources([build_data.Source(build=broken, name="broken", laws=made.laws)]))
+    html_page.write_page(
+        tmp_path / "p.html", html_page.of_sources([build_data.Source(build=broken, name="broken", laws=made.laws)])
+    )
     with chromium.browser() as tab:
         tab.size = size
         tab.open(tmp_path / "p.html")

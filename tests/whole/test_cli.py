@@ -16,7 +16,7 @@ from onnx import helper
 import tapestry
 from tapestry.errors import BuildError, LawError, TapestryError
 from tapestry.rewrites.core.rule import RULES
-from tapestry.runtime.executor import write
+from tapestry.runtime.executor import write_outputs
 from tests.support.command_line import attention_build, document, run
 from tests.support.paths import EXAMPLES
 from tests.support.small_models import N, case, f32, net, save
@@ -118,9 +118,9 @@ def test_a_result_of_a_short_type_is_held_to_that_type(tmp_path):
     allowed = model_outputs.tolerances(graph)
     assert allowed["rounded"] == 5e-2 and allowed["moved"] == 1e-4
     one = np.ones(4, np.float32)
-    assert model_outputs.compare(one * np.float32(1.01), one, allowed["rounded"]).passed
-    assert not model_outputs.compare(one * np.float32(1.1), one, allowed["rounded"]).passed
-    assert not model_outputs.compare(one * np.float32(1.001), one, allowed["moved"]).passed
+    assert model_outputs.compare_outputs(one * np.float32(1.01), one, allowed["rounded"]).passed
+    assert not model_outputs.compare_outputs(one * np.float32(1.1), one, allowed["rounded"]).passed
+    assert not model_outputs.compare_outputs(one * np.float32(1.001), one, allowed["moved"]).passed
 
 
 def test_explain_verify_and_rules(build):
@@ -362,7 +362,7 @@ def test_python_interface(tmp_path):
 
 def test_outputs_with_names_longer_than_a_file_may_have_are_files_all_the_same(tmp_path):
     first, second = "a" * 300 + "1", "a" * 300 + "2"
-    found = write(tmp_path, {first: np.ones(2), second: np.zeros(2)})
+    found = write_outputs(tmp_path, {first: np.ones(2), second: np.zeros(2)})
     assert [float(np.load(p)[0]) for p in found] == [1.0, 0.0] and sorted(tmp_path.iterdir()) == sorted(found)
 
 

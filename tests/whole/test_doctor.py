@@ -7,7 +7,7 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from tapestry.lift.examine import examine
-from tapestry.viz.ir_dump import document, text
+from tapestry.viz.ir_dump import dump_document, dump_text
 from tests.support.command_line import run
 
 F = TensorProto.FLOAT
@@ -22,7 +22,7 @@ def save(folder, nodes, ins, outs, consts=(), opsets=(("", 18),)):
 
 
 def found(path, **shapes):
-    return document(path, examine(path, shapes))
+    return dump_document(path, examine(path, shapes))
 
 
 def test_what_is_splittable_opaque_and_unbound(tmp_path):
@@ -39,7 +39,7 @@ def test_what_is_splittable_opaque_and_unbound(tmp_path):
     ]  # fmt: skip
     assert rows["at"]["class"] == "opaque" and rows["at"]["dims"] == [] and "run time" in rows["at"]["why"]
     assert d["host_values"] == {"at": "int64[2, ?]"} and d["unsupported"] == []
-    assert "find (NonZero)" in text(d) and "i:8, n:9, m:6 (monoid) – proj" in text(d)
+    assert "find (NonZero)" in dump_text(d) and "i:8, n:9, m:6 (monoid) – proj" in dump_text(d)
     bound = found(path, batch=3)
     assert bound["unbound"] == [] and bound["bound"] == {"batch": 3}
 

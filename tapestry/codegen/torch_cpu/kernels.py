@@ -528,9 +528,9 @@ class _Part:
         for k, own in enumerate(kernel.ins):
             want = None if own is None else read_box(op, graph, k, block)
             boxes.append(want)
-            self.takes.append(None if want is None or own is None else (_within(want, own), want))
+            self.takes.append(None if want is None or own is None else (_slices_within(want, own), want))
         self.outs = [_out_box(op, n, block, box) for n, box in enumerate(kernel.outs)]
-        self.places = [_within(box, whole) for box, whole in zip(self.outs, kernel.outs, strict=True)]
+        self.places = [_slices_within(box, whole) for box, whole in zip(self.outs, kernel.outs, strict=True)]
         inner = Kernel(op=kernel.op, mode="full", block=block, ins=tuple(boxes), outs=tuple(self.outs))
         self.kernel = build(graph, inner)
 
@@ -561,5 +561,5 @@ def _out_box(op: Op, n: int, block: Box, whole: Box) -> Box:
     return tuple(box)
 
 
-def _within(box: Box, outer: Box) -> tuple[slice, ...]:
+def _slices_within(box: Box, outer: Box) -> tuple[slice, ...]:
     return tuple(slice(lo - o, hi - o) for (lo, hi), (o, _) in zip(box, outer, strict=True))

@@ -323,18 +323,18 @@ def _seen(op: Block, graph: Graph, kernel: Kernel, images: Sequence[int], *, tur
             views.append(None)
             continue
         name = f"view {k}"
-        tensors[name] = replace(t, name=name, shape=_moved(t.shape))
-        reads[k] = replace(r, tensor=name, index=_moved(r.index))
-        ins[k] = _moved(box)
+        tensors[name] = replace(t, name=name, shape=_in_memory_order(t.shape))
+        reads[k] = replace(r, tensor=name, index=_in_memory_order(r.index))
+        ins[k] = _in_memory_order(box)
         views.append(View(shape(box), order(len(box))))
     n, out = len(op.dims), kernel.outs[0]
     at = {d.name: (d, b) for d, b in zip(op.space, kernel.block, strict=True)}
-    reduced = _reduced(op, [op.reads[k] for k in images])
+    reduced = _reduced_in_order(op, [op.reads[k] for k in images])
     new = replace(op, reduce=tuple(at[name][0] for name in reduced), reads=tuple(reads), splits=())
     block, place = kernel.block[:n], out
     if turned:
-        tensors |= {t: replace(graph.tensors[t], shape=_moved(graph.tensors[t].shape)) for t in op.outs}
-        new, block, place = replace(new, dims=_moved(op.dims)), _moved(block), _moved(out)
+        tensors |= {t: replace(graph.tensors[t], shape=_in_memory_order(graph.tensors[t].shape)) for t in op.outs}
+        new, block, place = replace(new, dims=_in_memory_order(op.dims)), _in_memory_order(block), _in_memory_order(out)
     alone = Graph(name=graph.name, tensors=tensors, ops=(new,), inputs=(), outputs=op.outs)
     block = (*block, *(at[name][1] for name in reduced))
     moved = Kernel(op=0, mode="full", block=block, ins=tuple(ins), outs=(place,) * len(op.outs))
@@ -351,7 +351,7 @@ def _is_channel(op: Block, r: Read) -> bool:
     return op.dims[-1].size > 1 and op.dims[-1].name in dims_of(r.index[1])
 
 
-def _moved(axes: Sequence[_T]) -> tuple[_T, ...]:
+def _in_memory_order(axes: Sequence[_T]) -> tuple[_T, ...]:
     return tuple(axes[k] for k in order(len(axes)))
 
 
@@ -386,7 +386,7 @@ def _along(op: Block, r: Read) -> set[int] | None:
     return out
 
 
-def _reduced(op: Block, images: Sequence[Read]) -> list[str]:
+def _reduced_in_order(op: Block, images: Sequence[Read]) -> list[str]:
     """The reduced dimensions in the order in which an image's cells lie."""
     names = [d.name for d in op.reduce]
     for r in images:
@@ -417,7 +417,7 @@ def rows(op: Block, graph: Graph, kernel: Kernel) -> Seen | None:
     )
     for k in arg_positions(exprs):
         r, box = op.reads[k], kernel.ins[k]
-        axes = None if box is None or r.when or r.other is not None else _axes(op, r, box, out)
+        axes = None if box is None or r.when or r.other is not None else _row_index(op, r, box, out)
         if axes is None:
             return None
         end, many = axes[-1], len(axes) > 1
@@ -435,7 +435,7 @@ def rows(op: Block, graph: Graph, kernel: Kernel) -> Seen | None:
     return Seen(alone, moved, tuple(views), (0, 1), shape(out))
 
 
-def _axes(op: Block, r: Read, box: Box, out: Box) -> tuple[Aff, ...] | None:
+def _row_index(op: Block, r: Read, box: Box, out: Box) -> tuple[Aff, ...] | None:
     """The index of a read of whole rows, or of one row for all; ``None`` where it is neither."""
     last = r.index[-1] if r.index else const(0)
     if not last.is_dim or str(last) not in (op.dims[-1].name, op.reduce[0].name) or box[-1] != out[-1]:

@@ -90,7 +90,7 @@ def memory_config(form: KernelForm, chip: Chip) -> KernelConfig:
     if form.kind == "scan":
         return _scan(task)
     if form.kind == "gather" and form.picked is not None:
-        return _gather(form.task, form.picked)
+        return _gather_tile(form.task, form.picked)
     return _reduce(form, chip)
 
 
@@ -182,7 +182,7 @@ def _moved_along(task: Task, dims: tuple[Dim, ...]) -> int:
     return sum(itemsize(a.dtype) * prod(ranges[n] for n in task.read_dims(p)) for p, a in found)
 
 
-def _gather(task: Task, s: Selection) -> KernelConfig:
+def _gather_tile(task: Task, s: Selection) -> KernelConfig:
     """Tiles of 2048 elements, long along the columns."""
     rows, columns = split_selection(task, s)
     width = min(1024, power_of_two(points(columns)))
@@ -450,15 +450,15 @@ def _dot_seconds(
 
 def _runs(form: KernelForm, c: Contraction) -> bool:
     """Whether every operand lies contiguous along k or, unchecked, along its own dimension."""
-    return all(contiguous(a, c.k) or (not a.checks and contiguous(a, c.m + c.n)) for a in _factors(form, c))
+    return all(contiguous(a, c.k) or (not a.checks and contiguous(a, c.m + c.n)) for a in _factor_reads(form, c))
 
 
 def _smooth(form: KernelForm, c: Contraction) -> bool:
     """Whether every operand lies contiguous along k, so that a tile's rows are copied 16 bytes at a time."""
-    return all(contiguous(a, c.k) for a in _factors(form, c))
+    return all(contiguous(a, c.k) for a in _factor_reads(form, c))
 
 
-def _factors(form: KernelForm, c: Contraction) -> list[Access]:
+def _factor_reads(form: KernelForm, c: Contraction) -> list[Access]:
     """The reads that the factors are made of."""
     used = arg_positions(tuple(c.value(e, form.task) for pair in c.pairs for e in pair))
     return [a for p, a in form.task.reads.items() if p in used]

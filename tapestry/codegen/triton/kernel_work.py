@@ -52,7 +52,7 @@ class Work:
 def work_of(graph: Graph, kernel: Kernel, op: KernelForm) -> Work:
     """FLOPs and bytes of a kernel over its block."""
     matrix, other = _flops(op)
-    return Work(matrix_flops=matrix, other_flops=other, reads=_read_bytes(graph, kernel, op), writes=_written(kernel, op))
+    return Work(matrix_flops=matrix, other_flops=other, reads=_read_bytes(graph, kernel, op), writes=_written_bytes(kernel, op))
 
 
 def roofline(work: Work, op: KernelForm, chip: Chip, waves: float = 1.0) -> float:
@@ -107,7 +107,7 @@ def _flops(op: KernelForm) -> tuple[int, int]:
     return 0, after + nested + inside * (count_calls(task.body) + max(1, count_calls(merge) // 2))
 
 
-def _written(kernel: Kernel, op: KernelForm) -> int:
+def _written_bytes(kernel: Kernel, op: KernelForm) -> int:
     return sum(size(box) * itemsize(a.dtype) for box, a in zip(kernel.outs, op.task.outs, strict=True))
 
 
@@ -138,7 +138,7 @@ def _cells(read: Read, box: Box, block: dict[str, tuple[int, int]]) -> tuple[tup
 
     Exact where the axes share no dimension; where they do, the lesser of the places' product and the points.
     """
-    axes = tuple(_places(e, b, block) for e, b in zip(read.index, box, strict=True))
+    axes = tuple(_place_bounds(e, b, block) for e, b in zip(read.index, box, strict=True))
     shared: set[str] = set()
     seen: set[str] = set()
     for e in read.index:
@@ -148,7 +148,7 @@ def _cells(read: Read, box: Box, block: dict[str, tuple[int, int]]) -> tuple[tup
     return axes, min(whole, prod(hi - lo for d, (lo, hi) in block.items() if d in seen)) if shared else whole
 
 
-def _places(e: Aff, box: tuple[int, int], block: dict[str, tuple[int, int]]) -> tuple[int, int, int]:
+def _place_bounds(e: Aff, box: tuple[int, int], block: dict[str, tuple[int, int]]) -> tuple[int, int, int]:
     """Least and greatest place of an index expression over the block, inside the box, and how many there are."""
     names = sorted(dims_of(e))
     lo, hi = bounds(e, {d: (block[d][0], block[d][1] - 1) for d in names})

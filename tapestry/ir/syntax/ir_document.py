@@ -146,7 +146,7 @@ def _tensor(t: Tensor) -> tuple[str, str, tuple[int, ...], str]:
     return t.name, t.dtype, t.shape, t.about
 
 
-def _dims(dims: Sequence[Dim]) -> tuple[DimData, ...]:
+def _dims_data(dims: Sequence[Dim]) -> tuple[DimData, ...]:
     return tuple(DimData(d.name, d.size) for d in dims)
 
 
@@ -155,7 +155,7 @@ def _operation(op: Op, graph: Graph) -> BlockData | OpaqueData:
     split = tuple(SplitData(s.dim, s.parts, s.to) for s in op.splits)
     if isinstance(op, Opaque):
         return OpaqueData(
-            id=op.outs[0], operator=op.kind, writes=writes, dims=_dims(op.dims), opsets=op.opsets, why=op.why,
+            id=op.outs[0], operator=op.kind, writes=writes, dims=_dims_data(op.dims), opsets=op.opsets, why=op.why,
             reads=tuple(AxesData(t, a) for t, a in zip(op.ins, op.in_axes, strict=True)),
             results=tuple(AxesData(t, a) for t, a in zip(op.outs, op.out_axes, strict=True)),
             node=base64.b64encode(op.node).decode(), source=op.source, split=split,
@@ -169,8 +169,8 @@ def _operation(op: Op, graph: Graph) -> BlockData | OpaqueData:
         for a, r in zip(names, op.reads, strict=True)
     )  # fmt: skip
     return BlockData(
-        id=op.outs[0], writes=writes, dims=_dims(op.dims), reduce=_dims(op.reduce), monoid=op.monoid, reads=reads,
-        let=tuple(InnerData(_dims(s.dims), s.monoid, bare(expr(s.body, names))) for s in op.inner),
+        id=op.outs[0], writes=writes, dims=_dims_data(op.dims), reduce=_dims_data(op.reduce), monoid=op.monoid, reads=reads,
+        let=tuple(InnerData(_dims_data(s.dims), s.monoid, bare(expr(s.body, names))) for s in op.inner),
         body=tuple(bare(expr(e, names)) for e in op.body), source=op.source, split=split,
         then=tuple(bare(expr(e, names)) for e in op.then) if op.monoid and op.lowers else (),
     )  # fmt: skip

@@ -37,7 +37,7 @@ def to_text(graph: Graph) -> str:
 def op_text(op: Op, graph: Graph) -> str:
     """One operation, on several lines."""
     outs = ", ".join(_tensor(graph.tensors[t]) for t in op.outs)
-    return f"{outs} = " + (_block(op) if isinstance(op, Block) else _opaque(op))
+    return f"{outs} = " + (_block(op) if isinstance(op, Block) else _opaque_text(op))
 
 
 def signature(op: Op, graph: Graph) -> str:
@@ -56,14 +56,14 @@ def signature(op: Op, graph: Graph) -> str:
 
 def _signature(op: Op, graph: Graph) -> str:
     alias = {t: f"t{i}" for i, t in enumerate(op.inputs)}
-    types = " ".join(_type(graph.tensors[t]) for t in (*op.inputs, *op.outs))
+    types = " ".join(_type_text(graph.tensors[t]) for t in (*op.inputs, *op.outs))
     if isinstance(op, Opaque):
         body = base64.b64encode(op.node).decode()
-        return f"{types} opaque {[alias.get(t, '') for t in op.ins]} {_dims(op.dims)} {op.in_axes} {op.out_axes} {body}"
-    reads = " ".join(_read(Read(tensor=alias[r.tensor], index=r.index, other=r.other, when=r.when)) for r in op.reads)
+        return f"{types} opaque {[alias.get(t, '') for t in op.ins]} {_dims_text(op.dims)} {op.in_axes} {op.out_axes} {body}"
+    reads = " ".join(_read_text(Read(tensor=alias[r.tensor], index=r.index, other=r.other, when=r.when)) for r in op.reads)
     names = [f"%{i}" for i in range(len(op.reads))]
     body = "; ".join(expr(e, names) for e in op.point + op.then)
-    inner = " ".join(f"{_dims(s.dims)} {s.monoid}" for s in op.inner)
+    inner = " ".join(f"{_dims_text(s.dims)} {s.monoid}" for s in op.inner)
     return f"{types} {_space(op)} {inner} {reads} {body}"
 
 
@@ -109,26 +109,26 @@ def _block(op: Block) -> str:
     names = aliases(op)
     lines = [f"op {_space(op)}"]
     if op.reads:
-        lines.append("reads " + ", ".join(_read(r, a) for a, r in zip(names, op.reads, strict=True)))
-    lines += [f"let [{_dims(s.dims)} {s.monoid}] {bare(expr(s.body, names))}" for s in op.inner]
+        lines.append("reads " + ", ".join(_read_text(r, a) for a, r in zip(names, op.reads, strict=True)))
+    lines += [f"let [{_dims_text(s.dims)} {s.monoid}] {bare(expr(s.body, names))}" for s in op.inner]
     lines.append("body " + ", ".join(bare(expr(e, names)) for e in op.body))
     if op.monoid and op.lowers:
         lines.append("then " + ", ".join(bare(expr(e, names)) for e in op.then))
     return "\n  ".join(lines + _tail(op))
 
 
-def _opaque(op: Opaque) -> str:
-    lines = [f"opaque {name(op.kind)} [{_dims(op.dims)}]"]
-    ins = ", ".join(_axes(t, a) for t, a in zip(op.ins, op.in_axes, strict=True))
+def _opaque_text(op: Opaque) -> str:
+    lines = [f"opaque {name(op.kind)} [{_dims_text(op.dims)}]"]
+    ins = ", ".join(_axes_text(t, a) for t, a in zip(op.ins, op.in_axes, strict=True))
     lines.append(f"reads {ins}" if ins else "reads")
-    lines.append("writes " + ", ".join(_axes(t, a) for t, a in zip(op.outs, op.out_axes, strict=True)))
+    lines.append("writes " + ", ".join(_axes_text(t, a) for t, a in zip(op.outs, op.out_axes, strict=True)))
     lines.append(f"node {_quoted(base64.b64encode(op.node).decode())}")
     lines.append("opsets " + ", ".join(f"{_quoted(d)} {v}" for d, v in op.opsets))
     lines.append(f"why {_quoted(op.why)}")
     return "\n  ".join(lines + _tail(op))
 
 
-def _axes(tensor: str, axes: tuple[int | None, ...]) -> str:
+def _axes_text(tensor: str, axes: tuple[int | None, ...]) -> str:
     return f"{name(tensor)}[{', '.join('_' if a is None else str(a) for a in axes)}]"
 
 
@@ -139,14 +139,14 @@ def _tail(op: Op) -> list[str]:
 
 def _space(op: Block) -> str:
     reduced = ", ".join(f"{d.name}: {d.size} {op.monoid}" for d in op.reduce) or op.monoid  # (over no dimension: one element)
-    return f"[{_dims(op.dims)}" + (f" | {reduced}]" if op.monoid else "]")
+    return f"[{_dims_text(op.dims)}" + (f" | {reduced}]" if op.monoid else "]")
 
 
-def _dims(dims: tuple[Dim, ...]) -> str:
+def _dims_text(dims: tuple[Dim, ...]) -> str:
     return ", ".join(f"{d.name}: {d.size}" for d in dims)
 
 
-def _read(r: Read, alias: str = "") -> str:
+def _read_text(r: Read, alias: str = "") -> str:
     tensor = name(r.tensor)
     text = f"{tensor}[{', '.join(map(str, r.index))}]"
     if alias and alias != tensor:
@@ -173,10 +173,10 @@ def _literal(value: float | int | bool, dtype: str) -> str:
 
 
 def _tensor(t: Tensor) -> str:
-    return f"{name(t.name)}: {_type(t)}"
+    return f"{name(t.name)}: {_type_text(t)}"
 
 
-def _type(t: Tensor) -> str:
+def _type_text(t: Tensor) -> str:
     if t.on_host:
         return f"{t.dtype} {_quoted(t.about)}"
     return f"{t.dtype}[{', '.join(map(str, t.shape))}]"

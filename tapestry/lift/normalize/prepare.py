@@ -67,7 +67,7 @@ AS_INPUTS = 13  # from here on Split and Squeeze have sizes and axes as inputs
 def split_sequences(model: ModelProto, types: Mapping[str, TypeProto]) -> bool:
     """Write every SplitToSequence as a Split, where sizes are known and single pieces are read; tell whether there was any."""
     graph = model.graph
-    numbers = _numbers(model)
+    numbers = _known_integers(model)
     readers: dict[str, list[NodeProto]] = {o.name: [NodeProto()] for o in graph.output}
     for node in graph.node:
         for name in {*node.input, *captured(node)}:
@@ -75,7 +75,7 @@ def split_sequences(model: ModelProto, types: Mapping[str, TypeProto]) -> bool:
     pieces: dict[str, list[str]] = {}
     nodes: list[NodeProto] = []
     for node in graph.node:
-        sizes = _sizes(node, types, numbers) if is_standard(node, "SplitToSequence") else None
+        sizes = _piece_sizes(node, types, numbers) if is_standard(node, "SplitToSequence") else None
         if sizes and all(_position(r, len(sizes), numbers) is not None for r in readers.get(node.output[0], [])):
             pieces[node.output[0]] = [f"{node.output[0]}/{k}" for k in range(len(sizes))]
             axis = _axis(node, len(static_shape(types[node.input[0]]) or ()))
@@ -92,7 +92,7 @@ def split_sequences(model: ModelProto, types: Mapping[str, TypeProto]) -> bool:
     return bool(pieces)
 
 
-def _numbers(model: ModelProto) -> dict[str, np.ndarray]:
+def _known_integers(model: ModelProto) -> dict[str, np.ndarray]:
     """Integers that the graph knows, by name."""
     given = {n.output[0]: attributes(n).get("value") for n in model.graph.node if is_standard(n, "Constant")}
     tensors = {t.name: t for t in model.graph.initializer} | {k: t for k, t in given.items() if isinstance(t, TensorProto)}
@@ -104,7 +104,7 @@ def _axis(node: NodeProto, rank: int) -> int:
     return int(attributes(node).get("axis", 0)) % rank
 
 
-def _sizes(node: NodeProto, types: Mapping[str, TypeProto], numbers: Numbers) -> list[int] | None:
+def _piece_sizes(node: NodeProto, types: Mapping[str, TypeProto], numbers: Numbers) -> list[int] | None:
     """Sizes of the pieces along the axis; None where they are not known, or do not add up to it."""
     shape = static_shape(types.get(node.input[0]))
     if not shape:
@@ -607,11 +607,11 @@ def align_functions(model: ModelProto) -> None:
         own = next((o for o in function.opset_import if o.domain in STANDARD), None)
         if own is None or version is None or own.version == version:
             continue
-        if all(_same(n.op_type, own.version, version) for n in nested(function.node) if is_standard(n)):
+        if all(_unchanged_operator(n.op_type, own.version, version) for n in nested(function.node) if is_standard(n)):
             own.version = version
 
 
-def _same(op: str, written: int, version: int) -> bool:
+def _unchanged_operator(op: str, written: int, version: int) -> bool:
     """Whether an operator of one opset is that of another."""
     if not (onnx.defs.has(op, written, "") and onnx.defs.has(op, version, "")):
         return False

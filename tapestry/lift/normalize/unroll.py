@@ -51,7 +51,7 @@ def trip_count(
         states: the first values of what is carried, where they are known.
         outside: a value of the graph around.
     """
-    counter = _slice(body, states, outside)
+    counter = _condition_nodes(body, states, outside)
     if counter is None:
         return None
     nodes, known, used = counter
@@ -60,7 +60,7 @@ def trip_count(
     return _tried(body, nodes, known, first, ends, most, version)
 
 
-def _slice(
+def _condition_nodes(
     body: GraphProto, states: Sequence[np.ndarray | None], outside: Callable[[str], np.ndarray | None]
 ) -> tuple[list[NodeProto], Values, list[int]] | None:
     """The nodes that the condition hangs on, through as many steps as there are; the constants and the states among them."""
@@ -247,7 +247,7 @@ class _Work:
         if found is None or found.size != 1:
             return False
         body = attributes(node)["then_branch" if found.reshape(-1)[0] else "else_branch"]
-        if not plain(body):
+        if not is_movable(body):
             return False
         write = _Copies(self, node, body)
         write.rename(node.output, write.copy("", {}))
@@ -383,7 +383,7 @@ class _Work:
 
     def _fits(self, body: GraphProto, count: int) -> bool:
         size = count * size_of(body)
-        return plain(body) and 0 < count <= STEPS and size <= NODES and self.copied + size <= GROWTH
+        return is_movable(body) and 0 < count <= STEPS and size <= NODES and self.copied + size <= GROWTH
 
     def _true(self, body: GraphProto, name: str, given: str) -> bool:
         """Whether a value of a body is true in every step if the condition it is given is."""
@@ -469,7 +469,7 @@ class _Copies:
         self.work.copied += 1
 
 
-def plain(body: GraphProto) -> bool:
+def is_movable(body: GraphProto) -> bool:
     """Whether a body has nothing that cannot be moved out of it: no weights of size, no sparse ones."""
     small = sum(t.ByteSize() for t in body.initializer) + sum(a.t.ByteSize() for n in body.node for a in n.attribute) <= 1 << 16
     return small and not body.sparse_initializer and all(t.data_location != TensorProto.EXTERNAL for t in body.initializer)

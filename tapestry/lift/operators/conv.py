@@ -23,9 +23,9 @@ from tapestry.lift.builder import (
     broadcast,
     emit_opaque,
     every,
-    inside,
     lifts,
     literal,
+    tests_inside,
 )
 from tapestry.lift.file.protos import AFTER
 from tapestry.lift.operators.linear import REAL, contract, saturated
@@ -239,7 +239,7 @@ def _position(n: Node, win: Window) -> Expr:
     within: Expr = number(1, "bool")
     for e, size in zip(win.index(), n.shape(0)[2:], strict=True):
         flat = flat * size + e
-        within = call("and", within, every(inside(Index(e), size)))
+        within = call("and", within, every(tests_inside(Index(e), size)))
     return call("where", within, Index(flat), highest("i64")) if win.leaves else Index(flat)
 
 
@@ -391,7 +391,7 @@ def _zero_point(n: Node, k: int) -> np.ndarray | None:
     return value.reshape(-1)[:1] if value is not None and value.size and np.all(value == value.reshape(-1)[0]) else value
 
 
-def _place(n: Node, k: int, own: str) -> list[Aff] | None:
+def _scale_place(n: Node, k: int, own: str) -> list[Aff] | None:
     """Where a scale or zero point is read: the only one, or one for each place of its own dimension."""
     shape = n.shape(k)
     if n.tensor(k).size == 1:
@@ -435,7 +435,7 @@ def _emit(
 
 
 def _one(n: Node, k: int, own: str, sizes: dict[str, int]) -> Operand | None:
-    spot = _place(n, k, own)
+    spot = _scale_place(n, k, own)
     if spot is None or (n.tensor(k).size > 1 and n.shape(k)[0] != sizes[own]):
         return None
     return n.read(n.ins[k], spot)

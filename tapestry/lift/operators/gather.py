@@ -21,8 +21,8 @@ from tapestry.lift.builder import (
     fit,
     from_front,
     here,
-    inside,
     lifts,
+    tests_inside,
 )
 from tapestry.lift.operators.shape import reshape
 
@@ -133,7 +133,7 @@ def _flat(n: Node, dims: Sequence[Dim], picked: Sequence[int]) -> str:
         within: Expr = number(1, "bool")
         for c, size in zip(coordinates, picked, strict=True):
             i = from_front(cast(c, "i64"), size)
-            within = call("and", within, every(inside(i, size)))
+            within = call("and", within, every(tests_inside(i, size)))
             flat = call("add", call("mul", flat, number(size, "i64")), i)
         return call("where", within, flat, number(-math.prod(picked) - 1, "i64"))
 
@@ -180,8 +180,8 @@ def lift_scatter_elements(n: Node) -> None:
         if _choose(n, [c for c in cells if c is not None], places, len(data)):
             return
     same = [a for a in range(len(data)) if a != at and data[a] == index[a]]
-    dims, inside = [Dim(f"x{a}", data[a]) for a in same], dict.fromkeys(range(3), same)
-    emit_opaque(n, "writes where the data say", dims, inside, {0: same})
+    dims, tests_inside = [Dim(f"x{a}", data[a]) for a in same], dict.fromkeys(range(3), same)
+    emit_opaque(n, "writes where the data say", dims, tests_inside, {0: same})
 
 
 @lifts("ScatterND")
@@ -196,9 +196,11 @@ def lift_scatter_nd(n: Node) -> None:
         cells = [None if v is None else wrap(v, data[c], ranges) for c, v in enumerate(found)]
         if _choose(n, [c for c in cells if c is not None], places, count):
             return
-    inside = list(range(count, len(data)))
-    dims = [Dim(f"x{a}", data[a]) for a in inside]
-    emit_opaque(n, "writes where the data say", dims, {0: inside, 2: [outer + a - count for a in inside]}, {0: inside})
+    tests_inside = list(range(count, len(data)))
+    dims = [Dim(f"x{a}", data[a]) for a in tests_inside]
+    emit_opaque(
+        n, "writes where the data say", dims, {0: tests_inside, 2: [outer + a - count for a in tests_inside]}, {0: tests_inside}
+    )
 
 
 def _component(n: Node, places: Sequence[Dim], c: int) -> Aff | None:

@@ -241,7 +241,7 @@ def _padding(b: Body, k: int, like: str) -> str:
     return b("Where", there, b.scalar(0, like), b.scalar(b.get("mask_filter_value", -10000.0), like))
 
 
-def _parts(b: Body, q: str, v: str) -> list[str]:
+def _bias_parts(b: Body, q: str, v: str) -> list[str]:
     """The bias of queries, keys and values, apart: the first two are as wide as q, the last as v."""
     wide, last = (b("Gather", b("Shape", x), b.const([2], np.int64)) for x in (q, v))
     first = b("Split", b.ins[3], b("Concat", wide, wide, last, axis=0), axis=0, outs=3)
@@ -258,7 +258,7 @@ def multi_head_attention(b: Body) -> list[str]:
     b.need(heads > 0 and not (apart and (b.has(6) or b.has(3))))
     q, k, v = b.ins[:3]
     if b.has(3):
-        q, k, v = (b("Add", x, part) for x, part in zip((q, k, v), _parts(b, q, v), strict=True))
+        q, k, v = (b("Add", x, part) for x, part in zip((q, k, v), _bias_parts(b, q, v), strict=True))
     q = _heads(b, q, heads)
     k, v = (x if apart else _heads(b, x, heads) for x in (k, v))
     if b.has(6) and b.has(7):
@@ -296,7 +296,7 @@ def _sized(b: Body, x: str, axis: int) -> str:
     return b("Gather", b("Shape", x), b.const([axis], np.int64))
 
 
-def _cut(b: Body, x: str, start: str, end: str, axis: int) -> str:
+def _slice_of(b: Body, x: str, start: str, end: str, axis: int) -> str:
     return b("Slice", x, start, end, b.const([axis], np.int64))
 
 
@@ -305,12 +305,12 @@ def _turned(b: Body, x: str, places: str, cos: str, sin: str, *, interleaved: bo
     cos, sin = (b.unsqueeze(b("Gather", table, places, axis=0), 2) for table in (cos, sin))
     zero, half, end = b.const([0], np.int64), _sized(b, cos, 3), b.const([2**31 - 1], np.int64)
     whole = b("Add", half, half)
-    head, rest = _cut(b, x, zero, whole, 3), _cut(b, x, whole, end, 3)
+    head, rest = _slice_of(b, x, zero, whole, 3), _slice_of(b, x, whole, end, 3)
     if interleaved:
         pairs = b("Reshape", head, b.const([0, 0, 0, -1, 2], np.int64))
         first, last = (b("Gather", pairs, b.const(k, np.int64), axis=4) for k in range(2))
     else:
-        first, last = _cut(b, head, zero, half, 3), _cut(b, head, half, end, 3)
+        first, last = _slice_of(b, head, zero, half, 3), _slice_of(b, head, half, end, 3)
     turned = [
         b("Sub", b("Mul", first, cos), b("Mul", last, sin)),
         b("Add", b("Mul", first, sin), b("Mul", last, cos)),
@@ -437,7 +437,7 @@ def _weights(b: Body, q: str, k: str, seen: str) -> str:
     sink = b.shaped(b.ins[11], 1, -1, 1, 1) if b.has(11) else b.scalar(0, q)
     shape = b("Concat", *(_sized(b, scores, n) for n in range(3)), b.const([1], np.int64), axis=0)
     weights = b("Softmax", b("Concat", scores, b("Expand", sink, shape), axis=-1), axis=-1)
-    return _cut(b, weights, b.const([0], np.int64), b.const([-1], np.int64), 3)
+    return _slice_of(b, weights, b.const([0], np.int64), b.const([-1], np.int64), 3)
 
 
 # onnxruntime's fused operators on floats: norms, activations, products. See `lift.operators.microsoft`.
@@ -602,7 +602,7 @@ def _real(b: Body, k: int, *, axis: int | None = None) -> str:
     return b("DequantizeLinear", *ins, **({} if axis is None else {"axis": axis}))
 
 
-def _whole(b: Body, y: str, k: int) -> str:
+def _quantised(b: Body, y: str, k: int) -> str:
     """Floats as integers by the scale and zero point from input k on."""
     return b("QuantizeLinear", y, *[i for i in b.ins[k : k + 2] if i])
 
@@ -627,7 +627,7 @@ def quantize(b: Body) -> list[str]:
 @defines("QLinearAdd", "QLinearMul")
 def arithmetic(b: Body) -> list[str]:
     """Of two quantised tensors."""
-    return [_whole(b, b(b.node_kind.removeprefix("QLinear"), _real(b, 0), _real(b, 3)), 6)]
+    return [_quantised(b, b(b.node_kind.removeprefix("QLinear"), _real(b, 0), _real(b, 3)), 6)]
 
 
 @defines("QLinearSigmoid", "QLinearLeakyRelu", "QLinearGlobalAveragePool", "QLinearAveragePool", "QLinearSoftmax")
@@ -636,20 +636,20 @@ def of_one(b: Body) -> list[str]:
     kind, attributes = b.node_kind.removeprefix("QLinear"), dict(b.attributes)
     b.need(not attributes.pop("channels_last", 0))
     b.need(kind != "Softmax" or (attributes.pop("opset", 13) >= 13 and b.version >= 13))
-    return [_whole(b, b(kind, _real(b, 0), **attributes), 3)]
+    return [_quantised(b, b(kind, _real(b, 0), **attributes), 3)]
 
 
 @defines("QLinearConcat")
 def concat(b: Body) -> list[str]:
     """The result's scale and zero point, then three inputs for each part."""
     b.need(len(b.ins) % 3 == 2)
-    return [_whole(b, b("Concat", *(_real(b, k) for k in range(2, len(b.ins), 3)), axis=b.get("axis", 0)), 0)]
+    return [_quantised(b, b("Concat", *(_real(b, k) for k in range(2, len(b.ins), 3)), axis=b.get("axis", 0)), 0)]
 
 
 @defines("QLinearWhere")
 def where(b: Body) -> list[str]:
     """A condition, and two quantised tensors."""
-    return [_whole(b, b("Where", b.ins[0], _real(b, 1), _real(b, 4)), 7)]
+    return [_quantised(b, b("Where", b.ins[0], _real(b, 1), _real(b, 4)), 7)]
 
 
 @defines("QGemm")
@@ -661,7 +661,7 @@ def gemm(b: Body) -> list[str]:
     if b.has(6):
         unit = b("Mul", b("Mul", b.ins[1], b.ins[4]), b.const(alpha))
         y = b("Add", y, b("Mul", b("Cast", b.ins[6], to=TensorProto.FLOAT), unit))
-    return [_whole(b, y, 7) if b.has(7) else y]
+    return [_quantised(b, y, 7) if b.has(7) else y]
 
 
 @defines("MatMulIntegerToFloat")

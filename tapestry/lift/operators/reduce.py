@@ -28,7 +28,7 @@ def split_dims(shape: Sequence[int], reduced: Sequence[int]) -> tuple[list[Dim],
     return [d for k, d in enumerate(every) if k not in reduced], [every[k] for k in sorted(reduced)]
 
 
-def _axes(n: Node) -> list[int] | None:
+def _reduced_axes(n: Node) -> list[int] | None:
     """Axes reduced: from the attribute or the second input; all (or none, on request) when absent. None when unknown."""
     rank = len(n.shape(0))
     given = n.ints(1, "axes")
@@ -63,7 +63,7 @@ def _plan(kind: str, x: Expr, count: int) -> tuple[str, Expr, Expr | None]:
 )  # fmt: skip
 def lift_reduce(n: Node) -> None:
     """One reduction into the reduced shape, then (with keepdims) a view."""
-    reduced, x = _axes(n), n.tensor(0)
+    reduced, x = _reduced_axes(n), n.tensor(0)
     real = x.dtype in ("f16", "bf16", "f32", "f64")
     if reduced is None or (not real and n.kind in ("ReduceL2", "ReduceLogSum", "ReduceLogSumExp")):
         raise Declined
@@ -209,10 +209,10 @@ def _statistics(n: Node, read: Operand, kept: Sequence[Dim], gone: Sequence[Dim]
     eps = float(n.attr("epsilon", 1e-5))
     variance = call("div", Acc(2, wide), Acc(0, wide))
     spread = call("div", number(1, wide), call("sqrt", call("add", variance, literal(eps, wide))))
-    return _moments(n, read, kept, gone, wide, "rstd", spread)
+    return _emit_moments(n, read, kept, gone, wide, "rstd", spread)
 
 
-def _moments(
+def _emit_moments(
     n: Node, read: Operand, kept: Sequence[Dim], gone: Sequence[Dim], wide: str, name: str, spread: Expr
 ) -> tuple[str, str]:
     """Emit the mean over ``gone``, and what ``spread`` makes of the moments (n, mean, M2)."""
@@ -279,7 +279,7 @@ def lift_mean_variance(n: Node) -> None:
     rank, dims, wide = len(x.shape), axes(x.shape), accumulator(x.dtype)
     kept, gone = split_dims(x.shape, sorted({int(a) % rank for a in n.attr("axes", [0, 2, 3])}))
     deviation = call("sqrt", call("div", Acc(2, wide), Acc(0, wide)))
-    mean, deviations = _moments(n, n.read(x.name, here(dims)), kept, gone, wide, "std", deviation)
+    mean, deviations = _emit_moments(n, n.read(x.name, here(dims)), kept, gone, wide, "std", deviation)
 
     def body(v: Expr, mu: Expr, std: Expr) -> Expr:
         return cast(call("div", call("sub", cast(v, wide), mu), call("add", std, literal(1e-9, wide))), x.dtype)
@@ -381,7 +381,7 @@ def lift_cross_entropy(n: Node) -> None:
     right = _right(n, kept, gone, wide)
     reads = [n.read(t, here(kept)) for t in (right, m, total)]
     lost = n.block(n.temp("lost"), kept, reads, lambda r, m, s: call("neg", call("sub", call("sub", r, m), call("log", s))))
-    _reduced(n, lost, kept, wide)
+    _emit_loss(n, lost, kept, wide)
 
 
 @lifts("NegativeLogLikelihoodLoss")
@@ -394,7 +394,7 @@ def lift_likelihood(n: Node) -> None:
     kept, gone = split_dims(x.shape, [1])
     right = _right(n, kept, gone, wide)
     lost = n.block(n.temp("lost"), kept, [n.read(right, here(kept))], lambda v: call("neg", v))
-    _reduced(n, lost, kept, wide)
+    _emit_loss(n, lost, kept, wide)
 
 
 def _right(n: Node, kept: Sequence[Dim], gone: Sequence[Dim], wide: str) -> str:
@@ -406,7 +406,7 @@ def _right(n: Node, kept: Sequence[Dim], gone: Sequence[Dim], wide: str) -> str:
     return n.reduce([n.temp("right")], kept, gone, "sum", reads, [picked])[0]
 
 
-def _reduced(n: Node, lost: str, kept: Sequence[Dim], wide: str) -> None:
+def _emit_loss(n: Node, lost: str, kept: Sequence[Dim], wide: str) -> None:
     """Emit the loss: each sample's times its weight (0 where it is ignored), summed or averaged by weight, or left as it is."""
     label, how = n.tensor(1), n.attr("reduction", "mean")
     ignored = n.attr("ignore_index")

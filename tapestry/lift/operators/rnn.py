@@ -23,7 +23,7 @@ from tapestry.ir.types import FLOATS, Tensor
 from tapestry.lift.builder import Body, Builder, Node, Operand, axes, emit_opaque, here, lift_nodes, lifts, literal
 from tapestry.lift.file.protos import captured, nested, static_shape
 from tapestry.lift.normalize.prepare import prepare
-from tapestry.lift.normalize.unroll import STEPS, ScanNode, plain, read_scan, size_of
+from tapestry.lift.normalize.unroll import STEPS, ScanNode, is_movable, read_scan, size_of
 from tapestry.lift.operators.linear import contract
 from tapestry.lift.operators.shape import concat
 from tapestry.onnx_eval.opaque_node import RANDOM
@@ -265,7 +265,7 @@ def _beyond(n: Node) -> str:
     return "a recurrence with lengths beyond the sequence" if outside else ""
 
 
-def _whole(n: Node, why: str) -> None:
+def _as_opaque(n: Node, why: str) -> None:
     """Opaque, batch by batch. Layout 0: X [seq, batch, in], Y [seq, dirs, batch, hidden]; 1: batch first."""
     first = n.attr("layout", 0) == 1
     batch = n.shape(0)[0 if first else 1]
@@ -297,7 +297,7 @@ def lift_recurrent(n: Node) -> None:
     """Directions one after the other; Y [T, D, B, H], Y_h and Y_c [D, B, H], or with layout 1 B first (and D third in Y)."""
     why, acts = _beyond(n), _activations(n)
     if why or acts is None:
-        _whole(n, why)
+        _as_opaque(n, why)
         return
     first = n.attr("layout", 0) == 1
     ways = ("reverse",) if n.attr("direction", "forward") == "reverse" else ("forward", "reverse")[: len(acts)]
@@ -540,7 +540,7 @@ def linear_body(
     scan = read_scan(node, types, opsets.get("", 1))
     if isinstance(scan, str):
         raise NotLinear(scan)
-    if not plain(scan.body) or size_of(scan.body) > NODES:
+    if not is_movable(scan.body) or size_of(scan.body) > NODES:
         raise NotLinear("its body is long, or has weights of its own")
     if any(n.op_type in RANDOM for n in nested(scan.body.node)):
         raise NotLinear("its body draws random numbers")

@@ -27,9 +27,9 @@ from tapestry.lift.builder import (
     every,
     from_front,
     here,
-    inside,
     lifts,
     literal,
+    tests_inside,
 )
 
 WIDEST = 16  # tensors side by side in a padding that repeats them
@@ -206,7 +206,7 @@ def _pad_constant(n: Node, before: Sequence[int]) -> None:
     index = [dim(d.name) - b for d, b in zip(dims, before, strict=True)]
     if n.has(2) and n.const(2) is None:
         value = n.read(n.ins[2], [const(0)] * len(n.shape(2)))
-        within = every(test for e, s in zip(index, n.shape(0), strict=True) for test in inside(Index(e), s))
+        within = every(test for e, s in zip(index, n.shape(0), strict=True) for test in tests_inside(Index(e), s))
         n.block(n.out(), dims, [n.read(n.ins[0], index, 0), value], lambda x, v: call("where", within, x, v))
         return
     given: Any = n.const(2)
@@ -354,7 +354,7 @@ Along = Callable[[Node, str, str, tuple[Dim, ...], int, int, Place], str]  # int
 @lifts("Resize", "Upsample")
 def lift_resize(n: Node) -> None:
     """Nearest, linear and cubic interpolation; what is left (antialiasing, crops) commutes with batch and channels."""
-    places = None if n.out().size == 0 or n.tensor(0).size == 0 else _places(n)
+    places = None if n.out().size == 0 or n.tensor(0).size == 0 else _sample_places(n)
     mode = n.attr("mode", "nearest")
     done = False
     if places is not None and mode == "nearest":
@@ -365,7 +365,7 @@ def lift_resize(n: Node) -> None:
         _sampled(n)
 
 
-def _places(n: Node) -> dict[int, Place] | None:
+def _sample_places(n: Node) -> dict[int, Place] | None:
     """For every axis that changes, where an output cell samples; None where no rational says it."""
     x, y = n.shape(0), n.out().shape
     modern = n.kind == "Resize" and n.version >= 11
@@ -384,7 +384,7 @@ def _places(n: Node) -> dict[int, Place] | None:
         scale = _rational(scales.get(a), size, wanted)
         if size == wanted and scale == 1:
             continue
-        place = None if scale is None else _place(how, dim(f"x{a}"), scale, size, wanted)
+        place = None if scale is None else _pixel_place(how, dim(f"x{a}"), scale, size, wanted)
         if place is None:
             return None
         out[a] = place
@@ -402,7 +402,7 @@ def _rational(scale: np.float32 | None, size: int, wanted: int) -> Fraction | No
     return found if found > 0 and np.float32(float(found)) == scale else None
 
 
-def _place(how: str, o: Aff, scale: Fraction, size: int, wanted: int) -> Place | None:
+def _pixel_place(how: str, o: Aff, scale: Fraction, size: int, wanted: int) -> Place | None:
     p, q = scale.numerator, scale.denominator
     if how == "half_pixel" or (how == "pytorch_half_pixel" and wanted > 1):
         return o * (2 * q) + (q - p), 2 * p

@@ -613,7 +613,7 @@ class _Equations(Walk):
 def equations(model: ModelProto, inputs: Inputs) -> list[Sum]:
     """What the symbols of a model's inputs have to come to; the model stays as it is."""
     symbols = list(dict.fromkeys(d for dims in inputs.values() for d in dims if isinstance(d, str)))
-    points, copy = _points(len(symbols)), ModelProto()
+    points, copy = _probe_sizes(len(symbols)), ModelProto()
     copy.CopyFrom(model)
     grid, walk = Grid(Region((1,), (len(points),), {}), (1,)), None
     try:
@@ -652,7 +652,7 @@ def _said(symbol: str, value: str, symbols: set[str]) -> Sum | None:
     return Sum(terms, sum(int(p) for p in parts if p not in symbols), "--shape", symbol)
 
 
-def _points(count: int) -> Array:
+def _probe_sizes(count: int) -> Array:
     """Sizes of so many symbols: some, each of them with one more, and others in any order; all of 2 and more."""
     draw = random.Random(0)  # noqa: S311
     first = np.array([draw.randrange(100, 1000) for _ in range(count)], np.int64)

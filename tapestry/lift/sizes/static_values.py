@@ -141,7 +141,7 @@ def _cast(c: Call) -> Array | None:
     return c.x().astype(onnx.helper.tensor_dtype_to_np_dtype(code))
 
 
-def _where(c: Call) -> Array:
+def _where_values(c: Call) -> Array:
     test, a, b = c.aligned()
     return np.where(test, a, b)
 
@@ -281,7 +281,7 @@ OPERATORS: dict[str, Operator] = {
         "ReduceProd": np.prod, "ReduceSum": np.sum, "ReduceMax": np.max, "ReduceMin": np.min,
     }.items()},
     "Max": _folded(np.maximum), "Min": _folded(np.minimum), "Identity": lambda c: c.x(), "Cast": _cast, "Div": _div,
-    "Mod": _mod, "Where": _where, "Clip": _clip, "Concat": _concat, "Unsqueeze": _unsqueeze, "Squeeze": _squeeze,
+    "Mod": _mod, "Where": _where_values, "Clip": _clip, "Concat": _concat, "Unsqueeze": _unsqueeze, "Squeeze": _squeeze,
     "Gather": _gather, "Slice": _slice, "Transpose": _transpose, "Reshape": _reshape, "Range": _range, "Expand": _expand,
     "ConstantOfShape": _constant_of_shape,
 }  # fmt: skip

@@ -235,12 +235,12 @@ def _quantities(
         if len(several) > 1:  # what overlaps is read from memory once
             found[tensor] = np.minimum(found[tensor], _hull(several))
     if isinstance(op, Block):
-        for tensor, most in ((t, most) for t, most in _places(op) if t in found):
+        for tensor, most in ((t, most) for t, most in _strided_reads(op) if t in found):
             boxes = (block[:, list(dims)] if body else final[:, list(dims)] for body, dims in most)
             found[tensor] = np.minimum(found[tensor], sum(map(sizes, boxes)))
     read: np.ndarray = sum((n * itemsize(graph.tensors[t].dtype) for t, n in found.items()), np.zeros(len(block), np.int64))
     if not isinstance(op, Block):
-        cells = [_cells(op, graph, k, block) for k in range(len(op.outs))]
+        cells = [_cells_written(op, graph, k, block) for k in range(len(op.outs))]
         written = sum(n * itemsize(graph.tensors[t].dtype) for t, n in zip(op.outs, cells, strict=True))
         return np.zeros_like(read), 10 * np.sum(cells, axis=0), read + written
     return *arithmetic(op, block, final), read + sizes(final) * sum(itemsize(graph.tensors[t].dtype) for t in op.outs)
@@ -255,7 +255,7 @@ def _hull(several: Sequence[Boxes]) -> np.ndarray:
 
 
 @lru_cache(maxsize=1 << 12)
-def _places(op: Block) -> tuple[tuple[str, tuple[tuple[bool, tuple[int, ...]], ...]], ...]:
+def _strided_reads(op: Block) -> tuple[tuple[str, tuple[tuple[bool, tuple[int, ...]], ...]], ...]:
     """Tensors of which an operation may touch less than boxes, with steps or diagonals in between: for each of their reads
     whether it is of the body, and the dimensions that it varies along, whose points are the most cells that it touches."""
     loose = {r.tensor for r in op.reads if not all(e.is_dim or not e.terms for e in r.index)}
@@ -268,7 +268,7 @@ def _places(op: Block) -> tuple[tuple[str, tuple[tuple[bool, tuple[int, ...]], .
     return tuple((t, tuple(most)) for t, most in out.items())
 
 
-def _cells(op: Opaque, graph: Graph, output: int, block: Boxes) -> np.ndarray:
+def _cells_written(op: Opaque, graph: Graph, output: int, block: Boxes) -> np.ndarray:
     """Cells that each device writes of an output of an opaque node: whole, but for the dimensions that are cut."""
     axes = op.out_axes[output] if op.out_axes else ()
     rest = (n for axis, n in enumerate(graph.tensors[op.outs[output]].shape) if axis not in axes)
@@ -526,7 +526,7 @@ class Along:
                 digits = np.unravel_index(np.arange(len(lo)), [self.mesh[a].size for a in cut])
                 group = self._number(same, [digits[cut.index(a)] for a in same], len(lo))
                 mine = self._number(same, [self.coords[a] for a in same], len(part))
-                self.known[cut, same] = _within(self.want, lo, hi, group, mine)
+                self.known[cut, same] = _parts_met(self.want, lo, hi, group, mine)
         return self.known[cut, same]
 
     def _parts(self, cut: Axes, boxes: Boxes) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -546,7 +546,7 @@ class Along:
         if axes == cut:
             met = np.minimum(self.want[..., None, 1], hi) - np.maximum(self.want[..., None, 0], lo)
             return np.maximum(met, 0)
-        return np.stack([_within(self.want, lo, hi, group, np.full(len(part), g))[0] for g in range(count)], axis=-1)
+        return np.stack([_parts_met(self.want, lo, hi, group, np.full(len(part), g))[0] for g in range(count)], axis=-1)
 
     def _number(self, axes: Axes, digits: list[np.ndarray], length: int) -> np.ndarray:
         out = np.zeros(length, np.int64)
@@ -555,7 +555,7 @@ class Along:
         return out
 
 
-def _within(
+def _parts_met(
     want: np.ndarray, lo: np.ndarray, hi: np.ndarray, group: np.ndarray, mine: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """(cells in, number of) the disjoint parts ``[lo, hi)`` that each interval meets, among those of the device's group."""

@@ -125,10 +125,10 @@ def _levels_of_collective(topo: Topology, axes: tuple[int, ...]) -> tuple[_Level
 
 def _reduce(levels: tuple[_Level, ...], nbytes: int) -> Way:
     """An all-reduce."""
-    ways = [_flat(k, nbytes, False) for k in levels]
+    ways = [_cheapest_way(k, nbytes, False) for k in levels]
     best = Way(" then ".join(w.name for w in ways), sum(w.seconds for w in ways))
     if len(levels) > 1:
-        inside = _flat(levels[0], nbytes, True)
+        inside = _cheapest_way(levels[0], nbytes, True)
         across = _reduce(levels[1:], nbytes // levels[0].size)
         seconds = 2 * inside.seconds + across.seconds
         if seconds < best.seconds:
@@ -140,7 +140,7 @@ def _scatter(levels: tuple[_Level, ...], nbytes: int) -> Way:
     """A reduce-scatter, the fastest fabric first: it carries the most."""
     ways: list[Way] = []
     for k in levels:
-        ways.append(_flat(k, nbytes, True))
+        ways.append(_cheapest_way(k, nbytes, True))
         nbytes //= k.size
     return Way(" then ".join(w.name for w in ways), sum(w.seconds for w in ways))
 
@@ -162,7 +162,7 @@ def _exchange(levels: tuple[_Level, ...], nbytes: int) -> Way:
     return Way("direct exchange", max(taken, busy) + latency + ceil(log2(n)) * alpha)
 
 
-def _flat(level: _Level, nbytes: int, scatter: bool) -> Way:
+def _cheapest_way(level: _Level, nbytes: int, scatter: bool) -> Way:
     return min(_ways(level, nbytes, scatter), key=lambda w: w.seconds)
 
 
@@ -174,14 +174,14 @@ def _ways(level: _Level, nbytes: int, scatter: bool) -> Iterator[Way]:
         yield Way(name, phases * (ceil(log2(n)) * link.alpha + (n - 1) / n * nbytes * link.beta))
         return
     for name, shifts in (("ring", (1,)), ("ring the other way", (-1,)), ("ring both ways", (1, -1))):
-        alpha, beta = _step(level, shifts)
+        alpha, beta = _ring_step(level, shifts)
         yield Way(name, phases * (n - 1) * (alpha + beta * nbytes / n / len(shifts)))
     if not scatter and len(level.groups) == 1:
         yield Way("tree", sum(a + b * nbytes for a, b in _tree(level.fabric)))
 
 
 @lru_cache(maxsize=1 << 12)
-def _step(level: _Level, shifts: tuple[int, ...]) -> tuple[float, float]:
+def _ring_step(level: _Level, shifts: tuple[int, ...]) -> tuple[float, float]:
     """(latency, s/B) when every device sends to its neighbours in the order of its group."""
     n = level.size
     return _together(level.fabric, tuple((g[j], g[(j + d) % n]) for g in level.groups for j in range(n) for d in shifts))

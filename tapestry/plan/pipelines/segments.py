@@ -349,15 +349,17 @@ class Asked:
         outs, reads, dims = dict[str, Layout | None](), dict[tuple[str, str], Layout | None](), dict[str, Dims | None]()
         for i, op in enumerate(graph.ops):
             mine = [t for t in op.outs if t not in received]
-            for p in self.pins.get(plain(op.outs[0]), ()) if mine else ():
+            for p in self.pins.get(before_cut(op.outs[0]), ()) if mine else ():
                 found = p.on(op, mesh)
                 if found is None:
                     return None
                 pins[i] = pins.get(i, ()) + found
-            outs |= {t: on_stage(self.fixed.outs[plain(t)], self.mesh, mesh) for t in mine if plain(t) in self.fixed.outs}
-            reads |= {(s, t): on_stage(self.fixed.reads[s, plain(t)], self.mesh, mesh) for s, t in self.read(op)}
-            if plain(op.outs[0]) in self.fixed.dims and mine:
-                dims[op.outs[0]] = _dims_on(self.fixed.dims[plain(op.outs[0])], self.mesh, mesh)
+            outs |= {
+                t: on_stage(self.fixed.outs[before_cut(t)], self.mesh, mesh) for t in mine if before_cut(t) in self.fixed.outs
+            }
+            reads |= {(s, t): on_stage(self.fixed.reads[s, before_cut(t)], self.mesh, mesh) for s, t in self.read(op)}
+            if before_cut(op.outs[0]) in self.fixed.dims and mine:
+                dims[op.outs[0]] = _dims_on(self.fixed.dims[before_cut(op.outs[0])], self.mesh, mesh)
         ends = (
             {t: on_stage(x, self.mesh, mesh) for t, x in of.items() if t in there}
             for of, there in ((self.inputs, {*graph.inputs, *graph.weights}), (self.outputs, graph.producers()))
@@ -371,16 +373,16 @@ class Asked:
     def read(self, op: Op) -> Iterator[tuple[str, str]]:
         """(node, tensor) of the reads of an operation of which something is said."""
         for s in dict.fromkeys(op.source):
-            yield from ((s, t) for t in op.inputs if (s, plain(t)) in self.fixed.reads)
+            yield from ((s, t) for t in op.inputs if (s, before_cut(t)) in self.fixed.reads)
 
     def key(self, op: Op) -> object:
         """What is said of an operation, without its name: equal for those that are planned alike."""
         if not self.bound:
             return None
-        name = plain(op.outs[0])
-        outs = tuple((n, self.fixed.outs.get(plain(t)), self.outputs.get(t)) for n, t in enumerate(op.outs))
+        name = before_cut(op.outs[0])
+        outs = tuple((n, self.fixed.outs.get(before_cut(t)), self.outputs.get(t)) for n, t in enumerate(op.outs))
         ins = tuple((n, self.inputs[t]) for n, t in enumerate(op.inputs) if t in self.inputs)
-        reads = tuple((op.inputs.index(t), self.fixed.reads[s, plain(t)]) for s, t in self.read(op))
+        reads = tuple((op.inputs.index(t), self.fixed.reads[s, before_cut(t)]) for s, t in self.read(op))
         return self.pins.get(name), outs, ins, reads, self.fixed.dims.get(name)
 
     def stages(self, graph: Graph) -> list[int]:
@@ -413,7 +415,7 @@ def stage_numbers(graph: Graph, known: Mapping[str, int]) -> list[int]:
     at: dict[str, int] = {}
     out: list[int] = []
     for op in graph.ops:
-        own = max((known.get(plain(t), 0) for t in op.outs), default=0)
+        own = max((known.get(before_cut(t), 0) for t in op.outs), default=0)
         out.append(max([own, *(at[t] for t in op.inputs if t in at)]))
         at |= dict.fromkeys(op.outs, out[-1])
     return out
@@ -434,7 +436,7 @@ def needed(ends: Sequence[Iterable[int]], parents: Callable[[int], Iterable[int]
     return out
 
 
-def plain(tensor: str) -> str:
+def before_cut(tensor: str) -> str:
     """The name of a tensor before the batch was cut: micro-batch 3 of ``h`` is ``h@3``."""
     return re.sub(r"@\d+(\.part|\.\d+)?$", "", tensor)
 

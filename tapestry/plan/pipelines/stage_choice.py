@@ -602,10 +602,10 @@ def _impossible(graph: Graph, topo: Topology, request: Request) -> PlanError:
     if request.asked.bound:
         why += "; or no stage has, as a whole, the mesh axes that the pins, layouts or annotations cut along"
         hint += "; or a --mesh with an axis for stages and one to cut along, as 2x2"
-    return PlanError(f"no plan of {request.stages or 'several'} stages fits", where=_where(request), why=why, hint=hint)
+    return PlanError(f"no plan of {request.stages or 'several'} stages fits", where=_asked_by(request), why=why, hint=hint)
 
 
-def _where(request: Request) -> str:
+def _asked_by(request: Request) -> str:
     return "the given stages" if request.asked.cuts else "--stages"
 
 

@@ -74,7 +74,7 @@ def stage_topology(topo: Topology, stage: Stage) -> Topology:
         return topo
     names = [a.name for a in topo.mesh]
     links = tuple(topo.links[names.index(a.name)] for a in stage.mesh)
-    out = replace(topo, mesh=stage.mesh, links=links, joined=_joined(topo, device_count(stage.mesh)))
+    out = replace(topo, mesh=stage.mesh, links=links, joined=_fabrics_among(topo, device_count(stage.mesh)))
     if not topo.kinds:
         return out
     kinds = topo.kinds[stage.first : stage.devices.stop]
@@ -82,7 +82,7 @@ def stage_topology(topo: Topology, stage: Stage) -> Topology:
     return replace(out, device=kinds[0] if alike else weakest(kinds), kinds=() if alike else kinds)
 
 
-def _joined(topo: Topology, devices: int) -> tuple[Fabric, ...]:
+def _fabrics_among(topo: Topology, devices: int) -> tuple[Fabric, ...]:
     """Fabrics among the first so many devices; none where they do not end at one, and mesh axes are switches of their links."""
     out: list[Fabric] = []
     for f in reversed(topo.joined):

@@ -303,14 +303,14 @@ def _held_alike(problem: Problem, sayable: Sequence[Sayable | None]) -> None:
             t = op.reads[k].tensor if isinstance(op, Block) else op.ins[k]
             before, at = last.get(t, (i, k))
             last[t] = i, k
-            theirs, mine = ([_part(r[n]) for r in problem.menus[j].reads] for j, n in ((before, at), (i, k)))
+            theirs, mine = ([_boxes_key(r[n]) for r in problem.menus[j].reads] for j, n in ((before, at), (i, k)))
             if before != i:
                 problem.factors.append(Factor((before, i), np.where(np.array(theirs)[:, None] == np.array(mine), 0.0, np.inf)))
             elif at != k:
                 problem.factors.append(Factor((i,), np.where(np.array(theirs) == np.array(mine), 0.0, np.inf)))
 
 
-def _part(boxes: Boxes) -> bytes:
+def _boxes_key(boxes: Boxes) -> bytes:
     """Boxes as something to compare; nothing where all devices have the same, whatever of a tensor that is."""
     return b"" if (boxes == boxes[:1]).all() else boxes.tobytes()
 

@@ -602,10 +602,10 @@ class Tree:
                     return
         except Infeasible:
             return
-        halves = _split(stage, bound)
+        halves = _nonempty_parts(stage, bound)
         while len(halves) == 1:
             stage = halves[0]
-            halves = _split(stage, bound)
+            halves = _nonempty_parts(stage, bound)
         for half in halves or [stage]:
             try:
                 part = state.budget.part(WORK)
@@ -618,7 +618,7 @@ class Tree:
                 continue
 
 
-def _split(stage: Stage, bound: float) -> list[Stage]:
+def _nonempty_parts(stage: Stage, bound: float) -> list[Stage]:
     """The parts that are not empty, reduced; none when no node has labels to tell apart."""
     net = stage.net
     proof = stage.proof()

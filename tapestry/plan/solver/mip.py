@@ -31,7 +31,7 @@ class Solver(highspy.Highs):
         super().enableCallbacks()
 
 
-def run(highs: highspy.Highs, budget: Budget, *, integer: bool) -> None:
+def run_highs(highs: highspy.Highs, budget: Budget, *, integer: bool) -> None:
     """Run HiGHS until the budget is over; callbacks let Python handle signals meanwhile, and end it in milliseconds.
 
     They come at the same points of the same program, and only they look at the budget: HiGHS itself is told of no time.
@@ -157,7 +157,7 @@ class Program:
     def relax(self, budget: Budget) -> Point | None:
         """Solve the linear relaxation, with usage rows added until it keeps to the limits."""
         while True:
-            run(self.highs, budget, integer=False)
+            run_highs(self.highs, budget, integer=False)
             if self.highs.getModelStatus() != highspy.HighsModelStatus.kOptimal:
                 return None
             point = self._point()
@@ -198,7 +198,7 @@ class Program:
             given = highspy.HighsSolution()
             given.col_value = self._values(start)
             highs.setSolution(given)
-        run(highs, budget, integer=True)
+        run_highs(highs, budget, integer=True)
         info = highs.getInfo()
         proved = highs.getModelStatus() == highspy.HighsModelStatus.kOptimal
         bound = info.mip_dual_bound * self.scale + self.net.constant

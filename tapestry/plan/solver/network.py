@@ -91,7 +91,7 @@ def solve(
         start = known.choice if np.isfinite(known.objective) else start
     elif plain and small.cells() > MOST:
         return _given(net, fewer, Solution([], np.inf, bound), given, bound)
-    sizes, factors = _joined(small)
+    sizes, factors = _grouped(small)
     begin = None if start is None else [*start, *_of_groups(small, start)]
     result = incumbent.search(_instance(sizes, factors, small), budget, begin, bound, gap, quick).solution()
     result = Solution(result.choice[: len(net.sizes)], result.objective, result.bound, exact.price)
@@ -131,7 +131,7 @@ def within(net: Network, choice: Sequence[int]) -> bool:
     return bool((used <= np.array(net.limits, float)).all())
 
 
-def _joined(net: Network) -> tuple[list[int], list[Factor]]:
+def _grouped(net: Network) -> tuple[list[int], list[Factor]]:
     """Groups of three and more as nodes whose choices are the joint ones, each tied to its members."""
     sizes, factors = list(net.sizes), list[Factor]()
     for f in net.factors:

@@ -349,11 +349,11 @@ def fabrics(topo: Topology) -> tuple[Fabric, ...]:
 
 def digits(topo: Topology) -> Digits:
     """The finest digits that mesh axes and fabrics are made of."""
-    return _digits(topo.mesh, fabrics(topo))
+    return _fabric_digits(topo.mesh, fabrics(topo))
 
 
 @lru_cache(maxsize=256)
-def _digits(mesh: Mesh, joined: tuple[Fabric, ...]) -> Digits:
+def _fabric_digits(mesh: Mesh, joined: tuple[Fabric, ...]) -> Digits:
     ends = {1}
     for f in joined:
         ends |= {f.stride, f.stride * f.size}

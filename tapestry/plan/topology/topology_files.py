@@ -494,7 +494,7 @@ def topology(
     Raises:
         TapestryError: the file does not read, or does not fit the mesh; a device that cannot reach another is named.
     """
-    found = SOURCES[source] if source in SOURCES else _read(source)
+    found = SOURCES[source] if source in SOURCES else _topology_source(source)
     try:
         links, fabrics, notes = joined(found, mesh)
         kinds = _kinds(found, mesh)
@@ -588,7 +588,7 @@ def _document(source: str) -> dict[str, Any]:
     return cast(dict[str, Any], found)
 
 
-def _read(path: str) -> Source:
+def _topology_source(path: str) -> Source:
     data = _document(path)
     for word, meant in _misspelt(data):
         raise TapestryError(f"not a topology: there is no key '{word}'", where=path, hint=f"'{meant}' is similar; {PAGE}")

@@ -130,7 +130,7 @@ class Cones:
             makers = dict[str, Op]()
             for o in layer:
                 parts.append(self.look(o))
-                for t in (*_read(o), *o.outs):
+                for t in (*_tensors_read(o), *o.outs):
                     if t in names:
                         parts.append(names[t])
                         continue
@@ -145,7 +145,7 @@ class Cones:
 
     def key(self, graph: Graph) -> Cone:
         """A graph with the names of its tensors, without those of its nodes."""
-        return tuple((self.look(op), *_read(op), *op.outs) for op in graph.ops)
+        return tuple((self.look(op), *_tensors_read(op), *op.outs) for op in graph.ops)
 
     def draft(self, graph: Graph) -> Draft:
         """A graph as rules read it; the last one is kept."""
@@ -171,7 +171,7 @@ class Cones:
         return self._every[reach]
 
 
-def _read(op: Op) -> tuple[str, ...]:
+def _tensors_read(op: Op) -> tuple[str, ...]:
     return op.ins if isinstance(op, Opaque) else tuple(r.tensor for r in op.reads)
 
 

@@ -186,7 +186,7 @@ def over(op: Block, env: Mapping[str, Aff], other: Block) -> Block:
     return replace(reindex(op, env, other.space), dims=other.dims, reduce=other.reduce)
 
 
-def plain(read: Read, op: Block) -> Read:
+def without_units(read: Read, op: Block) -> Read:
     """A read with the dimensions of size 1 left out, so that equal places are equal."""
     return substitute_read(read, {d.name: const(0) for d in op.space if d.size == 1}, op.ranges)
 
@@ -197,7 +197,7 @@ def resolved(e: Expr, op: Block) -> str:
 
     def leaf(x: Expr) -> Expr:
         if isinstance(x, Arg):
-            names.append(repr(plain(op.reads[x.pos], op)))
+            names.append(repr(without_units(op.reads[x.pos], op)))
             return replace(x, pos=0)
         return x
 
@@ -454,12 +454,12 @@ def loaded(op: Block, read: Read, shape: tuple[int, ...], tile: Tile) -> int:
     for f in space.independent(op, read, shape):
         dims = [op.space[i] for i in f.dims]
         seen |= {d.name for d in dims}
-        total *= _sum(f, tuple(d.size for d in dims), tuple(tile[d.name] for d in dims))
+        total *= _cells_over_tiles(f, tuple(d.size for d in dims), tuple(tile[d.name] for d in dims))
     return total * prod(-(-d.size // max(1, tile[d.name])) for d in op.space if d.name not in seen)
 
 
 @lru_cache(maxsize=1 << 14)
-def _sum(factor: space.Factor, sizes: tuple[int, ...], each: tuple[int, ...]) -> int:
+def _cells_over_tiles(factor: space.Factor, sizes: tuple[int, ...], each: tuple[int, ...]) -> int:
     """Cells along the factor's axes over all tiles of its dimensions."""
     counts = [-(-n // max(1, t)) for n, t in zip(sizes, each, strict=True)]
     some = [range(c) if prod(counts) <= MOST_TILES else sorted({0, c // 2, c - 1}) for c in counts]

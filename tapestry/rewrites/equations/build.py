@@ -49,7 +49,7 @@ class Written:
     new: tuple[Tensor, ...]
 
 
-def write(rule: RuleText, m: Bindings, tensors: dict[str, Tensor]) -> Written | Refusal:
+def write_right_side(rule: RuleText, m: Bindings, tensors: dict[str, Tensor]) -> Written | Refusal:
     """The right-hand side of a rule for a match; a refusal where it would read by a dimension that is not there."""
     names = dict(m.tensors)
     for p in rule.after:
@@ -327,7 +327,7 @@ class Equation(MatchRule):
                 yield m
                 continue
             m.numbers |= numbers
-            written = Conditions(draft, m).failing(self.rule.when) or write(self.rule, m, draft.tensors)
+            written = Conditions(draft, m).failing(self.rule.when) or write_right_side(self.rule, m, draft.tensors)
             if isinstance(written, Refusal):
                 yield written
                 continue

@@ -219,7 +219,7 @@ def _placeless(c: Conditions, *args: Var) -> Failure:
     return None
 
 
-def _plain(c: Conditions, *args: Var) -> Failure:
+def _reads_inside(c: Conditions, *args: Var) -> Failure:
     """``plain(x)``: a tensor is read inside its cells, without a guard and a value to fill in."""
     wrong = next((v for a in args for v in c.m.views[a.name] if v.other is not None), None)
     return None if wrong is None else f"'{wrong.tensor}' is read outside"
@@ -248,7 +248,7 @@ MEASURES: Mapping[str, Callable[..., int]] = {"uses": _uses, "nodes": _nodes, "c
 PROPERTIES: Mapping[str, Callable[..., Failure]] = {
     "injective": _injective, "commutative": _commutative, "single": _single, "float": _float,
     "computed": _computed, "increasing": _increasing,
-    "placeless": _placeless, "plain": _plain, "deterministic": _deterministic, "computes": _moves_only,
+    "placeless": _placeless, "plain": _reads_inside, "deterministic": _deterministic, "computes": _moves_only,
     "adds": _adds,
 }  # fmt: skip
 
@@ -356,7 +356,7 @@ class _Proof:
             if isinstance(t, App) and t.fn in (*_ORDERS, "eq"):
                 a, b = (cell.place(x, {}) for x in t.args)
                 for order in ("le", "ge") if t.fn == "eq" else (t.fn,):
-                    yield _ordered(order, a, b)
+                    yield _nonnegative_where(order, a, b)
 
 
 @dataclass
@@ -410,7 +410,7 @@ class _Cell:
                 return not self.true(a)
             case (("lt" | "le" | "gt" | "ge"), [a, b]):
                 self.gap(a, b)
-                return self.decided(_ordered(n.fn, _form(a), _form(b)))
+                return self.decided(_nonnegative_where(n.fn, _form(a), _form(b)))
             case "eq", [a, b]:
                 return self.level(a, b)
             case "ne", [a, b]:
@@ -548,7 +548,7 @@ def _times(a: Poly, b: Poly) -> Poly:
     return {m: c for m, c in out.items() if c}
 
 
-def _ordered(fn: str, a: Poly, b: Poly) -> Poly:
+def _nonnegative_where(fn: str, a: Poly, b: Poly) -> Poly:
     """What is at least zero where a test of integers holds."""
     right, left, less = _ORDERS[fn]
     gap = _minus(b, a) if right > left else _minus(a, b)

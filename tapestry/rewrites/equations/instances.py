@@ -235,7 +235,7 @@ class Proof:
     kind: str
 
 
-def prove(rule: Equation, rng: np.random.Generator, enough: int = ENOUGH) -> Proof:
+def prove_moves(rule: Equation, rng: np.random.Generator, enough: int = ENOUGH) -> Proof:
     """Prove every move of a registered rule on random instances of its left-hand side.
 
     Raises:
@@ -416,7 +416,7 @@ class _Drawing:
             named = places | {"acc": accs} | {f"acc{i}": [a] for i, a in enumerate(accs)}
             late = {d.name for d in reduce}
             for alias, args in places.items():
-                named[alias] = [a for a in args if isinstance(a, Arg) and not late & _dims(reads[a.pos])]
+                named[alias] = [a for a in args if isinstance(a, Arg) and not late & _plain_dims(reads[a.pos])]
             then = tuple(e for n in p.then for e in self._terms(n, want[:1], named, dims))
         results = then or body
         outs = (
@@ -510,5 +510,5 @@ class _Drawing:
         return e if e.dtype == "bool" or (not self.small and self.rng.random() < 0.4) else call(str(self.rng.choice(fns)), e)
 
 
-def _dims(read: Read) -> set[str]:
+def _plain_dims(read: Read) -> set[str]:
     return {n for e in read.index for n, _ in e.terms if isinstance(n, str)}

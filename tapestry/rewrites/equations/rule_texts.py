@@ -13,7 +13,7 @@ from tapestry.plugins import entry_points as plugins
 from tapestry.rewrites.core.rule import RULES, register
 from tapestry.rewrites.equations.build import Equation
 from tapestry.rewrites.equations.conditions import MEASURES, PROPERTIES
-from tapestry.rewrites.equations.instances import Proof, describe, prove
+from tapestry.rewrites.equations.instances import Proof, describe, prove_moves
 from tapestry.rewrites.equations.pattern import RuleText, parse_rules
 
 KIND = "rules"  # of plug-ins
@@ -93,7 +93,7 @@ def _load_equations(path: Path) -> dict[str, Proof | None]:
             rule = RULES[text.name]
             assert isinstance(rule, Equation)
             assert rule.doc
-            out[text.name] = prove(rule, np.random.default_rng(0))
+            out[text.name] = prove_moves(rule, np.random.default_rng(0))
         except TapestryError:
             del RULES[text.name]
             raise

@@ -73,7 +73,7 @@ class BlockScan(Rule):
         each = -(-op.ranges[scan.dim] // parts)
         totals = _totals(graph, op, scan, each)
         before = _before(graph, op, scan, totals)
-        return replace_op(graph, at, (totals, before, _inside(op, scan, each, before)), results(totals, before))
+        return replace_op(graph, at, (totals, before, _scan_in_blocks(op, scan, each, before)), results(totals, before))
 
 
 def refusal(op: Block, parts: int) -> Refusal | None:
@@ -123,7 +123,7 @@ def _before(graph: Graph, op: Block, scan: Scan, totals: Block) -> Block:
     )  # fmt: skip
 
 
-def _inside(op: Block, scan: Scan, each: int, before: Block) -> Block:
+def _scan_in_blocks(op: Block, scan: Scan, each: int, before: Block) -> Block:
     """The scan inside each block, started with what comes before the block."""
     assert op.monoid
     reduce = resized(op.reduce, scan.over, each)

@@ -259,7 +259,7 @@ class SliceStrided(Slicing):
             )
         if many := too_many(strided.step):
             return many
-        inner = _inner(op, strided)
+        inner = _phase_dim(op, strided)
         if isinstance(inner, tuple):
             return refuse(*inner)
         if op.monoid is None or not MONOIDS[op.monoid].commutative:
@@ -287,7 +287,7 @@ class SliceStrided(Slicing):
         return [*ops, replace(finish(op, states, final), splits=splits_in(op, op.dims))]
 
 
-def _inner(op: Block, window: Window) -> str | tuple[str, str]:
+def _phase_dim(op: Block, window: Window) -> str | tuple[str, str]:
     """The reduced dimension whose residue decides the phase, or the reason and witness why there is not just one."""
     odd = [(n, c) for n, c in window.others if c % window.step]
     reduced = {d.name for d in op.reduce}

@@ -75,13 +75,13 @@ def grow(graph: Graph, seeds: Mapping[int, Cut], first: int) -> dict[int, Cut]:
 def _joined(op: Op, graph: Graph, needs: Mapping[str, list[list[Interval]]], seed: Cut | None, outside: bool) -> Cut | None:
     """How an operation is cut: by its seed, grown to what its readers need; ``None`` when it stays outside."""
     wanted = [t for t in op.outs if t in needs]
-    if not wanted or (seed is not None and seed.dim not in _axes(op, 0)):
+    if not wanted or (seed is not None and seed.dim not in _output_dims(op, 0)):
         return None if wanted else seed
-    for name in [seed.dim] if seed else list(_axes(op, 0)):
-        asked = [needs[t] for n, t in enumerate(op.outs) if t in needs and name in _axes(op, n)]
+    for name in [seed.dim] if seed else list(_output_dims(op, 0)):
+        asked = [needs[t] for n, t in enumerate(op.outs) if t in needs and name in _output_dims(op, n)]
         if len(asked) < len(wanted):
             continue
-        spots = [[p[_axes(op, n)[name]] for p in needs[t]] for n, t in enumerate(op.outs) if t in needs]
+        spots = [[p[_output_dims(op, n)[name]] for p in needs[t]] for n, t in enumerate(op.outs) if t in needs]
         parts = [_hull(column) for column in zip(*spots, *([seed.parts] if seed else []), strict=True)]
         size = op.ranges[name]
         parts = [(lo, hi) if lo < hi else (min(lo, size - 1), min(lo, size - 1) + 1) for lo, hi in parts]
@@ -92,7 +92,7 @@ def _joined(op: Op, graph: Graph, needs: Mapping[str, list[list[Interval]]], see
     return None
 
 
-def _axes(op: Op, output: int) -> dict[str, int]:
+def _output_dims(op: Op, output: int) -> dict[str, int]:
     """Dimensions of an operation that are axes of an output."""
     if isinstance(op, Block):
         return {d.name: a for a, d in enumerate(op.dims)}
@@ -238,7 +238,7 @@ class _Cloning:
     def origin(self, tensor: str, k: int) -> tuple[int, int]:
         """The axis of a tensor of the region that is cut, and where part k begins."""
         op, at = self.graph.ops[self.makers[tensor]], self.cuts[self.makers[tensor]]
-        return _axes(op, op.outs.index(tensor))[at.dim], at.parts[k][0]
+        return _output_dims(op, op.outs.index(tensor))[at.dim], at.parts[k][0]
 
     def opaque(self, op: Opaque, at: Cut, k: int) -> None:
         """Part k of an opaque operation; what it reads is cut to the part first, since it reads whole tensors."""

@@ -99,7 +99,7 @@ class FuseProduct(PairRule):
             return refuse("they reduce or keep dimensions of different sizes")
         first = over(a, env, b)
         no = joined_reductions.unlike(first, b) or _dependent(a, b, env) or joined_reductions.needs(draft, b, other, at)
-        return no or joined_reductions.joined(draft, (other, at), env, (first, b), _product(first, b))
+        return no or joined_reductions.joined(draft, (other, at), env, (first, b), _both_states(first, b))
 
 
 def _dependent(a: Block, b: Block, env: joined_reductions.Env) -> Refusal | None:
@@ -114,7 +114,7 @@ def _dependent(a: Block, b: Block, env: joined_reductions.Env) -> Refusal | None
     return None
 
 
-def _product(a: Block, b: Block) -> Merged:
+def _both_states(a: Block, b: Block) -> Merged:
     """The two states side by side; one of them where they are the same."""
     assert a.monoid and b.monoid
     if a.monoid == b.monoid and all(same_value(x, a, y, b) for x, y in zip(a.body, b.body, strict=True)):
@@ -188,7 +188,7 @@ class FuseResults(OpRule):
             if not all(joined_reductions.at_rows(r, rows, env, op) for r in op.reads if r.tensor in rows.outs):
                 return refuse("it reads a result of another row")
             rest = replace(op, reads=tuple(r for r in op.reads if r.tensor not in rows.outs))
-            return joined_reductions.needs(draft, rest, i, at) or _inside(draft, (i, at), rows, op, env)
+            return joined_reductions.needs(draft, rest, i, at) or _with_map_result(draft, (i, at), rows, op, env)
         return None
 
 
@@ -199,7 +199,7 @@ def _renames(draft: Draft, op: Block) -> bool:
     return op.outs[0] in draft.outputs and read.other is None and draft.tensors[read.tensor].shape == sizes
 
 
-def _inside(draft: Draft, at: tuple[int, int], rows: Block, op: Block, env: dict[str, Aff]) -> Match:
+def _with_map_result(draft: Draft, at: tuple[int, int], rows: Block, op: Block, env: dict[str, Aff]) -> Match:
     """The reduction with the map as a result: in the map's shape where no other result is left, else in its own."""
     i, j = at
     needed = [t for t in rows.outs if t in draft.outputs or set(draft.readers_of(t)) - {j}]

@@ -20,13 +20,13 @@ from tapestry.rewrites.core.edit import (
     inline,
     merge_reads,
     over,
-    plain,
     points,
     read_dims,
     same_value,
     shift_args,
     unused,
     without_casts,
+    without_units,
 )
 from tapestry.rewrites.core.rule import Draft, Match, OpRule, Refusal, refuse, register
 from tapestry.rewrites.reductions.stream_softmax import as_weight, centres, is_state, product_of, weighted_sums
@@ -53,8 +53,8 @@ class Merged:
 
 def reduction(op: Op) -> bool:
     """Whether an operation is a reduction that may be joined to another one at all."""
-    plain = isinstance(op, Block) and bool(op.reduce) and op.monoid is not None and not op.inner and not op.splits
-    return plain and as_scan(op) is None and all(d.size for d in op.space)
+    without_units = isinstance(op, Block) and bool(op.reduce) and op.monoid is not None and not op.inner and not op.splits
+    return without_units and as_scan(op) is None and all(d.size for d in op.space)
 
 
 def aligned(a: Block, b: Block) -> dict[str, Aff] | None:
@@ -77,7 +77,7 @@ def aligned(a: Block, b: Block) -> dict[str, Aff] | None:
 def swept(op: Block) -> frozenset[Read]:
     """What the body reads along the reduced dimensions."""
     along = {d.name for d in op.reduce if d.size > 1}
-    reads = (plain(op.reads[k], op) for k in op.body_reads())
+    reads = (without_units(op.reads[k], op) for k in op.body_reads())
     return frozenset(r for r in reads if along & read_dims(r))
 
 
@@ -186,7 +186,7 @@ def at_rows(read: Read, a: Block, env: Env, b: Block) -> bool:
     """Whether a read of a result of the first is of the row that the second is at."""
     one = {d.name: const(0) for d in b.space if d.size == 1}
     want = tuple(substitute(env[d.name], one, b.ranges) for d in a.dims)
-    return plain(read, b).index == want and read.other is None
+    return without_units(read, b).index == want and read.other is None
 
 
 # The semidirect product of monoids as a rule: a reduction of what another one over the same points refers to, in one pass.

@@ -49,8 +49,8 @@ class Weight:
 def as_weight(term: Expr) -> Weight | None:
     """The terms of a sum, written over the state of a softmax (``Acc``), as weighted values; ``None`` if they are not."""
     over, under = _factors(term)
-    mine = [e for e in over if _inside(e)]
-    below = [e for e in under if _inside(e)]
+    mine = [e for e in over if _holds_state(e)]
+    below = [e for e in under if _holds_state(e)]
     if len(mine) != 1 or len(below) > 1:
         return None
     weight: Expr = call("div", mine[0], below[0]) if below else mine[0]
@@ -58,14 +58,14 @@ def as_weight(term: Expr) -> Weight | None:
     if not isinstance(core, Call) or core.fn != "exp" or (bottom is not None and not is_state(bottom, 1)):
         return None
     found = _less_maximum(core.args[0])
-    if found is None or _inside(found[0]) or (found[1] and bottom is not None):
+    if found is None or _holds_state(found[0]) or (found[1] and bottom is not None):
         return None
-    values = tuple(e for e in over if not _inside(e))
-    divisors = tuple(e for e in under if not _inside(e))
+    values = tuple(e for e in over if not _holds_state(e))
+    divisors = tuple(e for e in under if not _holds_state(e))
     return Weight(weight, found[0], found[1] or bottom is not None, values, divisors)
 
 
-def _inside(e: Expr) -> bool:
+def _holds_state(e: Expr) -> bool:
     return any(isinstance(x, Acc) for x in walk(e))
 
 
@@ -91,7 +91,7 @@ def _is_log_total(e: Expr) -> bool:
 
 def _factors(e: Expr) -> tuple[list[Expr], list[Expr]]:
     """Numerators and denominators of a product; only what holds the weights is taken apart."""
-    if _inside(e):
+    if _holds_state(e):
         e = without_casts(e, FLOATS)  # a narrower type in between would only lose digits
         if isinstance(e, Call) and e.fn in ("mul", "div"):
             (a, b), (c, d) = _factors(e.args[0]), _factors(e.args[1])
@@ -143,7 +143,7 @@ def centres(w: Weight, last: int = 1, zeros: Expr | None = None) -> Callable[[Ex
     of NaN), ``zeros`` is 0 times them.
     """
     least, most, none = (_row_value(w, top) for top in (-math.inf, math.inf, math.nan))
-    if least is None or most is None or none is None or not _same(most, none):
+    if least is None or most is None or none is None or not _equal_numbers(most, none):
         return None
 
     def value(of: float, dtype: str) -> Expr:
@@ -153,7 +153,7 @@ def centres(w: Weight, last: int = 1, zeros: Expr | None = None) -> Callable[[Ex
     def special(out: Expr) -> Expr:
         top = Acc(0, out.dtype)
         out = call("where", call("isnan", call("sub", top, top)), zeros or value(none, out.dtype), out)
-        if _same(least, none):
+        if _equal_numbers(least, none):
             return out
         # weights of 0 times values: 0, but NaN where a value is not finite
         row = call("mul", Acc(last, out.dtype), number(0, out.dtype)) if least == 0 and last > 1 else value(least, out.dtype)
@@ -171,7 +171,7 @@ def weighted_sums(count: int) -> str:
     return next(name for name in MONOIDS if exponential(name) == replace(WEIGHTS, sums=count))
 
 
-def _same(a: float, b: float) -> bool:
+def _equal_numbers(a: float, b: float) -> bool:
     return a == b or (math.isnan(a) and math.isnan(b))
 
 

@@ -275,7 +275,7 @@ def agreed(measure: Callable[[], Document], most: int = ROUNDS) -> Document:
 
 def differ(a: Document, b: Document) -> float:
     """By what share times of two rounds differ: the median over a class of kernels, or over calls; the largest of these."""
-    one, two, logs = _times(a), _times(b), defaultdict[str, list[float]](list)
+    one, two, logs = _measured_seconds(a), _measured_seconds(b), defaultdict[str, list[float]](list)
     for key in (k for k in one.keys() & two.keys() if one[k] > 0 < two[k]):
         logs[key[0]].append(math.log(one[key] / two[key]))
     return max((math.exp(abs(statistics.median(x))) - 1 for x in logs.values()), default=0.0)
@@ -285,7 +285,7 @@ def _seconds(document: Document) -> float:
     return sum(p[-1] for p in document["measured"]["kernels"])
 
 
-def _times(document: Document) -> dict[tuple[str, Any], float]:
+def _measured_seconds(document: Document) -> dict[tuple[str, Any], float]:
     """Seconds of each kernel and call."""
     kernels = {(p[0], k): p[-1] for k, p in enumerate(document["measured"]["kernels"])}
     tables = document.get("collectives", ())
@@ -310,7 +310,7 @@ START_SECONDS = 40.0  # about how long a calibration takes
 Given = Mapping[str, Any] | None
 
 
-def _where(make: Callable[[], Target], given: Given, rank: int, local: int) -> Target | torch.device:
+def _target_measured(make: Callable[[], Target], given: Given, rank: int, local: int) -> Target | torch.device:
     """The target whose kernels are measured, or the device that makes calls: each rank's own GPU, if there are any."""
     return make() if given is None else device_of("triton", rank, local)
 
@@ -355,7 +355,7 @@ def _forked(make: Callable[[], Target], task: Task, given: Given, folder: Path, 
 
 
 def _child(rank: int, make: Callable[[], Target], task: Task, given: Given, folder: Path, progress: Any) -> None:
-    where = _where(make, given, rank, rank)
+    where = _target_measured(make, given, rank, rank)
     if task.processes > 1:
         flags.network(LOOPBACK)
         store = FileStore(str(folder / "store"), task.processes)
@@ -379,7 +379,7 @@ def on_rank(
     """
     store, _ = join(place, TIMEOUT.total_seconds())
     rank, world = place.rank, place.world
-    where = _where(make, given, rank, place.local)
+    where = _target_measured(make, given, rank, place.local)
     api.init_process_group(_backend(where), store=PrefixStore("calibrate", store), rank=rank, world_size=world, timeout=TIMEOUT)
     try:
         store.set(f"host/{rank}", socket.gethostname())

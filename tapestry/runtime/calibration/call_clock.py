@@ -302,7 +302,7 @@ class Probe:
         return "\n".join(lines) + "\n"
 
 
-def _product(m: int, k: int, n: int, dtype: str = "f32", then: str = "") -> Probe:
+def _product_probe(m: int, k: int, n: int, dtype: str = "f32", then: str = "") -> Probe:
     """x[m, k] · w[k, n], with a bias and perhaps more in ``then``."""
     tail = f", b = b@[n]\n  body x * w\n  then {then}" if then else "\n  body x * w"
     op = f"y@: {dtype}[{m}, {n}] = op [i: {m}, n: {n} | m: {k} sum]\n  reads x[i, m], w = w@[m, n]{tail}"
@@ -426,7 +426,7 @@ def _softmax(rows: int, width: int) -> Probe:
     return Probe("softmax", f"x: f32[{rows}, {width}]", op)
 
 
-def _sum(rows: int, width: int) -> Probe:
+def _sum_probe(rows: int, width: int) -> Probe:
     op = f"y@: f32[{rows}] = op [i: {rows} | m: {width} sum]\n  reads x[i, m]\n  body x"
     return Probe("row", f"x: f32[{rows}, {width}]", op)
 
@@ -465,8 +465,8 @@ def probes() -> Iterator[Probe]:
         (64, 768, 768), (64, 3072, 384), (256, 768, 192), (256, 768, 1536), (256, 1536, 768), (512, 768, 3072), (768, 768, 768),
         (4, 768, 16001), (64, 512, 16001),
     ):  # fmt: skip
-        yield _product(m, k, n)
-    yield from (_product(m, 768, n, then=GELU) for m, n in ((1, 3072), (64, 1536), (256, 3072)))
+        yield _product_probe(m, k, n)
+    yield from (_product_probe(m, 768, n, then=GELU) for m, n in ((1, 3072), (64, 1536), (256, 3072)))
     yield from (_three(m, 768, n) for m, n in ((1, 384), (64, 768), (256, 384)))
     yield from (_attention(*s) for s in ((1, 4, 16, 16), (1, 6, 64, 64), (4, 12, 64, 64), (1, 12, 128, 128), (1, 12, 1, 128)))
     yield from (_attention(*s, masked=True) for s in ((1, 4, 16, 16), (2, 8, 16, 32), (1, 12, 64, 64), (4, 8, 128, 128)))
@@ -484,7 +484,7 @@ def probes() -> Iterator[Probe]:
     yield from (_into_strips(*s) for s in ((8, 16, 14, 2), (64, 64, 28, 2), (128, 128, 14, 2)))
     yield from (_norm(rows, 768) for rows in (1, 16, 64, 256, 1024))
     yield from (_softmax(rows, n) for rows, n in ((16, 64), (192, 128), (1536, 64), (3072, 128), (64, 8192), (4, 32768)))
-    yield from (_sum(rows, n) for rows, n in ((64, 64), (256, 768), (2048, 768)))
+    yield from (_sum_probe(rows, n) for rows, n in ((64, 64), (256, 768), (2048, 768)))
     for body in ("x + z", "x", "tanh(x)"):
         yield from (_map(rows, n, body) for rows, n in ((8, 64), (64, 768), (256, 768), (512, 3072)))
     yield from (_gather(rows, 8192, 768) for rows in (1, 16, 64, 256, 1024))
@@ -503,12 +503,12 @@ def few_probes() -> Iterator[Probe]:
 def rates_by_dtype() -> Iterator[Probe]:
     """One product per dtype of floats, to compare them."""
     for dtype in ("f32", "f64", "f16", "bf16"):
-        yield _product(256, 768, 768, dtype)
+        yield _product_probe(256, 768, 768, dtype)
 
 
 def between() -> Probe:
     """A kernel that runs before what is measured in place; it takes about as long as a transfer of some hundred kilobytes."""
-    return _product(64, 768, 768)
+    return _product_probe(64, 768, 768)
 
 
 # Seconds of a probe's kernel, run as the processes of a run do: step by step, on arrays that are there, and after another

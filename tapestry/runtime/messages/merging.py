@@ -126,11 +126,11 @@ class MergeByCall(_Merge):
             self.narrow.append((wide, there))
         if self.call.name == ALL_REDUCE:
             self.packed.append((there, src, self.rank.box(d, dst)))
-            self.calls.append(partial(self.rank.wire.all_reduce(team, self.at, self.call.op), _numbers(there)))
+            self.calls.append(partial(self.rank.wire.all_reduce(team, self.at, self.call.op), _as_numbers(there)))
             return
         given = buffers.view(f"{self.at} parts {k}", self.dtype(k), (len(self.group), *there.shape))
         self.packed += [(given[i], src, self.rank.box(e, dst)) for i, e in enumerate(self.group)]
-        self.calls.append(self.rank.wire.reduce_scatter(team, self.at, _numbers(there), _numbers(given), self.call.op))
+        self.calls.append(self.rank.wire.reduce_scatter(team, self.at, _as_numbers(there), _as_numbers(given), self.call.op))
 
     def start(self) -> None:
         """Copy the states, which are left as they are, and call."""
@@ -181,13 +181,13 @@ class MergeInPlace(MergeByCall):
             if not states.is_contiguous():
                 states = states.contiguous()
             held[dst] = states
-            self.works.append(begin(_numbers(states)))
+            self.works.append(begin(_as_numbers(states)))
         if self.into:
             self.hold()
         wire.payload += self.sent
 
 
-def _numbers(array: Tensor) -> Tensor:
+def _as_numbers(array: Tensor) -> Tensor:
     """Booleans as bytes: a backend merges numbers alone."""
     return array.view(torch.uint8) if array.dtype == torch.bool else array
 

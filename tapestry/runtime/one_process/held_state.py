@@ -182,13 +182,13 @@ class HeldState:
         """Zeros, with places behind the last cell where the cache's whole length is there."""
         box, (lo, hi) = place[2], place[2][cache.axis]
         more = self.longest if (lo, hi) == (0, cache.capacity) else 0
-        self.memory[place] = torch.zeros(shape(_along(box, cache.axis, lo, hi + more)), dtype=dtype)
+        self.memory[place] = torch.zeros(shape(_with_interval(box, cache.axis, lo, hi + more)), dtype=dtype)
         self.arrays[place] = self.memory[place].narrow(cache.axis, 0, hi - lo)
 
     def _grow(self, executor: LocalExecutor, place: Place, cache: Cache) -> None:
         """Let the device's present be the cache's own memory, where one launch makes it and it is as long."""
         _, device, box = place
-        name, wanted = executor.program.outputs[cache.present], _along(box, cache.axis, 0, cache.capacity + cache.new)
+        name, wanted = executor.program.outputs[cache.present], _with_interval(box, cache.axis, 0, cache.capacity + cache.new)
         if box[cache.axis] != (0, cache.capacity) or executor.program.buffers[name].boxes[device] != wanted:
             return
         if any(
@@ -275,7 +275,7 @@ class HeldState:
             first, row = row, row + sum(1 for _ in same)
             lo, hi = max(first, place[2][0][0]), min(row, place[2][0][1])
             if lo < hi:
-                yield from self._rows(executor, place, cache, _along(place[2], 0, lo, hi), at)
+                yield from self._rows(executor, place, cache, _with_interval(place[2], 0, lo, hi), at)
 
     def _rows(
         self, executor: LocalExecutor, place: Place, cache: Cache, box: Box, at: tuple[int, int]
@@ -285,21 +285,21 @@ class HeldState:
         lo, hi, shift = max(lo, at[0]), min(hi, sum(at)), cache.capacity - at[0]
         if lo >= hi:
             return
-        wanted = _along(box, cache.axis, lo + shift, hi + shift)
+        wanted = _with_interval(box, cache.axis, lo + shift, hi + shift)
         boxes, owner = executor.program.buffers[executor.program.outputs[cache.present]].boxes, executor.route.owner
         whole = [d for d, b in enumerate(boxes) if b is not None and intersect(b, wanted) == wanted]
         if whole:
             near = place[1] if place[1] in whole else next((d for d in whole if owner[d] == owner[place[1]]), whole[0])
-            yield near, wanted, _along(box, cache.axis, lo, hi)
+            yield near, wanted, _with_interval(box, cache.axis, lo, hi)
             return
         for box, d in executor.blocks[cache.present].items():
             piece = intersect(box, wanted)
             if piece is not None:
                 first, last = piece[cache.axis]
-                yield d, piece, _along(piece, cache.axis, first - shift, last - shift)
+                yield d, piece, _with_interval(piece, cache.axis, first - shift, last - shift)
 
 
-def _along(box: Box, axis: int, lo: int, hi: int) -> Box:
+def _with_interval(box: Box, axis: int, lo: int, hi: int) -> Box:
     """A box with another interval on one axis."""
     return (*box[:axis], (lo, hi), *box[axis + 1 :])
 

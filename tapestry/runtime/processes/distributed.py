@@ -79,7 +79,7 @@ def device_of(target: str, rank: int, local: int) -> torch.device:
 
 def encode(value: Any) -> bytes:
     """An array, text, a sequence, a map of numbers or names to values, or ``None``, as bytes."""
-    return msgspec.json.encode(_plain(value))
+    return msgspec.json.encode(_json_value(value))
 
 
 def decode(data: bytes) -> Any:
@@ -94,13 +94,16 @@ def decode(data: bytes) -> Any:
         raise TapestryError(f"a value of the host does not read: {e}") from None
 
 
-def _plain(value: Any) -> Any:
+def _json_value(value: Any) -> Any:
     if value is None:
         return None
     if is_sequence(value):
-        return [_plain(v) for v in value]
+        return [_json_value(v) for v in value]
     if is_map(value):
-        return {"keys": [k if isinstance(k, str) else int(k) for k in value], "values": [_plain(v) for v in value.values()]}
+        return {
+            "keys": [k if isinstance(k, str) else int(k) for k in value],
+            "values": [_json_value(v) for v in value.values()],
+        }
     a = np.asarray(value)
     if a.dtype.kind in "OUS":
         items = [v.decode() if isinstance(v, bytes) else str(v) for v in a.ravel().tolist()]

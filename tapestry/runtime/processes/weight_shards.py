@@ -33,7 +33,7 @@ from tapestry.ir.graph import Graph
 from tapestry.ir.kernel import Box, shape
 from tapestry.ir.program import Load
 from tapestry.ir.types import itemsize, numpy_dtype
-from tapestry.runtime.executor import file_name, write
+from tapestry.runtime.executor import file_name, write_outputs
 from tapestry.runtime.feeds import random_feeds
 
 Array = np.ndarray[Any, Any]
@@ -233,10 +233,10 @@ class Batch:
         if self.output is None:
             return
         if self.source is None:
-            write(self.output, outputs)
+            write_outputs(self.output, outputs)
             return
         with new_folder(self.output, "") as temporary:
-            write(temporary, outputs)
+            write_outputs(temporary, outputs)
 
 
 def load(path: Path) -> Array:

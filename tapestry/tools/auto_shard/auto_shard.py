@@ -41,7 +41,7 @@ def scheme_at(graph: NodeGraph, cuts: Sequence[str]) -> tuple[Problem, Scheme]:
     """
     problem = Problem(graph, [(k,) for k in range(len(graph.names))])
     busy = sum(1 << k for k in {s.node for s in graph.steps})
-    last = [[k for name in _names(text, graph) for k in _nodes(name, text, graph)] for text in cuts]
+    last = [[k for name in _tensor_names(text, graph) for k in _nodes(name, text, graph)] for text in cuts]
     stages = [sum(1 << k for k in mine) for mine in needed(last, graph.parents.__getitem__)]
     stages.append(problem.all & ~sum(stages))
     empty = next((k for k, mask in enumerate(stages) if not mask & busy), None)
@@ -68,7 +68,7 @@ def ends(problem: Problem, mask: int) -> list[str]:
     return found[::-1]
 
 
-def _names(text: str, graph: NodeGraph) -> list[str]:
+def _tensor_names(text: str, graph: NodeGraph) -> list[str]:
     return [text] if text in graph.names else text.split(",")
 
 
@@ -361,7 +361,7 @@ class Attempt:
     least: Evaluation
 
 
-def check(options: Options) -> None:
+def check_options(options: Options) -> None:
     """Refuse options that make no sense.
 
     Raises:
@@ -396,7 +396,7 @@ def auto_shard(
     Raises:
         TapestryError: bad options, a model at fault, more devices than subgraphs, or memory that cannot suffice.
     """
-    check(options)
+    check_options(options)
     clock = _Clock(report)
     path = options.model.absolute()
     topo = topology(

@@ -281,7 +281,7 @@ def merge(graph: NodeGraph, units: Sequence[Unit], wanted: int, at_least: int) -
     Neighbours, because merging them keeps the list in topological order whatever the edges. A subgraph is small when it
     is less than a ``wanted``-th of the whole. Nothing is merged when fewer than ``at_least`` would be left.
     """
-    merged = _merged(graph, units, wanted, [0] * len(units))
+    merged = _merged_units(graph, units, wanted, [0] * len(units))
     return merged if len(merged) >= at_least else list(units)
 
 
@@ -295,10 +295,10 @@ def refine(graph: NodeGraph, units: Sequence[Unit], wanted: int) -> list[Unit]:
     # nodes that cost nothing come last of their subgraph, or else a later one would claim them
     tops = [k for nodes in units for k in (*(k for k in nodes if k in busy), *reversed(nodes))]
     small = candidate_subgraphs(graph, tops)
-    return _merged(graph, small, wanted, [home[unit[0]] for unit in small])
+    return _merged_units(graph, small, wanted, [home[unit[0]] for unit in small])
 
 
-def _merged(graph: NodeGraph, units: Sequence[Unit], wanted: int, parts: Sequence[int]) -> list[Unit]:
+def _merged_units(graph: NodeGraph, units: Sequence[Unit], wanted: int, parts: Sequence[int]) -> list[Unit]:
     """Merge small neighbours of the same part."""
     if len(units) <= wanted:
         return list(units)

@@ -371,11 +371,11 @@ def _divides(g: Guard, a: Spread) -> bool:
     (atom, times), *more = (*g.aff.terms, ("", 0))
     if g.op != "eq" or not isinstance(atom, Mod) or times != 1 or len(more) > 1 or g.aff.const or atom.div != a.stride:
         return False
-    apart = atom.arg - _place(a)
+    apart = atom.arg - _window_place(a)
     return apart.is_affine and not any(n % a.stride for n in (apart.const, *(k for _, k in apart.terms)))
 
 
-def _place(a: Spread) -> Aff:
+def _window_place(a: Spread) -> Aff:
     return dim(a.out) - dim(a.window) * a.dilation + const(a.offset)
 
 

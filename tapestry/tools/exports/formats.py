@@ -205,7 +205,7 @@ def _text_of_ranks(d: dict[str, Any]) -> list[str]:
     ]
 
 
-def _places(d: dict[str, Any]) -> list[str]:
+def _placement_lines(d: dict[str, Any]) -> list[str]:
     kinds = ("parameters", "constants", "inputs", "outputs", "activations")
     counts = ", ".join(f"{d[k]} {k}" for k in kinds if d[k])
     return [f"{d['file']}: {counts}", *_nearest(d)]
@@ -246,7 +246,7 @@ FORMATS: dict[str, Format] = {
     ),
     "onnx-ranks": Format(
         "a folder with an ONNX file for each rank, collectives as nodes",
-        lambda a: rank_onnx.export(a.build, a.constants, a.target, nearest=a.nearest), _ranks, rank_onnx.language,
+        lambda a: rank_onnx.export_ranks(a.build, a.constants, a.target, nearest=a.nearest), _ranks, rank_onnx.language,
     ),
     "onnx-fused": Format(
         "the graph after every rewrite as plain ONNX for one device",
@@ -255,16 +255,16 @@ FORMATS: dict[str, Format] = {
     ),
     "tp-plan": Format(
         "transformers' base_model_tp_plan: a style for each linear layer and table",
-        lambda a: tp_plan.export(a.build, a.target, nearest=a.nearest), _styles, tp_plan.language, tp_plan.said,
+        lambda a: tp_plan.export_tp_plan(a.build, a.target, nearest=a.nearest), _styles, tp_plan.language, tp_plan.said,
     ),
     "dtensor": Format(
         "placements of torch.distributed.tensor for every parameter, input, output and activation",
-        lambda a: layouts.export_places(a.build, a.target, "dtensor", nearest_will_do=a.nearest), _places,
+        lambda a: layouts.export_places(a.build, a.target, "dtensor", nearest_will_do=a.nearest), _placement_lines,
         layouts.language, lambda plan: _placed(plan, "dtensor"),
     ),
     "jax": Format(
         "a PartitionSpec for every parameter, input, output and activation",
-        lambda a: layouts.export_places(a.build, a.target, "jax", nearest_will_do=a.nearest), _places,
+        lambda a: layouts.export_places(a.build, a.target, "jax", nearest_will_do=a.nearest), _placement_lines,
         layouts.language, lambda plan: _placed(plan, "jax"),
     ),
     "shardy": Format(
@@ -282,7 +282,7 @@ FORMATS: dict[str, Format] = {
     ),
     "kernels": Format(
         "the Triton kernels as a Python package of torch's custom operators, which needs torch and triton alone",
-        lambda a: kernel_package.export(a.build, a.target), _kernels,
+        lambda a: kernel_package.export_kernels(a.build, a.target), _kernels,
     ),
     "ir": Format(
         "the plan's graph: IR text (.tap), or a JSON document",

@@ -61,7 +61,7 @@ if __name__ == "__main__":
 '''
 
 
-def export(build: Build, folder: Path) -> dict[str, Any]:
+def export_kernels(build: Build, folder: Path) -> dict[str, Any]:
     """Write the package into a new folder; says which kernels it has, and which have a case in its test.
 
     Raises:
@@ -174,7 +174,7 @@ def _case(
     rng = np.random.default_rng(seed)
     op = graph.ops[kernel.op]
     assert isinstance(op, Block)
-    values = [_drawn(b, rng, state=k >= len(source.reads)) for k, b in enumerate(inputs)]
+    values = [_random_buffer(b, rng, state=k >= len(source.reads)) for k, b in enumerate(inputs)]
     ins: list[torch.Tensor | None] = [None] * len(op.reads)
     for p, value in zip(source.reads, values, strict=False):
         ins[p] = value
@@ -184,7 +184,7 @@ def _case(
     return [t.contiguous().reshape(-1).view(torch.uint8).numpy() for t in (*values, *results)]
 
 
-def _drawn(b: Buffer, rng: np.random.Generator, *, state: bool) -> torch.Tensor:
+def _random_buffer(b: Buffer, rng: np.random.Generator, *, state: bool) -> torch.Tensor:
     """Values of a buffer: indices inside of any table, states of a softmax or a variance that may be divided by."""
     dtype = getattr(torch, b.dtype)
     if not dtype.is_floating_point:

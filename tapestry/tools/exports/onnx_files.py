@@ -186,7 +186,7 @@ def graph_nodes(graph: Graph, copies: Mapping[tuple[int, str], str] | None = Non
     values = {t: Value(t, x.shape, x.dtype) for t, x in graph.tensors.items()}
     for k, (op, name) in enumerate(zip(graph.ops, operation_names(graph), strict=True)):
         nodes.begin(name)
-        kernel = _whole(graph, op, k)
+        kernel = _whole_kernel(graph, op, k)
         names = [r.tensor for r in op.reads] if isinstance(op, Block) else list(op.ins)
         for t in names:
             if (copy := copies.get((k, t), "")) and copy not in values:
@@ -200,7 +200,7 @@ def graph_nodes(graph: Graph, copies: Mapping[tuple[int, str], str] | None = Non
     return nodes, values
 
 
-def _whole(graph: Graph, op: Op, k: int) -> Kernel:
+def _whole_kernel(graph: Graph, op: Op, k: int) -> Kernel:
     names = [r.tensor for r in op.reads] if isinstance(op, Block) else op.ins
     ins = tuple(whole(graph.tensors[t].shape) if t else None for t in names)
     outs = tuple(whole(graph.tensors[t].shape) for t in op.outs)
@@ -264,7 +264,7 @@ def _files(build: Build, target: Path) -> dict[str, str]:
 def _bring(build: Build, files: dict[str, str], folder: Path, *, copy: bool) -> list[str]:
     """The files that are not where the text looks for them; none once they have been copied."""
     here = Path(build.model).parent
-    absent = {file: name for file, name in files.items() if not _same(folder / name, here / file)}
+    absent = {file: name for file, name in files.items() if not _equal_sizes(folder / name, here / file)}
     if not copy:
         return [*absent.values()]
     if taken := next((name for name in absent.values() if (folder / name).exists()), None):
@@ -277,7 +277,7 @@ def _bring(build: Build, files: dict[str, str], folder: Path, *, copy: bool) -> 
     return []
 
 
-def _same(a: Path, b: Path) -> bool:
+def _equal_sizes(a: Path, b: Path) -> bool:
     """Whether both are there and of one size; what is inside is held to its hash when the text is compiled."""
     return a.is_file() and b.is_file() and a.stat().st_size == b.stat().st_size
 

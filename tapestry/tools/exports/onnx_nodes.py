@@ -421,7 +421,7 @@ def _strided(
     """Each axis of the buffer as a product of dimensions that no other axis has; None where it is none."""
     digits = _digits(index, frame.ranges)
     ranges = {n: k for parts in digits.values() for n, k in parts}
-    env = {name: _whole(parts) for name, parts in digits.items() if len(parts) > 1}
+    env = {name: _of_digits(parts) for name, parts in digits.items() if len(parts) > 1}
     index = [substitute(e, env, ranges) for e in index]
     used = [n for e in index for n in dims_of(e)]
     if len(set(used)) < len(used) or not all(e.is_affine for e in index):
@@ -456,7 +456,7 @@ def _joined(
     return nodes.reshape(value, shape)
 
 
-def _whole(parts: Sequence[tuple[str, int]]) -> Aff:
+def _of_digits(parts: Sequence[tuple[str, int]]) -> Aff:
     """A dimension as the sum of its digits, each times its place."""
     out = const(0)
     for k, (name, n) in enumerate(parts):
@@ -468,7 +468,7 @@ def _digits(index: Sequence[Aff], ranges: Mapping[str, int]) -> dict[str, tuple[
     """Each dimension as digits, the greatest first, such that floors and mods of it are digits; itself where it has none."""
     places: dict[str, set[int]] = {n: set() for n in ranges}
     for e in index:
-        _places(e.terms, places)
+        _dimension_cuts(e.terms, places)
     out: dict[str, tuple[tuple[str, int], ...]] = {}
     for name, n in ranges.items():
         steps = [1, *sorted(p for p in places[name] if 1 < p < n), n]
@@ -480,7 +480,7 @@ def _digits(index: Sequence[Aff], ranges: Mapping[str, int]) -> dict[str, tuple[
     return out
 
 
-def _places(terms: Sequence[tuple[Atom, int]], places: dict[str, set[int]]) -> None:
+def _dimension_cuts(terms: Sequence[tuple[Atom, int]], places: dict[str, set[int]]) -> None:
     """Where floors and mods cut the dimensions that they are of."""
     for atom, _ in terms:
         if isinstance(atom, str):
@@ -488,7 +488,7 @@ def _places(terms: Sequence[tuple[Atom, int]], places: dict[str, set[int]]) -> N
         for name, c in atom.arg.terms:
             if isinstance(name, str):
                 places[name].add(atom.div // gcd(atom.div, c))
-        _places(atom.arg.terms, places)
+        _dimension_cuts(atom.arg.terms, places)
 
 
 def _padded(

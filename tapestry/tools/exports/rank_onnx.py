@@ -146,7 +146,7 @@ def moved(x: Exchange, step: Transfer, source: Value | None) -> Value | None:
     if not size(mine):
         return x.nodes.filled(shape(mine), 0, dst.dtype)
     if held is not None and source is not None and (common := intersect(held, mine)) is not None:
-        pieces[common] = x.nodes.slice(source, _within(common, held))
+        pieces[common] = x.nodes.slice(source, _relative_box(common, held))
     kept = {box: v for box, v in pieces.items() if intersect(box, mine) == box}
     return assembled(x.nodes, mine, kept, step.dst)
 
@@ -162,7 +162,7 @@ def _sent(step: Transfer) -> dict[tuple[int, Box], list[int]]:
 def broadcast(x: Exchange, source: Value | None, held: Box | None, box: Box, members: Sequence[int], dtype: str) -> Value:
     """A box from the first of some ranks to the others; those give an array of zeros, which is not read."""
     if source is not None and held is not None:
-        given = x.nodes.slice(source, _within(box, held))
+        given = x.nodes.slice(source, _relative_box(box, held))
     else:
         given = x.nodes.filled(shape(box), 0, dtype)
     return x.collective("BROADCAST", _ranked(x, given), tuple(sorted(members)), root=members[0])
@@ -172,7 +172,7 @@ def _ranked(x: Exchange, v: Value) -> Value:
     return v if v.shape else x.nodes.reshape(v, (1,))
 
 
-def _within(box: Box, held: Box) -> list[tuple[int, int]]:
+def _relative_box(box: Box, held: Box) -> list[tuple[int, int]]:
     return [(lo - a, hi - a) for (lo, hi), (a, _) in zip(box, held, strict=True)]
 
 
@@ -312,7 +312,7 @@ class _Merge:
             nbytes = (n - 1) * again * itemsize(v.dtype) / n
             self.x.costs("parts that several ranks want of one merge", nbytes, self.step.dsts[field])
         for d, (src, dst) in zip(self.group, self._ends(field), strict=True):
-            mine = self.x.nodes.slice(v, _within(dst, self._ends(field)[self.group.index(self.x.rank)][0]))
+            mine = self.x.nodes.slice(v, _relative_box(dst, self._ends(field)[self.group.index(self.x.rank)][0]))
             assert intersect(src, dst) == dst
             found = self.x.collective("REDUCE", _ranked(self.x, mine), self.group, op=op, root=d)
             out = self.x.nodes.reshape(found, mine.shape) if d == self.x.rank else out
@@ -347,7 +347,7 @@ class _Merge:
     def part(self, v: Value, field: int) -> Value:
         """This rank's part of a field that it has all of."""
         src, dst = self._ends(field)[self.group.index(self.x.rank)]
-        return self.x.nodes.slice(v, _within(dst, src)) if v.shape == shape(src) else v
+        return self.x.nodes.slice(v, _relative_box(dst, src)) if v.shape == shape(src) else v
 
     def _in_order(self, monoid: Monoid, fields: Sequence[Value], at: int) -> list[Value]:
         """Any monoid: everybody's states, gathered and merged in the order of the group."""
@@ -385,7 +385,7 @@ def _is_plain(monoid: Monoid) -> bool:
     return isinstance(s, ByPrimitive) or (isinstance(s, Product) and all(map(_is_plain, s.parts)))
 
 
-def export(build: Build, constants: bytes, target: Path, *, nearest: bool) -> dict[str, Any]:
+def export_ranks(build: Build, constants: bytes, target: Path, *, nearest: bool) -> dict[str, Any]:
     """Write a folder of rank files; returns what was written, with the bytes that the files move beyond the plan's.
 
     Args:
@@ -403,7 +403,7 @@ def export(build: Build, constants: bytes, target: Path, *, nearest: bool) -> di
             store = DataFile(DATA, file, weights_of(build, constants))
             for rank in ranks:
                 (folder / f"rank{rank.rank}.onnx").write_bytes(rank.model(store).SerializeToString())
-        (folder / MARK).write_text(json.dumps(document(build, ranks), indent=2) + "\n")
+        (folder / MARK).write_text(json.dumps(program_document(build, ranks), indent=2) + "\n")
         checked_ranks(folder, len(ranks))
     extra = {
         k: round(sum(r.exchange.extra.get(k, 0) for r in ranks)) for k in sorted({k for r in ranks for k in r.exchange.extra})
@@ -599,7 +599,7 @@ def said_boxes(build: Build, boxes: tuple[Box | None, ...], extents: tuple[int, 
     return [None if not names else names[0] if len(names) == 1 else names for names in axes]
 
 
-def document(build: Build, ranks: list[RankFile]) -> dict[str, Any]:
+def program_document(build: Build, ranks: list[RankFile]) -> dict[str, Any]:
     """``program.json``: the mesh, and which mesh axes cut each axis of inputs and outputs."""
     places = {t: p.spec for t, p in input_places(build).items() if t in ranks[0].inputs}
     for t in build.program.outputs:

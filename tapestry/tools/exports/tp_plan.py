@@ -69,7 +69,7 @@ class Parts:
     moved: int = 0
 
 
-def export(build: Build, target: Path, *, nearest: bool) -> dict[str, Any]:
+def export_tp_plan(build: Build, target: Path, *, nearest: bool) -> dict[str, Any]:
     """Write the dictionary as JSON; returns it with what it costs.
 
     Raises:

@@ -84,7 +84,7 @@ def kernel_text_of(graph: Graph, kernel: Kernel, made: TritonKernel, name: str, 
         names[k] = same.setdefault((op.reads[p].tensor, kernel.ins[p]), names[k])
     states, outs = names[len(made.reads) : first], names[first : len(made.args)]
     types = [e.dtype for e in op.body] if kernel.mode == "partial" else [graph.tensors[t].dtype for t in op.outs]
-    buffers = {names[k]: _read(graph, op, kernel, p) for k, p in enumerate(made.reads)}
+    buffers = {names[k]: _read_buffer(graph, op, kernel, p) for k, p in enumerate(made.reads)}
     for k, n in enumerate(states):
         buffers[n] = Buffer(op.body[k].dtype, size(state_box(op, k, kernel.outs[0])))
     buffers |= {n: Buffer(dtype, size(box)) for n, dtype, box in zip(outs, types, kernel.outs, strict=True)}
@@ -95,7 +95,7 @@ def kernel_text_of(graph: Graph, kernel: Kernel, made: TritonKernel, name: str, 
     )  # fmt: skip
 
 
-def _read(graph: Graph, op: Block, kernel: Kernel, p: int) -> Buffer:
+def _read_buffer(graph: Graph, op: Block, kernel: Kernel, p: int) -> Buffer:
     box = kernel.ins[p]
     assert box is not None
     return Buffer(graph.tensors[op.reads[p].tensor].dtype, size(box))
@@ -164,7 +164,7 @@ def generated_text_of(graph: Graph, kernel: Kernel, run: CpuKernel, name: str) -
     op = graph.ops[kernel.op]
     assert isinstance(op, Block)
     names = {p: f"buffer {k}" for k, p in enumerate(run.reads)}
-    buffers = {n: _read(graph, op, kernel, p) for p, n in names.items()}
+    buffers = {n: _read_buffer(graph, op, kernel, p) for p, n in names.items()}
     outs = {"y" if len(op.outs) == 1 else f"y{k}": t for k, t in enumerate(op.outs)}
     buffers |= {y: Buffer(graph.tensors[t].dtype, size(kernel.outs[0])) for y, t in outs.items()}
     given: dict[str, Argument] = {"sizes": run.sizes or (0,), "p": tuple(At(n) for n in buffers)}

@@ -295,7 +295,7 @@ class Floating(Tile):
     """A number that C computes with as a float, whatever it is made of."""
 
 
-def read(terms: Terms, text: str, launch: KernelLaunch, buffers: Mapping[str, Buffer], unrolled: bool = False) -> Program:
+def read_call(terms: Terms, text: str, launch: KernelLaunch, buffers: Mapping[str, Buffer], unrolled: bool = False) -> Program:
     """What a call of a function does.
 
     Args:

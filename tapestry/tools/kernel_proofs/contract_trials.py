@@ -521,10 +521,10 @@ def _products(rng: np.random.Generator) -> Iterator[Instance]:
     lanes = _lanes()
     sizes = [(int(rng.integers(1, 20)), n) for n in (*range(1, 2 * lanes + 2), 5 * lanes + 3)]
     for rows, features in (*sizes, (2100, 70), (4099, 33)):
-        yield _product(rng, rows, int(rng.integers(1, 12)), features)
+        yield _product_instance(rng, rows, int(rng.integers(1, 12)), features)
 
 
-def _product(rng: np.random.Generator, rows: int, depth: int, features: int) -> Instance:
+def _product_instance(rng: np.random.Generator, rows: int, depth: int, features: int) -> Instance:
     """Two products of the same rows, the first with a bias, and what `_then` makes of them."""
     x, bias = _numbers(rng, rows * depth), _numbers(rng, features)
     weights = [_numbers(rng, features * depth) for _ in range(2)]

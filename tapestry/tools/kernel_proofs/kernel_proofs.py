@@ -56,7 +56,7 @@ def stored(terms: Terms, stores: Sequence[Store], at: Aff) -> int:
     if len(stores) != 1:
         raise Unsupported("scratch that two statements write")
     (store,) = stores
-    env, rest = _digits(terms, store), at
+    env, rest = _digits_of_store(terms, store), at
     to = terms.placed(store.to.at, env)
     env_of, rest = dict[str, Aff](), at - to.const
     parts = sorted(to.terms, key=lambda x: -x[1])
@@ -75,7 +75,7 @@ def stored(terms: Terms, stores: Sequence[Store], at: Aff) -> int:
     return value
 
 
-def _digits(terms: Terms, store: Store) -> dict[str, Aff]:
+def _digits_of_store(terms: Terms, store: Store) -> dict[str, Aff]:
     """Variables that are taken apart by division, as sums of variables of their own."""
     cuts: dict[str, set[int]] = {}
     _collect(store.to.at, cuts)
@@ -120,7 +120,7 @@ NARROW = frozenset({"i8", "i16", "u8", "u16"})
 SCRATCH = 1 << 22  # elements of scratch that are computed
 
 
-def run(graph: Graph, kernel: Kernel, text: KernelText, programs: Sequence[Program], at: Any) -> None:
+def compare_programs(graph: Graph, kernel: Kernel, text: KernelText, programs: Sequence[Program], at: Any) -> None:
     """Compare the outputs of a kernel at the cells of some programs.
 
     Args:
@@ -275,7 +275,7 @@ def _prove(graph: Graph, kernel: Kernel, text: KernelText) -> Evidence:
         return Evidence(where, FORM)
     formless = why.endswith(NO_FORM)
     try:
-        run(graph, kernel, text, programs, cell)  # before other orders are tried: a wrong kernel has none
+        compare_programs(graph, kernel, text, programs, cell)  # before other orders are tried: a wrong kernel has none
         shown = TRIAL
     except Unsupported as e:
         shown, why = COMPARED, f"{why}; {e}"
@@ -297,7 +297,7 @@ def _mismatch(
 
 def _programs(text: KernelText) -> tuple[list[Program], str]:
     """What the launches do, and why their loops had to be read step by step (``""`` where they need not)."""
-    why, read = "", c_source.read if text.language == "c" else triton_source.read
+    why, read = "", c_source.read_call if text.language == "c" else triton_source.read_launch
     for unrolled in (False, True):
         terms = Terms()
         try:
@@ -347,7 +347,7 @@ def _match(
     for p in before:
         for store in p.stores:
             made.setdefault(store.to.buffer, []).append(replace(store, value=inlined(terms, store.value, made, {})))
-    sizes = _sizes(kernel, op)
+    sizes = _reduction_steps(kernel, op)
     for store in program.stores:
         store = _narrowed(terms, store)
         value = flattened(terms, inlined(terms, store.value, made, {}) if made else store.value, sizes, {})
@@ -389,7 +389,7 @@ def cell(terms: Terms, store: Store, kernel: Kernel, text: KernelText) -> list[A
     return out
 
 
-def _sizes(kernel: Kernel, op: Block) -> list[int]:
+def _reduction_steps(kernel: Kernel, op: Block) -> list[int]:
     """How many steps the operation's reductions have."""
     extents = [hi - lo for lo, hi in kernel.block]
     out, at = list[int](), len(op.dims)

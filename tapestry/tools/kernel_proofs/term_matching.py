@@ -244,7 +244,7 @@ def rearranged_steps(terms: Terms, a: int, b: int, names: tuple[str, ...], step:
     for buffer, at in addresses(terms, b):
         digits = _digits(terms, at, step)
         for other, mine in addresses(terms, a):
-            part = _part(mine, names) if digits and other == buffer else None
+            part = _variable_part(mine, names) if digits and other == buffer else None
             if part is None or part in seen:
                 continue
             seen.add(part)
@@ -280,7 +280,7 @@ def _digits(terms: Terms, at: Aff, step: str) -> list[tuple[int, int, int]]:
     return out
 
 
-def _part(at: Aff, names: tuple[str, ...]) -> Aff | None:
+def _variable_part(at: Aff, names: tuple[str, ...]) -> Aff | None:
     """What of an address depends on variables; ``None`` where it depends on others with them."""
     own = Aff()
     for atom, c in at.terms:

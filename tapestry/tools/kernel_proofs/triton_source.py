@@ -48,7 +48,9 @@ def functions(source: str) -> dict[str, ast.FunctionDef]:
     return {node.name: node for node in module.body if isinstance(node, ast.FunctionDef)}
 
 
-def read(terms: Terms, text: str, launch: KernelLaunch, buffers: Mapping[str, Buffer], unrolled: bool = False) -> Program:
+def read_launch(
+    terms: Terms, text: str, launch: KernelLaunch, buffers: Mapping[str, Buffer], unrolled: bool = False
+) -> Program:
     """What a launch of a kernel's source does.
 
     Args:

@@ -132,7 +132,7 @@ def merge(table: Table, c: Collective, values: Sequence[Value], ranges: Ranges) 
     """The values of a group's members, merged."""
     monoid = REDUCING[c.op]
     if monoid == "sum":
-        inner = _inside(table, c, values, ranges)
+        inner = _sum_in_domain(table, c, values, ranges)
         if inner is not None:
             return inner
         found = _summed(table, values, Fraction(1, len(values)) if c.op == "AVG" else Fraction(1), ranges)
@@ -150,7 +150,7 @@ def merge(table: Table, c: Collective, values: Sequence[Value], ranges: Ranges) 
     return table.multiple(out, Fraction(1, len(values)), table.dtype(out), ranges) if c.op == "AVG" else out
 
 
-def _inside(table: Table, c: Collective, values: Sequence[Value], ranges: Ranges) -> Value | None:
+def _sum_in_domain(table: Table, c: Collective, values: Sequence[Value], ranges: Ranges) -> Value | None:
     """The sum of the members' sums over one domain, as one sum of the sums of what they add; None where the domains differ."""
     nodes = [table.nodes[v.node] for v in values if isinstance(v, Ref)]
     sums = [n for n in nodes if n.kind == "reduce" and n.label[0] == "sum" and not n.model]

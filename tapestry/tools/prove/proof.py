@@ -356,7 +356,7 @@ class Difference:
 def difference(model: OneFile, program: Program, found: Comparison, seed: int = 0) -> Difference | str:
     """The first cell where a rank's output is not the model's, in float64 and in the model's own types; in words why there is
     none."""
-    points = sum(_points(f.graph) for f in (model, *program.ranks))
+    points = sum(_graph_points(f.graph) for f in (model, *program.ranks))
     if points > MOST_POINTS:
         return f"running both would take {points:.3g} points, so that no difference was looked for"
     weights = _weights(model, program, found, seed)
@@ -372,12 +372,12 @@ def difference(model: OneFile, program: Program, found: Comparison, seed: int = 
         first = _first(program, found, seed, wide := both(True))
         if first is None:
             return "both were run on random input and agree"
-        return _first(program, found, seed, wide, own := both(False)) or _step(model, first, wide[0], own[0])
+        return _first(program, found, seed, wide, own := both(False)) or _rounding_step(model, first, wide[0], own[0])
     except (ArithmeticError, KeyError, ValueError, IndexError, TypeError) as e:
         return f"one of them does not run ({type(e).__name__} {e}), so that no difference was found"
 
 
-def _points(graph: Graph) -> int:
+def _graph_points(graph: Graph) -> int:
     return sum(int(np.prod([d.size for d in op.space])) for op in graph.ops if op.space)
 
 
@@ -505,7 +505,7 @@ def _box(run: Run, name: str, mine: str, rank: int, start: Sequence[int]) -> tup
     return a, box, apart, float(np.max(np.abs(whole), initial=0.0, where=np.isfinite(whole)))
 
 
-def _step(model: OneFile, first: Difference, wide: Mapping[str, Array], own: Mapping[str, Array]) -> str:
+def _rounding_step(model: OneFile, first: Difference, wide: Mapping[str, Array], own: Mapping[str, Array]) -> str:
     """Which of the model's operations makes of a rounded value another one than of the value itself."""
     text = f"they differ in float64 alone, at {first.output}{list(first.cell)} of rank {first.rank}"
     tensors = model.graph.tensors

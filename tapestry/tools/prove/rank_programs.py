@@ -129,7 +129,7 @@ def _lifted(proto: ModelProto, path: Path, shapes: Given, rank: int, world: int,
     if found:
         if shapes and all(isinstance(v, int) or str(v).isdigit() for v in shapes.values()):
             rewrite_file(proto, {k: int(cast("Any", v)) for k, v in shapes.items()})
-        _cut(proto, collectives, found)
+        _at_collectives(proto, collectives, found)
     names = {d.dim_param for i in proto.graph.input for d in i.type.tensor_type.shape.dim} | {i.name for i in proto.graph.input}
     given = {k: v for k, v in shapes.items() if k in names}
     digest = hashlib.sha256(proto.SerializeToString(deterministic=True) + repr(sorted(given.items())).encode()).hexdigest()
@@ -264,7 +264,7 @@ def _collective(node: NodeProto, number: int, rank: int, world: int) -> Collecti
     return Collective(node.name or target or f"{kind}_{number}", kind, op, root, group, source, target)
 
 
-def _cut(proto: ModelProto, collectives: Sequence[Collective], nodes: Sequence[NodeProto]) -> None:
+def _at_collectives(proto: ModelProto, collectives: Sequence[Collective], nodes: Sequence[NodeProto]) -> None:
     """Make what collectives give inputs, and what they take outputs."""
     types = _types(proto, collectives)
     names = {n.output[0] for n in nodes if n.output}

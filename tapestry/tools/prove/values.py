@@ -537,11 +537,11 @@ def low(e: Aff, ranges: Ranges) -> int:
 
 def same(a: Aff, b: Aff, ranges: Ranges) -> bool:
     """Whether two index expressions are equal at every point of a space."""
-    return a == b or _same(a, b, tuple(ranges.items()))
+    return a == b or _may_coincide(a, b, tuple(ranges.items()))
 
 
 @lru_cache(maxsize=1 << 16)
-def _same(a: Aff, b: Aff, ranges: tuple[tuple[str, int], ...]) -> bool:
+def _may_coincide(a: Aff, b: Aff, ranges: tuple[tuple[str, int], ...]) -> bool:
     from tapestry.ir.space import vanishes
 
     apart = substitute(a - b, {}, dict(ranges))

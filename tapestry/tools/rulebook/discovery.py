@@ -25,7 +25,7 @@ from tapestry.rewrites.core.driver import rules_of, simplify
 from tapestry.rewrites.core.rule import RULES, Move, register
 from tapestry.rewrites.equations import instances
 from tapestry.rewrites.equations.build import Equation, rounding
-from tapestry.rewrites.equations.instances import instance, proof_of, prove
+from tapestry.rewrites.equations.instances import instance, proof_of, prove_moves
 from tapestry.rewrites.equations.pattern import RuleText, parse_rules
 from tapestry.rewrites.equations.rule_texts import WORDS, equation
 from tapestry.tools.rulebook.small_terms import FAMILIES, REDUCTIONS, Enumeration, Family, Term, ordered, reduces, rewritten
@@ -219,7 +219,7 @@ def _shown(text: RuleText) -> Mapping[str, int]:
     """
     RULES.pop(text.name, None)
     register(rule := equation(text))
-    return dict(prove(rule(), np.random.default_rng(0), enough=6).shown)
+    return dict(prove_moves(rule(), np.random.default_rng(0), enough=6).shown)
 
 
 def derives(begin: Graph, end: Graph) -> bool:
@@ -233,7 +233,7 @@ def derives(begin: Graph, end: Graph) -> bool:
                 return True
             for rule in rules if step < STEPS else ():
                 for move in rule.find(graph):
-                    new = _after(rule, graph, move) if isinstance(move, Move) else None
+                    new = _after_move(rule, graph, move) if isinstance(move, Move) else None
                     if new is not None and (text := to_text(new)) not in seen:
                         seen.add(text)
                         later.append(new)
@@ -243,7 +243,7 @@ def derives(begin: Graph, end: Graph) -> bool:
     return False
 
 
-def _after(rule: Equation, graph: Graph, move: Move) -> Graph | None:
+def _after_move(rule: Equation, graph: Graph, move: Move) -> Graph | None:
     try:
         return replace(simplify(rule.apply(graph, move)), log=None)
     except TapestryError:

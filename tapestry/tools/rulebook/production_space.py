@@ -77,19 +77,19 @@ class ProductionSpace:
             parent = None if f.parent is None else self.forms[f.parent]
             steps = [s for m in f.moves for s in (m, SIMPLER)]
             self._add(parent, f.moves[-1] if f.moves else None, (*first, *steps), f.graph)
-        numbers, queue = {_key(f.graph): f.number for f in self.forms}, deque(self.forms)
+        numbers, queue = {_graph_key(f.graph): f.number for f in self.forms}, deque(self.forms)
         while queue:
             form = queue.popleft()
             for move in self._moves(form.graph):
                 new = self._made(form.graph, move)
                 if new is None:
                     continue
-                number = numbers.setdefault(_key(new), len(self.forms))
+                number = numbers.setdefault(_graph_key(new), len(self.forms))
                 if number < len(self.forms):
                     self.pruned["met before"] += 1
                     self.again += [(form.number, number, move)] if number != form.number else []
                 elif number >= self.most:
-                    del numbers[_key(new)]
+                    del numbers[_graph_key(new)]
                     self.pruned[f"beyond {self.most} forms"] += 1
                 else:
                     self._add(form, move, (*form.moves, move), new)
@@ -164,6 +164,6 @@ class ProductionSpace:
             yield [k for k, s in enumerate(menu.strategies) if s.dims == dims]
 
 
-def _key(graph: Graph) -> str:
+def _graph_key(graph: Graph) -> str:
     """The text of a graph, in which it does not matter which of several cuts was made first."""
     return to_text(with_ops(graph, tuple(replace(op, splits=tuple(sorted(op.splits, key=str))) for op in graph.ops)))

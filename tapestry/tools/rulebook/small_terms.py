@@ -166,7 +166,7 @@ def rewritten(family: Family, t: Term, known: list[tuple[Term, Term]]) -> Term:
     t = (t[0], *(a if isinstance(a, str) else rewritten(family, a, known) for a in t[1:]))
     for left, right in known:
         for found in _matches(family, left, t, {}):
-            new = _filled(right, found)
+            new = _bound_term(right, found)
             if family.work(new) < family.work(t):
                 return rewritten(family, new, known)
     return t
@@ -187,8 +187,8 @@ def _matches(family: Family, pattern: Term, t: Term, bound: dict[str, Term]) -> 
         yield from found
 
 
-def _filled(t: Term, bound: Mapping[str, Term]) -> Term:
-    return bound.get(t[0]) or (t[0], *(a if isinstance(a, str) else _filled(a, bound) for a in t[1:]))
+def _bound_term(t: Term, bound: Mapping[str, Term]) -> Term:
+    return bound.get(t[0]) or (t[0], *(a if isinstance(a, str) else _bound_term(a, bound) for a in t[1:]))
 
 
 def ordered(t: Term) -> Any:

@@ -57,7 +57,7 @@ class Member:
     @cached_property
     def state(self) -> State | None:
         """What stays on the devices between steps."""
-        return kept_state.read(self.compiled.build.report, self.graph)
+        return kept_state.read_state(self.compiled.build.report, self.graph)
 
     @cached_property
     def caches(self) -> Sequence[Cache]:

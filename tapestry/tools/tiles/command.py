@@ -35,14 +35,14 @@ def _pattern(args: argparse.Namespace) -> Outcome:
     from tapestry.interop.tile_patterns import parse
 
     extents = _extents(args.shape)
-    tiling = tiling_of(args.pattern, None if args.assign is None else _numbers(args.assign))
+    tiling = tiling_of(args.pattern, None if args.assign is None else _assignment(args.assign))
     after = None if args.to is None else parse(args.to)
     tiling.over(len(extents))
-    shown = document(extents, tiling, after, args.dtype)
+    shown = tiling_document(extents, tiling, after, args.dtype)
     if args.svg:
         tool("viewer.draw").tiles(extents, tiling).save(args.svg)
         shown["svg"] = str(args.svg)
-    return Outcome(shown, lambda: print(text(shown, extents, tiling), end=""), insist=True)
+    return Outcome(shown, lambda: print(tiling_text(shown, extents, tiling), end=""), insist=True)
 
 
 def _extents(items: list[str]) -> tuple[int, ...]:
@@ -51,7 +51,7 @@ def _extents(items: list[str]) -> tuple[int, ...]:
     return tuple(int(n) for n in re.findall(r"\d+", items[0]))
 
 
-def _numbers(text: str) -> tuple[int, ...]:
+def _assignment(text: str) -> tuple[int, ...]:
     if not re.fullmatch(r"-?\d{1,9}(,-?\d{1,9})*", text):
         raise TapestryError(f"'{text}' is no assignment", where="--assign", hint="3,2,4,1,0; -1 for a tile that nobody has")
     return tuple(map(int, text.split(",")))
@@ -130,7 +130,7 @@ def _print_model(d: dict[str, Any]) -> None:
 # What is printed: a table of tiles, a drawing, and what a change of tiling moves.
 
 
-def document(extents: tuple[int, ...], tiling: Tiling, after: Tiling | None, dtype: str) -> dict[str, Any]:
+def tiling_document(extents: tuple[int, ...], tiling: Tiling, after: Tiling | None, dtype: str) -> dict[str, Any]:
     """Everything that is said of a tiling, as data; of a change to ``after`` the bytes of both evaluations."""
     rows: list[dict[str, Any]] = []
     for tile, instance in tiling.entries:
@@ -153,7 +153,7 @@ def _change(c: Change, dtype: str) -> dict[str, Any]:
     return {"kind": c.kind, "bytes": c.cells() * itemsize(dtype), "sends": sends}
 
 
-def text(d: Mapping[str, Any], extents: tuple[int, ...], tiling: Tiling) -> str:
+def tiling_text(d: Mapping[str, Any], extents: tuple[int, ...], tiling: Tiling) -> str:
     """The same for a person."""
     held = [r for r in d["tiles"] if r["instance"] is not None]
     what = f"{d['count']} tile{'s' * (d['count'] > 1)} on {len(held)} instance{'s' * (len(held) > 1)}"

@@ -20,7 +20,7 @@ def view(args: argparse.Namespace) -> Outcome:
         store.check_beside(folder, output)
     with bar(args, "view") as advance:
         page = html_page.page(folders, args.trace, lambda what: advance(None, None, what))
-    html_page.write(output, page)
+    html_page.write_page(output, page)
     if args.open:
         webbrowser.open(output.resolve().as_uri())
     document = {"page": str(output), "bytes": len(page.encode()), "builds": [str(f) for f in folders]}

@@ -47,30 +47,30 @@ def assemble(data: dict[str, Any], title: str) -> str:
 
     The data is compressed JSON in base64, which has no letter that HTML knows.
     """
-    library, script, style = _text(LIBRARY), _script(), _text("viewer.css")
+    library, script, style = _page_file(LIBRARY), _script(), _page_file("viewer.css")
     allowed = f"script-src {_hash(library)} {_hash(script)}; style-src {_hash(style)}; img-src data: blob:"
     policy = f"default-src 'none'; {allowed}"
-    raw = json.dumps(_plain(data), separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
+    raw = json.dumps(_json_numbers(data), separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
     packed = base64.b64encode(gzip.compress(raw, 9, mtime=0)).decode()
     return "\n".join([
         "<!doctype html>", '<html lang="en">', '<meta charset="utf-8">',
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
         '<meta name="viewport" content="width=device-width, initial-scale=1">', f"<title>{html.escape(title)}</title>",
         f"<style>{style}</style>", '<body><div id="page"></div>',
-        f'<script type="application/octet-stream" id="data">{packed}</script>', f"<!-- {_text(LICENSE).strip()} -->",
+        f'<script type="application/octet-stream" id="data">{packed}</script>', f"<!-- {_page_file(LICENSE).strip()} -->",
         f"<script>{library}</script>", f"<script>{script}</script>", "</body></html>", "",
     ])  # fmt: skip
 
 
 @cache
-def _text(name: str) -> str:
+def _page_file(name: str) -> str:
     return (PAGE / name).read_text("utf-8")
 
 
 @cache
 def _script() -> str:
     """All modules as one script, each in a function that returns what it exports."""
-    parts = [_module(m, _text(f"{m}.js")) for m in MODULES]
+    parts = [_module(m, _page_file(f"{m}.js")) for m in MODULES]
     return '"use strict";(() => {\n' + "\n".join(parts) + "\n})();"
 
 
@@ -84,12 +84,12 @@ def _hash(text: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
-def _plain(x: Any) -> Any:
+def _json_numbers(x: Any) -> Any:
     """The data with null for numbers that JSON has not."""
     if isinstance(x, dict):
-        return {str(k): _plain(v) for k, v in cast("dict[Any, Any]", x).items()}
+        return {str(k): _json_numbers(v) for k, v in cast("dict[Any, Any]", x).items()}
     if isinstance(x, list | tuple):
-        return [_plain(v) for v in cast("list[Any]", x)]
+        return [_json_numbers(v) for v in cast("list[Any]", x)]
     return None if isinstance(x, float) and not math.isfinite(x) else x
 
 
@@ -127,7 +127,7 @@ def page(folders: Sequence[Path], trace: Path | None = None, say: build_data.Say
         BuildError: a folder is no build; TapestryError: the trace is none of its.
     """
     sources: list[build_data.Source] = []
-    names = _names(folders)
+    names = _folder_names(folders)
     for folder, name in zip(folders, names, strict=True):
         build, laws = store.read(folder)
         log = folder / store.REWRITES
@@ -151,13 +151,13 @@ def of_sources(sources: Sequence[build_data.Source], say: build_data.Say = lambd
     return assemble({"builds": documents, "diff": diff}, f"{title} · Tapestry")
 
 
-def write(file: Path, text: str) -> None:
+def write_page(file: Path, text: str) -> None:
     """Write a page, whole or not at all."""
     with new_file(file) as temporary:
         temporary.write_text(text, "utf-8")
 
 
-def _names(folders: Sequence[Path]) -> list[str]:
+def _folder_names(folders: Sequence[Path]) -> list[str]:
     """Short names of folders that are not the same."""
     names = [f.resolve().name for f in folders]
     return [str(f) for f in folders] if len(set(names)) < len(names) else names
@@ -198,7 +198,7 @@ class Page:
 
     def save(self, file: str | Path) -> Path:
         """Write it, whole or not at all."""
-        write(Path(file), self.html)
+        write_page(Path(file), self.html)
         return Path(file)
 
     def open(self) -> Path:

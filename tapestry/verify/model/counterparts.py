@@ -273,7 +273,7 @@ TRIALS = 6
 OTHER_SEED = 4711.0
 
 
-def check(
+def check_operation(
     op: Opaque, graph: Graph, node: NodeProto, model: ModelFile, values: Mapping[str, Any], seed: int,
     known: Callable[[str], Any],
 ) -> int:  # fmt: skip

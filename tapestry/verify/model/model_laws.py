@@ -330,7 +330,7 @@ def _claimed(c: _Check, op: Block, number: int) -> bool:
     found: dict[str, Array] = {}
     for t, base, values in zip(op.outs, views, made, strict=True):
         assert base is not None
-        view = _slice(base, c.graph.tensors[t].shape, points, values, c.graph.tensors[t].dtype, c.values.unit)
+        view = _slice_around(base, c.graph.tensors[t].shape, points, values, c.graph.tensors[t].dtype, c.values.unit)
         if view is None:
             return False
         found[t] = view
@@ -350,7 +350,7 @@ def _base(c: _Check, name: str) -> Array | None:
     return None
 
 
-def _slice(
+def _slice_around(
     base: Array, shape: tuple[int, ...], points: Array, made: tuple[Array, Array], dtype: str, unit: float
 ) -> Array | None:
     """The part of a value, along one axis, that has some values at some cells."""
@@ -375,7 +375,7 @@ def _opaque(c: _Check, op: Opaque, number: int, first: bool) -> None:
     if node is not None and first and any(True for _ in model_values.subgraphs(node)):
         plain = {t: v.value if isinstance(v, HostValue) else v for t, v in values.items()}
         outer = {n: v for n in (*node.input, *counterparts.outer_names(node)) if (v := _any_value(c, n)) is not None}
-        found = counterparts.check(op, c.graph, node, c.model, {**plain, **outer}, number, partial(_any_value, c))
+        found = counterparts.check_operation(op, c.graph, node, c.model, {**plain, **outer}, number, partial(_any_value, c))
         c.compared.counts["variants of bodies"] += found
     named = [t for t in op.outs if t in c.run.values]
     if not named:

@@ -181,7 +181,7 @@ class _Composition:
         lets = [self._inner(op, s, within, depth + 1) for s in op.inner]
         body = _Point(op, within, depth + 2, lets, {})
         fields = [self._expr(e, body) for e in op.body]
-        states = self.terms.reduced(op.monoid, _names(within, op.reduce), fields, [e.dtype for e in op.body])
+        states = self.terms.reduced(op.monoid, _dims_of_places(within, op.reduce), fields, [e.dtype for e in op.body])
         return self._expr(op.then[k], _Point(op, env, depth, states, {}))
 
     def _bound(self, dims: Sequence[Dim], depth: int) -> dict[str, Aff]:
@@ -190,7 +190,7 @@ class _Composition:
     def _inner(self, op: Block, s: Any, env: Mapping[str, Aff], depth: int) -> int:
         within = {**env, **self._bound(s.dims, depth)}
         field = self._expr(s.body, _Point(op, within, depth + 1, (), {}))
-        return self.terms.reduced(s.monoid, _names(within, s.dims), [field], [s.body.dtype])[0]
+        return self.terms.reduced(s.monoid, _dims_of_places(within, s.dims), [field], [s.body.dtype])[0]
 
     def _expr(self, e: Expr, at: _Point) -> int:
         if id(e) not in at.known:
@@ -234,7 +234,7 @@ class _Composition:
         return self.terms.guarded(inner, frozenset((str(g.aff), g.op) for g in open_), free, self.terms.const(r.other, dtype))
 
 
-def _names(env: Mapping[str, Aff], dims: Sequence[Dim]) -> frozenset[str]:
+def _dims_of_places(env: Mapping[str, Aff], dims: Sequence[Dim]) -> frozenset[str]:
     return _NONE.union(*(dims_of(env[d.name]) for d in dims))
 
 

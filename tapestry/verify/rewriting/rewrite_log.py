@@ -260,17 +260,17 @@ def from_document(data: bytes, where: str) -> History:
         begin = parse(d.begin, where)
     there: dict[str, Made] = {op.outs[0]: (op, begin) for op in begin.ops}
     with inside("/begin_sha256"):
-        _held(there, d.begin_sha256, "the first graph")
+        _check_held(there, d.begin_sha256, "the first graph")
     shown = Counter[str]()
     for k, s in enumerate(d.steps):
         with inside(f"/steps/{k}"):
             shown += _step(s, there, begin, where)
     with inside("/end_sha256"):
-        _held(there, d.end_sha256, "the last graph")
+        _check_held(there, d.end_sha256, "the last graph")
     return History(_assembled(there, begin), len(d.steps), dict(shown), d.end_sha256)
 
 
-def _held(there: Mapping[str, Made], sha256: str, what: str) -> None:
+def _check_held(there: Mapping[str, Made], sha256: str, what: str) -> None:
     found = digest(there)
     if found != sha256:
         raise LawError("rewrites", f"{what} is another one than the document says", why=f"its SHA-256 is {found}")

@@ -73,7 +73,7 @@ LISTING = """
 
 def test_loops_and_loads_are_read_from_a_listing() -> None:
     filler = "\n".join("        /*0035*/                   IADD3 R20, R20, 0x1, RZ ;" for _ in range(14))
-    lines, labels = machine_code.read(LISTING.replace("{filler}", filler))
+    lines, labels = machine_code.read_disassembly(LISTING.replace("{filler}", filler))
     inside = machine_code.main_loop(lines, labels)
     assert len(inside) == 14 + 6 and inside[0].op == "LDG.E.128" and inside[-1].name == "BRA"
     kinds = [machine_code.kind_of(line) for line in inside]

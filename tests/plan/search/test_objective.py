@@ -150,7 +150,7 @@ def test_a_report_is_held_to_its_own_objective(model, change):
     report = json.loads(json.dumps(found.report))
     change(report["machines"])
     with pytest.raises(LawError, match="machines"):
-        build_report.check(replace(found.build, report=report))
+        build_report.check_report(replace(found.build, report=report))
 
 
 @pytest.mark.slow
@@ -166,7 +166,7 @@ def test_energy_needs_watts_and_a_report_is_held_to_the_plan(model):
     report = json.loads(json.dumps(found.report))
     report["machines"]["terms"]["energy"] *= 2
     with pytest.raises(LawError, match="machines"):
-        build_report.check(replace(found.build, report=report))
+        build_report.check_report(replace(found.build, report=report))
 
 
 def test_on_the_command_line(model, tmp_path):

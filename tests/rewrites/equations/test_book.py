@@ -10,7 +10,7 @@ from tapestry.errors import TapestryError
 from tapestry.rewrites.core.rule import RULES
 from tapestry.rewrites.equations import instances
 from tapestry.rewrites.equations.build import Equation, rounding
-from tapestry.rewrites.equations.instances import ALL_SIZES, proof_of, prove
+from tapestry.rewrites.equations.instances import ALL_SIZES, proof_of, prove_moves
 from tapestry.rewrites.equations.pattern import parse_rules
 from tapestry.rewrites.equations.rule_texts import WORDS, equation
 
@@ -72,7 +72,7 @@ def test_proved_for_all_sizes_and_on_instances(name: str) -> None:
     assert proof_of(BOOK[name]).startswith(ALL_SIZES)
     rule = RULES[name]
     assert isinstance(rule, Equation)
-    assert prove(rule, np.random.default_rng(3), enough=2).moves >= 2
+    assert prove_moves(rule, np.random.default_rng(3), enough=2).moves >= 2
 
 
 @pytest.mark.parametrize(("name", "old", "new"), SLIPS)
@@ -86,7 +86,7 @@ def test_and_it_is_refuted_on_instances(name: str, old: str, new: str) -> None:
     RULES["slip"] = rule
     try:
         with pytest.raises(TapestryError):
-            prove(rule, np.random.default_rng(0), enough=40)
+            prove_moves(rule, np.random.default_rng(0), enough=40)
     finally:
         del RULES["slip"]
 
@@ -122,7 +122,7 @@ def test_what_is_proved_for_all_sizes_is_not_refuted_on_instances() -> None:
             believed += 1
             RULES["slip"] = equation(rule)()
             try:
-                prove(RULES["slip"], np.random.default_rng(1), enough=4)  # type: ignore[arg-type]
+                prove_moves(RULES["slip"], np.random.default_rng(1), enough=4)  # type: ignore[arg-type]
             finally:
                 del RULES["slip"]
     assert total >= 80 and believed <= total // 20

@@ -10,7 +10,7 @@ from tapestry.plan.topology import parse_mesh, topology
 from tapestry.rewrites.core.driver import simplify
 from tapestry.rewrites.core.rule import RULES
 from tapestry.rewrites.equations import instances
-from tapestry.rewrites.equations.instances import prove
+from tapestry.rewrites.equations.instances import prove_moves
 from tapestry.rewrites.equations.pattern import parse_rules
 from tapestry.rewrites.equations.rule_texts import WORDS, equation
 from tapestry.tools.rulebook.discovery import Discovery, derives
@@ -118,6 +118,6 @@ def test_a_body_behind_a_reduction_does_not_look_along_it() -> None:
     (rule,) = parse_rules(text, "behind", WORDS)
     RULES["behind"] = found = equation(rule)()
     try:
-        assert prove(found, np.random.default_rng(0), enough=6).moves >= 6
+        assert prove_moves(found, np.random.default_rng(0), enough=6).moves >= 6
     finally:
         del RULES["behind"]

@@ -11,7 +11,7 @@ from tapestry.rewrites.core.driver import apply_moves, rules_of
 from tapestry.rewrites.core.rule import RULES, Move, Refusal, parse_move
 from tapestry.rewrites.core.rule_check import random_feeds, same
 from tapestry.rewrites.equations.build import Equation
-from tapestry.rewrites.equations.instances import prove
+from tapestry.rewrites.equations.instances import prove_moves
 from tapestry.rewrites.equations.rule_texts import load_rules
 from tests.support.command_line import run
 from tests.support.paths import EXAMPLES
@@ -65,7 +65,7 @@ def test_both_sides_of_the_book_say_the_same(name: str) -> None:
 def held(name: str) -> None:
     rule = RULES[name]
     assert isinstance(rule, Equation)
-    assert prove(rule, np.random.default_rng(7), enough=12).moves >= 12
+    assert prove_moves(rule, np.random.default_rng(7), enough=12).moves >= 12
 
 
 @pytest.mark.parametrize("name", [n for n in EQUATIONS if RULES[n].phase == "request"])

@@ -97,10 +97,10 @@ def conv(
     op: Block, c: Conv, frame: Frame, x_box: Box, w_box: Box, x_shape: tuple[int, ...]
 ) -> Callable[[Tensor, Tensor], Tensor]:
     """A function of the two buffers that convolves the block."""
-    takes, pads, rows, w_take, groups = _cut(op, c, frame, x_box, w_box, x_shape)
+    takes, pads, rows, w_take, groups = _window_cut(op, c, frame, x_box, w_box, x_shape)
     at = {d.name: b for d, b in zip(frame.dims, frame.box, strict=True)}
     sizes = [hi - lo for lo, hi in (at[c.batch], at[c.feature], *(at[v.out] for v in c.windows))]
-    if 0 in sizes or any(not _inside(v, at, x_shape[k + 2]) for k, v in enumerate(c.windows)):
+    if 0 in sizes or any(not _window_meets_input(v, at, x_shape[k + 2]) for k, v in enumerate(c.windows)):
         return partial(_of_padding, w_take, sizes)
     function = {1: torch.conv1d, 2: torch.conv2d, 3: torch.conv3d}[len(c.windows)]
     calls = [(_one_call(c, x_box, takes, pads, rows, w_take, g), slice(g[2], g[3])) for g in groups]
@@ -166,10 +166,10 @@ class Call:
 
 def call(op: Block, c: Conv, frame: Frame, x_box: Box, w_box: Box, x_shape: tuple[int, ...]) -> Call | None:
     """The one call that the block is; ``None`` when it is several, or reads a part of the weight's buffer."""
-    takes, pads, rows, w_take, groups = _cut(op, c, frame, x_box, w_box, x_shape)
+    takes, pads, rows, w_take, groups = _window_cut(op, c, frame, x_box, w_box, x_shape)
     whole = [hi - lo for lo, hi in w_box]
     at = {d.name: b for d, b in zip(frame.dims, frame.box, strict=True)}
-    if any(not _inside(v, at, x_shape[k + 2]) for k, v in enumerate(c.windows)):
+    if any(not _window_meets_input(v, at, x_shape[k + 2]) for k, v in enumerate(c.windows)):
         return None
     if len(groups) != 1 or any(s != slice(0, n) for s, n in zip(w_take, whole, strict=True)):
         return None
@@ -222,7 +222,7 @@ def _simple(
 _Cut = tuple[list[slice], list[tuple[int, int]], slice, tuple[slice, ...], list[tuple[int, int, int, int]]]
 
 
-def _cut(op: Block, c: Conv, frame: Frame, x_box: Box, w_box: Box, x_shape: tuple[int, ...]) -> _Cut:
+def _window_cut(op: Block, c: Conv, frame: Frame, x_box: Box, w_box: Box, x_shape: tuple[int, ...]) -> _Cut:
     """(spatial slices of the input's buffer, zeros around them, its rows, the part of the weight, the calls) of a block."""
     at = {d.name: b for d, b in zip(frame.dims, frame.box, strict=True)}
     both = [_axis(v, at, x_box[k + 2], x_shape[k + 2]) for k, v in enumerate(c.windows)]
@@ -251,7 +251,7 @@ def _extent(v: Window, at: dict[str, tuple[int, int]]) -> tuple[int, int]:
     return low, v.stride * (o1 - 1) + v.dilation * (r1 - 1) + v.offset + 1
 
 
-def _inside(v: Window, at: dict[str, tuple[int, int]], extent: int) -> bool:
+def _window_meets_input(v: Window, at: dict[str, tuple[int, int]], extent: int) -> bool:
     """Whether some place reads inside the input; strides and dilations may step over it, on which oneDNN crashes."""
     places, taps = np.arange(*at[v.out]), np.arange(*(at[v.window] if v.window else (0, 1)))
     read = v.stride * places[:, None] + v.dilation * taps + v.offset

@@ -156,7 +156,7 @@ def cut_pieces(body: tuple[Expr, ...], op: Block, block: Box) -> list[tuple[Box,
         out: list[tuple[Box, tuple[Expr, ...]]] = []
         for (a, b), branch in sides:
             if a < b:
-                same = _same(body, x.args[0], branch is x.args[1])
+                same = _where_test_is(body, x.args[0], branch is x.args[1])
                 out += cut_pieces(same, op, (*block[:at], (a, b), *block[at + 1 :]))
         return out
     return [(block, body)]
@@ -172,7 +172,7 @@ def _place(e: Expr) -> tuple[str, int] | None:
     return str(i.aff), int(c.value)
 
 
-def _same(body: tuple[Expr, ...], test: Expr, holds: bool) -> tuple[Expr, ...]:
+def _where_test_is(body: tuple[Expr, ...], test: Expr, holds: bool) -> tuple[Expr, ...]:
     """The expressions where a test is known."""
 
     def known(e: Expr) -> Expr:

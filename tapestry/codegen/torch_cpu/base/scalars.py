@@ -44,7 +44,7 @@ def native(e: Expr) -> tuple[str, Expr] | None:
     """(name, argument) of a function of one argument that is one torch operator; the argument may be any expression."""
     if not isinstance(e, Call) or e.fn != "mul" or e.dtype != "f32":
         return None
-    scale, factors = _product(e)
+    scale, factors = _factored(e)
     for k, f in enumerate(factors):
         rest = factors[:k] + factors[k + 1 :]
         if len(rest) != 1 or not isinstance(f, Call):
@@ -64,7 +64,7 @@ def _curve(e: Expr, x: Expr) -> str | None:
     """Which GELU has this curve: ``erf(x / sqrt 2)``, or ``tanh(sqrt(2 / pi) (x + 0.044715 x^3))`` (Hendrycks, Gimpel 2016)."""
     if not isinstance(e, Call) or e.fn not in ("erf", "tanh"):
         return None
-    scale, factors = _product(e.args[0])
+    scale, factors = _factored(e.args[0])
     if e.fn == "erf":
         return "gelu" if factors == [x] and _near(scale, math.sqrt(0.5)) else None
     if len(factors) != 1 or not _near(scale, math.sqrt(2 / math.pi)):
@@ -73,22 +73,22 @@ def _curve(e: Expr, x: Expr) -> str | None:
     if not isinstance(inner, Call) or inner.fn != "add" or x not in inner.args:
         return None
     other = inner.args[1] if inner.args[0] == x else inner.args[0]
-    cubic, power = _product(other)
+    cubic, power = _factored(other)
     return "gelu_tanh" if power == [x, x, x] and _near(cubic, 0.044715) else None
 
 
-def _product(e: Expr) -> tuple[float, list[Expr]]:
+def _factored(e: Expr) -> tuple[float, list[Expr]]:
     """An expression as a number times factors."""
     if isinstance(e, Const):
         return float(e.value), []
     if isinstance(e, Call) and e.fn == "mul":
-        (a, x), (b, y) = _product(e.args[0]), _product(e.args[1])
+        (a, x), (b, y) = _factored(e.args[0]), _factored(e.args[1])
         return a * b, x + y
     if isinstance(e, Call) and e.fn == "div" and isinstance(e.args[1], Const) and e.args[1].value:
-        a, x = _product(e.args[0])
+        a, x = _factored(e.args[0])
         return a / float(e.args[1].value), x
     if isinstance(e, Call) and e.fn == "pow" and isinstance(e.args[1], Const) and e.args[1].value in (2, 3):
-        a, x = _product(e.args[0])
+        a, x = _factored(e.args[0])
         return a ** int(e.args[1].value), x * int(e.args[1].value)
     return 1.0, [e]
 

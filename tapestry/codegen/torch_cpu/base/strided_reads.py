@@ -292,8 +292,8 @@ def _named_in_floor(op: Block, d: Dim) -> bool:
 def _read(
     read: Read, env: dict[str, Aff], at: dict[str, tuple[int, int]], box: Box, shape: tuple[int, ...]
 ) -> tuple[Read, Held]:
-    index = [_plain(substitute(e, env), at) for e in read.index]
-    guards = [replace(g, aff=_plain(substitute(g.aff, env), at)) for g in read.when]
+    index = [_without_periods(substitute(e, env), at) for e in read.index]
+    guards = [replace(g, aff=_without_periods(substitute(g.aff, env), at)) for g in read.when]
     inclusive = {n: (lo, hi - 1) for n, (lo, hi) in at.items()}
     guards = [g for g in guards if not always(g, inclusive)]
     take: list[slice | int] = []
@@ -319,7 +319,7 @@ def _read(
     return new, Held(tuple(take), tuple(b for _, b, _ in kept), tuple(n for _, _, n in kept))
 
 
-def _plain(e: Aff, at: dict[str, tuple[int, int]]) -> Aff:
+def _without_periods(e: Aff, at: dict[str, tuple[int, int]]) -> Aff:
     """The expression without the floors and mods that stay within one period on the block."""
     box = {n: (lo, hi - 1) for n, (lo, hi) in at.items()}
     out = const(e.const)
@@ -331,7 +331,7 @@ def _plain(e: Aff, at: dict[str, tuple[int, int]]) -> Aff:
         if lo // atom.div != hi // atom.div:
             return e
         floor = int(lo // atom.div)
-        out = out + (const(floor * c) if isinstance(atom, Floor) else (_plain(atom.arg, at) - floor * atom.div) * c)
+        out = out + (const(floor * c) if isinstance(atom, Floor) else (_without_periods(atom.arg, at) - floor * atom.div) * c)
     return out
 
 

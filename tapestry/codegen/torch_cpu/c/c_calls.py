@@ -206,7 +206,7 @@ def limit(call: CCall | Calls, filled: int) -> None:
 
 def ask(call: CCall | Calls, made: CCall) -> None:
     """Let a call run another one where it wants what that makes."""
-    step, who = _step(made), last(call)
+    step, who = _native_step(made), last(call)
     who.buffers.seldom, who.kept = ctypes.addressof(step), (*who.kept, step, made)
     who.python = (*who.python, *made.python)
 
@@ -283,7 +283,7 @@ def batch(given: Sequence[CCall | Calls]) -> Callable[[], None]:
         return calls[0].run
     lib = native.library()
     assert lib is not None
-    table = (native.Step * len(calls))(*(_step(c) for c in calls))
+    table = (native.Step * len(calls))(*(_native_step(c) for c in calls))
     run, n = lib.tapestry_run, len(calls)
     kept, python = tuple(calls), [x for c in calls for x in c.python]
 
@@ -295,6 +295,6 @@ def batch(given: Sequence[CCall | Calls]) -> Callable[[], None]:
     return together
 
 
-def _step(c: CCall) -> native.Step:
+def _native_step(c: CCall) -> native.Step:
     function = ctypes.cast(c.function, ctypes.c_void_p).value
     return native.Step(function, ctypes.addressof(c.sizes), ctypes.addressof(c.buffers))

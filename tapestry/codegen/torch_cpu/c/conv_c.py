@@ -591,7 +591,7 @@ def transposed(op: Block, graph: Graph, kernel: Kernel) -> States | Refusal:
             continue
         if any(at[str(e)][1] > n for e, n in zip(op.reads[x].index[:2], graph.tensors[op.reads[x].tensor].shape, strict=False)):
             return Refusal("a pad adds images or channels")
-        found = _cut(op, at, op.reads[w], axes, *boxes)
+        found = _transposed_part(op, at, op.reads[w], axes, *boxes)
         return _transposed(x, w, axes, found)
     return Refusal("no factor is spread over the result with a stride")
 
@@ -630,7 +630,7 @@ class _Part:
     lengths: tuple[int, ...]
 
 
-def _cut(
+def _transposed_part(
     op: Block, at: dict[str, tuple[int, int]], w: Read, axes: Sequence[_Axis], x_box: Box, w_box: Box
 ) -> _Part:  # fmt: skip
     b, _, *outs = (d.name for d in op.dims)

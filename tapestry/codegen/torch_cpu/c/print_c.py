@@ -123,7 +123,7 @@ def row(e: Call) -> str | None:
     if e.fn == "cast":
         if e.dtype == "bool":
             return "({} != 0)"
-        fits = e.dtype == "f32" or of != "f32" or (e.dtype == "i32" and _whole(e.args[0]))
+        fits = e.dtype == "f32" or of != "f32" or (e.dtype == "i32" and _is_whole_number(e.args[0]))
         return f"(({TYPES[e.dtype]}){{}})" if e.dtype in TYPES and fits else None
     if e.fn in COMPARE:
         return COMPARE[e.fn] if of in TYPES else None
@@ -132,16 +132,16 @@ def row(e: Call) -> str | None:
     return {"f32": FLOAT | LIBRARY, "i64": WHOLE, "i32": _SHORT, "bool": TRUTH}.get(e.dtype, {}).get(e.fn)
 
 
-def _whole(e: Expr) -> bool:
+def _is_whole_number(e: Expr) -> bool:
     """Whether an f32 is within i32 and no NaN, as the text says: a clamp of what is not a NaN, else a number."""
     if isinstance(e, Const):
         return abs(e.value) < 2**31
-    if not isinstance(e, Call) or e.fn != "where" or not _whole(e.args[1]):
+    if not isinstance(e, Call) or e.fn != "where" or not _is_whole_number(e.args[1]):
         return False
     test, kept = e.args[0], e.args[2]
     low, kept = (kept.args[1], kept.args[0]) if isinstance(kept, Call) and kept.fn == "min" else (None, kept)
     high, kept = (kept.args[1], kept.args[0]) if isinstance(kept, Call) and kept.fn == "max" else (None, kept)
-    bounded = all(isinstance(x, Const) and _whole(x) for x in (low, high))
+    bounded = all(isinstance(x, Const) and _is_whole_number(x) for x in (low, high))
     return bounded and isinstance(test, Call) and test.fn == "isnan" and test.args[0] == kept
 
 
@@ -234,7 +234,7 @@ class Writer:
         """The place of a cell in a row-major buffer, by its coordinates from the box's corner."""
         steps = strides(box)
         if self.given is None:
-            return _sum(zip(steps, at, strict=True))
+            return _sum_text(zip(steps, at, strict=True))
         return (
             "("
             + (" + ".join([*(f"{self._size(n)} * {x}" for n, x in zip(steps[:-1], at, strict=False)), *at[-1:]]) or "0")
@@ -302,7 +302,7 @@ class Writer:
         if not tests and self.given is None and self.shifts is not None:
             steps = strides(box)
             shift = sum(n * (e.const - lo) for n, e, (lo, _) in zip(steps, r.index, box, strict=True))
-            place = _sum(zip(steps, (self._aff(replace(e, const=0), inner) for e in r.index), strict=True))
+            place = _sum_text(zip(steps, (self._aff(replace(e, const=0), inner) for e in r.index), strict=True))
             if shift:
                 self.shifts[k] = shift
                 place = f"({place} + s{list(self.shifts).index(k)})"
@@ -320,7 +320,7 @@ class Writer:
             shift = -(-max(0, -int(bounds(atom.arg, inner)[0])) // k)  # whole periods that make the argument no less than 0
             arg = f"({arg} + {shift * k})"
             terms.append((c, f"({arg} / {k} - {shift})" if isinstance(atom, Floor) else f"({arg} % {k})"))
-        return _sum([*terms, (e.const, "1")])
+        return _sum_text([*terms, (e.const, "1")])
 
 
 def literal(e: Const) -> str:
@@ -337,7 +337,7 @@ def literal(e: Const) -> str:
     return f"({x.hex()}f)"
 
 
-def _sum(terms: Iterable[tuple[int, str]]) -> str:
+def _sum_text(terms: Iterable[tuple[int, str]]) -> str:
     parts = [f"{c} * {t}" if c != 1 else t for c, t in terms if c]
     return "(" + (" + ".join(parts) or "0") + ")"
 
@@ -386,10 +386,10 @@ def register(body: str, compiles: bool = True) -> str:
 
 def source(name: str) -> str:
     """A file in C with a registered function alone."""
-    return PRELUDE + _written(name, _texts[name])
+    return PRELUDE + _c_function(name, _texts[name])
 
 
-def _written(name: str, body: str) -> str:
+def _c_function(name: str, body: str) -> str:
     return f"void {name}(const int64_t *sizes, void *const *p) {{\n{body}\n}}\n"
 
 
@@ -444,7 +444,7 @@ def _make(bodies: dict[str, str], places: Path) -> None:
     """Compile functions into one library, and put a link to it at the place of each."""
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "maps.c"
-        texts = ("BRANCHES " * reads_under_conditions(body) + _written(n, body) for n, body in bodies.items())
+        texts = ("BRANCHES " * reads_under_conditions(body) + _c_function(n, body) for n, body in bodies.items())
         source.write_text(BRANCHES + PRELUDE + "".join(texts))
         library = native.compiled([source], (*FLAGS, "-lm"))
     places.mkdir(exist_ok=True, mode=0o700)

@@ -293,7 +293,7 @@ def layer_norm(op: Block, kernel: Kernel) -> Run | Refusal:
     n, x, m2 = op.body
     if not isinstance(x, Arg) or x.dtype != "f32" or (n, m2) != (Const(1.0, "f32"), Const(0.0, "f32")):
         return Refusal("the moments are not of a row of f32 as it is")
-    found = _parts(op.then[0])
+    found = _normalised_row(op.then[0])
     last, row = op.dims[-1], op.reduce[0]
     if found is None or last.size != row.size or kernel.block[-2:] != ((0, row.size), (0, row.size)) or not row.size:
         return Refusal("what follows is not (x - mean) / sqrt(variance + eps) * scale + shift on whole rows")
@@ -328,7 +328,7 @@ def _normalised(rows: Tensor, width: Sequence[int], scale: Tensor, shift: Tensor
     return out
 
 
-def _parts(e: Expr) -> tuple[int, int, int, float] | None:
+def _normalised_row(e: Expr) -> tuple[int, int, int, float] | None:
     """(the row's read, the scale's, the shift's, epsilon) of a normalised row."""
     outer = _split(e, "add", lambda x: isinstance(x, Arg))
     scaled = _split(outer[1], "mul", lambda x: isinstance(x, Arg)) if outer else None

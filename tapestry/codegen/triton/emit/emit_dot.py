@@ -491,12 +491,13 @@ def in_parts(form: KernelForm, name: str, parts: int) -> Parts:
     fields = _fields(form)
     scratch = tuple((compute(e.dtype), parts * points(f)) for e, f in zip(task.body, fields, strict=True))
     states = [
-        _dense(f"partial{k}", d, (Dim(part, parts), *f)) for k, ((d, _), f) in enumerate(zip(scratch, fields, strict=True))
+        _row_major_buffer(f"partial{k}", d, (Dim(part, parts), *f))
+        for k, ((d, _), f) in enumerate(zip(scratch, fields, strict=True))
     ]
 
     moved = replace(substitute_task(task, env, ranges), then=())
     if size * parts > task.ranges[name]:
-        moved = _cut(form, moved, Check(env[name], "<", task.ranges[name]), name)
+        moved = _whole_parts_pass(form, moved, Check(env[name], "<", task.ranges[name]), name)
     used = arg_positions(moved.exprs)
     first = replace(
         moved, mode="partial", dims=(Dim(part, parts), *task.dims), outs=tuple(states),
@@ -515,7 +516,7 @@ def in_parts(form: KernelForm, name: str, parts: int) -> Parts:
     )  # fmt: skip
 
 
-def _cut(form: KernelForm, moved: Task, inside: Check, name: str) -> Task:
+def _whole_parts_pass(form: KernelForm, moved: Task, inside: Check, name: str) -> Task:
     """The first pass with nothing past the end of the last part: reads give zeros there, states the monoid's identity."""
     reads = {
         p: replace(a, checks=(*a.checks, inside), other=a.other or 0) if name in dims_of(a.offset) else a
@@ -554,7 +555,7 @@ def _fields(form: KernelForm) -> list[tuple[Dim, ...]]:
     return [rows, rows, dims]
 
 
-def _dense(name: str, dtype: str, dims: tuple[Dim, ...]) -> Access:
+def _row_major_buffer(name: str, dtype: str, dims: tuple[Dim, ...]) -> Access:
     """A row-major buffer over some dimensions."""
     offset, step = const(0), 1
     for d in reversed(dims):

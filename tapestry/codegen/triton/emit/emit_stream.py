@@ -182,7 +182,7 @@ def _loops(frame: Frame, plan: _Plan, keys: KeyRange) -> list[str]:
     if keys.clear and not plan.config.one_loop:
         spans = [(keys.first, keys.clear, False), (keys.clear, keys.end, True)]
     for first, end, masked in spans:
-        body = _step(frame, plan, masked)
+        body = _keys_tile(frame, plan, masked)
         # one loop of a kernel at most: two are more than Triton 3.9's pass takes
         special = ", warp_specialize=True" if plan.config.warp_specialize and (not masked or len(spans) == 1) else ""
         lines.append(f"for {plan.ax.start} in tl.range({first}, {end}, BN{special}):")
@@ -190,7 +190,7 @@ def _loops(frame: Frame, plan: _Plan, keys: KeyRange) -> list[str]:
     return lines
 
 
-def _step(frame: Frame, plan: _Plan, masked: bool) -> list[str]:
+def _keys_tile(frame: Frame, plan: _Plan, masked: bool) -> list[str]:
     """One tile of keys: scores, the new centre, weights, and the states moved to it and added to."""
     task, namer, ax = frame.task, frame.namer, plan.ax
     top, total, acc = plan.state
@@ -277,10 +277,10 @@ def _results(frame: Frame, plan: _Plan) -> list[str]:
 def emit_map(frame: Frame, config: KernelConfig) -> Written:
     """Outputs of a map, or (mode ``finish``) what ``then`` makes of merged states."""
     found = transposing_dims(frame.task) if config.rows > 1 else None
-    return _flat(frame, config) if found is None else _transposed(frame, config, *found)
+    return _flat_stream(frame, config) if found is None else _transposed(frame, config, *found)
 
 
-def _flat(frame: Frame, config: KernelConfig) -> Written:
+def _flat_stream(frame: Frame, config: KernelConfig) -> Written:
     axis = Axis(frame.task.dims, config.block, "BLOCK", frame.namer, "i")
     lines = _values(frame, View([(axis, "")], frame.task.ranges))
     index = f"{axis.name} = pid * BLOCK + tl.arange(0, BLOCK)"
@@ -489,7 +489,7 @@ def emit_folded(frame: Frame, op: KernelForm, f: Folded, config: KernelConfig, c
         frame.task = _rows(frame.task, f.row)
         config = replace(config, bn=max(config.bn, power_of_two(f.row.over.size)))  # whole rows, whatever is asked for
     task, namer, c = frame.task, frame.namer, f.product
-    ax, outer = _axes(frame, f, config)
+    ax, outer = _tile_axes(frame, f, config)
     product = namer.take("product")
     accs = frame.accumulators()
     boxes = operand_boxes(task, c) if config.descriptors and chip.descriptors else None
@@ -540,7 +540,7 @@ def _only_picked(frame: Frame, scalars: list[tuple[Axis, str]], lanes: tuple[Axi
     return [*scope.lines, f"if tl.max(({test}).to(tl.int32), axis=0) > 0:", *(f"    {line}" for line in turn)]
 
 
-def _axes(frame: Frame, f: Folded, config: KernelConfig) -> tuple[Axes, Axis]:
+def _tile_axes(frame: Frame, f: Folded, config: KernelConfig) -> tuple[Axes, Axis]:
     """The axes of the product's tiles, and that of what tiles go through one after another."""
     namer = frame.namer
     outer = Axis(f.outer, 0, "", namer, "turn")

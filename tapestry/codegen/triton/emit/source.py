@@ -163,7 +163,7 @@ def generate(
     chosen = config or default_config(found, target)
     op = graph.ops[kernel.op]
     name = identifier(op.source[-1] if op.source else op.outs[0]) + ("" if kernel.mode == "full" else f"_{kernel.mode}")
-    stages, copied, parts = _stages(found, chosen, name, target)
+    stages, copied, parts = _passes_of_kernel(found, chosen, name, target)
     buffers = _Buffers(found, copied, parts)
     none = not any(map(size, kernel.outs))  # nothing to write: no program
     made: list[tuple[Frame, Written, Pass]] = []
@@ -187,7 +187,7 @@ def generate(
     )  # fmt: skip
 
 
-def _stages(
+def _passes_of_kernel(
     found: KernelForm, config: KernelConfig, name: str, target: str
 ) -> tuple[list[tuple[KernelForm, KernelConfig, str]], tuple[int, ...], Parts | None]:  # fmt: skip
     """The passes of a kernel as (operation, config, name), which reads are copied first, and the parts, if there are any."""

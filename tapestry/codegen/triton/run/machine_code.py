@@ -108,7 +108,7 @@ def of_cuda(cubin: bytes, said: str, shared: int) -> Resources:
         path.write_bytes(cubin)
         usage = _tool("cuobjdump", "--dump-resource-usage", str(path))
         listing = _tool("nvdisasm", "-c", str(path))
-    lines, labels = read(listing)
+    lines, labels = read_disassembly(listing)
     counts = Counter(line.name for line in lines)
     counts += Counter(f"{line.name}.128" for line in lines if ".128" in line.op)
     moved = [_width(line.op) for line in lines if _GLOBAL.match(line.op)]
@@ -142,7 +142,7 @@ def messages(said: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(" ".join(f"{code} {text}".split()) for code, text in found))
 
 
-def read(listing: str) -> tuple[list[Line], dict[str, int]]:
+def read_disassembly(listing: str) -> tuple[list[Line], dict[str, int]]:
     """A disassembly's instructions in order, and before which of them each label stands."""
     lines: list[Line] = []
     labels: dict[str, int] = {}

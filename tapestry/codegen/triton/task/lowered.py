@@ -134,9 +134,9 @@ def lower(graph: Graph, kernel: Kernel, *, without: Guard | None = None) -> Task
     fields = tuple((f"state{f}", e.dtype) for f, e in enumerate(op.body))
     written = fields if kernel.mode == "partial" else tuple((t, graph.tensors[t].dtype) for t in op.outs)
     along = varies(op) if kernel.mode == "partial" else ((True,) * len(op.dims),) * len(op.outs)
-    outs = tuple(_whole(n, t, b, op.dims, shift, v) for (n, t), b, v in zip(written, kernel.outs, along, strict=True))
+    outs = tuple(_map_access(n, t, b, op.dims, shift, v) for (n, t), b, v in zip(written, kernel.outs, along, strict=True))
     states = tuple(
-        _whole(n, t, state_box(op, f, kernel.outs[0]), op.dims, shift, varies(op)[f])
+        _map_access(n, t, state_box(op, f, kernel.outs[0]), op.dims, shift, varies(op)[f])
         for f, (n, t) in enumerate(fields if kernel.mode == "finish" else ())
     )
     first, last = len(op.dims), len(op.dims) + len(op.reduce)
@@ -158,7 +158,9 @@ def task_text(task: Task) -> str:
     return "\n".join(lines)
 
 
-def _whole(name: str, dtype: str, box: Box, dims: tuple[Dim, ...], shift: Mapping[str, Aff], along: tuple[bool, ...]) -> Access:
+def _map_access(
+    name: str, dtype: str, box: Box, dims: tuple[Dim, ...], shift: Mapping[str, Aff], along: tuple[bool, ...]
+) -> Access:
     """Access to a buffer over the map dimensions: the identity projection, but for those that are kept once."""
     offset = const(0)
     for d, (lo, _), step, own in zip(dims, box, strides(box), along, strict=True):
@@ -240,7 +242,7 @@ def split_groups(task: Task) -> Task:
     """The task with every such dimension cut in two (the same points in the same order); itself when there is none."""
     for d in task.dims:
         for k in _group_sizes(task, d):
-            task = _cut(task, d, k)
+            task = _cut_task(task, d, k)
             break
     return task
 
@@ -256,7 +258,7 @@ def _group_sizes(task: Task, d: Dim) -> list[int]:
     return [k for k in sorted(sizes) if d.size % k == 0 and k < d.size]
 
 
-def _cut(task: Task, d: Dim, k: int) -> Task:
+def _cut_task(task: Task, d: Dim, k: int) -> Task:
     taken = set(task.ranges)
     outer, inner = (next(n for n in (f"{d.name}_{s}", f"{d.name}_{s}_") if n not in taken) for s in ("group", "in"))
     ranges = {n: s for n, s in task.ranges.items() if n != d.name} | {outer: d.size // k, inner: k}

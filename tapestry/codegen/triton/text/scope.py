@@ -158,7 +158,7 @@ class View:
                 name = axis.define(self._along(axis, own), f"{wish or 'at'}_{axis.name}")
                 parts.append((self.laid(axis, name), 1))
         parts += [(self._atom(t), c) for t, c in e.terms if len(self._axes(t)) > 1]
-        return _sum(parts, e.const)
+        return _linear_text(parts, e.const)
 
     def _axes(self, atom: Atom) -> list[Axis]:
         return self.axes_of(Aff(((atom, 1),)))
@@ -168,7 +168,7 @@ class View:
         inner = View([(axis, "")], self.ranges)
         parts = axis.plain({t: c for t, c in terms if isinstance(t, str)})
         parts += [(inner._atom(t), c) for t, c in terms if not isinstance(t, str)]
-        return _sum(parts, 0)
+        return _linear_text(parts, 0)
 
     def _atom(self, atom: Atom) -> str:
         """A floor or mod. Triton's ``//`` and ``%`` truncate, so an argument that may be negative is shifted first."""
@@ -190,11 +190,11 @@ class View:
             own = {t: c for t, c in e.terms if isinstance(t, str) and self.owner.get(t) is axis}
             parts += [(self.laid(axis, n), c) for n, c in axis.plain(own)]
         parts += [(self._atom(t), c) for t, c in e.terms if not isinstance(t, str) and self._axes(t)]
-        text = _sum(parts, e.const)
+        text = _linear_text(parts, e.const)
         return text if re.fullmatch(r"\w+(\[[^][]*\])?", text) else f"({text})"
 
 
-def _sum(parts: list[tuple[str, int]], offset: int) -> str:
+def _linear_text(parts: list[tuple[str, int]], offset: int) -> str:
     """``c0*t0 + c1*t1 - 3`` as source text."""
     out = ""
     for text, coef in parts:
@@ -282,7 +282,7 @@ class Printer:
         bare = takes and any(not isinstance(a, Const) for a in operands)
         heads = [self._argument(a) for a in e.args[: len(e.args) - len(operands)]]
         tails = [self._argument(a, bare=bare, named=text.count("{0}") > 1) for a in operands]
-        if e.fn in _COMPARISONS and all(map(_place, operands)):  # in as many bits as indices have: half the registers of i64
+        if e.fn in _COMPARISONS and all(map(_is_index, operands)):  # in as many bits as indices have: half the registers of i64
             tails = [t.removesuffix(f".to({TRITON_TYPES['i64']})") for t in tails]
         return self.helped(text.format(*heads, *tails))
 
@@ -302,7 +302,7 @@ class Printer:
         return self._print(e)
 
 
-def _place(e: Expr) -> bool:
+def _is_index(e: Expr) -> bool:
     """Whether an expression is an index, or a number that indices may be compared with."""
     return isinstance(e, Index) or (isinstance(e, Const) and e.dtype == "i64" and abs(int(e.value)) < 1 << 31)
 
@@ -642,14 +642,14 @@ def _solved(e: Aff, rows: Axis, key: Axis, scalars: View, tile: str) -> tuple[st
         else:  # a tile may hold any of them
             ends = str(d.size - 1), "0"
         top, bottom = ends if a > 0 else ends[::-1]
-        high, low = _plus(high, _times(top, a)), _plus(low, _times(bottom, a))
+        high, low = _plus(high, _times_text(top, a)), _plus(low, _times_text(bottom, a))
     if rest.terms:
         text = scalars.text(rest)
         high, low = _plus(high, text), _plus(low, text)
     return _plus(high, str(e.const)) or "0", _plus(low, str(e.const)) or "0", b
 
 
-def _times(text: str, factor: int) -> str:
+def _times_text(text: str, factor: int) -> str:
     return text if factor == 1 else f"{text} * {factor}"
 
 

@@ -14,7 +14,7 @@ import torch
 ROUNDING = {"float64": 1e-12, "float32": 4e-6, "float16": 2e-3, "bfloat16": 1.6e-2}
 
 
-def check(operators: Mapping[str, tuple[Any, Any]], cases: Path, rounding: Mapping[str, float] = ROUNDING) -> int:
+def check_operators(operators: Mapping[str, tuple[Any, Any]], cases: Path, rounding: Mapping[str, float] = ROUNDING) -> int:
     """Run every operator that has a case; how many there were.
 
     Args:
@@ -37,7 +37,7 @@ def check(operators: Mapping[str, tuple[Any, Any]], cases: Path, rounding: Mappi
             for b, out, want in zip(
                 kernel.outputs, got if isinstance(got, tuple) else [got], values[len(inputs) :], strict=True
             ):
-                _same(f"{name}, {b.name}", out.cpu(), want, rounding.get(b.dtype, 0.0))
+                _assert_near(f"{name}, {b.name}", out.cpu(), want, rounding.get(b.dtype, 0.0))
             if inputs:
                 torch.library.opcheck(run, tuple(inputs), test_utils=("test_schema", "test_faketensor"))
             done += 1
@@ -48,7 +48,7 @@ def _tensor(data: Any, b: Any) -> torch.Tensor:
     return torch.from_numpy(data.copy()).view(getattr(torch, b.dtype)).reshape(b.shape)
 
 
-def _same(where: str, got: torch.Tensor, want: torch.Tensor, rounding: float) -> None:
+def _assert_near(where: str, got: torch.Tensor, want: torch.Tensor, rounding: float) -> None:
     assert got.dtype == want.dtype and got.shape == want.shape, where
     if not want.dtype.is_floating_point:
         assert torch.equal(got, want), where
