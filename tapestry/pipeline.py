@@ -210,7 +210,7 @@ def asked(options: Options) -> Compilation:
     if mesh is None or [(a.name, a.size) for a in mesh] == [(a.name, a.size) for a in named]:  # with the file's shares
         mesh = named
     topo = _topology(options, mesh, carried)
-    stages, micro = _stages(options, topo, marks)
+    stages, micro = _stages_asked_for(options, topo, marks)
     return Compilation(
         options=options, shapes=options.shapes or (annotations.shapes(marks) if marks else {}), topology=topo,
         request=parse_request(stages, micro, topo), annotations=marks, earlier=earlier, without=rule_names(options.without),
@@ -254,7 +254,7 @@ def _also_whole(options: Options, topo: Topology) -> bool:
     return device_count(topo.mesh) > 1 and options.target == "torch-cpu" and not said
 
 
-def _stages(options: Options, topo: Topology, marks: Annotations | None) -> tuple[str, str]:
+def _stages_asked_for(options: Options, topo: Topology, marks: Annotations | None) -> tuple[str, str]:
     """How many stages and micro-batches are asked for. A file that says in how many it was planned, or whose nodes name their
     stages, and nothing else or the layouts on the devices of each, gets as many, unless the user says otherwise; an exact plan
     has one of each.

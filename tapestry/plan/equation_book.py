@@ -173,7 +173,7 @@ class Book:
                 cone, names = self.cones.at(draft, op, reach)
                 key = (reach, *cone)
                 if key not in self._places:
-                    self._places[key] = list(_places(draft, at, rules, names))
+                    self._places[key] = list(_equations_at(draft, at, rules, names))
                 for p in self._places[key]:
                     params = tuple((n, v if k is None else names[k]) for n, v, k in p.params)
                     found.append((p.number, at, Move(rules[p.number].name, op.outs[0], params)))
@@ -220,7 +220,7 @@ class Book:
         return replace(new, log=None)
 
 
-def _places(draft: Draft, at: int, rules: Mapping[int, Equation], names: list[str]) -> Iterator[_Place]:
+def _equations_at(draft: Draft, at: int, rules: Mapping[int, Equation], names: list[str]) -> Iterator[_Place]:
     """Where some equations hold at one operation."""
     for number, rule in rules.items():
         for m in rule.found(draft, at):
