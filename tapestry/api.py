@@ -26,7 +26,7 @@ from tapestry.runtime.feeds import random_feeds
 from tapestry.runtime.session import MakeExecutor, Result, Session, SizedSessions, Slices, largest_constant, shapes_of
 from tapestry.runtime.target_protocol import Progress, Target
 from tapestry.sizes.sized_compile import SizedOpener
-from tapestry.verify import model_outputs
+from tapestry.verify import interp
 from tapestry.verify.model.model_values import ModelFile
 from tapestry.viz.format import duration, human
 
@@ -391,7 +391,7 @@ def compared(compiled: Compiled, feeds: Values, outs: Values, *, check: bool) ->
     rows = {n: {**_described(a), "max_abs_err": None, "rel_err": None} for n, a in outs.items()}
     document: dict[str, Any] = {"outputs": rows, "reference": None, "passed": True}
     if check:
-        allowed, model = model_outputs.tolerances(compiled.build.plan.graph), Path(compiled.build.model)
+        allowed, model = interp.tolerances(compiled.build.plan.graph), Path(compiled.build.model)
         from tapestry import model_evidence
 
         if model.suffix == TEXT:
@@ -430,15 +430,15 @@ def _check(
     reference: tuple[str, Values] | None = None,
 ) -> None:  # fmt: skip
     """Compare with the reference. Where that fails, ask how far two references are from each other, and say so."""
-    document["reference"], expected = reference or model_outputs.reference(cast("ModelFile", model), feeds)
+    document["reference"], expected = reference or interp.reference(cast("ModelFile", model), feeds)
     spread: dict[str, float] | None = None
     for name, a in outs.items():
-        difference = model_outputs.compare_outputs(a, expected[name], allowed.get(name, 0.0))
+        difference = interp.compare_outputs(a, expected[name], allowed.get(name, 0.0))
         row, passed = document["outputs"][name], difference.passed
         row.update(max_abs_err=difference.max_abs_err, rel_err=difference.rel_err)
-        if not passed and difference.rel_err < model_outputs.SPREAD_LIMIT and document["reference"] == "onnxruntime" and model:
-            spread = model_outputs.spread(model, feeds, expected) if spread is None else spread
+        if not passed and difference.rel_err < interp.SPREAD_LIMIT and document["reference"] == "onnxruntime" and model:
+            spread = interp.spread(model, feeds, expected) if spread is None else spread
             row["reference_spread"] = spread.get(name)
-            limit = min(model_outputs.SPREAD_FACTOR * spread.get(name, 0.0), model_outputs.SPREAD_LIMIT)
+            limit = min(interp.SPREAD_FACTOR * spread.get(name, 0.0), interp.SPREAD_LIMIT)
             passed = difference.rel_err <= limit
         document["passed"] = document["passed"] and passed

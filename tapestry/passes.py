@@ -28,7 +28,7 @@ from tapestry.lift import onnx_to_graph as lift
 from tapestry.lift.onnx_to_graph import Lifted
 from tapestry.model_evidence import QUICKLY, compare
 from tapestry.plan import search_passes as search
-from tapestry.plan.fusion import Machine
+from tapestry.plan.alternatives import Machine
 from tapestry.plan.hoist_transfers import early, in_better_order
 from tapestry.plan.pipelines.segments import asked_of
 from tapestry.plan.pipelines.stage_choice import Request

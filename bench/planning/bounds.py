@@ -39,8 +39,8 @@ from tapestry.plan.search.problem import Problem, build
 from tapestry.plan.simulate import simulate
 from tapestry.plan.solver.budget import SECOND, Budget
 from tapestry.plan.topology import Topology, parse_mesh, topology
+from tapestry.rewrites import split
 from tapestry.rewrites.core.driver import apply_moves, simplify
-from tapestry.rewrites.partition import split
 
 MOST = 300  # plans of a graph in space
 ORDERED = 4  # plans whose transfers are put in better orders

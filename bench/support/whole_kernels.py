@@ -15,7 +15,7 @@ from tapestry.codegen.triton import generate, kernel_key, unavailable
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.kernel import Kernel, whole
 from tapestry.lift import lift
-from tapestry.plan.fusion import Machine, fused
+from tapestry.plan.alternatives import Machine, fused
 from tapestry.plan.topology.topology_files import SOURCES
 from tapestry.rewrites.core.driver import simplify
 

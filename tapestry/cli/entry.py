@@ -31,15 +31,15 @@ COMMANDS: dict[str, tuple[Command | str, Sequence[Arguments], str]] = {
         "run a plan (random inputs when none are given)",
     ),
     "serve": (
-        "serving.command", [arguments.session, arguments.serve], "load a build once, and answer on a local socket until ended",
+        "serving", [arguments.session, arguments.serve], "load a build once, and answer on a local socket until ended",
     ),
-    "generate": ("serving.command", [arguments.session, arguments.generate], "generate tokens with a causal decoder"),
+    "generate": ("serving", [arguments.session, arguments.generate], "generate tokens with a causal decoder"),
     "shard-weights": (
         building.shard_weights, [arguments.build, arguments.output_folder],
         "write the weights as the plan cuts them, one safetensors file per device",
     ),
     "explain": (building.explain, [arguments.explain], "show the plan: how it is cut, what it sends, what it costs"),
-    "view": ("viewer.command", [arguments.view], "write one HTML page: graph, index spaces, tensors, time, alternatives"),
+    "view": ("viewer", [arguments.view], "write one HTML page: graph, index spaces, tensors, time, alternatives"),
     "verify": (building.verify, [arguments.build, arguments.verify], "check a build again, from its files alone"),
     "kernels": (
         building.kernels, [arguments.build, arguments.output_folder, arguments.kernels],
@@ -47,18 +47,18 @@ COMMANDS: dict[str, tuple[Command | str, Sequence[Arguments], str]] = {
     ),
     "tune": (building.tune, [arguments.tune], "measure the kernels' knobs on this machine's GPU, for every later run"),
     "export": (
-        "exports.command", [arguments.build, arguments.export_arguments], "write the plan in the format of another tool",
+        "exports", [arguments.build, arguments.export_arguments], "write the plan in the format of another tool",
     ),
     "check-sharding": (
         building.check_sharding, [arguments.model, arguments.check_sharding],
         "check a model's multi-device annotations",
     ),
     "tiles": (
-        "tiles.command", [arguments.tiles_arguments],
+        "tiles", [arguments.tiles_arguments],
         "start, stop and size of every tile of a tensor, and what another tiling moves",
     ),
     "prove": (
-        "prove.command", [arguments.prove_arguments],
+        "prove", [arguments.prove_arguments],
         "prove that a parallel program computes a model, or show a cell that differs",
     ),
     "calibrate": (building.calibrate, [arguments.calibrate], "measure this machine and write a topology file"),
@@ -108,7 +108,7 @@ def _run(args: argparse.Namespace, out: TextIO, *, last: bool) -> int:
 
 
 def _command(name: str) -> Command:
-    """What a command runs: one of ours, or the function of a tool's module that is called as the command is."""
+    """What a command runs: one of ours, or the function of a tool that is called as the command is."""
     command = COMMANDS[name][0]
     return getattr(tool(command), name.replace("-", "_")) if isinstance(command, str) else command
 

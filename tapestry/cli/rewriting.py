@@ -100,7 +100,7 @@ def rules(args: argparse.Namespace) -> Outcome:
         return _checked(args.check)
     for path in args.rules:
         load_rules(path)
-    laboratory = tool("rulebook.command") if args.derive or args.ablate or args.discover is not None else None
+    laboratory = tool("rulebook") if args.derive or args.ablate or args.discover is not None else None
     if laboratory and args.derive:
         return laboratory.derived(args.derive, mesh=args.mesh, most=args.forms, dot=args.dot, svg=args.svg, view=args.view)
     if laboratory and args.ablate:
@@ -132,7 +132,7 @@ def rules(args: argparse.Namespace) -> Outcome:
 
 def _checked(paths: Sequence[Path]) -> Outcome:
     """``tapestry rules --check``: what every rule of some files was shown to keep, and by what."""
-    from tapestry.rewrites.rule_proofs import checked
+    from tapestry.rewrites.core.rule_check import checked
     from tapestry.verify.rewriting.proofs import shown_text
 
     rows = [asdict(c) for path in paths for c in checked(path)]

@@ -12,10 +12,11 @@ from math import prod
 
 import numpy as np
 
+from tapestry.ir.expr import Call, Expr, uncast, walk
 from tapestry.ir.graph import Block, Graph, Op
 from tapestry.ir.plan import Layout, MeshAxis, Plan, Stage, Strategy, stages_refused, still
 from tapestry.ir.program import peak_bytes
-from tapestry.ir.recognise import NONE, input_axes
+from tapestry.ir.recognise import NONE, folded_roles, input_axes, kept, product_roles, products
 from tapestry.ir.types import itemsize
 from tapestry.plan.cost import transfer
 from tapestry.plan.cost.transfer import reduce_seconds
@@ -30,6 +31,12 @@ from tapestry.plan.solver.budget import SECOND, Budget
 from tapestry.plan.solver.network import Factor, Network, evaluate, solve
 from tapestry.plan.strategy import Boxes, Pin, footprints, merges, out_layout, tensor_boxes
 from tapestry.plan.topology import Topology
+from tapestry.plan.topology.fabric import Device
+from tapestry.rewrites.contractions import FuseContraction, FuseSums, NarrowFactors
+from tapestry.rewrites.core.driver import chosen, simplify
+from tapestry.rewrites.core.edit import Tile, evaluated, loaded, tile_of
+from tapestry.rewrites.core.rule import Move
+from tapestry.rewrites.maps.inline_map import InlineMap
 
 LOWERINGS = 16  # how many better-looking alternatives are lowered to see whether they fit into memory
 NOISE = 1e-3  # parts below this share of the largest one are left out
@@ -350,3 +357,121 @@ def _largest_share(problem: Problem, i: int, s: Strategy) -> float:
     large = {k: graph.tensors[t].size for k, t in enumerate(names) if t in graph.weights and graph.tensors[t].size >= LARGE}
     held = [int(np.prod(b[:, :, 1] - b[:, :, 0], axis=1).max()) / large[k] for k, b in reads.items() if k in large]
     return max(held, default=0.0)
+
+
+# Which fusions pay on one device: launches and bytes saved, against arithmetic and loads done again.
+#
+# The rules that cost nothing are simplifications and have been applied already. Those here are choices, so they are moves: a
+# map computed by its readers (`inline_map`), a contraction by the reduction that reads it (`fuse_contraction`), contractions
+# of one factor side by side (`fuse_sums`), and contractions that read 8 bits as they are (`narrow_factors`), for devices that
+# multiply those. An operation is priced by its tiles (`tile_footprint`): its launch, each tensor once from memory, what every
+# tile loads once from the cache in between, and each primitive as often as the tiles compute it. A device that runs
+# expressions operator by operator (torch on a CPU) has no tiles, but a price for every operator, and what a reduction
+# computes before it reduces is written and read again.
+
+
+CACHE = 2.0  # bandwidth of the cache that tiles share (L2), as a multiple of the memory's: 5.5 of 3.35 TB/s on H100
+_NONE = frozenset[str]()
+REACHED = 0.6  # of a preset's rate, by products in tiles: Triton's FA2 gets 471 of 790 TFLOP/s, H100 (pytorch/benchmark#2391)
+ROWS = 32  # of a tile that is worth a program: an estimate, twice the 16 that matrix units take at least
+PROGRAMS = 64  # an estimate, the power of two under half of an H100's 132 multiprocessors: with fewer, most of it is idle
+OPERATOR = 2e-6  # s, one of torch's operators on four numbers on one core: 2.1 (add) to 2.5 µs (exp, tanh) with torch 2.13
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """One device, and whether it runs expressions operator by operator."""
+
+    device: Device
+    eager: bool
+
+
+def fused(graph: Graph, machine: Machine, disabled: frozenset[str] = _NONE) -> tuple[Graph, list[Move]]:
+    """The graph with every fusion that pays, and the moves that lead there; ``disabled``: simplifications that are left out."""
+    prices: dict[Block, float] = {}
+
+    def price(op: Block) -> float:
+        if op not in prices:
+            prices[op] = seconds(graph, op, machine)
+        return prices[op]
+
+    def accept(old: Sequence[Op], new: Sequence[Op]) -> bool:
+        return sum(price(o) for o in new if isinstance(o, Block)) < sum(price(o) for o in old if isinstance(o, Block))
+
+    def accept_product(old: Sequence[Op], new: Sequence[Op]) -> bool:
+        (maker, op), (one,) = old, new
+        assert isinstance(maker, Block) and isinstance(op, Block) and isinstance(one, Block)
+        if any(itemsize(graph.tensors[maker.reads[k].tensor].dtype) < 2 for k in maker.body_reads()):
+            return False  # products of 8 bits have kernels of their own
+        own = [products_seconds(o, machine) for o in (maker, one)]
+        return not machine.eager and reduced_seconds(graph, one, machine) + own[1] < price(maker) + price(op) + own[0]
+
+    graph, first = (graph, list[Move]()) if machine.eager else chosen(NarrowFactors(), graph)
+    graph, moves = chosen(InlineMap(), graph, accept)
+    graph, reduced = chosen(FuseContraction(), graph, accept_product)
+    graph, more = chosen(FuseSums(), graph)
+    found = [*first, *moves, *reduced, *more]
+    return (simplify(graph, disabled=disabled) if found else graph), found
+
+
+def seconds(graph: Graph, op: Block, machine: Machine) -> float:
+    """Time of one operation, whole, without its contractions: those are the same however the rest is fused."""
+    device = machine.device
+    tile = {d.name: d.size for d in op.space} if machine.eager else tile_of(op)
+    row = kept(op.monoid, op.dims, op.reduce, op.body)  # what is kept is picked, not summed
+    point = (*op.point[:-1], row.value) if row else op.point
+    calls = {e for x in (*point, *op.then) for e in walk(x) if isinstance(e, Call) and e.fn != "cast"}
+    exact = sum(evaluated(op, e, tile) for e in calls - (set() if machine.eager else _multiplied(op)))
+    from_memory = sum(prod(d.size for d in op.dims) * itemsize(graph.tensors[t].dtype) for t in op.outs)
+    from_cache = 0
+    for t in op.inputs:
+        size = itemsize(graph.tensors[t].dtype)
+        cells = [loaded(op, r, graph.tensors[t].shape, tile) for r in op.reads if r.tensor == t]
+        from_memory += min(graph.tensors[t].nbytes, sum(cells) * size)
+        from_cache += 0 if machine.eager else sum(cells) * size
+    out = device.launch + from_memory / device.bandwidth + from_cache / (CACHE * device.bandwidth) + exact / device.vector
+    return out + (_operators(op, calls, tile, device) if machine.eager else 0.0)
+
+
+def _multiplied(op: Block) -> set[Expr]:
+    """The products of an operation's contractions, which matrix units compute."""
+    return {uncast(x) for x in ([s.body for s in op.inner] if op.inner else op.body if products(op) else ())}
+
+
+def products_seconds(op: Block, machine: Machine) -> float:
+    """Time of a contraction's products, or of those that a reduction computes itself, the lanes past tiles' ends included."""
+    (product,) = _multiplied(op)
+    assert isinstance(product, Call)
+    deep = {d.name for d in (op.inner_dims or op.reduce)}
+    outer = op.reduce if op.inner else ()
+    found = product_roles(op, product, kept(op.monoid, op.dims, op.reduce, op.body))
+    lanes = found.lanes if found else prod(d.size for d in (*op.dims, *outer))
+    return 2 * lanes * prod(d.size for d in op.space if d.name in deep) / (REACHED * machine.device.rate(product.args[0].dtype))
+
+
+def reduced_seconds(graph: Graph, op: Block, machine: Machine) -> float:
+    """`seconds` of a reduction that computes its product itself: its programs go through all that is reduced, so there may be
+    few of them; columns in parts are merged by a second launch."""
+    found, device = folded_roles(op), machine.device
+    assert found is not None
+    programs = prod(d.size for d in found.batch) * -(-prod(d.size for d in found.rows) // ROWS)
+    extra = 0.0
+    if not found.folds:
+        programs *= -(-prod(d.size for d in found.columns) // ROWS)
+    elif programs < PROGRAMS:
+        columns = prod(d.size for d in (*found.columns, *found.taps))
+        longest = max(d.size for d in op.reduce)
+        wanted = min(2 * PROGRAMS // programs, columns // ROWS)
+        parts = max((p for p in range(1, wanted + 1) if longest % p == 0), default=1)
+        programs, extra = programs * parts, device.launch if parts > 1 else 0.0
+    share = min(1.0, programs / PROGRAMS)
+    return device.launch + extra + (seconds(graph, op, machine) - device.launch) / share
+
+
+def _operators(op: Block, calls: set[Call], tile: Tile, device: Device) -> float:
+    """What torch takes beyond the arithmetic: every operator, and every operand of a reduction that is none of its inputs."""
+    operands = [f for pair in products(op) or () for f in pair] if products(op) else list(op.body if op.monoid else ())
+    operands += [f for s in op.inner if isinstance(s.body, Call) for f in s.body.args]
+    made = [e for e in operands if isinstance(e, Call)]
+    moved = sum(2 * evaluated(op, e, tile) * itemsize(e.dtype) for e in made)
+    return OPERATOR * len(calls) + device.launch * len(made) + moved / device.bandwidth

@@ -21,17 +21,25 @@ from tapestry.ir.states import varies
 from tapestry.ir.syntax.printer import signature, to_text
 from tapestry.ir.types import itemsize
 from tapestry.plan.cost.compute import least_cells, least_seconds
-from tapestry.plan.search.memory_limit import fewest, operations_served, streamable
 from tapestry.plan.search.planner import Point, beginning, spatial, start_of
-from tapestry.plan.search.priced_plan import PricedPlan, TooBig, peak, priced_plan, too_big
+from tapestry.plan.search.priced_plan import (
+    PricedPlan,
+    TooBig,
+    fewest,
+    operations_served,
+    peak,
+    priced_plan,
+    streamable,
+    too_big,
+)
 from tapestry.plan.search.problem import build
 from tapestry.plan.solver.budget import SECOND, Budget
 from tapestry.plan.topology import Topology
+from tapestry.rewrites import split, tiled_region
 from tapestry.rewrites.core.driver import apply_legal, apply_moves
 from tapestry.rewrites.core.rule import Move
-from tapestry.rewrites.partition import split, tiled_region
-from tapestry.rewrites.partition.split import splittable
-from tapestry.rewrites.partition.tiled_region import Cut, batch_move, reads_of
+from tapestry.rewrites.split import splittable
+from tapestry.rewrites.tiled_region import Cut, batch_move, reads_of
 
 # What every plan of a graph needs at least, however its operations are cut in space and time: said before any is sought.
 #

@@ -23,10 +23,10 @@ from tapestry.ir.plan import Layout, Mesh
 from tapestry.ir.program import Message
 from tapestry.ir.states import as_scan
 from tapestry.plan.strategy import Pin
+from tapestry.rewrites import split
 from tapestry.rewrites.core.driver import apply_moves
 from tapestry.rewrites.core.rule import Move
-from tapestry.rewrites.partition import block_scan
-from tapestry.rewrites.partition.split import refusal
+from tapestry.rewrites.split import refusal
 
 
 def parse_pins(texts: Sequence[str], graph: Graph, mesh: Mesh, folded: Sequence[str] = ()) -> dict[int, tuple[Pin, ...]]:
@@ -107,7 +107,7 @@ def scan_blocks(
             continue
         axes = [mesh[p.axis] for p in given if p.dim == scan.dim]
         parts = prod(a.size for a in axes)
-        if block_scan.refusal(op, parts) is not None:
+        if split.refusal_of_scan(op, parts) is not None:
             continue
         moves.append(Move("block_scan", op.outs[0], (("parts", parts),)))
         graph = apply_moves(graph, moves[-1:])

@@ -21,7 +21,7 @@ from tapestry.ir.kernel import Box
 from tapestry.ir.monoid import MONOIDS
 from tapestry.ir.plan import Layout, Mesh, Strategy, coordinates, may_cut, shares
 from tapestry.ir.states import varies
-from tapestry.rewrites.partition.split import splittable
+from tapestry.rewrites.split import splittable
 
 Boxes = np.ndarray  # int64 [devices, rank, 2]: half-open boxes, one per device
 MAX_STRATEGIES = 1024  # of one operation: what three mesh axes offer, and part of what four do

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from tapestry.errors import PlanError
 from tapestry.ir.graph import Graph
 from tapestry.ir.plan import Layout, Mesh, Plan, device_count
-from tapestry.plan.fusion import Machine
+from tapestry.plan.alternatives import Machine
 from tapestry.plan.pipelines.stage_choice import Request
 from tapestry.plan.requests import parse_pins
 from tapestry.plan.search.planner import TINY, Start, cheapest

@@ -12,13 +12,12 @@ from tapestry.rewrites.equations.rule_texts import register_file
 from tapestry.rewrites import algebra as algebra
 from tapestry.rewrites import contractions as contractions
 from tapestry.rewrites.maps import inline_map as inline_map
-from tapestry.rewrites.partition import block_scan as block_scan
-from tapestry.rewrites.partition import slice_strided as slice_strided
-from tapestry.rewrites.partition import split as split
-from tapestry.rewrites.partition import tiled_region as tiled_region
-from tapestry.rewrites.reductions import fuse_rows as fuse_rows
-from tapestry.rewrites.reductions import joined_reductions as joined_reductions
-from tapestry.rewrites.reductions import stream_softmax as stream_softmax
+from tapestry.rewrites import slice_strided as slice_strided
+from tapestry.rewrites import split as split
+from tapestry.rewrites import tiled_region as tiled_region
+from tapestry.rewrites import fuse_rows as fuse_rows
+from tapestry.rewrites import joined_reductions as joined_reductions
+from tapestry.rewrites import stream_softmax as stream_softmax
 
 ORDER = (
     "block_scan", "share", "drop_dead", "compose_views", "drop_results", "inline_map", "fuse_contraction", "route_products",

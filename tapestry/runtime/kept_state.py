@@ -28,7 +28,7 @@ from tapestry.errors import BuildError, ModelError, TapestryError
 from tapestry.ir.graph import Graph
 from tapestry.ir.types import Tensor, numpy_dtype
 from tapestry.runtime.feeds import random_feeds
-from tapestry.verify import model_outputs
+from tapestry.verify import interp
 
 AUTO = "auto"
 MASK, POSITIONS = "attention_mask", "position_ids"  # as exporters of transformers and optimum name them
@@ -199,7 +199,7 @@ def _masked(model: Path, graph: Graph, caches: Sequence[Cache]) -> dict[str, flo
     for fill in sorted({1, caches[0].capacity - 1} - {0, caches[0].capacity}):
         short, full = _both(graph, caches, fill)
         try:
-            expected, found = (model_outputs.reference(model, f)[1] for f in (short, full))
+            expected, found = (interp.reference(model, f)[1] for f in (short, full))
         except ModelError as e:
             why = f"with a past of {fill} cells: {e.what}"
             raise TapestryError("the model does not run with a shorter past", where="--state", why=why[:1000]) from None
@@ -228,7 +228,7 @@ def _by_row(
     for n, a in pairs[1][1].items():
         if a.shape[:1] == (batch,):
             mixed[n][1::2] = a[1::2]
-    found = model_outputs.reference(model, mixed)[1]
+    found = interp.reference(model, mixed)[1]
     outs = [n for n in graph.outputs if graph.tensors[n].shape[:1] == (batch,)]
     apart = [
         _apart(expected[n][r : r + 1], found[n][r : r + 1], n, caches, fill)

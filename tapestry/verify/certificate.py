@@ -28,7 +28,7 @@ from tapestry.ir.program import Buffer, Free, Launch, Load, Message, Program, Re
 from tapestry.ir.states import native
 from tapestry.ir.syntax.printer import signature
 from tapestry.ir.types import DTYPES, FLOATS, HOST, itemsize
-from tapestry.verify import deadlock, exchange, monoid_laws
+from tapestry.verify import exchange, monoid_laws
 from tapestry.verify.exchange import Boxes, Breach, Lists, Parts, Spans, coverage, first, spans_of
 
 Array = np.ndarray[Any, Any]
@@ -289,7 +289,7 @@ def check(
     for i, op in enumerate(graph.ops):
         exchange.cover(r.lists, op, r.launched.get(i, {}), None if places is None else places[i])
     _outputs(r)
-    r.lists.laws[deadlock.LAW] += deadlock.check(program)
+    r.lists.laws[exchange.LAW] += exchange.check(program)
     if tried := monoid_laws.check_monoids(graph):
         r.lists.laws[monoid_laws.LAW] += tried
     for d, peak in enumerate(r.peak.tolist()):

@@ -21,7 +21,7 @@ from tapestry.plan.search.priced_plan import PricedPlan
 from tapestry.plan.search.problem import Problem
 from tapestry.plan.search_passes import Candidate, Form
 from tapestry.rewrites.core.driver import simplify
-from tapestry.rewrites.partition.split import splittable
+from tapestry.rewrites.split import splittable
 from tapestry.viz.format import step_text
 
 Sizes = dict[str, int | float]

@@ -18,17 +18,7 @@ from tapestry.interop.tile_patterns import SUPPRESSED, Tiling
 from tapestry.ir.kernel import cut
 from tapestry.plan.solver.pairs import PROVED
 from tapestry.verify.rewriting.proofs import shown_text
-from tapestry.viz.format import (
-    beside_one_device,
-    count,
-    duration,
-    figures_text,
-    human,
-    listed,
-    moves_text,
-    together,
-    wrapped,
-)
+from tapestry.viz.format import beside_one_device, count, duration, figures_text, human, listed, moves_text, together, wrapped
 
 
 def compiled(report: Mapping[str, Any]) -> RenderableType:

@@ -25,9 +25,7 @@ from tapestry.ir.monoid import (
     rescale,
     sums,
 )
-from tapestry.ir.monoid import (
-    State as Fields,
-)
+from tapestry.ir.monoid import State as Fields
 from tapestry.ir.types import numpy_dtype
 from tapestry.verify.interp import value
 

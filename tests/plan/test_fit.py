@@ -22,18 +22,17 @@ from tapestry.plan import strategy
 from tapestry.plan.cost.compute import least_cells, least_seconds
 from tapestry.plan.lower import lower
 from tapestry.plan.memory import Fitted, fit, lacking, moves
-from tapestry.plan.search.memory_limit import fewest
 from tapestry.plan.search.planner import search, spatial
-from tapestry.plan.search.priced_plan import TooBig
+from tapestry.plan.search.priced_plan import TooBig, fewest
 from tapestry.plan.search.problem import build, load_seconds
 from tapestry.plan.simulate import simulate
 from tapestry.plan.solver.budget import Budget
 from tapestry.plan.topology import topology
+from tapestry.rewrites import split as splitting
 from tapestry.rewrites.core.driver import apply_moves
 from tapestry.rewrites.core.rule import RULES, Move
-from tapestry.rewrites.partition import split as splitting
-from tapestry.rewrites.partition.split import time_move
-from tapestry.rewrites.partition.tiled_region import batch_move
+from tapestry.rewrites.split import time_move
+from tapestry.rewrites.tiled_region import batch_move
 from tapestry.saved_build import verify_build
 from tapestry.verify import certificate, interp
 from tests.support.command_line import document, run

@@ -19,7 +19,8 @@ from tapestry.ir.syntax.parser import parse
 from tapestry.ir.syntax.printer import to_text
 from tapestry.plan.lower import lower
 from tapestry.plan.requests import parse_layouts, parse_pins
-from tapestry.plan.search import memory_limit, problem
+from tapestry.plan.search import priced_plan as memory_limit
+from tapestry.plan.search import problem
 from tapestry.plan.search.planner import search
 from tapestry.plan.search.priced_plan import PricedPlan, priced_plan
 from tapestry.plan.simulate import simulate

@@ -12,7 +12,7 @@ import onnx
 import pytest
 from onnx import TensorProto as T
 
-from tapestry.codegen.triton.kernel_work import roofline, work_of
+from tapestry.codegen.triton.kernel_config import roofline, work_of
 from tapestry.codegen.triton.task.descriptors import kernel_form
 from tapestry.codegen.triton.task.primitives import PRECISIONS, chip_of
 from tapestry.codegen.triton.task.tiles import on_chip

@@ -6,8 +6,8 @@ from tapestry.errors import TapestryError
 from tapestry.ir.graph import Graph
 from tapestry.ir.syntax.parser import parse
 from tapestry.ir.syntax.printer import to_text
-from tapestry.plan.equation_book import Book
 from tapestry.plan.solver.budget import Meter
+from tapestry.plan.structural_search import Book
 from tapestry.plan.topology import parse_mesh, topology
 from tapestry.rewrites.core.driver import Cones, rules_of, simplify
 from tapestry.rewrites.core.rule import RULES, MatchRule, Move, Refusal

@@ -23,7 +23,7 @@ from tapestry.ir.graph import Block, Graph
 from tapestry.ir.recognise import folded_roles
 from tapestry.ir.syntax.parser import parse
 from tapestry.lift import lift, read_weight
-from tapestry.plan.fusion import Machine, fused
+from tapestry.plan.alternatives import Machine, fused
 from tapestry.plan.lower import lower
 from tapestry.plan.topology.topology_files import SOURCES
 from tapestry.rewrites.core.driver import simplify

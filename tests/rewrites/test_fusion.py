@@ -23,7 +23,7 @@ from tapestry.ir.index import const, dim
 from tapestry.ir.recognise import products
 from tapestry.ir.syntax.parser import parse
 from tapestry.lift import lift, read_weight
-from tapestry.plan.fusion import Machine, fused, seconds
+from tapestry.plan.alternatives import Machine, fused, seconds
 from tapestry.plan.lower import lower
 from tapestry.plan.topology.topology_files import SOURCES
 from tapestry.rewrites.core.driver import apply_moves, simplify

@@ -17,7 +17,7 @@ from tapestry.codegen.triton import kernel_form
 from tapestry.errors import TapestryError
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.syntax.parser import parse
-from tapestry.plan.fusion import Machine, fused
+from tapestry.plan.alternatives import Machine, fused
 from tapestry.plan.topology.topology_files import SOURCES
 from tapestry.rewrites.core.driver import apply_moves, simplify
 from tapestry.rewrites.core.rule import RULES, Refusal, parse_move

@@ -15,8 +15,8 @@ from tapestry.ir.types import Tensor
 from tapestry.rewrites.core.driver import apply_moves
 from tapestry.rewrites.core.rule import parse_move
 from tapestry.rewrites.core.rule_check import random_feeds, same
-from tapestry.rewrites.partition.split import split_time
-from tapestry.rewrites.partition.tiled_region import MOST_AGAIN, batch_move, micro_batch
+from tapestry.rewrites.split import split_time
+from tapestry.rewrites.tiled_region import MOST_AGAIN, batch_move, micro_batch
 
 CHAIN = """graph chain
 input x: f32[2, 33]

@@ -22,7 +22,7 @@ from tapestry.runtime.executor import owners
 from tapestry.runtime.messages.moves import calls_of
 from tapestry.runtime.processes.distributed import RankExecutor
 from tapestry.runtime.processes.wire import Heartbeat, shared
-from tapestry.verify.deadlock import Exchange, check, scripts, simulate
+from tapestry.verify.exchange import Exchange, check, scripts, simulate
 from tests.support.messages.recorded_wire import Recorder, Shapes
 from tests.support.small_models import case, mesh_of, random_plan
 

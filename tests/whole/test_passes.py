@@ -26,7 +26,7 @@ from tapestry.ir.syntax.parser import parse
 from tapestry.ir.syntax.printer import to_text
 from tapestry.pass_runner import FIELDS, Pass, Runner, unreported
 from tapestry.pipeline import PASSES, Options, asked
-from tapestry.plan.fusion import fused
+from tapestry.plan.alternatives import fused
 from tapestry.rewrites import RULES
 from tapestry.rewrites.core.driver import rules_of
 from tapestry.viz import progress
@@ -83,7 +83,7 @@ def test_passes_read_what_earlier_ones_made_and_say_so():
 
 
 def test_every_rule_that_is_tried_by_price_says_so():
-    """`plan.fusion.fused` is what applies the rules of the phase fusion: it names each of them, and no other."""
+    """`plan.alternatives.fused` is what applies the rules of the phase fusion: it names each of them, and no other."""
     source = inspect.getsource(fused)
     assert {type(r).__name__ for r in rules_of("fusion")} == {
         type(r).__name__ for r in RULES.values() if f"{type(r).__name__}()" in source

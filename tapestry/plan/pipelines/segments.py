@@ -28,9 +28,8 @@ from tapestry.ir.types import itemsize
 from tapestry.plan.cost import compute
 from tapestry.plan.pipelines.staged_plan import link_between, segment, stage_topology
 from tapestry.plan.requests import AskedPin, read_pins
-from tapestry.plan.search.memory_limit import fewest, streamable
 from tapestry.plan.search.planner import spatial
-from tapestry.plan.search.priced_plan import PricedPlan, peak, summed
+from tapestry.plan.search.priced_plan import PricedPlan, fewest, peak, streamable, summed
 from tapestry.plan.search.problem import Problem, build
 from tapestry.plan.solver.budget import SECOND, Budget
 from tapestry.plan.solver.network import Factor
@@ -38,7 +37,7 @@ from tapestry.plan.strategy import Dims, LayoutConstraints, Pin, tensor_boxes
 from tapestry.plan.topology import Link, Topology
 from tapestry.rewrites.core.driver import logged
 from tapestry.rewrites.core.rule import RULES, Move
-from tapestry.rewrites.partition.tiled_region import batch_move, micro_batch
+from tapestry.rewrites.tiled_region import batch_move, micro_batch
 
 # What the pipeline search cuts into stages: the operations of one micro-batch, in order.
 

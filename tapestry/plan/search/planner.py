@@ -19,14 +19,24 @@ from tapestry.ir.plan import Layout, Plan, Strategy, still
 from tapestry.ir.program import Transfer, peak_bytes
 from tapestry.ir.syntax.printer import to_text
 from tapestry.plan import ring_attention
-from tapestry.plan.schedule.branches import KNOWN, Branching, least_seconds
-from tapestry.plan.schedule.time_bound import Game
-from tapestry.plan.search.memory_limit import Room, demands, within_memory
-from tapestry.plan.search.priced_plan import PricedPlan, choice_of, on_the_clock, peak, priced_plan, too_big
+from tapestry.plan.search.branches import KNOWN, Branching, least_seconds
+from tapestry.plan.search.paths import Game
+from tapestry.plan.search.priced_plan import (
+    PricedPlan,
+    Room,
+    choice_of,
+    demands,
+    on_the_clock,
+    peak,
+    priced_plan,
+    too_big,
+    within_memory,
+)
 from tapestry.plan.search.problem import Problem, build
 from tapestry.plan.simulate import simulate
 from tapestry.plan.solver.budget import SECOND, Budget
-from tapestry.plan.solver.network import Demand, solve
+from tapestry.plan.solver.lagrange import Demand
+from tapestry.plan.solver.network import solve
 from tapestry.plan.solver.pairs import PROVED, proved
 from tapestry.plan.strategy import LayoutConstraints, Pin
 from tapestry.plan.topology import Topology, to_data

@@ -1,7 +1,7 @@
 """The one driver of rewrites: whatever applies rules to a graph does it through these functions.
 
 Each phase of the compiler asks for the rules of its own (`Rule.phase`): `simplify` runs those that always help, the others are
-choices, which something else judges: a price before the search (`plan.fusion`), the best plan of the rewritten graph
+choices, which something else judges: a price before the search (`plan.alternatives`), the best plan of the rewritten graph
 (`plan.structural_search`), or the memory that there is (`plan.memory`).
 """
 

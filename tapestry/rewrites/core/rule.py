@@ -81,8 +81,8 @@ Phase = Literal["simplify", "fusion", "algebra", "search", "fit", "request"]
 """When a rule is applied:
 
 - ``simplify``: always, to a fixpoint, since it never costs anything;
-- ``fusion``: before the search, where the price of the operations falls (`plan.fusion`);
-- ``algebra``: where the price of a region falls, several in a row (`plan.equation_book`);
+- ``fusion``: before the search, where the price of the operations falls (`plan.alternatives`);
+- ``algebra``: where the price of a region falls, several in a row (`plan.structural_search`);
 - ``search``: where the best plan of the rewritten graph is better (`plan.structural_search`), the phase of users' rules;
 - ``fit``: to bring a plan under the memory that there is (`plan.memory`);
 - ``request``: by the strategies of a plan or by a user's move alone, never tried by itself.

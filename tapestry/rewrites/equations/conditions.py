@@ -20,8 +20,7 @@ from tapestry.ir.monoid import MONOIDS
 from tapestry.ir.types import FLOATS
 from tapestry.rewrites.core.rule import Draft, Refusal, refuse
 from tapestry.rewrites.equations.pattern import App, Bindings, Clause, Node, Num, OpPattern, RuleText, Var, show
-from tapestry.rewrites.equations.real_terms import Facts, applied, atom, real_number
-from tapestry.rewrites.equations.term_walks import Term, Unprovable, canonical
+from tapestry.rewrites.equations.real_terms import Facts, Term, Unprovable, applied, atom, canonical, real_number
 
 _COMPARE: dict[str, Callable[[object, object], bool]] = {"eq": operator.eq, "ne": operator.ne}
 _ORDER: dict[str, Callable[[int, int], bool]] = {"lt": operator.lt, "le": operator.le, "gt": operator.gt, "ge": operator.ge}

@@ -42,8 +42,19 @@ from tapestry.rewrites.equations.pattern import (
     names_in,
     show,
 )
-from tapestry.rewrites.equations.real_terms import Facts, applied, atom, inside, real_number, reduced
-from tapestry.rewrites.equations.term_walks import NAMES, Term, Unprovable, canonical, variable
+from tapestry.rewrites.equations.real_terms import (
+    NAMES,
+    Facts,
+    Term,
+    Unprovable,
+    applied,
+    atom,
+    canonical,
+    inside,
+    real_number,
+    reduced,
+    variable,
+)
 from tapestry.verify.rewriting.proofs import prove_steps
 
 # Proofs of equations for all sizes and ranks: both sides of a rule as one term over real numbers.

@@ -27,7 +27,7 @@ from tapestry.rewrites.core.edit import (
     too_long,
 )
 from tapestry.rewrites.core.rule import Draft, Match, OpRule, PairRule, Refusal, refuse, register
-from tapestry.rewrites.partition.slice_strided import windows
+from tapestry.rewrites.slice_strided import windows
 
 MOST_NODES = 120  # of one operation's expressions, after inlining
 

@@ -1,6 +1,6 @@
 """New equations for the book: small terms of equal values, proved, that the book does not derive, by what they save.
 
-A candidate is a pair of terms with the same values in exact arithmetic (`tools.rulebook.small_terms`) of which one is less
+A candidate is a pair of terms with the same values in exact arithmetic (`tools.rulebook.term_rules`) of which one is less
 work. It counts when it does not follow from those before it by replacing parts, when the prover for all sizes and ranks proves
 it, when no three equations of the book in a row (nor of those found before it) lead from one side to the other, and when it
 makes a region of some model cheaper on one device. It is then made as general as the prover and instances allow.
@@ -18,8 +18,8 @@ import numpy as np
 from tapestry.errors import TapestryError
 from tapestry.ir.graph import Graph
 from tapestry.ir.syntax.printer import to_text
-from tapestry.plan.equation_book import Book
 from tapestry.plan.solver.budget import Meter
+from tapestry.plan.structural_search import Book
 from tapestry.plan.topology import Topology
 from tapestry.rewrites.core.driver import rules_of, simplify
 from tapestry.rewrites.core.rule import RULES, Move, register
@@ -28,8 +28,18 @@ from tapestry.rewrites.equations.build import Equation, rounding
 from tapestry.rewrites.equations.instances import instance, proof_of, prove_moves
 from tapestry.rewrites.equations.pattern import RuleText, parse_rules
 from tapestry.rewrites.equations.rule_texts import WORDS, equation
-from tapestry.tools.rulebook.small_terms import FAMILIES, REDUCTIONS, Enumeration, Family, Term, ordered, reduces, rewritten
-from tapestry.tools.rulebook.term_rules import passes, rule_text
+from tapestry.tools.rulebook.term_rules import (
+    FAMILIES,
+    REDUCTIONS,
+    Enumeration,
+    Family,
+    Term,
+    ordered,
+    passes,
+    reduces,
+    rewritten,
+    rule_text,
+)
 from tapestry.verify.rewriting import normal_form
 
 OPERATIONS = 3  # of a term at most

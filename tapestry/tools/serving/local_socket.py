@@ -15,7 +15,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 import numpy as np
@@ -23,9 +23,91 @@ import numpy as np
 from tapestry.errors import RunError, TapestryError
 from tapestry.ir.types import DTYPES, numpy_dtype
 from tapestry.runtime.session import as_numpy
-from tapestry.tools.serving import frames
 from tapestry.tools.serving.generation import Seeded, prompts_of
 from tapestry.tools.serving.sessions import Session
+
+Array = np.ndarray[Any, Any]
+
+
+# Frames on a stream socket: ``u32`` length of the header, little-endian; the header, in JSON; then the data of arrays, one
+# after another in the header's order, without gaps. Nothing that is read is executed, and nothing is allocated before its
+# size is known to be right.
+
+
+T = TypeVar("T", bound=msgspec.Struct)
+LENGTH = struct.Struct("<I")
+MAX_HEADER = 1 << 20  # bytes
+
+
+class Closed(TapestryError):
+    """The other side has gone, or what it sends is no frame."""
+
+
+def send(to: socket.socket, header: msgspec.Struct, arrays: Sequence[Array] = ()) -> None:
+    """Send a frame.
+
+    Raises:
+        Closed: nobody is there.
+    """
+    text = msgspec.json.encode(header)
+    if len(text) > MAX_HEADER:
+        raise TapestryError(f"a header of {len(text):,} bytes, where {MAX_HEADER:,} are allowed")
+    try:
+        to.sendall(LENGTH.pack(len(text)) + text)
+        for a in arrays:
+            if a.nbytes:
+                to.sendall(np.ascontiguousarray(a).reshape(-1).view(np.uint8).data)
+    except OSError as e:
+        raise Closed(f"the other side has gone: {e.strerror or e}") from None
+
+
+def receive(at: socket.socket, kind: type[T]) -> T | None:
+    """The next header; ``None`` where the other side has closed between two frames.
+
+    Raises:
+        Closed: it is not such a header, or ends in the middle.
+    """
+    length = bytearray(LENGTH.size)
+    if not fill(at, memoryview(length), may_end=True):
+        return None
+    (count,) = LENGTH.unpack(length)
+    if not 0 < count <= MAX_HEADER:
+        raise Closed(f"a header of {count:,} bytes, where {MAX_HEADER:,} are allowed")
+    text = bytearray(count)
+    fill(at, memoryview(text))
+    try:
+        return msgspec.json.decode(text, type=kind)
+    except msgspec.MsgspecError as e:
+        raise Closed(f"not a header of this protocol: {e}") from None
+
+
+def fill(at: socket.socket, there: memoryview, may_end: bool = False) -> bool:
+    """Receive exactly so many bytes; False where there is none, and none need be.
+
+    Raises:
+        Closed: there are fewer.
+    """
+    done = 0
+    while done < len(there):
+        try:
+            count = at.recv_into(there[done:])
+        except OSError as e:
+            raise Closed(f"the other side has gone: {e.strerror or e}") from None
+        if not count:
+            if may_end and not done:
+                return False
+            raise Closed("the other side has closed in the middle of a frame")
+        done += count
+    return True
+
+
+def fill_array(at: socket.socket, shape: Sequence[int], dtype: np.dtype[Any]) -> Array:
+    """An array, received into memory of its own."""
+    out = np.empty(tuple(shape), dtype)
+    if out.nbytes:
+        fill(at, out.reshape(-1).view(np.uint8).data)
+    return out
+
 
 PROTOCOL = 1
 MAX_CALLERS = 64  # connections at a time
@@ -45,7 +127,7 @@ class Piece(msgspec.Struct, forbid_unknown_fields=True):
     def numpy(self) -> np.dtype[Any]:
         """Its dtype."""
         if self.dtype not in _DTYPES:
-            raise frames.Closed(f"there is no dtype '{self.dtype[:40]}'")
+            raise Closed(f"there is no dtype '{self.dtype[:40]}'")
         return numpy_dtype(_DTYPES[self.dtype])
 
 
@@ -160,13 +242,13 @@ class Server:
     def _turn_away(self, caller: socket.socket, why: str) -> None:
         with caller, suppress(TapestryError):
             self._callers.discard(caller)
-            frames.send(caller, Reply(error=Fault("Busy", "the server takes no more callers", why=why)))
+            send(caller, Reply(error=Fault("Busy", "the server takes no more callers", why=why)))
 
     def _answer(self, caller: socket.socket) -> None:
         """One connection: requests and answers in turns, until the other side ends it or sends what is no request."""
         try:
-            with caller, suppress(frames.Closed):
-                while (ask := frames.receive(caller, Ask)) is not None:
+            with caller, suppress(Closed):
+                while (ask := receive(caller, Ask)) is not None:
                     self._one(caller, ask)
         finally:
             with self._lock:
@@ -175,23 +257,23 @@ class Server:
     def _one(self, caller: socket.socket, ask: Ask) -> None:
         try:
             if ask.protocol != PROTOCOL:
-                raise frames.Closed(f"protocol {ask.protocol}, where this is {PROTOCOL}")
+                raise Closed(f"protocol {ask.protocol}, where this is {PROTOCOL}")
             if ask.op == "describe":
                 inputs, outputs = [i for i, _ in self.sizes], [o for _, o in self.sizes]
-                frames.send(caller, Reply(inputs=inputs, outputs=outputs))
+                send(caller, Reply(inputs=inputs, outputs=outputs))
                 return
             if ask.op == "generate":
-                frames.send(caller, Reply(tokens=self._tokens(ask.generate)))
+                send(caller, Reply(tokens=self._tokens(ask.generate)))
             else:
                 outputs = self.session.run(self._arrays(caller, ask.arrays), ask.outputs)
-                frames.send(caller, Reply(arrays=[piece(n, a) for n, a in outputs.items()]), list(outputs.values()))
+                send(caller, Reply(arrays=[piece(n, a) for n, a in outputs.items()]), list(outputs.values()))
             with self._lock:
                 self.answered += 1
-        except frames.Closed as e:  # what follows could be anything
-            frames.send(caller, Reply(error=_fault(e)))
+        except Closed as e:  # what follows could be anything
+            send(caller, Reply(error=_fault(e)))
             raise
         except TapestryError as e:
-            frames.send(caller, Reply(error=_fault(e)))
+            send(caller, Reply(error=_fault(e)))
             if isinstance(e, RunError):
                 self.failed = e
                 self.close()
@@ -208,12 +290,12 @@ class Server:
         """The inputs of a request; nothing is read before it is known to be an input of one of the builds."""
         asked = {p.name: p for p in pieces}
         if len(asked) != len(pieces):
-            raise frames.Closed("two inputs of one name")
+            raise Closed("two inputs of one name")
         if all(asked != {p.name: p for p in known} for known, _ in self.sizes):
             what = ", ".join(f"{p.name} {p.dtype}{p.shape}" for p in pieces)[:500]
             known = "; ".join(", ".join(f"{p.name} {p.dtype}{p.shape}" for p in i) for i, _ in self.sizes)
-            raise frames.Closed(f"no build here takes {what or 'no input'} alone", hint=f"all inputs, and no others: {known}")
-        return {p.name: frames.fill_array(caller, p.shape, p.numpy) for p in pieces}
+            raise Closed(f"no build here takes {what or 'no input'} alone", hint=f"all inputs, and no others: {known}")
+        return {p.name: fill_array(caller, p.shape, p.numpy) for p in pieces}
 
 
 def _described(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> Sequence[Piece]:
@@ -327,16 +409,16 @@ class Connection:
 
     def _ask(self, ask: Ask, arrays: Sequence[Any]) -> tuple[Reply, list[Any]]:
         with self._lock:
-            gone: frames.Closed | None = None
+            gone: Closed | None = None
             try:
-                frames.send(self._socket, ask, arrays)
-            except frames.Closed as e:  # the server may have said why before it closed
+                send(self._socket, ask, arrays)
+            except Closed as e:  # the server may have said why before it closed
                 gone = e
-            reply = frames.receive(self._socket, Reply)
+            reply = receive(self._socket, Reply)
             if reply is None:
-                raise gone or frames.Closed("the server has closed")
+                raise gone or Closed("the server has closed")
             if reply.error is not None:
                 e = reply.error
                 kind = RunError if e.kind == "RunError" else TapestryError
                 raise kind(e.what, where=e.where, why=e.why, hint=e.hint)
-            return reply, [frames.fill_array(self._socket, p.shape, p.numpy) for p in reply.arrays]
+            return reply, [fill_array(self._socket, p.shape, p.numpy) for p in reply.arrays]

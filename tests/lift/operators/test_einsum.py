@@ -11,7 +11,7 @@ from onnx import TensorProto, helper
 from tapestry.errors import TapestryError
 from tapestry.ir.graph import Block, Opaque
 from tapestry.ir.recognise import factors
-from tapestry.rewrites.partition.split import splittable
+from tapestry.rewrites.split import splittable
 from tests.support.lifting import agree, build, data, evaluate, lift_model, node
 
 EQUATIONS = [

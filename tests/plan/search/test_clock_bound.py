@@ -13,7 +13,7 @@ from tapestry.ir.graph import Graph
 from tapestry.ir.plan import MeshAxis
 from tapestry.ir.syntax.parser import parse
 from tapestry.plan.hoist_transfers import early
-from tapestry.plan.schedule.paths import Paths
+from tapestry.plan.search.paths import Paths
 from tapestry.plan.search.planner import search
 from tapestry.plan.search.priced_plan import choice_of, priced_plan
 from tapestry.plan.search.problem import Problem, build

@@ -11,11 +11,9 @@ import pytest
 from bench.planning import bounds
 from tapestry.ir.graph import Graph
 from tapestry.ir.syntax.parser import parse
-from tapestry.plan.schedule.paths import Master, Paths
-from tapestry.plan.schedule.time_bound import Game
-from tapestry.plan.search.memory_limit import Room, demands
+from tapestry.plan.search.paths import Game, Master, Paths
 from tapestry.plan.search.planner import search
-from tapestry.plan.search.priced_plan import choice_of, peak
+from tapestry.plan.search.priced_plan import Room, choice_of, demands, peak
 from tapestry.plan.search.problem import Problem, build
 from tapestry.plan.solver.budget import Budget
 from tapestry.plan.topology import parse_mesh, topology

@@ -14,8 +14,7 @@ from tapestry.rewrites.equations.instances import prove_moves
 from tapestry.rewrites.equations.pattern import parse_rules
 from tapestry.rewrites.equations.rule_texts import WORDS, equation
 from tapestry.tools.rulebook.discovery import Discovery, derives
-from tapestry.tools.rulebook.small_terms import FAMILIES, Draw, Enumeration, ordered, rewritten
-from tapestry.tools.rulebook.term_rules import rule_text
+from tapestry.tools.rulebook.term_rules import FAMILIES, Draw, Enumeration, ordered, rewritten, rule_text
 from tests.support.command_line import run
 
 BY_NAME = {f.name: f for f in FAMILIES}

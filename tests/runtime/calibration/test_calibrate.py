@@ -22,9 +22,8 @@ from tapestry.plan.cost.compute import kernel_class
 from tapestry.plan.topology import from_data, parse_mesh, to_data, topology
 from tapestry.plan.topology.fabric import CLASSES
 from tapestry.runtime.calibration import automatic
-from tapestry.runtime.calibration.automatic import document, write
+from tapestry.runtime.calibration.automatic import Measurements, Task, document, write
 from tapestry.runtime.calibration.call_clock import CallPoint, KernelClock, probes
-from tapestry.runtime.calibration.measure import Measurements, Task
 from tapestry.runtime.calibration.rate_fit import KernelPoint, fit_kernels, fit_table, from_trace, rising
 from tests.support.command_line import run
 from tests.support.small_models import save

@@ -10,7 +10,7 @@ from tapestry.codegen.torch_cpu.base.scalars import TORCH_DTYPES
 from tapestry.ir.graph import Graph
 from tapestry.ir.kernel import shape
 from tapestry.runtime.processes.wire import Team, Wire
-from tapestry.verify.deadlock import Exchange
+from tapestry.verify.exchange import Exchange
 
 
 @dataclass

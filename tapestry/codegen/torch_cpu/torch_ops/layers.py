@@ -7,6 +7,7 @@ kernel, whose (log-sum-exp, 1, output) is a state of the same monoid as (max, su
 
 from __future__ import annotations
 
+import ctypes
 import functools
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
@@ -15,13 +16,14 @@ from math import prod
 import numpy as np
 import torch
 
+from tapestry.codegen.torch_cpu import native
 from tapestry.codegen.torch_cpu.base import closures, contract, scalars
 from tapestry.codegen.torch_cpu.base.contract import points
 from tapestry.codegen.torch_cpu.base.point_values import Expressions, Run, held, product
 from tapestry.codegen.torch_cpu.base.scalars import tensor_of
 from tapestry.codegen.torch_cpu.base.strided_reads import Frame
 from tapestry.codegen.torch_cpu.base.ways import Refusal
-from tapestry.codegen.torch_cpu.c.attention_c_states import states as our_states
+from tapestry.codegen.torch_cpu.c import conv_c
 from tapestry.codegen.torch_cpu.c.c_calls import Calls, CCall, CpuKernel, Ins, Pack, hold, moved
 from tapestry.codegen.torch_cpu.views import Seen, View
 from tapestry.ir.expr import Acc, Arg, Call, Const, Expr, arg_positions, call
@@ -34,6 +36,39 @@ from tapestry.ir.states import Scan, state_box, unguarded, varies
 from tapestry.rewrites.core.edit import reindex
 
 Tensor = torch.Tensor
+
+
+# Attention by our own kernel (`native`): states of the softmax of scaled and biased scores, head by head.
+
+
+def states_by_our_kernel(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """(maximum, sum of weights, weighted values) of every row, the first two (outer, inner, rows); ``None`` without kernels.
+
+    Args:
+        q: (outer, inner, rows, depth), the last dimension adjacent; k and v with keys for rows.
+        mask: added to the scores; (outer, inner, rows, keys), 1 where it is the same throughout.
+        scale: of the products of queries and keys.
+    """
+    lib = conv_c.available()
+    if lib is None or q.dtype != torch.float32 or max(k.shape[2], q.shape[3]) > conv_c.DEEPEST:
+        return None
+    outer, inner, rows, depth = q.shape
+    out = torch.empty(outer, rows, inner, depth).transpose(1, 2)  # heads side by side, as who reads it wants them
+    top, total = torch.empty(outer, inner, rows), torch.empty(outer, inner, rows)
+    bias = (0, 0, 0, 0) if mask is None else tuple(0 if n == 1 else s for s, n in zip(mask.stride(), mask.shape, strict=True))
+    sizes = native.Attention(
+        outer, inner, 1, rows, k.shape[2], depth, *map(_strides, (q, k, v)), (ctypes.c_int64 * 4)(*bias), _strides(out),
+        (ctypes.c_int64 * 3)(), 0, scale,
+    )  # fmt: skip
+    at = (None if x is None else x.data_ptr() for x in (q, k, v, mask, out, top, total))
+    lib.tapestry_attention(ctypes.byref(sizes), ctypes.byref(native.Heads(*at)))
+    return top, total, out
+
+
+def _strides(x: Tensor) -> ctypes.Array[ctypes.c_int64]:
+    return (ctypes.c_int64 * 3)(*x.stride()[:3])
 
 
 # Attention by our kernel or torch's streaming one, where projections allow: one query set, key set, bias, scale.
@@ -82,7 +117,7 @@ def streaming(op: Block, graph: Graph, kernel: Kernel) -> Callable[[Sequence[Ten
         q, k = lay.matrix(q, roles.rows, roles.depth), lay.matrix(k, (roles.key,), roles.depth)
         v = lay.matrix(v.reshape(*v.shape, *(1 for _ in op.inner_dims)), (roles.key,), roles.columns)
         mask = lay.mask(_ranked(added[0], len(op.space), len(op.inner_dims))) if added else None
-        ours = our_states(q, k, v, mask, scale)
+        ours = states_by_our_kernel(q, k, v, mask, scale)
         if ours:
             return [lay.rows(ours[0] if rate == 1 else ours[0] / rate), lay.rows(ours[1]), lay.out(ours[2])]
         out, lse = _FLASH(q, k, v, attn_mask=mask, scale=scale)

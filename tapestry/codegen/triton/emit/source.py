@@ -9,8 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 
 from tapestry.codegen.triton.emit.emit_dot import Parts, emit_dot, emit_reduce, in_parts
 from tapestry.codegen.triton.emit.emit_stream import emit_folded, emit_gather, emit_map, emit_rows, emit_scan, emit_stream
-from tapestry.codegen.triton.kernel_config import KernelConfig, default_config
-from tapestry.codegen.triton.kernel_work import work_of
+from tapestry.codegen.triton.kernel_config import KernelConfig, default_config, work_of
 from tapestry.codegen.triton.task.descriptors import Descriptor, descriptor_type, kernel_form, splits
 from tapestry.codegen.triton.task.lowered import lower, points, task_text
 from tapestry.codegen.triton.task.primitives import CHIPS, DEFAULT, NARROW_POINTERS, POINTERS, PRECISIONS, Chip, chip_of, plain

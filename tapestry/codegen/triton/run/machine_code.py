@@ -21,7 +21,7 @@ import msgspec
 from tapestry import flags
 from tapestry.build.store import new_file
 from tapestry.codegen.triton.emit.source import Pass, TritonKernel
-from tapestry.codegen.triton.kernel_work import predicted, roofline, work_of
+from tapestry.codegen.triton.kernel_config import predicted, roofline, work_of
 from tapestry.codegen.triton.run.launcher import assembled, compile_pass, first_line, interpreted, launch_options, tool
 from tapestry.codegen.triton.task.descriptors import kernel_form
 from tapestry.codegen.triton.task.lowered import points

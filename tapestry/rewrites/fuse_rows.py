@@ -14,6 +14,7 @@ from tapestry.ir.monoid import primitive_of
 from tapestry.ir.recognise import exponential
 from tapestry.ir.states import as_scan, layered, row_groups
 from tapestry.ir.types import Tensor
+from tapestry.rewrites import joined_reductions
 from tapestry.rewrites.core.edit import (
     MOST_DEPTH,
     fresh_dims,
@@ -32,9 +33,8 @@ from tapestry.rewrites.core.edit import (
     unused,
 )
 from tapestry.rewrites.core.rule import Draft, Match, OpRule, PairRule, Refusal, refuse, register
-from tapestry.rewrites.reductions import joined_reductions
-from tapestry.rewrites.reductions.joined_reductions import Merged
-from tapestry.rewrites.reductions.stream_softmax import WEIGHTS
+from tapestry.rewrites.joined_reductions import Merged
+from tapestry.rewrites.stream_softmax import WEIGHTS
 
 # The product of monoids as a rule: two reductions over the same points of the same input in one pass.
 

@@ -29,7 +29,7 @@ from tapestry.rewrites.core.edit import (
     without_units,
 )
 from tapestry.rewrites.core.rule import Draft, Match, OpRule, Refusal, refuse, register
-from tapestry.rewrites.reductions.stream_softmax import as_weight, centres, is_state, product_of, weighted_sums
+from tapestry.rewrites.stream_softmax import as_weight, centres, is_state, product_of, weighted_sums
 
 Env = Mapping[str, Aff]
 MOST_VISITED = 256  # operations looked at to tell whether one reduction needs another

@@ -18,11 +18,11 @@ from math import prod
 import numpy as np
 
 from tapestry.ir.program import allocated
-from tapestry.plan.schedule.paths import Marginals, Master, Paths, marginals
+from tapestry.plan.search.paths import Marginals, Master, Paths, marginals
 from tapestry.plan.search.problem import Flow, Menu, Problem
 from tapestry.plan.simulate import COMPUTE, TRANSFER, Schedule, Timed, reads_of
 from tapestry.plan.solver.budget import Budget
-from tapestry.plan.solver.network import Demand
+from tapestry.plan.solver.lagrange import Demand
 from tapestry.plan.solver.pairs import PROVED
 
 CELLS = 4_000_000  # of one elimination

@@ -1,1 +1,0 @@
-"""``tapestry tiles``: start, stop and size of every tile of a tensor, and what another tiling moves."""
