@@ -2,7 +2,7 @@
 
 The first is the choice of strategies of which all costs add up to least (what would be, if nothing overlapped and nothing were
 shared), within the memory. Others answer weighted sums that every plan takes at least, which also give the bound
-(`plan.schedule`).
+(`plan.search.paths`, `plan.search.branches`).
 """
 
 from __future__ import annotations
