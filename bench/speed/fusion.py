@@ -2,7 +2,7 @@
 
     .venv/bin/python -m bench fusion [--only NAME …] [--noted]
 
-Ours: operations of a plan for one GPU (`plan/alternatives.py` with the h100 preset), each reading its footprints and writing its
+Ours: operations of a plan for one GPU (`plan/alternatives.py`, preset h100), each reading its footprints and writing its
 results once, and the launches of their kernels on ``sm90``, with copies and the merges of split-K; ``cpu_kernels`` are those of
 the torch-cpu target, which runs expressions operator by operator and fuses less. The peer is the code that Inductor generates
 for a CPU from the same graph (`bench inductor`): its C++ kernels and calls of library operators, each a launch, with default

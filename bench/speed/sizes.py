@@ -71,7 +71,7 @@ def row(name: str, model: Path, mesh: str, count: int, fixed_of: int) -> dict[st
         never = mock.Mock(side_effect=AssertionError("this is not done for a size"))
         with (
             mock.patch.object(Runner, "run", never), mock.patch.object(certificate, "check", never),
-            mock.patch.object(sized_laws, "check", never), mock.patch.object(subprocess, "run", never),
+            mock.patch.object(sized_laws, "check_sizes", never), mock.patch.object(subprocess, "run", never),
         ):  # fmt: skip
             seconds, at = processor_seconds(lambda named=named: build.at(named))
             feeds = at.random_feeds(n)

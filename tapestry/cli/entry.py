@@ -54,7 +54,7 @@ COMMANDS: dict[str, tuple[Command | str, Sequence[Arguments], str]] = {
         "check a model's multi-device annotations",
     ),
     "tiles": (
-        "tiles", [arguments.tiles_arguments],
+        "tiling", [arguments.tiles_arguments],
         "start, stop and size of every tile of a tensor, and what another tiling moves",
     ),
     "prove": (

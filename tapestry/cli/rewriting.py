@@ -132,7 +132,7 @@ def rules(args: argparse.Namespace) -> Outcome:
 
 def _checked(paths: Sequence[Path]) -> Outcome:
     """``tapestry rules --check``: what every rule of some files was shown to keep, and by what."""
-    from tapestry.rewrites.core.rule_check import checked
+    from tapestry.rewrites.equations.rule_texts import checked
     from tapestry.verify.rewriting.proofs import shown_text
 
     rows = [asdict(c) for path in paths for c in checked(path)]

@@ -124,7 +124,7 @@ def test_torch_streams_it(ours: str, score: str, monkeypatch: pytest.MonkeyPatch
     op = graph.ops[0]
     assert isinstance(op, Block)
     used: list[str] = []
-    for name in ("our_states", "_FLASH"):
+    for name in ("states_by_our_kernel", "_FLASH"):
         kernel = getattr(layers, name)
         monkeypatch.setattr(layers, name, lambda *a, k=kernel, n=name, **more: used.append(n) or k(*a, **more))
     graph = replace(graph, ops=(replace(op, then=(*map(_and_a_half, op.then),)),))  # which no whole kernel gives

@@ -10,9 +10,9 @@ from functools import cache
 import numpy as np
 import onnx
 import pytest
-from bench.doors.machine import FAST
 
 import tapestry
+from bench.doors.onnx_folders import FAST
 from tapestry import cli
 from tapestry.ir.program import Reduce, Transfer, transfer_bytes
 from tapestry.onnx_eval.ort_session import ort_session

@@ -10,9 +10,9 @@ import sys
 import numpy as np
 import onnx
 import pytest
-from bench.doors.machine import FAST
 
 import tapestry
+from bench.doors.onnx_folders import FAST
 from tapestry import cli
 from tapestry.tools.exports import tp_plan
 from tapestry.tools.exports.onnx_nodes import NotExpressible

@@ -22,7 +22,7 @@ import torch
 
 import tapestry
 from tapestry.errors import RunError, TapestryError
-from tapestry.tools.serving import local_socket
+from tapestry.tools.serving import engines
 from tapestry.tools.serving.engines import Busy, Turns
 from tapestry.tools.serving.local_socket import Ask, Piece, Reply, Server
 from tests.support.paths import ROOT
@@ -354,8 +354,8 @@ def test_what_is_no_input_is_refused_before_it_is_read(served, bad):
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as s:
         s.settimeout(20)
         s.connect(str(server.path))
-        local_socket.send(s, Ask("run", pieces))
-        reply = local_socket.receive(s, Reply)
+        engines.send(s, Ask("run", pieces))
+        reply = engines.receive(s, Reply)
         assert reply is not None and reply.error is not None and reply.error.kind == "Closed"
         assert s.recv(1) == b"", "the connection is ended"
 

@@ -7,11 +7,11 @@ from dataclasses import replace
 import numpy as np
 import onnx
 import pytest
-from bench.doors.machine import FAST
 from onnx import TensorProto as T
 from onnx import helper
 
 import tapestry
+from bench.doors.onnx_folders import FAST
 from tapestry import cli
 from tapestry.errors import PlanError, TapestryError
 from tapestry.interop import annotation_rules, sharding_specs

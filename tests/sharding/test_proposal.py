@@ -5,10 +5,10 @@ import json
 import numpy as np
 import onnx
 import pytest
-from bench.doors.machine import FAST
 from onnx import TensorProto as T
 
 import tapestry
+from bench.doors.onnx_folders import FAST
 from tapestry.errors import PlanError
 from tapestry.interop.placement import held, placement
 from tapestry.interop.sharding_specs import ShardedDim, ShardingSpec, SimpleShard, node_configurations

@@ -96,7 +96,7 @@ def test_a_new_size_costs_no_search_no_proof_and_no_compiling(tmp_path, monkeypa
     def never(*_, **__):
         raise AssertionError("this is not done for a size")
 
-    for place, name in ((Runner, "run"), (certificate, "check"), (sized_laws, "check"), (native, "compiled")):
+    for place, name in ((Runner, "run"), (certificate, "check"), (sized_laws, "check_sizes"), (native, "compiled")):
         monkeypatch.setattr(place, name, never)
     monkeypatch.setattr("subprocess.run", never)
     for sizes in some_sizes(sized(c), 5, 11):

@@ -10,24 +10,20 @@ import re
 import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from tapestry.errors import LawError, TapestryError
 from tapestry.ir import laws
-from tapestry.ir.graph import Block, Graph, changes
+from tapestry.ir.graph import Block, Graph
 from tapestry.ir.syntax.parser import parse
 from tapestry.ir.syntax.printer import to_text
 from tapestry.ir.types import FLOATS, numpy_dtype
 from tapestry.rewrites.core.driver import apply_moves
-from tapestry.rewrites.core.rule import RULES, Move, Refusal, Rule, parse_move
-from tapestry.rewrites.equations.build import Equation, rounding
-from tapestry.rewrites.equations.rule_texts import load_rules
+from tapestry.rewrites.core.rule import Move, Refusal, Rule, parse_move
 from tapestry.verify import interp
 from tapestry.verify.rewriting import normal_form
-from tapestry.verify.rewriting.proofs import prove_steps
 from tapestry.verify.rewriting.trials import Trial
 
 Array = np.ndarray[Any, Any]
@@ -207,45 +203,3 @@ def documented(rule: Rule) -> tuple[str, str, str]:
         raise TapestryError(f"its docstring lacks '{missing[0]}:'", where=rule.name)
     before, after = (textwrap.dedent(sections[s]).strip() + "\n" for s in ("before", "after"))
     return before, sections["move"].strip(), after
-
-
-# What the rules of a user's file were shown to keep before they are ever applied: `tapestry rules --check`.
-
-
-@dataclass(frozen=True, slots=True)
-class Checked:
-    """One rule: on how many graphs (``of`` says what they are) how many moves were proved, and by what how many results;
-    ``proof`` is the kind of proof of the rule itself, ``rounding`` by how much its two sides may differ."""
-
-    rule: str
-    file: str
-    of: str
-    instances: int
-    moves: int
-    shown: Mapping[str, int]
-    proof: str = "examples only"
-    rounding: str = ""
-
-
-def checked(path: Path) -> list[Checked]:
-    """The rules of a file: equations on random instances of their left-hand sides, classes on their documented examples.
-
-    Raises:
-        LawError: a rule does not say the same before and after, with a witness; TapestryError: as `load_rules`.
-    """
-    out = list[Checked]()
-    for name, proof in load_rules(path).items():
-        if proof is not None:
-            rule = RULES[name]
-            assert isinstance(rule, Equation)
-            shown, bound = dict(proof.shown), rounding(rule.rule)
-            out.append(Checked(name, str(path), "random instances", proof.instances, proof.moves, shown, proof.kind, bound))
-            continue
-        try:
-            before, move, _ = documented(RULES[name])
-        except TapestryError:
-            out.append(Checked(name, str(path), "examples", 0, 0, {}))
-            continue
-        after = apply_moves(parse(before), [parse_move(move)])
-        out.append(Checked(name, str(path), "examples", 1, 1, dict(prove_steps(changes(after)))))
-    return out

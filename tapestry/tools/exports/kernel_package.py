@@ -48,11 +48,11 @@ TEST = '''"""Every operator that has a stored case: {count} of {kernels}."""
 from pathlib import Path
 
 from . import OPERATORS
-from .checking import ROUNDING, check
+from .checking import ROUNDING, check_operators
 
 
 def test_every_operator():
-    assert check(OPERATORS, Path(__file__).parent / "cases.npz", {{**ROUNDING{coarser}}}) == {count}
+    assert check_operators(OPERATORS, Path(__file__).parent / "cases.npz", {{**ROUNDING{coarser}}}) == {count}
 
 
 if __name__ == "__main__":

@@ -8,16 +8,13 @@ import sys
 import time
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tapestry.cli.outcome import Outcome
 from tapestry.errors import TapestryError
 
-if TYPE_CHECKING:
-    from tapestry.tools.serving.sessions import Session
 
-
-def _session(args: argparse.Namespace, queue: int = 0) -> Session:
+def _session(args: argparse.Namespace, queue: int = 0) -> Any:
     """The session that a command line asks for."""
     from tapestry import flags
 

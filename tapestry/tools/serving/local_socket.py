@@ -15,7 +15,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 import msgspec
 import numpy as np
@@ -23,92 +23,11 @@ import numpy as np
 from tapestry.errors import RunError, TapestryError
 from tapestry.ir.types import DTYPES, numpy_dtype
 from tapestry.runtime.session import as_numpy
+from tapestry.tools.serving.engines import Closed, fill_array, receive, send
 from tapestry.tools.serving.generation import Seeded, prompts_of
 from tapestry.tools.serving.sessions import Session
 
 Array = np.ndarray[Any, Any]
-
-
-# Frames on a stream socket: ``u32`` length of the header, little-endian; the header, in JSON; then the data of arrays, one
-# after another in the header's order, without gaps. Nothing that is read is executed, and nothing is allocated before its
-# size is known to be right.
-
-
-T = TypeVar("T", bound=msgspec.Struct)
-LENGTH = struct.Struct("<I")
-MAX_HEADER = 1 << 20  # bytes
-
-
-class Closed(TapestryError):
-    """The other side has gone, or what it sends is no frame."""
-
-
-def send(to: socket.socket, header: msgspec.Struct, arrays: Sequence[Array] = ()) -> None:
-    """Send a frame.
-
-    Raises:
-        Closed: nobody is there.
-    """
-    text = msgspec.json.encode(header)
-    if len(text) > MAX_HEADER:
-        raise TapestryError(f"a header of {len(text):,} bytes, where {MAX_HEADER:,} are allowed")
-    try:
-        to.sendall(LENGTH.pack(len(text)) + text)
-        for a in arrays:
-            if a.nbytes:
-                to.sendall(np.ascontiguousarray(a).reshape(-1).view(np.uint8).data)
-    except OSError as e:
-        raise Closed(f"the other side has gone: {e.strerror or e}") from None
-
-
-def receive(at: socket.socket, kind: type[T]) -> T | None:
-    """The next header; ``None`` where the other side has closed between two frames.
-
-    Raises:
-        Closed: it is not such a header, or ends in the middle.
-    """
-    length = bytearray(LENGTH.size)
-    if not fill(at, memoryview(length), may_end=True):
-        return None
-    (count,) = LENGTH.unpack(length)
-    if not 0 < count <= MAX_HEADER:
-        raise Closed(f"a header of {count:,} bytes, where {MAX_HEADER:,} are allowed")
-    text = bytearray(count)
-    fill(at, memoryview(text))
-    try:
-        return msgspec.json.decode(text, type=kind)
-    except msgspec.MsgspecError as e:
-        raise Closed(f"not a header of this protocol: {e}") from None
-
-
-def fill(at: socket.socket, there: memoryview, may_end: bool = False) -> bool:
-    """Receive exactly so many bytes; False where there is none, and none need be.
-
-    Raises:
-        Closed: there are fewer.
-    """
-    done = 0
-    while done < len(there):
-        try:
-            count = at.recv_into(there[done:])
-        except OSError as e:
-            raise Closed(f"the other side has gone: {e.strerror or e}") from None
-        if not count:
-            if may_end and not done:
-                return False
-            raise Closed("the other side has closed in the middle of a frame")
-        done += count
-    return True
-
-
-def fill_array(at: socket.socket, shape: Sequence[int], dtype: np.dtype[Any]) -> Array:
-    """An array, received into memory of its own."""
-    out = np.empty(tuple(shape), dtype)
-    if out.nbytes:
-        fill(at, out.reshape(-1).view(np.uint8).data)
-    return out
-
-
 PROTOCOL = 1
 MAX_CALLERS = 64  # connections at a time
 MAX_TOKENS = 1 << 16  # that one request may make: they are in the header of the answer

@@ -32,7 +32,7 @@ from tapestry.onnx_eval.opaque_node import HostValue
 from tapestry.runtime.processes import distributed
 from tapestry.runtime.session import Session, SizedSessions
 from tapestry.runtime.target_protocol import Array
-from tapestry.tools.serving import local_socket
+from tapestry.tools.serving import engines
 from tapestry.tools.serving.engines import KnownSizes, Loader, Member, SharedPlaces, held, members, new_memory
 
 if TYPE_CHECKING:
@@ -161,8 +161,8 @@ class Ranks:
         request = Request(member=member, sizes=sizes, wanted=list(wanted), at=list(at), fresh=list(fresh), hosted=hosted)
         try:
             for s in self.sockets:
-                with suppress(local_socket.Closed):  # the report says why
-                    local_socket.send(s, request)
+                with suppress(engines.Closed):  # the report says why
+                    engines.send(s, request)
             back = self._answers()
         except BaseException:  # an interrupt: nobody knows whose answers would come next
             if not self.failed:
@@ -184,8 +184,8 @@ class Ranks:
                 if fd not in by_fd:
                     continue
                 try:
-                    answer = local_socket.receive(by_fd[fd], Answer)
-                except local_socket.Closed:
+                    answer = engines.receive(by_fd[fd], Answer)
+                except engines.Closed:
                     answer = None
                 if answer is None:
                     self._fail()
@@ -218,7 +218,7 @@ def _end(process: subprocess.Popen[bytes], sockets: Sequence[socket.socket], rep
         return
     for s in sockets:
         with suppress(TapestryError):
-            local_socket.send(s, Request())
+            engines.send(s, Request())
         s.close()
     os.close(report)
     try:
@@ -274,15 +274,15 @@ def answer(order: Order, of: Sequence[Member], loader: Loader, me: Rank, first: 
     sessions, state = [first], loader.state
     sessions += _others(of[1:], loader, wire, order.timeout)
     sizes = None if of[0].compiled.sized is None else _of_sizes(of[0].compiled.sized, loader, wire, order.timeout)
-    with socket.socket(fileno=mine) as s, suppress(local_socket.Closed):  # without a word: the session is gone
-        local_socket.send(s, Answer())
+    with socket.socket(fileno=mine) as s, suppress(engines.Closed):  # without a word: the session is gone
+        engines.send(s, Answer())
         while (request := _next(s, wire)) is not None and request.member is not None:
             state.clear(request.fresh)
             state.at = tuple(request.at)
             wire.batch += 1
             wire.heartbeat.batch(wire.batch)
             session = sessions[request.member] if sizes is None else sizes.at(request.sizes)
-            local_socket.send(s, _step(session, request, places, request.member))
+            engines.send(s, _step(session, request, places, request.member))
 
 
 def _others(of: Sequence[Member], loader: Loader, wire: Any, timeout: float) -> Iterator[Session]:
@@ -338,7 +338,7 @@ def _next(s: socket.socket, wire: Any) -> Request | None:
     wire.heartbeat.at(-1, IDLE)
     while not select.select([s], [], [], IDLE_SECONDS)[0]:
         wire.heartbeat.at(-1, IDLE)
-    return local_socket.receive(s, Request)
+    return engines.receive(s, Request)
 
 
 def _step(session: Session, request: Request, places: SharedPlaces, member: int) -> Answer:

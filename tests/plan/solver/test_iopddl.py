@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from bench.planning import iopddl
-from tapestry.plan.solver import incumbent, lagrange
+from tapestry.plan.solver import incumbent, network
 from tapestry.plan.solver.ascent import LEVELS, PEELS, Messages, Mixture, levels
 from tapestry.plan.solver.budget import Budget
 from tapestry.plan.solver.lagrange import ascend
@@ -354,14 +354,14 @@ def test_costs_of_microseconds(seed):
     """Infinite ones, single choices, and several ways round."""
     rng = np.random.default_rng(seed)
     sizes = [int(s) for s in rng.integers(1, 5, 9)]
-    factors = [lagrange.Factor((n,), rng.random(s) * 1e-5) for n, s in enumerate(sizes) if s > 1]
+    factors = [network.Factor((n,), rng.random(s) * 1e-5) for n, s in enumerate(sizes) if s > 1]
     for i, j in itertools.combinations(range(9), 2):
         if rng.random() < 0.4:
             table = rng.random((sizes[i], sizes[j])) * 1e-5
             table[1:, 1:][rng.random((sizes[i] - 1, sizes[j] - 1)) < 0.2] = np.inf
-            factors.append(lagrange.Factor((i, j), table))
-    best = min(lagrange.evaluate(c, factors) for c in itertools.product(*map(range, sizes)))
-    found = lagrange.solve(lagrange.Network(sizes, factors))
+            factors.append(network.Factor((i, j), table))
+    best = min(network.evaluate(c, factors) for c in itertools.product(*map(range, sizes)))
+    found = network.solve(network.Network(sizes, factors))
     assert found.objective == pytest.approx(best, rel=1e-9)
     assert best * (1 - 1e-5) <= found.bound <= best * (1 + 1e-9)
 

@@ -8,11 +8,10 @@ import math
 import numpy as np
 import pytest
 
-from tapestry.plan.solver import incumbent, lagrange
+from tapestry.plan.solver import incumbent, network
 from tapestry.plan.solver.budget import Budget
-from tapestry.plan.solver.lagrange import Demand
 from tapestry.plan.solver.mip import Program
-from tapestry.plan.solver.network import Factor, Network, _instance, evaluate, solve
+from tapestry.plan.solver.network import Demand, Factor, Network, _instance, evaluate, solve
 from tapestry.plan.solver.pairs import from_instance, proved
 
 
@@ -84,7 +83,7 @@ def test_each_part_of_the_search_is_only_a_help(seed, without, monkeypatch):
         case "reductions":
             monkeypatch.setattr(incumbent, "reduce", nothing)
         case "dominance":
-            monkeypatch.setattr(lagrange, "undominated", nothing)
+            monkeypatch.setattr(network, "undominated", nothing)
     found = solve(Network(sizes, factors))
     assert called or math.isinf(best) or without != "dominance"
     if math.isinf(best):
