@@ -22,7 +22,7 @@ import torch
 
 import tapestry
 from tapestry.errors import RunError, TapestryError
-from tapestry.tools.serving import engines
+from tapestry.tools.serving import engines, local_socket
 from tapestry.tools.serving.engines import Busy, Turns
 from tapestry.tools.serving.local_socket import Ask, Piece, Reply, Server
 from tests.support.paths import ROOT
