@@ -207,7 +207,12 @@ def once(
     if short.keys().isdisjoint(outs):
         return list(compute(list(arrays)))
     results = list(compute([a.astype(np.float32) if is_short(a) else a for a in arrays]))
-    types = [short.get(v) for v in (*outs, *outs[-1:] * (len(results) - len(outs)))]
+    names = [*outs, *outs[-1:] * (len(results) - len(outs))][: len(results)]
+    types = [short.get(v) for v in names]
+    given = {v for v, a in zip(ins, arrays, strict=False) if a is not None}
+    if any(v not in given and getattr(r, "dtype", None) == np.float32 for v, r in zip(names, results, strict=True)):
+        own = compute(list(arrays))  # no input says these results' types: they are those of the operator on what is given
+        types = [o.dtype if v not in given and is_short(o) else t for v, o, t in zip(names, own, types, strict=True)]
     with np.errstate(all="ignore"):
         return [r if t is None or r is None else np.asarray(r).astype(t) for r, t in zip(results, types, strict=False)]
 

@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 
+import ml_dtypes
 import numpy as np
 import pytest
 from onnx import TensorProto as T
@@ -14,7 +15,7 @@ from onnx import TensorProto as T
 import tapestry
 from tapestry.errors import ModelError
 from tapestry.ir.graph import Opaque
-from tapestry.onnx_eval import opaque_node, ort_session
+from tapestry.onnx_eval import opaque_node, ort_session, reference_fixes
 from tapestry.onnx_eval.opaque_node import Asked
 from tests.support.small_models import N, net
 
@@ -139,3 +140,22 @@ def test_a_helper_that_is_there_costs_little():
         return min(times)
 
     assert seconds(model.apart) < 3 * seconds(model) + 0.02  # 1.3 measured on a quiet machine
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_result_whose_type_no_input_says_has_its_operators(dtype):
+    """LinearAttention's state has a type of its own, which a past state would say; computed wide, it is rounded as well. The
+    statistics of LayerNormalization are float32 by the operator, and stay so."""
+    short = np.dtype(getattr(ml_dtypes, dtype, dtype))
+    x = np.random.default_rng(0).standard_normal((2, 3, 8)).astype(short)
+
+    def computed(arrays):
+        return [a.astype(arrays[0].dtype) for a in (np.ones(3), np.ones(2))]
+
+    assert [r.dtype for r in reference_fixes.once("LinearAttention", 27, [x, x, x], computed)] == [short, short]
+
+    def normalised(arrays):
+        return [arrays[0], np.ones(3, np.float32), np.ones(3, np.float32)]
+
+    found = reference_fixes.once("LayerNormalization", 17, [x, x[0, 0]], normalised)
+    assert [r.dtype for r in found] == [short, np.float32, np.float32]
