@@ -25,9 +25,6 @@ from tapestry.tools.kernel_proofs.terms import COMMUTATIVE, REDUCING, Kind, Term
 # What a block of an operation computes at a cell, as terms over the buffers that its kernel is given.
 
 
-MOST_OPERATION_ORDERS = 24
-
-
 @dataclass(frozen=True)
 class Operation:
     """A block of one operation, and where its buffers are.
