@@ -5,7 +5,9 @@
 PYTHON is an interpreter that has jax (the extra ``peers``, or an environment of its own; default: this one). Without jax, XLA's
 figures are those noted before, and marked. Both sides get the layouts of the graph's ends and choose the rest; an end without
 a layout is free on both sides, and each row says which are. We minimise estimated time, not bytes: ratios are shown of plans
-for the links of every preset, and rows above 1 on any are named. ``--only``: the cases whose names have one of these texts in
+for the links of every preset, and rows above 1 on any are named. Products of float32 are priced in IEEE arithmetic, as our
+kernels compute them; the last ratio is of plans for ``--topology`` with products in TF32, as XLA's are on such a GPU: where a
+product takes less time, less of it hides transfers. ``--only``: the cases whose names have one of these texts in
 them; rows of an earlier run that are not measured anew stay. Writes bench/results/communication.json; exits 1 where we
 move more than XLA under ``--topology``, or where the least bytes are known and we miss them.
 """
@@ -28,6 +30,7 @@ from bench.support.record import WORK, Row
 from tapestry.plan.topology import PRESETS
 
 TOLERANCE = 1e-3
+TF32 = "tf32"
 NOTES = (
     "XLA's pipeline for CPU forms no reduce-scatter. In 'MLP, batch cut at both ends' a slice follows its all-reduce: with a",
     "reduce-scatter there it would move 14,680,064 bytes per device, as we do (ratio 1.000).",
@@ -35,13 +38,13 @@ NOTES = (
 )
 
 
-def plan(case: Case, topology: str) -> list[Row]:
+def plan(case: Case, topology: str, precision: str = "ieee") -> list[Row]:
     """The transfers of our plan."""
     WORK.mkdir(parents=True, exist_ok=True)
     path = WORK / "case.onnx"
     onnx.save(case.model(), path)
     mesh = "x".join(map(str, case.mesh))
-    options = {"layouts": case.texts(), "topology": topology, "weights": False}
+    options = {"layouts": case.texts(), "topology": topology, "weights": False, "precision": precision}
     return list(tapestry.compile(path, mesh=mesh, **options).report["transfers"])
 
 
@@ -56,9 +59,11 @@ def row(name: str, case: Case, topology: str, peer: Row | None, other: Row | Non
     ours, theirs = total(transfers), peer["bytes"] if peer else case.noted
     ratio = None if theirs is None else ours / theirs
     exact = case.exact is None or [(t["kind"], t["bytes"]) for t in transfers] == [case.exact]
+    elsewhere = {p: total(plan(case, p)) for p in PRESETS if p != topology}
+    elsewhere[f"{topology}, {TF32}"] = total(plan(case, topology, TF32))
     return {
         "case": name, "mesh": case.mesh, "layouts": case.texts(), "free": case.free(), "transfers": transfers, "bytes": ours,
-        "bytes_per_device": ours / xla.DEVICES, "bytes_elsewhere": {p: total(plan(case, p)) for p in PRESETS if p != topology},
+        "bytes_per_device": ours / xla.DEVICES, "bytes_elsewhere": elsewhere,
         "expected": case.exact, "aim_bytes": case.aim, "xla_bytes": theirs, "xla_same_run": peer is not None,
         "xla_collectives": peer["collectives"] if peer else None, "ratio_to_xla": ratio,
         "xla_bytes_other_form": other["bytes"] if other else None,
@@ -81,10 +86,10 @@ def _times(kinds: Counter[str]) -> str:
     return ", ".join(f"{n} {k.replace('_', '-')}" for k, n in kinds.items()) or "none"
 
 
-def _ratios(r: Row, topology: str) -> list[float | None]:
-    """Our bytes over XLA's, by preset."""
+def _ratios(r: Row, topology: str) -> dict[str, float | None]:
+    """Our bytes over XLA's, by what the plan is for."""
     found = {topology: r["bytes"], **r["bytes_elsewhere"]}
-    return [found[p] / r["xla_bytes"] if r["xla_bytes"] else None for p in PRESETS]
+    return {p: n / r["xla_bytes"] if r["xla_bytes"] else None for p, n in found.items()}
 
 
 def show(rows: list[Row], topology: str, versions: Row | None) -> None:
@@ -95,13 +100,16 @@ def show(rows: list[Row], topology: str, versions: Row | None) -> None:
         title=f"Bytes on the wire per device, 8 devices; ours planned for {topology}, ratios for each preset; {peer}",
         title_justify="left",
     )
-    for c in ("case", "free ends", "our transfers", "ours", "XLA", "XLA's collectives", *PRESETS, "aim", ""):
-        table.add_column(c, justify="right" if c in ("ours", "XLA", *PRESETS, "aim") else "left")
+    plans = list(_ratios(rows[0], topology))
+    for c in ("case", "free ends", "our transfers", "ours", "XLA", "XLA's collectives", *plans, "aim", ""):
+        table.add_column(c, justify="right" if c in ("ours", "XLA", *plans, "aim") else "left")
     for r in rows:
         ours = _times(Counter({t["kind"]: t["count"] for t in r["transfers"]}))
         theirs = _times(Counter(c["kind"] for c in r["xla_collectives"])) if r["xla_same_run"] else "noted"
         numbers = [f"{b / xla.DEVICES:,.0f}" if b is not None else "" for b in (r["bytes"], r["xla_bytes"], r["aim_bytes"])]
-        ratios = ["" if x is None else f"[red]{x:.3f}" if x > 1 + TOLERANCE else f"{x:.3f}" for x in _ratios(r, topology)]
+        ratios = [
+            "" if x is None else f"[red]{x:.3f}" if x > 1 + TOLERANCE else f"{x:.3f}" for x in _ratios(r, topology).values()
+        ]
         mark = "" if r["aim_bytes"] is None else "met" if r["bytes"] <= r["aim_bytes"] else "not met"
         free, met = ", ".join(r["free"]) or "none", mark if r["passed"] else "[red]FAILS"
         table.add_row(r["case"], free, ours, numbers[0], numbers[1], theirs, *ratios, numbers[2], met)
@@ -112,8 +120,8 @@ def show(rows: list[Row], topology: str, versions: Row | None) -> None:
         how = "is jnp.mean and jnp.var; JAX code with E[x²]−E[x]² sends"
         text = f"'{r['case']}' {how} {theirs / xla.DEVICES:,.0f}, ratio {r['bytes'] / theirs:.3f}: the count is not sent."
         console.print(text, markup=False)
-    for k, preset in enumerate(PRESETS):
-        found = [f"{r['case']} {x:.3f}" for r in rows if (x := _ratios(r, topology)[k]) and x > 1 + TOLERANCE]
+    for preset in plans:
+        found = [f"{r['case']} {x:.3f}" for r in rows if (x := _ratios(r, topology)[preset]) and x > 1 + TOLERANCE]
         console.print(f"Planned for {preset}, more than XLA: {'; '.join(found) or 'none'}.")
 
 
