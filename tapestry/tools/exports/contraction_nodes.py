@@ -29,12 +29,11 @@ class Run:
     groups: int
 
 
-def contract(nodes: Nodes, a: Value, b: Value, frame: Frame, kept: int) -> Value:
+def contract(nodes: Nodes, a: Value, b: Value, extents: tuple[int, ...], kept: int) -> Value:
     """The sum over all dimensions of a frame after the first ``kept`` of the product of two values.
 
     Dimensions of both are batch, of one alone rows or columns; a reduced dimension of one alone is summed first.
     """
-    extents = frame.extents
     a, b = (nodes.reshape(v, (1,) * len(extents)) if not v.shape else v for v in (a, b))
     wide_a, wide_b = ([k for k, n in enumerate(v.shape) if n > 1] for v in (a, b))
     reduced = range(kept, len(extents))
