@@ -9,14 +9,15 @@ from math import prod
 import numpy as np
 from onnx import NodeProto, defs
 
-from tapestry.ir.expr import Arg, Call, Const, Expr, Let, arg_positions, walk
+from tapestry.ir.expr import Arg, Expr, Let, arg_positions, walk
 from tapestry.ir.graph import Block, Graph, Inner, Opaque
 from tapestry.ir.kernel import Kernel, shape, whole
 from tapestry.ir.monoid import MONOIDS, Best, ByPrimitive, Moments, Monoid, Product, Rebased, highest
 from tapestry.ir.recognise import as_onnx_counts, convolution, exponential, part, products, selection
 from tapestry.ir.types import FLOATS
-from tapestry.tools.exports.contraction_nodes import SoftmaxSum, contract, convolve, pooled, softmax_sum, transpose_convolved
+from tapestry.tools.exports.contraction_nodes import contract, convolve, pooled, softmax_sum, transpose_convolved
 from tapestry.tools.exports.onnx_nodes import (
+    NOWHERE,
     OPSET,
     Expressions,
     Frame,
@@ -27,6 +28,7 @@ from tapestry.tools.exports.onnx_nodes import (
     plain,
     primitive,
     read_value,
+    relative,
 )
 
 # Merges of states as nodes, by the monoid's structure: of one block along its axes, or of a group of ranks.
@@ -56,7 +58,7 @@ class Merge(ABC):
 
     def weighed(self, v: Value, weight: Value, at: int, *, whole: bool) -> Value:
         """A sum of products."""
-        return self.by("add", self._times(v, weight), at, whole=whole)
+        return self.by("add", primitive(self.nodes, "mul", [v, weight], v.dtype), at, whole=whole)
 
     def merged(self, monoid: Monoid, fields: Sequence[Value], at: int = 0, *, whole: bool = False) -> list[Value]:
         """The merged fields of a monoid, the first of which is number ``at`` of all."""
@@ -80,20 +82,9 @@ class Merge(ABC):
             case _:
                 return self.in_order(monoid, fields, at, whole=whole)
 
-    def of_args(self, e: Expr, args: Sequence[Value]) -> Value:
-        """The value of an expression over given arguments."""
-        if isinstance(e, Arg):
-            return args[e.pos]
-        if isinstance(e, Const):
-            return self.nodes.scalar(e.value, e.dtype)
-        assert isinstance(e, Call)
-        given = [self.of_args(a, args) for a in e.args]
-        return self._times(*given) if e.fn == "mul" else primitive(self.nodes, e.fn, given, e.dtype)
-
-    def _times(self, a: Value, b: Value) -> Value:
-        """A product, left out where a factor is 1."""
-        one = self.nodes.scalar(1, a.dtype)
-        return b if a == one else a if b == one else self.nodes.apply("Mul", [a, b])
+    def of_args(self, exprs: Sequence[Expr], args: Sequence[Value]) -> list[Value]:
+        """Values of expressions over given arguments."""
+        return [*map(Expressions(self.nodes, NOWHERE, args.__getitem__), exprs)]
 
     def _kept(self, v: Value, at: int, whole: bool) -> Value:
         return v if whole else self.part(v, at)
@@ -107,8 +98,8 @@ class Merge(ABC):
         exprs = s.act(tuple(args[:n]), tuple(args[n : 2 * n]), tuple(args[2 * n :]))
         ends = [self._kept(v, at + k, whole) for k, v in enumerate(centre)]
         if exponential(monoid.name) is None:
-            return [*ends, *self.merged(s.acted, [self.of_args(e, given) for e in exprs], at + n, whole=whole)]
-        weight = self.of_args(exprs[0], [*given[: 2 * n], nodes.scalar(1, fields[n].dtype)])
+            return [*ends, *self.merged(s.acted, self.of_args(exprs, given), at + n, whole=whole)]
+        (weight,) = self.of_args(exprs[:1], [*given[: 2 * n], nodes.scalar(1, fields[n].dtype)])
         return [*ends, *(self.weighed(v, weight, at + n + k, whole=whole) for k, v in enumerate(fields[n:]))]
 
     def _moments(self, fields: Sequence[Value], at: int, whole: bool) -> list[Value]:
@@ -177,7 +168,7 @@ class Merging(Merge):
         while (n := flat[0].shape[-1]) > 1:
             even = n - n % 2
             halves = [[self._every(f, k, even) for f in flat] for k in (0, 1)]
-            merged = [self.of_args(e, [*halves[0], *halves[1]]) for e in exprs]
+            merged = self.of_args(exprs, [*halves[0], *halves[1]])
             rest = [self.nodes.slice(f, [*((0, m) for m in f.shape[:-1]), (even, n)]) for f in flat] if n % 2 else []
             flat = [self.nodes.concat([m, r], self.kept) for m, r in zip(merged, rest, strict=True)] if rest else merged
         return [self.nodes.reshape(f, self._small(f)) for f in flat]
@@ -227,7 +218,7 @@ class _Launch:
         self.frame = Frame(names[:reduced], kernel.block[:reduced])
         self.space = Frame(names, (*kernel.block[:reduced], *((0, d.size) for d in op.inner_dims)))
         self.known: dict[tuple[int, Frame], Value] = {}
-        self.softmax: SoftmaxSum | None = None
+        self.softmax: tuple[Expr, ...] | None = None
 
     def results(self) -> list[Value]:
         """What the mode asks for."""
@@ -245,12 +236,12 @@ class _Launch:
         if self.given:
             merging = Merging(self.nodes, self.frame.extents, len(op.dims))
             exprs = MONOIDS[op.monoid].combiner(tuple(v.dtype for v in merged))
-            merged = [merging.of_args(e, [*self.given, *merged]) for e in exprs]
+            merged = merging.of_args(exprs, [*self.given, *merged])
         return [self.whole(v, k) for k, v in enumerate(merged)]
 
     def finished(self, states: Sequence[Value]) -> list[Value]:
         """Results of merged states."""
-        then = self.op.then if self.softmax is None else self.softmax.then
+        then = self.op.then if self.softmax is None else self.softmax
         values = Expressions(self.nodes, self.base, self.reader(self.base), states)
         return [self.whole(values(e), k) for k, e in enumerate(then)]
 
@@ -425,7 +416,7 @@ def _taken(graph: Graph, op: Opaque, kernel: Kernel, k: int) -> list[tuple[int, 
     for i, axis in enumerate(op.in_axes[k] if op.in_axes else ()):
         if axis is not None:
             wanted[axis] = kernel.block[i]
-    return [(lo - first, hi - first) for (lo, hi), (first, _) in zip(wanted, held, strict=True)]
+    return relative(wanted, held)
 
 
 def since(kind: str, version: int) -> int:

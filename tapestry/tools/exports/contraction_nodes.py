@@ -12,11 +12,11 @@ import numpy as np
 from tapestry.ir.expr import Acc, Arg, Call, Expr, call, distinct
 from tapestry.ir.graph import Block, Guard, Read
 from tapestry.ir.index import Aff, Floor, Mod, const, dim, dims_of, evaluate
-from tapestry.ir.kernel import Box
-from tapestry.ir.monoid import lowest, number, primitive_of
-from tapestry.ir.recognise import Conv, Window, convolution, exponential, factors, plain_read, window
+from tapestry.ir.kernel import Box, inside
+from tapestry.ir.monoid import lowest, primitive_of
+from tapestry.ir.recognise import Conv, Window, convolution, counts_ones, exponential, factors, plain_read, window
 from tapestry.ir.types import FLOATS
-from tapestry.tools.exports.onnx_nodes import Frame, Nodes, Value, implied
+from tapestry.tools.exports.onnx_nodes import Frame, Nodes, Range, Value, implied, relative
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,13 +103,12 @@ def _one(
 ) -> Value | None:  # fmt: skip
     """One convolution, of a run of features; None where the buffers do not hold what it reads."""
     (x, w), (x_box, w_box) = held, boxes
-    wanted = [at[c.batch], (run.first, run.first + run.channels)]
-    axes = [run.features, *(at[n] if n else (0, 1) for n in (c.channel, *(v.window for v in c.windows)))]
-    for box, needs in ((x_box, wanted), (w_box, axes)):
-        if any(a < lo or hi < b for (a, b), (lo, hi) in zip(needs, box, strict=False)):
-            return None
-    cells = [(a - lo, b - lo) for (a, b), (lo, _) in zip(wanted, x_box, strict=False)] + [i.cells for i in images]
-    weight = nodes.slice(w, [(a - lo, b - lo) for (a, b), (lo, _) in zip(axes, w_box, strict=True)])
+    wanted = (at[c.batch], (run.first, run.first + run.channels))
+    axes = (run.features, *(at[n] if n else (0, 1) for n in (c.channel, *(v.window for v in c.windows))))
+    if not inside(wanted, x_box[:2]) or not inside(axes, w_box):
+        return None
+    cells = relative(wanted, x_box[:2]) + [i.cells for i in images]
+    weight = nodes.slice(w, relative(axes, w_box))
     shape = [hi - lo for lo, hi in (at[c.batch], run.features, *(at[v.out] for v in c.windows))]
     return nodes.add(
         "Conv", [nodes.slice(x, cells), weight], shape, x.dtype, kernel_shape=list(weight.shape[2:]), group=run.groups,
@@ -170,10 +169,10 @@ def pooled(
     assert x is not None and box is not None
     at = dict(zip(frame.names, frame.box, strict=True))
     images = [image_of(v, at, box[k + 2]) for k, v in enumerate(windows)]
-    outer = [at[op.dims[k].name] for k in range(2)]
-    if any(i is None for i in images) or any(lo < b[0] or hi > b[1] for (lo, hi), b in zip(outer, box, strict=False)):
+    outer = tuple(at[op.dims[k].name] for k in range(2))
+    if None in images or not inside(outer, box[:2]):
         return None
-    cells = [(lo - b[0], hi - b[0]) for (lo, hi), b in zip(outer, box, strict=False)] + [i.cells for i in images if i]
+    cells = relative(outer, box[:2]) + [i.cells for i in images if i]
     kernel = [at[v.window][1] - at[v.window][0] if v.window else 1 for v in windows]
     pads = [i.zeros[0] for i in images if i] + [i.zeros[1] for i in images if i]
     if any(p >= k for p, k in zip(pads, kernel * 2, strict=True)):
@@ -219,15 +218,9 @@ def _windows(op: Block) -> list[Window] | None:
 # Attention whose weights are a softmax, said with ONNX's Softmax.
 
 
-@dataclass(frozen=True, slots=True)
-class SoftmaxSum:
-    """``then`` over one state: the sum of values under the softmax of the scores."""
-
-    then: tuple[Expr, ...]
-
-
-def softmax_sum(op: Block) -> SoftmaxSum | None:
-    """An operation whose sum of weighted values is only ever divided by the sum of the weights; None for another one.
+def softmax_sum(op: Block) -> tuple[Expr, ...] | None:
+    """``then`` over one state, the sum of values under the softmax of scores: of an operation whose sum of weighted values is
+    only ever divided by the sum of the weights; None for another one.
 
     Softmax is NaN in a row whose scores are all minus infinity, as that division is where hidden keys count for nothing, or
     where ``then`` gives ``m - m`` for such a centre m.
@@ -242,12 +235,8 @@ def softmax_sum(op: Block) -> SoftmaxSum | None:
         then.append(_divided(e if inside is None else inside))
     if any(isinstance(x, Acc) and x != _sum(x) for x in distinct(then)):
         return None
-    score, one = op.body[:2]
-    hidden = weights.hidden(score.dtype)
-    counts = isinstance(score, Call) and isinstance(one, Call) and score.fn == one.fn == "where"
-    if counts and isinstance(score, Call) and isinstance(one, Call):
-        counts = score.args[2] == hidden and score.args[0] == one.args[0] and one.args[1] == number(1, one.dtype)
-    return SoftmaxSum(tuple(then)) if counts or (guarded and one == number(1, one.dtype)) else None
+    masks = isinstance(op.body[1], Call)
+    return tuple(then) if counts_ones(op.body, weights.hidden(op.body[0].dtype)) and (masks or guarded) else None
 
 
 def _sum(like: Expr) -> Acc:
@@ -274,9 +263,6 @@ def _divided(e: Expr) -> Expr:
 
 
 # Transposed convolutions: products with a cell where a stride divides a difference of places, as ConvTranspose.
-
-
-Range = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -391,13 +377,12 @@ def transpose_convolved(
         return None
     at = dict(zip(frame.names, frame.box, strict=True))
     images = [image_of_spread(a, at, x_box[k + 2], extents[c.x][k + 2]) for k, a in enumerate(c.axes)]
-    cells = [(at[c.batch], x_box[0]), (at[c.channel], x_box[1])]
-    places = [(at[n], b) for n, b in zip((c.channel, c.feature, *(a.window for a in c.axes)), w_box, strict=True)]
-    if None in images or any(a < lo or hi < b for (a, b), (lo, hi) in cells + places):
-        return None
     found = [i for i in images if i]
-    image = nodes.slice(x, [(a - lo, b - lo) for (a, b), (lo, _) in cells] + [i.cells for i in found])
-    weight = nodes.slice(w, [(a - lo, b - lo) for (a, b), (lo, _) in places])
+    cells, places = (at[c.batch], at[c.channel]), tuple(at[n] for n in (c.channel, c.feature, *(a.window for a in c.axes)))
+    if len(found) < len(images) or not inside(cells, x_box[:2]) or not inside(places, w_box):
+        return None
+    image = nodes.slice(x, relative(cells, x_box[:2]) + [i.cells for i in found])
+    weight = nodes.slice(w, relative(places, w_box))
     shape = [at[n][1] - at[n][0] for n in (c.batch, c.feature, *(a.out for a in c.axes))]
     return nodes.add(
         "ConvTranspose", [image, weight], shape, x.dtype, kernel_shape=list(weight.shape[2:]), group=1,

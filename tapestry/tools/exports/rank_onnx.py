@@ -27,7 +27,7 @@ from tapestry.ir.types import itemsize
 from tapestry.plan.strategy import Sayable
 from tapestry.tools.exports.blocks import Merge, Merging, launch, opset_of
 from tapestry.tools.exports.onnx_files import DataFile, checked, model_of, refused, stored, weights_of
-from tapestry.tools.exports.onnx_nodes import COLLECTIVE, Nodes, NotExpressible, Value
+from tapestry.tools.exports.onnx_nodes import COLLECTIVE, Nodes, NotExpressible, Value, relative
 
 # Transfers and merges of a program as ``DistCollective`` nodes of one rank.
 #
@@ -145,7 +145,7 @@ def moved(x: Exchange, step: Transfer, source: Value | None) -> Value | None:
     if not size(mine):
         return x.nodes.filled(shape(mine), 0, dst.dtype)
     if held is not None and source is not None and (common := intersect(held, mine)) is not None:
-        pieces[common] = x.nodes.slice(source, _relative_box(common, held))
+        pieces[common] = x.nodes.slice(source, relative(common, held))
     kept = {box: v for box, v in pieces.items() if intersect(box, mine) == box}
     return assembled(x.nodes, mine, kept, step.dst)
 
@@ -161,7 +161,7 @@ def _sent(step: Transfer) -> dict[tuple[int, Box], list[int]]:
 def broadcast(x: Exchange, source: Value | None, held: Box | None, box: Box, members: Sequence[int], dtype: str) -> Value:
     """A box from the first of some ranks to the others; those give an array of zeros, which is not read."""
     if source is not None and held is not None:
-        given = x.nodes.slice(source, _relative_box(box, held))
+        given = x.nodes.slice(source, relative(box, held))
     else:
         given = x.nodes.filled(shape(box), 0, dtype)
     return x.collective("BROADCAST", _ranked(x, given), tuple(sorted(members)), root=members[0])
@@ -169,10 +169,6 @@ def broadcast(x: Exchange, source: Value | None, held: Box | None, box: Box, mem
 
 def _ranked(x: Exchange, v: Value) -> Value:
     return v if v.shape else x.nodes.reshape(v, (1,))
-
-
-def _relative_box(box: Box, held: Box) -> list[tuple[int, int]]:
-    return [(lo - a, hi - a) for (lo, hi), (a, _) in zip(box, held, strict=True)]
 
 
 def _gathered(x: Exchange, source: Value, boxes: Sequence[Box | None], group: Group, mine: Box) -> Value:
@@ -268,7 +264,7 @@ class _Merge(Merge):
             nbytes = (n - 1) * again * itemsize(v.dtype) / n
             self.x.costs("parts that several ranks want of one merge", nbytes, self.step.dsts[field])
         for d, (src, dst) in zip(self.group, self._ends(field), strict=True):
-            mine = self.x.nodes.slice(v, _relative_box(dst, self._ends(field)[self.group.index(self.x.rank)][0]))
+            mine = self.x.nodes.slice(v, relative(dst, self._ends(field)[self.group.index(self.x.rank)][0]))
             assert intersect(src, dst) == dst
             found = self.x.collective("REDUCE", _ranked(self.x, mine), self.group, op=op, root=d)
             out = self.x.nodes.reshape(found, mine.shape) if d == self.x.rank else out
@@ -303,7 +299,7 @@ class _Merge(Merge):
     def part(self, v: Value, at: int) -> Value:
         """This rank's part of a field that it has all of."""
         src, dst = self._ends(at)[self.group.index(self.x.rank)]
-        return self.x.nodes.slice(v, _relative_box(dst, src)) if v.shape == shape(src) else v
+        return self.x.nodes.slice(v, relative(dst, src)) if v.shape == shape(src) else v
 
     def in_order(self, monoid: Monoid, fields: Sequence[Value], at: int, *, whole: bool = False) -> list[Value]:
         """Any monoid: everybody's states, gathered and merged in the order of the group."""
@@ -463,8 +459,7 @@ class RankFile:
         if not placed[buffer.tensor].said:
             self.split.add(buffer.tensor)
         self.nodes.begin(buffer.tensor)
-        part = [(lo - first, hi - first) for (lo, hi), (first, _) in zip(box, given, strict=True)]
-        self.values[name] = self.nodes.slice(mine, part)
+        self.values[name] = self.nodes.slice(mine, relative(box, given))
 
     def _launch(self, step: Launch) -> None:
         block = step.blocks[self.rank]
