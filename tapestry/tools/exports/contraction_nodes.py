@@ -14,7 +14,7 @@ from tapestry.ir.graph import Block, Guard, Read
 from tapestry.ir.index import Aff, Floor, Mod, const, dim, dims_of, evaluate
 from tapestry.ir.kernel import Box, inside
 from tapestry.ir.monoid import lowest, primitive_of
-from tapestry.ir.recognise import Conv, Window, convolution, counts_ones, exponential, factors, plain_read, window
+from tapestry.ir.recognise import Conv, Window, convolution, counts_ones, exponential, factors, plain_read
 from tapestry.ir.types import FLOATS
 from tapestry.tools.exports.onnx_nodes import Frame, Nodes, Range, Value, implied, relative
 
@@ -89,32 +89,38 @@ def convolve(nodes: Nodes, op: Block, frame: Frame, ins: Sequence[Box | None], h
     if x is None or w is None or x_box is None or w_box is None or x.dtype != w.dtype or x.dtype != op.body[0].dtype:
         return None
     at = dict(zip(frame.names, frame.box, strict=True))
-    images = [i for k, v in enumerate(found.windows) if (i := image_of(v, at, x_box[k + 2])) is not None]
-    if len(images) < len(found.windows):
-        return None
-    parts = [_one(nodes, found, at, images, run, (x, w), (x_box, w_box)) for run in _runs(op, found, at)]
+    parts = [_one(nodes, found, at, run, (x, w), (x_box, w_box)) for run in _runs(op, found, at)]
     kept = [p for p in parts if p is not None]
     return nodes.concat(kept, 1) if len(kept) == len(parts) else None
 
 
 def _one(
-    nodes: Nodes, c: Conv, at: dict[str, tuple[int, int]], images: Sequence[Image], run: Run, held: tuple[Value, Value],
-    boxes: tuple[Box, Box],
-) -> Value | None:  # fmt: skip
+    nodes: Nodes, c: Conv, at: dict[str, Range], run: Run, held: tuple[Value, Value], boxes: tuple[Box, Box]
+) -> Value | None:
     """One convolution, of a run of features; None where the buffers do not hold what it reads."""
     (x, w), (x_box, w_box) = held, boxes
-    wanted = (at[c.batch], (run.first, run.first + run.channels))
+    image = _image(nodes, c, at, (run.first, run.first + run.channels), x, x_box)
     axes = (run.features, *(at[n] if n else (0, 1) for n in (c.channel, *(v.window for v in c.windows))))
-    if not inside(wanted, x_box[:2]) or not inside(axes, w_box):
+    if image is None or not inside(axes, w_box):
         return None
-    cells = relative(wanted, x_box[:2]) + [i.cells for i in images]
     weight = nodes.slice(w, relative(axes, w_box))
     shape = [hi - lo for lo, hi in (at[c.batch], run.features, *(at[v.out] for v in c.windows))]
-    return nodes.add(
-        "Conv", [nodes.slice(x, cells), weight], shape, x.dtype, kernel_shape=list(weight.shape[2:]), group=run.groups,
-        pads=[i.zeros[0] for i in images] + [i.zeros[1] for i in images], strides=[v.stride for v in c.windows],
-        dilations=[v.dilation for v in c.windows],
-    )  # fmt: skip
+    how = {"kernel_shape": list(weight.shape[2:]), "group": run.groups, **image[1]}
+    return nodes.add("Conv", [image[0], weight], shape, x.dtype, **how)
+
+
+def _image(
+    nodes: Nodes, c: Conv, at: dict[str, Range], channels: Range, x: Value, box: Box
+) -> tuple[Value, dict[str, list[int]]] | None:  # fmt: skip
+    """The cells of an image that a block's windows span, and how these go over it; None where that is padding alone, or the
+    buffer lacks some."""
+    images = [i for k, v in enumerate(c.windows) if (i := image_of(v, at, box[k + 2])) is not None]
+    wanted = (at[c.batch], channels)
+    if len(images) < len(c.windows) or not inside(wanted, box[:2]):
+        return None
+    how = {"strides": [v.stride for v in c.windows], "dilations": [v.dilation for v in c.windows]}
+    how["pads"] = [i.zeros[0] for i in images] + [i.zeros[1] for i in images]
+    return nodes.slice(x, relative(wanted, box[:2]) + [i.cells for i in images]), how
 
 
 def image_of(v: Window, at: dict[str, tuple[int, int]], box: tuple[int, int]) -> Image | None:
@@ -160,59 +166,38 @@ def pooled(
     nodes: Nodes, op: Block, frame: Frame, ins: Sequence[Box | None], held: Sequence[Value | None]
 ) -> Value | None:  # fmt: skip
     """The maximum, or the sum, of sliding windows; None where an operation is neither."""
-    windows = _windows(op)
-    if windows is None or 0 in frame.extents:
+    c = _windows(op)
+    if c is None or 0 in frame.extents:
         return None
-    body = op.body[0]
-    assert isinstance(body, Arg)
-    x, box = held[body.pos], ins[body.pos]
+    x, box, at = held[c.x], ins[c.x], dict(zip(frame.names, frame.box, strict=True))
     assert x is not None and box is not None
-    at = dict(zip(frame.names, frame.box, strict=True))
-    images = [image_of(v, at, box[k + 2]) for k, v in enumerate(windows)]
-    outer = tuple(at[op.dims[k].name] for k in range(2))
-    if None in images or not inside(outer, box[:2]):
+    image = _image(nodes, c, at, at[c.feature], x, box)
+    kernel = [at[v.window][1] - at[v.window][0] if v.window else 1 for v in c.windows]
+    if image is None or any(p >= k for p, k in zip(image[1]["pads"], kernel * 2, strict=True)):
         return None
-    cells = relative(outer, box[:2]) + [i.cells for i in images if i]
-    kernel = [at[v.window][1] - at[v.window][0] if v.window else 1 for v in windows]
-    pads = [i.zeros[0] for i in images if i] + [i.zeros[1] for i in images if i]
-    if any(p >= k for p, k in zip(pads, kernel * 2, strict=True)):
-        return None
-    how = {
-        "kernel_shape": kernel, "strides": [v.stride for v in windows], "pads": pads,
-        "dilations": [v.dilation for v in windows],
-    }  # fmt: skip
     extents = frame.extents[: len(op.dims)]
     if primitive_of(op.monoid) == "max":
-        return nodes.add("MaxPool", [nodes.slice(x, cells)], extents, x.dtype, **how)
-    mean = nodes.add("AveragePool", [nodes.slice(x, cells)], extents, x.dtype, count_include_pad=1, **how)
+        return nodes.add("MaxPool", [image[0]], extents, x.dtype, kernel_shape=kernel, **image[1])
+    mean = nodes.add("AveragePool", [image[0]], extents, x.dtype, kernel_shape=kernel, count_include_pad=1, **image[1])
     return nodes.apply("Mul", [mean, nodes.scalar(prod(kernel), x.dtype)])
 
 
-def _windows(op: Block) -> list[Window] | None:
-    """The windows of each axis but the first two, which are dimensions of the result."""
+def _windows(op: Block) -> Conv | None:
+    """The windows that are merged, as those of the convolution that weighs each channel by itself."""
     merge, body = primitive_of(op.monoid), op.body[0] if len(op.body) == 1 else None
     if merge not in ("max", "add") or not isinstance(body, Arg) or op.inner or body.dtype not in FLOATS - {"bf16"}:
         return None
-    read = op.reads[body.pos]
-    rank = len(read.index)
+    read, reduced = op.reads[body.pos], {d.name for d in op.reduce}
+    own = [next(iter(sorted(dims_of(e) & reduced)), "") for e in read.index[2:]]
     around = lowest(body.dtype).value if merge == "max" else 0.0
-    if rank not in (3, 4, 5) or len(op.dims) != rank or read.when or read.other not in (None, around):
+    if not any(own) or len(op.dims) != len(read.index) or read.other not in (None, around):
         return None
-    names, reduced, ranges = [d.name for d in op.dims], {d.name for d in op.reduce}, op.ranges
-    if any(not e.is_dim or str(e) != n for e, n in zip(read.index[:2], names, strict=False)):
+    if [str(e) for e in read.index[:2] if e.is_dim] != [d.name for d in op.dims[:2]]:
         return None
-    found: list[Window] = []
-    used: list[str] = []
-    for axis in range(2, rank):
-        own = sorted(dims_of(read.index[axis]) & reduced)
-        v = window(op, read, axis, own[0] if own else "", ranges) if len(own) < 2 else None
-        if v is None:
-            return None
-        found.append(v)
-        used += own
-    if len(set(used)) < len(used) or any(d.size > 1 and d.name not in used for d in op.reduce) or not used:
-        return None
-    return found
+    weight = Read(tensor="", index=(dim(op.dims[1].name), *(dim(n) if n else const(0) for n in ("", *own))))
+    factors = Arg(0, body.dtype), Arg(1, body.dtype)
+    c = convolution(replace(op, monoid="sum", body=(call("mul", *factors),), reads=(replace(read, other=None), weight)))
+    return replace(c, x=body.pos) if c and not c.x else None
 
 
 # Attention whose weights are a softmax, said with ONNX's Softmax.
@@ -327,7 +312,7 @@ def _match(op: Block, x: int, w: int, extents: Sequence[int]) -> Transposed | No
     if None in axes:
         return None
     found = Transposed(x, w, batch, channel, feature, tuple(a for a in axes if a))
-    return found if _guarded(rx, found, extents) else None
+    return found if _guarded(op, rx, found, extents) else None
 
 
 def _spread(e: Aff, out: str, window: str) -> Spread | None:
@@ -343,12 +328,12 @@ def _spread(e: Aff, out: str, window: str) -> Spread | None:
     return Spread(out, window, stride, -e.coef(window), e.const) if right else None
 
 
-def _guarded(r: Read, c: Transposed, extents: Sequence[int]) -> bool:
+def _guarded(op: Block, r: Read, c: Transposed, extents: Sequence[int]) -> bool:
     """Whether a read is guarded as the axes need: that strides divide, and nothing but what their places imply."""
     needed = [a for a in c.axes if a.stride > 1]
     bare, met = replace(r, when=()), [next((a for a in needed if _divides(g, a)), None) for g in r.when]
     others = [g for g, a in zip(r.when, met, strict=True) if a is None]
-    return all(a in met for a in needed) and all(implied(g, bare, extents) for g in others)
+    return all(a in met for a in needed) and all(implied(op, g, bare, extents) for g in others)
 
 
 def _divides(g: Guard, a: Spread) -> bool:

@@ -22,6 +22,7 @@ from tapestry.ir.monoid import number
 from tapestry.ir.types import DTYPES, FLOATS, numpy_dtype
 from tapestry.lift.builder import DTYPE_OF
 from tapestry.lift.operators.elementwise import PRIMITIVES
+from tapestry.rewrites.core import edit
 
 Range = tuple[int, int]
 OPSET = 20
@@ -706,22 +707,10 @@ class Expressions:
 # Reads of an operation as recognition wants them: without guards that their index implies, and of whole dimensions.
 
 
-def implied(g: Guard, r: Read, extents: Sequence[int]) -> bool:
-    """Whether a guard fails only where the read leaves the tensor.
-
-    An index k·g + c with c < k is negative wherever g is; so is the distance to the end of an axis of n cells, n − 1 − index.
-    """
-    if g.op != "ge" or r.other is None:
-        return False
-    sides = [e for i, n in zip(r.index, extents, strict=True) for e in (i, i * -1 + (n - 1))]
-    return any((k := _times(e, g.aff)) and (e - g.aff * k).const < k for e in sides)
-
-
-def _times(e: Aff, g: Aff) -> int:
-    """The k > 0 for which e − k·g is a number; 0 where there is none."""
-    (atom, coef), *_ = (*g.terms, ("", 0))
-    k = next((c // coef for a, c in e.terms if a == atom and coef and c % coef == 0), 0)
-    return k if k > 0 and not (e - g * k).terms else 0
+def implied(op: Block, g: Guard, r: Read, extents: Sequence[int]) -> bool:
+    """Whether a guard fails only where the read leaves the tensor, and has its other value as it is."""
+    ends = [Guard(e, "ge") for i, n in zip(r.index, extents, strict=True) for e in (i, i * -1 + (n - 1))]
+    return r.other is not None and edit.implied(op, ends, g)
 
 
 def plain(op: Block, extents: Sequence[Sequence[int]]) -> Block:
@@ -732,7 +721,7 @@ def plain(op: Block, extents: Sequence[Sequence[int]]) -> Block:
     """
     reads = list[Read]()
     for read, shape in zip(op.reads, extents, strict=True):
-        r = replace(read, when=tuple(g for g in read.when if not implied(g, read, shape)))
+        r = replace(read, when=tuple(g for g in read.when if not implied(op, g, read, shape)))
         names = [_stepped(e) for e in r.index]
         whole = "" in names or len({*names}) < len(names) or r.when or r.other is not None
         reads.append(r if whole else replace(r, index=tuple(map(dim, names))))
