@@ -568,7 +568,7 @@ def bucketed(calls: Sequence[Call], direct: Direct) -> list[Call]:
 def _packed(calls: Sequence[Call]) -> list[list[Call]]:
     packs: list[list[Call]] = []
     for c in calls:
-        pack = next((p for p in packs if all(_fits(c, other) for other in p)), None)
+        pack = next((p for p in packs if all(_fit_in_one_collective(c, other) for other in p)), None)
         if pack is None:
             packs.append([c])
         else:
@@ -582,7 +582,7 @@ def _covers(pack: Sequence[Call], ranks: int) -> bool:
     return kind == "ALL_REDUCE" or (kind != "REDUCE" and even)
 
 
-def _fits(a: Call, b: Call) -> bool:
+def _fit_in_one_collective(a: Call, b: Call) -> bool:
     alike = (a.kind, a.op, a.shape, a.dtype) == (b.kind, b.op, b.shape, b.dtype)
     return alike and a.operands.keys().isdisjoint(b.operands) and a.results.keys().isdisjoint(b.results)
 
