@@ -499,7 +499,7 @@ def attention(op: Nest) -> Attention | None:
     if weights is None or product is None or len(op.reduce) != 1 or product is not op.inner[0].body:
         return None
     score, _, value = op.body
-    if not _counts_ones(op.body, weights.hidden(score.dtype)):
+    if not counts_ones(op.body, weights.hidden(score.dtype)):
         return None
     key, dims = op.reduce[0], op.inner[0].dims
     depth = {d.name for d in dims if d.size > 1}
@@ -521,7 +521,7 @@ def attention(op: Nest) -> Attention | None:
 def weighed(op: Nest) -> Weighed | None:
     """Values weighted by the exponentials of scores that are there; ``None`` where an operation is something else."""
     weights = exponential(op.monoid, sums=2)
-    if weights is None or op.inner or len(op.reduce) != 1 or not _counts_ones(op.body, weights.hidden(op.body[0].dtype)):
+    if weights is None or op.inner or len(op.reduce) != 1 or not counts_ones(op.body, weights.hidden(op.body[0].dtype)):
         return None
     score, _, value = op.body
     of_s, of_v = dims_read(op, score), dims_read(op, value)
@@ -531,7 +531,7 @@ def weighed(op: Nest) -> Weighed | None:
     return Weighed(value=value, score=score, rows=rows, columns=columns, batch=batch, key=op.reduce[0], weights=weights)
 
 
-def _counts_ones(body: tuple[Expr, ...], hidden: Const) -> bool:
+def counts_ones(body: tuple[Expr, ...], hidden: Const) -> bool:
     """Whether the second lifted field is 1 wherever the first, a score, is not hidden."""
     score, one = body[:2]
     if isinstance(score, Call) and isinstance(one, Call) and score.fn == one.fn == "where" and score.args[2] == hidden:

@@ -161,3 +161,38 @@ def test_the_prover_accepts_rank_files(mesh, tmp_path, capsys):
     capsys.readouterr()
     assert cli.main(["prove", str(tmp_path / "m.onnx"), str(tmp_path / "ranks"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["status"] == "proved"
+
+
+ODD = """graph g
+input x: f32[4, 6]
+input b: bool[4, 6]
+mean: f32[4] = op [i: 4 | k: 6 moments]
+  reads x[i, k]
+  body 0.03, x, 0.0
+  then acc1
+some: bool[4] = op [i: 4 | k: 6 max]
+  reads b[i, k]
+  body b
+output mean, some
+"""
+
+
+def test_ranks_merge_light_counts_and_truths(tmp_path):
+    """Counts may add up to less than 1, and truth values have extremes."""
+    path = tmp_path / "odd.tap"
+    path.write_text(ODD)
+    c = tapestry.compile(path, mesh="1")
+    feeds = c.random_feeds(0)
+    onnx_files.export_fused(c.build, b"", tmp_path / "fused.onnx")
+    session = ort_session(tmp_path / "fused.onnx")
+    names = [o.name for o in session.get_outputs()]
+    assert_same(dict(zip(names, session.run(None, feeds), strict=True)), c.run(feeds), c.build.plan.graph)
+    graph, mesh, cut = c.build.plan.graph, mesh_of("2"), set[str]()
+    for seed in range(12):
+        plan = random_plan(graph, mesh, random.Random(seed))
+        program = lower(plan)
+        cut |= {graph.ops[s.op].outs[0] for s in program.steps if isinstance(s, Reduce)}
+        target = tmp_path / f"ranks{seed}"
+        rank_onnx.export_ranks(replace(c.build, plan=plan, program=program), b"", target, nearest=True)
+        assert_same(rank_files.run(target, feeds), c.run(feeds), graph, (seed,))
+    assert cut == {"mean", "some"}

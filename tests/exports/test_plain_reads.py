@@ -7,8 +7,8 @@ import onnxruntime
 import pytest
 import torch
 
-from tapestry.ir.graph import Guard, Read
-from tapestry.ir.index import dim
+from tapestry.ir.graph import Block, Dim, Guard, Read
+from tapestry.ir.index import dim, evaluate, substitute
 from tapestry.ir.syntax.parser import parse
 from tapestry.tools.exports.blocks import opset_of
 from tapestry.tools.exports.onnx_files import graph_nodes, model_of
@@ -59,13 +59,16 @@ def test_halves_of_a_convolution_are_convolutions(guard, convs):
     ],
 )
 def test_a_guard_is_implied_where_its_failure_leaves_the_tensor(guard, holds):
-    read = Read(tensor="x", index=(dim("h") * 2 + 1,), other=0.0)
-    assert implied(Guard(guard, "ge"), read, (8,)) == holds
-    inside = [h for h in range(-9, 9) if 0 <= 2 * h + 1 < 8]
-    env = {"h": 0, "r": -1}
-    assert holds == all(sum((env | {"h": h})[a] * c for a, c in guard.terms) + guard.const >= 0 for h in inside)
-    assert not implied(Guard(guard, "eq"), read, (8,))
-    assert not implied(Guard(guard, "ge"), Read(tensor="x", index=read.index), (8,))
+    """Of the index 2h + 1 in a tensor of 8 cells, for h from -9 to 8 and r from -1 to 0."""
+    place, at = dim("i") - 9, dim("j") - 1
+    op = Block(outs=("y",), dims=(Dim("i", 18), Dim("j", 2)), body=())
+    read, other = Read(tensor="x", index=(place * 2 + 1,), other=0.0), Read(tensor="x", index=(place * 2 + 1,))
+    guard = substitute(guard, {"h": place, "r": at})
+    assert implied(op, Guard(guard, "ge"), read, (8,)) == holds
+    points = [{"i": i, "j": j} for i in range(18) for j in range(2) if 0 <= 2 * (i - 9) + 1 < 8]
+    assert holds == all(evaluate(guard, p) >= 0 for p in points)
+    assert not implied(op, Guard(guard, "eq"), read, (8,))
+    assert not implied(op, Guard(guard, "ge"), other, (8,))
 
 
 SPREAD = """graph spread

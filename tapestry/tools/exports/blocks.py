@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from math import prod
 
 import numpy as np
 from onnx import NodeProto, defs
 
-from tapestry.ir.expr import Arg, Call, Const, Expr, Let, arg_positions, walk
+from tapestry.ir.expr import Arg, Expr, Let, arg_positions, walk
 from tapestry.ir.graph import Block, Graph, Inner, Opaque
 from tapestry.ir.kernel import Kernel, shape, whole
 from tapestry.ir.monoid import MONOIDS, Best, ByPrimitive, Moments, Monoid, Product, Rebased, highest
 from tapestry.ir.recognise import as_onnx_counts, convolution, exponential, part, products, selection
 from tapestry.ir.types import FLOATS
-from tapestry.tools.exports.contraction_nodes import SoftmaxSum, contract, convolve, pooled, softmax_sum, transpose_convolved
+from tapestry.tools.exports.contraction_nodes import contract, convolve, pooled, softmax_sum, transpose_convolved
 from tapestry.tools.exports.onnx_nodes import (
+    NOWHERE,
     OPSET,
     Expressions,
     Frame,
@@ -26,125 +28,138 @@ from tapestry.tools.exports.onnx_nodes import (
     plain,
     primitive,
     read_value,
+    relative,
 )
 
-# Merges of states as nodes: by the monoid's structure, as sums, extremes, softmaxes and moments; else by halving in order.
+# Merges of states as nodes, by the monoid's structure: of one block along its axes, or of a group of ranks.
 
 
-Add = Callable[[int, Value], Value]
-"""The sum of a field's values over what is reduced: the field's number, and what it sums."""
+ALIKE = {"and": "min", "or": "max", "mul": "min"}  # of truth values
 _REDUCE = {"add": "ReduceSum", "mul": "ReduceProd", "max": "ReduceMax", "min": "ReduceMin"}
 
 
-class Merging:
+class Merge(ABC):
+    """States merged by the structure of their monoid; subclasses say how one field is, by a primitive."""
+
+    nodes: Nodes
+
+    @abstractmethod
+    def by(self, fn: str, x: Value, at: int, *, whole: bool = False) -> Value:
+        """Field number ``at``, merged by one primitive (of `_REDUCE`): all of it, or what is kept of it here."""
+
+    @abstractmethod
+    def in_order(self, monoid: Monoid, fields: Sequence[Value], at: int, *, whole: bool = False) -> list[Value]:
+        """Fields of any monoid."""
+
+    def part(self, v: Value, at: int) -> Value:
+        """What is kept here of all of a field."""
+        del at
+        return v
+
+    def weighed(self, v: Value, weight: Value, at: int, *, whole: bool) -> Value:
+        """A sum of products."""
+        return self.by("add", primitive(self.nodes, "mul", [v, weight], v.dtype), at, whole=whole)
+
+    def merged(self, monoid: Monoid, fields: Sequence[Value], at: int = 0, *, whole: bool = False) -> list[Value]:
+        """The merged fields of a monoid, the first of which is number ``at`` of all."""
+        match monoid.structure:
+            case ByPrimitive(fn) if fields[0].dtype == "bool" and (fn := ALIKE.get(fn, fn)) in ("min", "max"):
+                return [self.by(fn, fields[0], at, whole=whole)]
+            case ByPrimitive(fn) if fn in _REDUCE and fields[0].dtype != "bool":
+                return [self.by(fn, fields[0], at, whole=whole)]
+            case Product(parts):
+                out: list[Value] = []
+                for part in parts:
+                    own = fields[len(out) : len(out) + len(part.fields)]
+                    out += self.merged(part, own, at + len(out), whole=whole)
+                return out
+            case Rebased() as s:
+                return self._rebased(monoid, s, fields, at, whole)
+            case Moments():
+                return self._moments(fields, at, whole)
+            case Best(better):
+                return self._best(better, fields, at, whole)
+            case _:
+                return self.in_order(monoid, fields, at, whole=whole)
+
+    def of_args(self, exprs: Sequence[Expr], args: Sequence[Value]) -> list[Value]:
+        """Values of expressions over given arguments."""
+        return [*map(Expressions(self.nodes, NOWHERE, args.__getitem__), exprs)]
+
+    def _kept(self, v: Value, at: int, whole: bool) -> Value:
+        return v if whole else self.part(v, at)
+
+    def _rebased(self, monoid: Monoid, s: Rebased, fields: Sequence[Value], at: int, whole: bool) -> list[Value]:
+        """States moved to the common centre, then merged; of exponential ones the weight is what becomes of a state of 1."""
+        n, nodes = len(s.centre.fields), self.nodes
+        centre = self.merged(s.centre, fields[:n], at, whole=True)
+        given = [*fields[:n], *centre, *fields[n:]]
+        args = [Arg(k, v.dtype) for k, v in enumerate(given)]
+        exprs = s.act(tuple(args[:n]), tuple(args[n : 2 * n]), tuple(args[2 * n :]))
+        ends = [self._kept(v, at + k, whole) for k, v in enumerate(centre)]
+        if exponential(monoid.name) is None:
+            return [*ends, *self.merged(s.acted, self.of_args(exprs, given), at + n, whole=whole)]
+        (weight,) = self.of_args(exprs[:1], [*given[: 2 * n], nodes.scalar(1, fields[n].dtype)])
+        return [*ends, *(self.weighed(v, weight, at + n + k, whole=whole) for k, v in enumerate(fields[n:]))]
+
+    def _moments(self, fields: Sequence[Value], at: int, whole: bool) -> list[Value]:
+        """(n, mean, M2): the mean first, then the squares of what is left."""
+        nodes, (n, mean, m2) = self.nodes, fields
+        total = self.by("add", n, at, whole=True)
+        zero, one = nodes.scalar(0, total.dtype), nodes.scalar(1, total.dtype)
+        safe = nodes.apply("Where", [nodes.apply("Equal", [total, zero], "bool"), one, total])
+        centre = nodes.apply("Div", [self.by("add", nodes.apply("Mul", [n, mean]), at + 1, whole=True), safe])
+        off = nodes.apply("Sub", [mean, centre])
+        spread = nodes.apply("Add", [m2, nodes.apply("Mul", [n, nodes.apply("Mul", [off, off])])])
+        ends = [self._kept(v, at + k, whole) for k, v in enumerate((total, centre))]
+        return [*ends, self.by("add", spread, at + 2, whole=whole)]
+
+    def _best(self, better: str, fields: Sequence[Value], at: int, whole: bool) -> list[Value]:
+        """The best value (a NaN is, where there is any), and the least index of those that have it."""
+        nodes, (value, index) = self.nodes, fields
+        top = self.by("max" if better == "gt" else "min", value, at, whole=True)
+        hit = nodes.apply("Equal", [value, top], "bool")
+        if value.dtype in FLOATS:
+            lost = nodes.apply("And", [nodes.apply("IsNaN", [v], "bool") for v in (value, top)])
+            hit = nodes.apply("Or", [hit, lost])
+        last = nodes.scalar(highest(index.dtype).value, index.dtype)
+        return [self._kept(top, at, whole), self.by("min", nodes.apply("Where", [hit, index, last]), at + 1, whole=whole)]
+
+
+class Merging(Merge):
     """States over a frame, merged along its axes from ``kept`` on; those stay, with one cell."""
 
     def __init__(self, nodes: Nodes, extents: tuple[int, ...], kept: int) -> None:
         self.nodes, self.extents, self.kept = nodes, extents, kept
         self.axes = list(range(kept, len(extents)))
 
-    def merged(self, monoid: Monoid, fields: Sequence[Value], add: Add | None = None) -> list[Value]:
-        """The merged fields of a monoid.
-
-        Args:
-            add: how the sum of a field is taken, where a caller knows better (by a matrix product).
-        """
-        s = monoid.structure
+    def merged(self, monoid: Monoid, fields: Sequence[Value], at: int = 0, *, whole: bool = False) -> list[Value]:
+        """The merged fields."""
         fields = [self._ranked(f) for f in fields]
         if 0 in self.extents[self.kept :]:
             zeros = monoid.zero(tuple(f.dtype for f in fields))
             return [self.nodes.filled(self._small(f), z.value, f.dtype) for f, z in zip(fields, zeros, strict=True)]
-        match s:
-            case ByPrimitive(fn):
-                return [self.by(fn, fields[0], add)]
-            case Product(parts):
-                out: list[Value] = []
-                for part in parts:
-                    first = len(out)
-                    own = None if add is None else _shifted(add, first)
-                    out += self.merged(part, fields[first : first + len(part.fields)], own)
-                return out
-            case Rebased():
-                return self._rebased(s, fields, add)
-            case Moments():
-                return self._moments(fields)
-            case Best(better):
-                return self._best(better, fields)
-            case _:
-                return self.folded(monoid, fields)
+        return super().merged(monoid, fields, at, whole=whole)
 
-    def by(self, fn: str, x: Value, add: Add | None = None) -> Value:
-        """One field, merged by one primitive."""
-        if fn == "add" and x.dtype != "bool":
-            return self.total(x) if add is None else add(0, x)
-        if fn in ("and", "or") and x.dtype == "bool":
-            wide = self.nodes.cast(x, "i32")
-            return self.nodes.cast(self.nodes.reduce("ReduceMin" if fn == "and" else "ReduceMax", wide, self.axes), "bool")
-        if fn not in _REDUCE or x.dtype == "bool":
-            return self.folded(next(m for m in MONOIDS.values() if m.structure == ByPrimitive(fn)), [x])[0]
+    def by(self, fn: str, x: Value, at: int, *, whole: bool = False) -> Value:
+        """A reduction; in a sum, what does not vary along an axis counts as often as that has points."""
+        nodes, x = self.nodes, self._ranked(x)
+        if x.dtype == "bool":
+            return nodes.cast(nodes.reduce(_REDUCE[fn], nodes.cast(x, "i32"), self.axes), "bool")
         if fn == "mul":
-            x = self.nodes.expand(x, self._wide(x))
-        return self.nodes.reduce(_REDUCE[fn], x, self.axes)
+            x = nodes.expand(x, self._wide(x))
+        out = nodes.reduce(_REDUCE[fn], x, self.axes)
+        times = prod(self.extents[a] for a in self.axes if x.shape[a] == 1) if fn == "add" else 1
+        return out if times == 1 else nodes.apply("Mul", [out, nodes.scalar(times, x.dtype)])
 
-    def total(self, x: Value) -> Value:
-        """A sum; what does not vary along an axis counts as often as that has points."""
-        times = 1
-        for a in self.axes:
-            times *= self.extents[a] if x.shape[a] == 1 else 1
-        out = self.nodes.reduce("ReduceSum", x, self.axes)
-        return out if times == 1 else self.nodes.apply("Mul", [out, self.nodes.scalar(times, x.dtype)])
+    def weighed(self, v: Value, weight: Value, at: int, *, whole: bool) -> Value:
+        """A sum of products: a matrix product, where the factor has dimensions of its own."""
+        if all(n == 1 or m > 1 for n, m in zip(v.shape[: self.kept], weight.shape, strict=False)):
+            return super().weighed(v, weight, at, whole=whole)
+        out = contract(self.nodes, weight, v, self.extents, self.kept)
+        return self.nodes.reshape(out, self._small(out))
 
-    def of_args(self, e: Expr, args: Sequence[Value]) -> Value:
-        """The value of an expression over given arguments."""
-        if isinstance(e, Arg):
-            return args[e.pos]
-        if isinstance(e, Const):
-            return self.nodes.scalar(e.value, e.dtype)
-        assert isinstance(e, Call)
-        return primitive(self.nodes, e.fn, [self.of_args(a, args) for a in e.args], e.dtype)
-
-    def _rebased(self, s: Rebased, fields: Sequence[Value], add: Add | None) -> list[Value]:
-        """States moved to the common centre, then merged."""
-        n = len(s.centre.fields)
-        centre = self.merged(s.centre, fields[:n])
-        given = [*fields[:n], *centre, *fields[n:]]
-        args = [Arg(k, v.dtype) for k, v in enumerate(given)]
-        exprs = s.act(tuple(args[:n]), tuple(args[n : 2 * n]), tuple(args[2 * n :]))
-        if add is not None:  # what is summed is a weight times a factor that the caller contracts
-            return [*centre, *self._weighed(s, exprs, given, _shifted(add, n))]
-        return [*centre, *self.merged(s.acted, [self.of_args(e, given) for e in exprs])]
-
-    def _weighed(self, s: Rebased, exprs: Sequence[Expr], given: Sequence[Value], add: Add) -> list[Value]:
-        """Sums of weighted factors: the weight is what becomes of a state of 1."""
-        n = len(s.centre.fields)
-        one = self.nodes.scalar(1, given[2 * n].dtype)
-        weight = self.of_args(exprs[0], [*given[: 2 * n], one, *given[2 * n + 1 :]])
-        out = [self.total(self._ranked(self.of_args(exprs[0], given)))]
-        return [*out, *(add(k, weight) for k in range(1, len(exprs)))]
-
-    def _moments(self, fields: Sequence[Value]) -> list[Value]:
-        """(n, mean, M2): the mean first, then the squares of what is left."""
-        n, mean, m2 = fields
-        dtype = mean.dtype
-        total = self.total(n)
-        safe = primitive(self.nodes, "where", [self._test("Equal", total, 0), self.nodes.scalar(1, dtype), total], dtype)
-        centre = self.nodes.apply("Div", [self.total(self.nodes.apply("Mul", [n, mean])), safe])
-        off = self.nodes.apply("Sub", [mean, centre])
-        spread = self.nodes.apply("Add", [m2, self.nodes.apply("Mul", [n, self.nodes.apply("Mul", [off, off])])])
-        return [total, centre, self.total(self._ranked(spread))]
-
-    def _test(self, kind: str, x: Value, number: float) -> Value:
-        return self.nodes.apply(kind, [x, self.nodes.scalar(number, x.dtype)], "bool")
-
-    def _best(self, better: str, fields: Sequence[Value]) -> list[Value]:
-        """The best value, and the least index of those that have it."""
-        value, index = fields
-        top = self.nodes.reduce("ReduceMax" if better == "gt" else "ReduceMin", value, self.axes)
-        hit = best_at(self.nodes, value, top)
-        last = self.nodes.scalar(highest(index.dtype).value, index.dtype)
-        return [top, self.nodes.reduce("ReduceMin", self.nodes.apply("Where", [hit, index, last]), self.axes)]
-
-    def folded(self, monoid: Monoid, fields: Sequence[Value]) -> list[Value]:
+    def in_order(self, monoid: Monoid, fields: Sequence[Value], at: int = 0, *, whole: bool = False) -> list[Value]:
         """Any monoid, by halving in order: neighbours merge, so that associativity alone is needed."""
         common = np.broadcast_shapes(*(self._wide(f) for f in fields))
         flat, points = [self.nodes.expand(f, common) for f in fields], prod(self.extents[self.kept :])
@@ -153,10 +168,10 @@ class Merging:
         while (n := flat[0].shape[-1]) > 1:
             even = n - n % 2
             halves = [[self._every(f, k, even) for f in flat] for k in (0, 1)]
-            merged = [self.of_args(e, [*halves[0], *halves[1]]) for e in exprs]
+            merged = self.of_args(exprs, [*halves[0], *halves[1]])
             rest = [self.nodes.slice(f, [*((0, m) for m in f.shape[:-1]), (even, n)]) for f in flat] if n % 2 else []
             flat = [self.nodes.concat([m, r], self.kept) for m, r in zip(merged, rest, strict=True)] if rest else merged
-        return [self.nodes.reshape(f, (*f.shape[: self.kept], *(1 for _ in self.axes))) for f in flat]
+        return [self.nodes.reshape(f, self._small(f)) for f in flat]
 
     def _every(self, x: Value, first: int, last: int) -> Value:
         box = [*((0, n) for n in x.shape[:-1]), (first, last)]
@@ -171,18 +186,6 @@ class Merging:
 
     def _small(self, x: Value) -> tuple[int, ...]:
         return (*x.shape[: self.kept], *(1 for _ in self.axes))
-
-
-def best_at(nodes: Nodes, value: Value, top: Value) -> Value:
-    """Where a value is the best one; a NaN is, where there is any."""
-    hit = nodes.apply("Equal", [value, top], "bool")
-    if value.dtype not in FLOATS:
-        return hit
-    return nodes.apply("Or", [hit, nodes.apply("And", [nodes.apply("IsNaN", [v], "bool") for v in (value, top)])])
-
-
-def _shifted(add: Add, by: int) -> Add:
-    return lambda k, x: add(k + by, x)
 
 
 def launch(
@@ -215,7 +218,7 @@ class _Launch:
         self.frame = Frame(names[:reduced], kernel.block[:reduced])
         self.space = Frame(names, (*kernel.block[:reduced], *((0, d.size) for d in op.inner_dims)))
         self.known: dict[tuple[int, Frame], Value] = {}
-        self.softmax: SoftmaxSum | None = None
+        self.softmax: tuple[Expr, ...] | None = None
 
     def results(self) -> list[Value]:
         """What the mode asks for."""
@@ -233,12 +236,12 @@ class _Launch:
         if self.given:
             merging = Merging(self.nodes, self.frame.extents, len(op.dims))
             exprs = MONOIDS[op.monoid].combiner(tuple(v.dtype for v in merged))
-            merged = [merging.of_args(e, [*self.given, *merged]) for e in exprs]
+            merged = merging.of_args(exprs, [*self.given, *merged])
         return [self.whole(v, k) for k, v in enumerate(merged)]
 
     def finished(self, states: Sequence[Value]) -> list[Value]:
         """Results of merged states."""
-        then = self.op.then if self.softmax is None else self.softmax.then
+        then = self.op.then if self.softmax is None else self.softmax
         values = Expressions(self.nodes, self.base, self.reader(self.base), states)
         return [self.whole(values(e), k) for k, e in enumerate(then)]
 
@@ -277,7 +280,7 @@ class _Launch:
             out: list[Value] = []
             for (a, b), e in zip(both, op.body, strict=True):
                 x, y = (self.nodes.cast(values(f), e.dtype) for f in (a, b))
-                out.append(contract(self.nodes, x, y, self.frame, kept))
+                out.append(contract(self.nodes, x, y, self.frame.extents, kept))
             return out
         return self.merged()
 
@@ -289,23 +292,8 @@ class _Launch:
         values = Expressions(self.nodes, self.frame, self.reader(self.frame), lets=self.lets())
         if self.softmax is not None:
             return self.softened(values)
-        if exponential(op.monoid) is not None and 0 not in self.frame.extents:
-            fields = [values(e) for e in op.body]
-
-            def add(k: int, weight: Value) -> Value:
-                return self.nodes.reshape(
-                    contract(self.nodes, weight, fields[k], self.frame, kept),
-                    self.small(np.broadcast_shapes(weight.shape, fields[k].shape)),
-                )
-
-            done = merging.merged(MONOIDS[op.monoid], fields, add if len(op.body) > 2 else None)
-        else:
-            done = merging.merged(MONOIDS[op.monoid], [values(e) for e in op.body])
+        done = merging.merged(MONOIDS[op.monoid], [values(e) for e in op.body])
         return [self.nodes.reshape(v, v.shape[:kept]) for v in done]
-
-    def small(self, extents: Sequence[int]) -> tuple[int, ...]:
-        """A shape with one cell along what is reduced."""
-        return (*extents[: len(self.op.dims)], *(1 for _ in self.op.reduce))
 
     def softened(self, values: Expressions) -> list[Value]:
         """The sum of values under a softmax of scores, in the place of the state that is divided."""
@@ -315,7 +303,7 @@ class _Launch:
         score = self.nodes.reshape(score, (1,) * rank) if not score.shape else score
         wide = self.nodes.expand(score, (*score.shape[:kept], *self.frame.extents[kept:]))
         weights = self.nodes.add("Softmax", [wide], wide.shape, wide.dtype, axis=rank - 1)
-        return [contract(self.nodes, weights, value, self.frame, kept)]
+        return [contract(self.nodes, weights, value, self.frame.extents, kept)]
 
     def selected(self) -> Value | None:
         """A sum that picks one element: rows of a table, zero where the place is in no part that this block has."""
@@ -389,7 +377,7 @@ class _Launch:
         both = products(single)
         if both is not None and 0 not in frame.extents:
             x, y = (self.nodes.cast(values(f), inner.body.dtype) for f in both[0])
-            return contract(self.nodes, x, y, frame, kept)
+            return contract(self.nodes, x, y, frame.extents, kept)
         (out,) = Merging(self.nodes, frame.extents, kept).merged(MONOIDS[inner.monoid], [values(inner.body)])
         return self.nodes.reshape(out, out.shape[:kept])
 
@@ -428,7 +416,7 @@ def _taken(graph: Graph, op: Opaque, kernel: Kernel, k: int) -> list[tuple[int, 
     for i, axis in enumerate(op.in_axes[k] if op.in_axes else ()):
         if axis is not None:
             wanted[axis] = kernel.block[i]
-    return [(lo - first, hi - first) for (lo, hi), (first, _) in zip(wanted, held, strict=True)]
+    return relative(wanted, held)
 
 
 def since(kind: str, version: int) -> int:

@@ -12,11 +12,11 @@ import numpy as np
 from tapestry.ir.expr import Acc, Arg, Call, Expr, call, distinct
 from tapestry.ir.graph import Block, Guard, Read
 from tapestry.ir.index import Aff, Floor, Mod, const, dim, dims_of, evaluate
-from tapestry.ir.kernel import Box
-from tapestry.ir.monoid import lowest, number, primitive_of
-from tapestry.ir.recognise import Conv, Window, convolution, exponential, factors, plain_read, window
+from tapestry.ir.kernel import Box, inside
+from tapestry.ir.monoid import lowest, primitive_of
+from tapestry.ir.recognise import Conv, Window, convolution, counts_ones, exponential, factors, plain_read
 from tapestry.ir.types import FLOATS
-from tapestry.tools.exports.onnx_nodes import Frame, Nodes, Value, implied
+from tapestry.tools.exports.onnx_nodes import Frame, Nodes, Range, Value, implied, relative
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +29,11 @@ class Run:
     groups: int
 
 
-def contract(nodes: Nodes, a: Value, b: Value, frame: Frame, kept: int) -> Value:
+def contract(nodes: Nodes, a: Value, b: Value, extents: tuple[int, ...], kept: int) -> Value:
     """The sum over all dimensions of a frame after the first ``kept`` of the product of two values.
 
     Dimensions of both are batch, of one alone rows or columns; a reduced dimension of one alone is summed first.
     """
-    extents = frame.extents
     a, b = (nodes.reshape(v, (1,) * len(extents)) if not v.shape else v for v in (a, b))
     wide_a, wide_b = ([k for k, n in enumerate(v.shape) if n > 1] for v in (a, b))
     reduced = range(kept, len(extents))
@@ -90,33 +89,38 @@ def convolve(nodes: Nodes, op: Block, frame: Frame, ins: Sequence[Box | None], h
     if x is None or w is None or x_box is None or w_box is None or x.dtype != w.dtype or x.dtype != op.body[0].dtype:
         return None
     at = dict(zip(frame.names, frame.box, strict=True))
-    images = [i for k, v in enumerate(found.windows) if (i := image_of(v, at, x_box[k + 2])) is not None]
-    if len(images) < len(found.windows):
-        return None
-    parts = [_one(nodes, found, at, images, run, (x, w), (x_box, w_box)) for run in _runs(op, found, at)]
+    parts = [_one(nodes, found, at, run, (x, w), (x_box, w_box)) for run in _runs(op, found, at)]
     kept = [p for p in parts if p is not None]
     return nodes.concat(kept, 1) if len(kept) == len(parts) else None
 
 
 def _one(
-    nodes: Nodes, c: Conv, at: dict[str, tuple[int, int]], images: Sequence[Image], run: Run, held: tuple[Value, Value],
-    boxes: tuple[Box, Box],
-) -> Value | None:  # fmt: skip
+    nodes: Nodes, c: Conv, at: dict[str, Range], run: Run, held: tuple[Value, Value], boxes: tuple[Box, Box]
+) -> Value | None:
     """One convolution, of a run of features; None where the buffers do not hold what it reads."""
     (x, w), (x_box, w_box) = held, boxes
-    wanted = [at[c.batch], (run.first, run.first + run.channels)]
-    axes = [run.features, *(at[n] if n else (0, 1) for n in (c.channel, *(v.window for v in c.windows)))]
-    for box, needs in ((x_box, wanted), (w_box, axes)):
-        if any(a < lo or hi < b for (a, b), (lo, hi) in zip(needs, box, strict=False)):
-            return None
-    cells = [(a - lo, b - lo) for (a, b), (lo, _) in zip(wanted, x_box, strict=False)] + [i.cells for i in images]
-    weight = nodes.slice(w, [(a - lo, b - lo) for (a, b), (lo, _) in zip(axes, w_box, strict=True)])
+    image = _image(nodes, c, at, (run.first, run.first + run.channels), x, x_box)
+    axes = (run.features, *(at[n] if n else (0, 1) for n in (c.channel, *(v.window for v in c.windows))))
+    if image is None or not inside(axes, w_box):
+        return None
+    weight = nodes.slice(w, relative(axes, w_box))
     shape = [hi - lo for lo, hi in (at[c.batch], run.features, *(at[v.out] for v in c.windows))]
-    return nodes.add(
-        "Conv", [nodes.slice(x, cells), weight], shape, x.dtype, kernel_shape=list(weight.shape[2:]), group=run.groups,
-        pads=[i.zeros[0] for i in images] + [i.zeros[1] for i in images], strides=[v.stride for v in c.windows],
-        dilations=[v.dilation for v in c.windows],
-    )  # fmt: skip
+    how = {"kernel_shape": list(weight.shape[2:]), "group": run.groups, **image[1]}
+    return nodes.add("Conv", [image[0], weight], shape, x.dtype, **how)
+
+
+def _image(
+    nodes: Nodes, c: Conv, at: dict[str, Range], channels: Range, x: Value, box: Box
+) -> tuple[Value, dict[str, list[int]]] | None:  # fmt: skip
+    """The cells of an image that a block's windows span, and how these go over it; None where that is padding alone, or the
+    buffer lacks some."""
+    images = [i for k, v in enumerate(c.windows) if (i := image_of(v, at, box[k + 2])) is not None]
+    wanted = (at[c.batch], channels)
+    if len(images) < len(c.windows) or not inside(wanted, box[:2]):
+        return None
+    how = {"strides": [v.stride for v in c.windows], "dilations": [v.dilation for v in c.windows]}
+    how["pads"] = [i.zeros[0] for i in images] + [i.zeros[1] for i in images]
+    return nodes.slice(x, relative(wanted, box[:2]) + [i.cells for i in images]), how
 
 
 def image_of(v: Window, at: dict[str, tuple[int, int]], box: tuple[int, int]) -> Image | None:
@@ -162,73 +166,46 @@ def pooled(
     nodes: Nodes, op: Block, frame: Frame, ins: Sequence[Box | None], held: Sequence[Value | None]
 ) -> Value | None:  # fmt: skip
     """The maximum, or the sum, of sliding windows; None where an operation is neither."""
-    windows = _windows(op)
-    if windows is None or 0 in frame.extents:
+    c = _windows(op)
+    if c is None or 0 in frame.extents:
         return None
-    body = op.body[0]
-    assert isinstance(body, Arg)
-    x, box = held[body.pos], ins[body.pos]
+    x, box, at = held[c.x], ins[c.x], dict(zip(frame.names, frame.box, strict=True))
     assert x is not None and box is not None
-    at = dict(zip(frame.names, frame.box, strict=True))
-    images = [image_of(v, at, box[k + 2]) for k, v in enumerate(windows)]
-    outer = [at[op.dims[k].name] for k in range(2)]
-    if any(i is None for i in images) or any(lo < b[0] or hi > b[1] for (lo, hi), b in zip(outer, box, strict=False)):
+    image = _image(nodes, c, at, at[c.feature], x, box)
+    kernel = [at[v.window][1] - at[v.window][0] if v.window else 1 for v in c.windows]
+    if image is None or any(p >= k for p, k in zip(image[1]["pads"], kernel * 2, strict=True)):
         return None
-    cells = [(lo - b[0], hi - b[0]) for (lo, hi), b in zip(outer, box, strict=False)] + [i.cells for i in images if i]
-    kernel = [at[v.window][1] - at[v.window][0] if v.window else 1 for v in windows]
-    pads = [i.zeros[0] for i in images if i] + [i.zeros[1] for i in images if i]
-    if any(p >= k for p, k in zip(pads, kernel * 2, strict=True)):
-        return None
-    how = {
-        "kernel_shape": kernel, "strides": [v.stride for v in windows], "pads": pads,
-        "dilations": [v.dilation for v in windows],
-    }  # fmt: skip
     extents = frame.extents[: len(op.dims)]
     if primitive_of(op.monoid) == "max":
-        return nodes.add("MaxPool", [nodes.slice(x, cells)], extents, x.dtype, **how)
-    mean = nodes.add("AveragePool", [nodes.slice(x, cells)], extents, x.dtype, count_include_pad=1, **how)
+        return nodes.add("MaxPool", [image[0]], extents, x.dtype, kernel_shape=kernel, **image[1])
+    mean = nodes.add("AveragePool", [image[0]], extents, x.dtype, kernel_shape=kernel, count_include_pad=1, **image[1])
     return nodes.apply("Mul", [mean, nodes.scalar(prod(kernel), x.dtype)])
 
 
-def _windows(op: Block) -> list[Window] | None:
-    """The windows of each axis but the first two, which are dimensions of the result."""
+def _windows(op: Block) -> Conv | None:
+    """The windows that are merged, as those of the convolution that weighs each channel by itself."""
     merge, body = primitive_of(op.monoid), op.body[0] if len(op.body) == 1 else None
     if merge not in ("max", "add") or not isinstance(body, Arg) or op.inner or body.dtype not in FLOATS - {"bf16"}:
         return None
-    read = op.reads[body.pos]
-    rank = len(read.index)
+    read, reduced = op.reads[body.pos], {d.name for d in op.reduce}
+    own = [next(iter(sorted(dims_of(e) & reduced)), "") for e in read.index[2:]]
     around = lowest(body.dtype).value if merge == "max" else 0.0
-    if rank not in (3, 4, 5) or len(op.dims) != rank or read.when or read.other not in (None, around):
+    if not any(own) or len(op.dims) != len(read.index) or read.other not in (None, around):
         return None
-    names, reduced, ranges = [d.name for d in op.dims], {d.name for d in op.reduce}, op.ranges
-    if any(not e.is_dim or str(e) != n for e, n in zip(read.index[:2], names, strict=False)):
+    if [str(e) for e in read.index[:2] if e.is_dim] != [d.name for d in op.dims[:2]]:
         return None
-    found: list[Window] = []
-    used: list[str] = []
-    for axis in range(2, rank):
-        own = sorted(dims_of(read.index[axis]) & reduced)
-        v = window(op, read, axis, own[0] if own else "", ranges) if len(own) < 2 else None
-        if v is None:
-            return None
-        found.append(v)
-        used += own
-    if len(set(used)) < len(used) or any(d.size > 1 and d.name not in used for d in op.reduce) or not used:
-        return None
-    return found
+    weight = Read(tensor="", index=(dim(op.dims[1].name), *(dim(n) if n else const(0) for n in ("", *own))))
+    factors = Arg(0, body.dtype), Arg(1, body.dtype)
+    c = convolution(replace(op, monoid="sum", body=(call("mul", *factors),), reads=(replace(read, other=None), weight)))
+    return replace(c, x=body.pos) if c and not c.x else None
 
 
 # Attention whose weights are a softmax, said with ONNX's Softmax.
 
 
-@dataclass(frozen=True, slots=True)
-class SoftmaxSum:
-    """``then`` over one state: the sum of values under the softmax of the scores."""
-
-    then: tuple[Expr, ...]
-
-
-def softmax_sum(op: Block) -> SoftmaxSum | None:
-    """An operation whose sum of weighted values is only ever divided by the sum of the weights; None for another one.
+def softmax_sum(op: Block) -> tuple[Expr, ...] | None:
+    """``then`` over one state, the sum of values under the softmax of scores: of an operation whose sum of weighted values is
+    only ever divided by the sum of the weights; None for another one.
 
     Softmax is NaN in a row whose scores are all minus infinity, as that division is where hidden keys count for nothing, or
     where ``then`` gives ``m - m`` for such a centre m.
@@ -243,12 +220,8 @@ def softmax_sum(op: Block) -> SoftmaxSum | None:
         then.append(_divided(e if inside is None else inside))
     if any(isinstance(x, Acc) and x != _sum(x) for x in distinct(then)):
         return None
-    score, one = op.body[:2]
-    hidden = weights.hidden(score.dtype)
-    counts = isinstance(score, Call) and isinstance(one, Call) and score.fn == one.fn == "where"
-    if counts and isinstance(score, Call) and isinstance(one, Call):
-        counts = score.args[2] == hidden and score.args[0] == one.args[0] and one.args[1] == number(1, one.dtype)
-    return SoftmaxSum(tuple(then)) if counts or (guarded and one == number(1, one.dtype)) else None
+    masks = isinstance(op.body[1], Call)
+    return tuple(then) if counts_ones(op.body, weights.hidden(op.body[0].dtype)) and (masks or guarded) else None
 
 
 def _sum(like: Expr) -> Acc:
@@ -275,9 +248,6 @@ def _divided(e: Expr) -> Expr:
 
 
 # Transposed convolutions: products with a cell where a stride divides a difference of places, as ConvTranspose.
-
-
-Range = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -342,7 +312,7 @@ def _match(op: Block, x: int, w: int, extents: Sequence[int]) -> Transposed | No
     if None in axes:
         return None
     found = Transposed(x, w, batch, channel, feature, tuple(a for a in axes if a))
-    return found if _guarded(rx, found, extents) else None
+    return found if _guarded(op, rx, found, extents) else None
 
 
 def _spread(e: Aff, out: str, window: str) -> Spread | None:
@@ -358,12 +328,12 @@ def _spread(e: Aff, out: str, window: str) -> Spread | None:
     return Spread(out, window, stride, -e.coef(window), e.const) if right else None
 
 
-def _guarded(r: Read, c: Transposed, extents: Sequence[int]) -> bool:
+def _guarded(op: Block, r: Read, c: Transposed, extents: Sequence[int]) -> bool:
     """Whether a read is guarded as the axes need: that strides divide, and nothing but what their places imply."""
     needed = [a for a in c.axes if a.stride > 1]
     bare, met = replace(r, when=()), [next((a for a in needed if _divides(g, a)), None) for g in r.when]
     others = [g for g, a in zip(r.when, met, strict=True) if a is None]
-    return all(a in met for a in needed) and all(implied(g, bare, extents) for g in others)
+    return all(a in met for a in needed) and all(implied(op, g, bare, extents) for g in others)
 
 
 def _divides(g: Guard, a: Spread) -> bool:
@@ -392,13 +362,12 @@ def transpose_convolved(
         return None
     at = dict(zip(frame.names, frame.box, strict=True))
     images = [image_of_spread(a, at, x_box[k + 2], extents[c.x][k + 2]) for k, a in enumerate(c.axes)]
-    cells = [(at[c.batch], x_box[0]), (at[c.channel], x_box[1])]
-    places = [(at[n], b) for n, b in zip((c.channel, c.feature, *(a.window for a in c.axes)), w_box, strict=True)]
-    if None in images or any(a < lo or hi < b for (a, b), (lo, hi) in cells + places):
-        return None
     found = [i for i in images if i]
-    image = nodes.slice(x, [(a - lo, b - lo) for (a, b), (lo, _) in cells] + [i.cells for i in found])
-    weight = nodes.slice(w, [(a - lo, b - lo) for (a, b), (lo, _) in places])
+    cells, places = (at[c.batch], at[c.channel]), tuple(at[n] for n in (c.channel, c.feature, *(a.window for a in c.axes)))
+    if len(found) < len(images) or not inside(cells, x_box[:2]) or not inside(places, w_box):
+        return None
+    image = nodes.slice(x, relative(cells, x_box[:2]) + [i.cells for i in found])
+    weight = nodes.slice(w, relative(places, w_box))
     shape = [at[n][1] - at[n][0] for n in (c.batch, c.feature, *(a.out for a in c.axes))]
     return nodes.add(
         "ConvTranspose", [image, weight], shape, x.dtype, kernel_shape=list(weight.shape[2:]), group=1,

@@ -27,7 +27,7 @@ from tapestry.lift.file.external_data import open_inside, safe_location
 from tapestry.lift.file.structure import TEXT
 from tapestry.runtime.session import NO_WEIGHTS, ModelFiles
 from tapestry.tools.exports.blocks import launch, opset_of
-from tapestry.tools.exports.onnx_nodes import ONNX_TYPES, Nodes, NotExpressible, Value, live, stored_array
+from tapestry.tools.exports.onnx_nodes import Nodes, NotExpressible, Value, live, onnx_type, stored_array
 
 ALIGN = 64  # bytes: where the data of a weight begins
 INLINE = 64  # cells of a weight that stands in the model's file itself: sizes and places, which readers look at
@@ -88,17 +88,6 @@ def stored(data: DataFile, name: str, tensor: str, box: Box, dtype: str) -> Tens
     for key, value in (("location", data.name), ("offset", str(offset)), ("length", str(length))):
         out.external_data.add(key=key, value=value)
     return out
-
-
-def onnx_type(dtype: str, where: str) -> int:
-    """The element type's number.
-
-    Raises:
-        NotExpressible: ONNX has none.
-    """
-    if dtype not in ONNX_TYPES:
-        raise NotExpressible(f"ONNX has no type for {dtype}", where=f"'{where}'")
-    return ONNX_TYPES[dtype]
 
 
 def info(v: Value) -> Any:

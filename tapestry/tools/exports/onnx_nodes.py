@@ -14,28 +14,37 @@ from onnx import NodeProto, TensorProto, helper, numpy_helper
 
 from tapestry import flags
 from tapestry.errors import TapestryError
-from tapestry.ir.expr import Acc, Arg, Call, Const, Expr, Index, Let, distinct
+from tapestry.ir.expr import Acc, Arg, Call, Const, Expr, Index, Let, call, distinct
 from tapestry.ir.graph import Block, Graph, Guard, Read
 from tapestry.ir.index import Aff, Atom, Floor, const, dim, dims_of, evaluate, span, substitute
 from tapestry.ir.kernel import Box
+from tapestry.ir.monoid import number
 from tapestry.ir.types import DTYPES, FLOATS, numpy_dtype
+from tapestry.lift.builder import DTYPE_OF
+from tapestry.lift.operators.elementwise import PRIMITIVES
+from tapestry.rewrites.core import edit
 
+Range = tuple[int, int]
 OPSET = 20
 COLLECTIVE = "DistCollective"
 MOST_CELLS = 1 << 27  # of a table of places, or of a value that is written out over an index space and is no tensor's size
 
-ONNX_TYPES: dict[str, int] = {
-    "f64": TensorProto.DOUBLE, "f32": TensorProto.FLOAT, "f16": TensorProto.FLOAT16, "bf16": TensorProto.BFLOAT16,
-    "i64": TensorProto.INT64, "i32": TensorProto.INT32, "i16": TensorProto.INT16, "i8": TensorProto.INT8,
-    "u64": TensorProto.UINT64, "u32": TensorProto.UINT32, "u16": TensorProto.UINT16, "u8": TensorProto.UINT8,
-    "bool": TensorProto.BOOL, "c64": TensorProto.COMPLEX64, "c128": TensorProto.COMPLEX128,
-    "f8e4m3fn": TensorProto.FLOAT8E4M3FN, "f8e4m3fnuz": TensorProto.FLOAT8E4M3FNUZ, "f8e5m2": TensorProto.FLOAT8E5M2,
-    "f8e5m2fnuz": TensorProto.FLOAT8E5M2FNUZ, "i4": TensorProto.INT4, "u4": TensorProto.UINT4,
-}  # fmt: skip
+ONNX_TYPES = {t: code for code, t in DTYPE_OF.items() if code < TensorProto.FLOAT4E2M1}  # that `OPSET` has
 
 
 class NotExpressible(TapestryError):
     """A format cannot say something of a plan."""
+
+
+def onnx_type(dtype: str, where: str = "") -> int:
+    """The element type's number.
+
+    Raises:
+        NotExpressible: ONNX has none.
+    """
+    if dtype not in ONNX_TYPES:
+        raise NotExpressible(f"ONNX has no type for {dtype}", where=f"'{where}'" if where else "")
+    return ONNX_TYPES[dtype]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +59,11 @@ class Value:
     def size(self) -> int:
         """Number of cells."""
         return prod(self.shape)
+
+
+def relative(box: Iterable[Range], held: Box) -> list[Range]:
+    """A box by the places of a buffer that holds another one."""
+    return [(lo - first, hi - first) for (lo, hi), (first, _) in zip(box, held, strict=True)]
 
 
 @dataclass(slots=True)
@@ -242,11 +256,7 @@ class Nodes:
 
     def cast(self, v: Value, dtype: str) -> Value:
         """Another element type."""
-        if dtype == v.dtype:
-            return v
-        if dtype not in ONNX_TYPES:
-            raise NotExpressible(f"ONNX has no type for {dtype}")
-        return self.add("Cast", [v], v.shape, dtype, to=ONNX_TYPES[dtype])
+        return v if dtype == v.dtype else self.add("Cast", [v], v.shape, dtype, to=onnx_type(dtype))
 
     def reduce(self, kind: str, v: Value, axes: Sequence[int]) -> Value:
         """``ReduceSum`` and its like; the axes stay, with one cell."""
@@ -269,10 +279,9 @@ def live(nodes: Sequence[NodeProto], results: Sequence[str]) -> list[NodeProto]:
 
 def stored_array(array: np.ndarray[Any, Any], dtype: str, name: str) -> TensorProto:
     """An array as an initializer that holds its own data."""
-    if dtype not in ONNX_TYPES:
-        raise NotExpressible(f"ONNX has no type for {dtype}")
+    code = onnx_type(dtype)
     if dtype not in DTYPES or dtype in ("i4", "u4"):
-        return helper.make_tensor(name, ONNX_TYPES[dtype], array.shape, array.reshape(-1).tolist())
+        return helper.make_tensor(name, code, array.shape, array.reshape(-1).tolist())
     return numpy_helper.from_array(array, name)
 
 
@@ -324,6 +333,9 @@ class Frame:
             for i, (d, n) in enumerate(zip(self.names, self.extents, strict=True))
             if d in used
         }
+
+
+NOWHERE = Frame((), ())
 
 
 def read_value(nodes: Nodes, read: Read, frame: Frame, held: Box, buffer: Value, cuts: int = MOST_CUTS) -> Value:
@@ -544,13 +556,9 @@ def _flat(
 # How ONNX says each scalar primitive (`ir.expr.PRIMITIVES`), and expressions of them.
 
 
-PLAIN = {
-    "add": "Add", "sub": "Sub", "mul": "Mul", "pow": "Pow", "min": "Min", "max": "Max", "neg": "Neg", "abs": "Abs",
-    "sign": "Sign", "exp": "Exp", "log": "Log", "erf": "Erf", "tanh": "Tanh", "sin": "Sin", "cos": "Cos", "tan": "Tan",
-    "asin": "Asin", "acos": "Acos", "atan": "Atan", "sinh": "Sinh", "cosh": "Cosh", "asinh": "Asinh", "acosh": "Acosh",
-    "atanh": "Atanh", "sigmoid": "Sigmoid", "sqrt": "Sqrt", "floor": "Floor", "ceil": "Ceil", "round": "Round",
-    "isnan": "IsNaN", "isinf": "IsInf", "eq": "Equal", "lt": "Less", "le": "LessOrEqual", "gt": "Greater",
-    "ge": "GreaterOrEqual", "where": "Where",
+PLAIN = {op.lower(): op for op in PRIMITIVES} | {
+    "add": "Add", "sub": "Sub", "mul": "Mul", "pow": "Pow", "min": "Min", "max": "Max", "isinf": "IsInf", "eq": "Equal",
+    "lt": "Less", "le": "LessOrEqual", "gt": "Greater", "ge": "GreaterOrEqual", "where": "Where",
 }  # fmt: skip
 _LOGICAL = {"and": "And", "or": "Or", "xor": "Xor", "not": "Not"}
 _BITWISE = {"and": "BitwiseAnd", "or": "BitwiseOr", "xor": "BitwiseXor", "not": "BitwiseNot"}
@@ -563,10 +571,15 @@ def primitive(nodes: Nodes, fn: str, args: Sequence[Value], dtype: str) -> Value
     Raises:
         NotExpressible: ONNX has no such function.
     """
+    if fn in _FORMULAS:
+        formula = _FORMULAS[fn](*(Arg(k, v.dtype) for k, v in enumerate(args)))
+        return Expressions(nodes, NOWHERE, args.__getitem__)(formula)
     if fn in _SPECIAL:
         return _SPECIAL[fn](nodes, args)
     if fn == "cast":
         return nodes.cast(args[0], dtype)
+    if fn == "mul" and (one := nodes.scalar(1, dtype)) in args:
+        return args[args[0] == one]
     if fn in _LOGICAL:
         return nodes.apply((_LOGICAL if args[0].dtype == "bool" else _BITWISE)[fn], args)
     if fn not in PLAIN:
@@ -574,10 +587,6 @@ def primitive(nodes: Nodes, fn: str, args: Sequence[Value], dtype: str) -> Value
     if fn in ("min", "max") and dtype == "bool":
         return nodes.apply("And" if fn == "min" else "Or", args)
     return nodes.apply(PLAIN[fn], args, "bool" if fn in _TESTS else "")
-
-
-def _not_equal(nodes: Nodes, args: Sequence[Value]) -> Value:
-    return nodes.apply("Not", [nodes.apply("Equal", args, "bool")])
 
 
 def _divided(nodes: Nodes, args: Sequence[Value]) -> Value:
@@ -604,32 +613,30 @@ def _rest(nodes: Nodes, args: Sequence[Value], *, of_divisor: bool) -> Value:
     return nodes.apply("Where", [wrong, nodes.apply("Add", [rest, b]), rest])
 
 
-def _log1p(nodes: Nodes, args: Sequence[Value]) -> Value:
+def _not_equal(a: Expr, b: Expr) -> Expr:
+    return call("not", call("eq", a, b))
+
+
+def _log1p(x: Expr) -> Expr:
     """``x * log(u) / (u - 1)`` for u = 1 + x, which loses nothing near 0 (Kahan; Goldberg 1991, theorem 4)."""
-    (x,) = args
-    one = nodes.scalar(1, x.dtype)
-    u = nodes.apply("Add", [x, one])
-    less, log = nodes.apply("Sub", [u, one]), nodes.apply("Log", [u])
-    zero = nodes.scalar(0, x.dtype)
-    tiny = nodes.apply("Equal", [less, zero], "bool")
-    share = nodes.apply("Div", [x, nodes.apply("Where", [tiny, one, less])])
-    plain = nodes.apply("Or", [nodes.apply("IsInf", [u], "bool"), nodes.apply("LessOrEqual", [u, zero], "bool")])
-    exact = nodes.apply("Where", [plain, log, nodes.apply("Mul", [log, share])])
-    return nodes.apply("Where", [tiny, x, exact])
+    zero, one = number(0, x.dtype), number(1, x.dtype)
+    u = call("add", x, one)
+    less, log = call("sub", u, one), call("log", u)
+    tiny = call("eq", less, zero)
+    share = call("div", x, call("where", tiny, one, less))
+    plain = call("or", call("isinf", u), call("le", u, zero))
+    return call("where", tiny, x, call("where", plain, log, call("mul", log, share)))
 
 
-def _expm1(nodes: Nodes, args: Sequence[Value]) -> Value:
+def _expm1(x: Expr) -> Expr:
     """``(u - 1) * x / log(u)`` for u = exp(x), which loses nothing near 0 (Kahan)."""
-    (x,) = args
-    one = nodes.scalar(1, x.dtype)
-    u = nodes.apply("Exp", [x])
-    less = nodes.apply("Sub", [u, one])
-    near = nodes.apply("Less", [nodes.apply("Abs", [x]), one], "bool")
-    tiny = nodes.apply("Equal", [less, nodes.scalar(0, x.dtype)], "bool")
-    inside = nodes.apply("And", [near, nodes.apply("Not", [tiny])])
-    log = nodes.apply("Log", [nodes.apply("Where", [inside, u, nodes.scalar(2, x.dtype)])])
-    exact = nodes.apply("Mul", [less, nodes.apply("Div", [x, log])])
-    return nodes.apply("Where", [inside, exact, nodes.apply("Where", [tiny, x, less])])
+    zero, one = number(0, x.dtype), number(1, x.dtype)
+    u = call("exp", x)
+    less = call("sub", u, one)
+    tiny = call("eq", less, zero)
+    inside = call("and", call("lt", call("abs", x), one), call("not", tiny))
+    log = call("log", call("where", inside, u, number(2, x.dtype)))
+    return call("where", inside, call("mul", less, call("div", x, log)), call("where", tiny, x, less))
 
 
 def _shifted(nodes: Nodes, args: Sequence[Value], direction: str) -> Value:
@@ -638,8 +645,9 @@ def _shifted(nodes: Nodes, args: Sequence[Value], direction: str) -> Value:
     return nodes.apply("BitShift", args, direction=direction)
 
 
+_FORMULAS: dict[str, Callable[..., Expr]] = {"log1p": _log1p, "expm1": _expm1, "ne": _not_equal}
 _SPECIAL: dict[str, Callable[[Nodes, Sequence[Value]], Value]] = {
-    "ne": _not_equal, "div": _divided, "log1p": _log1p, "expm1": _expm1,
+    "div": _divided,
     "mod": lambda nodes, args: _rest(nodes, args, of_divisor=True),
     "fmod": lambda nodes, args: _rest(nodes, args, of_divisor=False),
     "shl": lambda nodes, args: _shifted(nodes, args, "LEFT"), "shr": lambda nodes, args: _shifted(nodes, args, "RIGHT"),
@@ -699,22 +707,10 @@ class Expressions:
 # Reads of an operation as recognition wants them: without guards that their index implies, and of whole dimensions.
 
 
-def implied(g: Guard, r: Read, extents: Sequence[int]) -> bool:
-    """Whether a guard fails only where the read leaves the tensor.
-
-    An index k·g + c with c < k is negative wherever g is; so is the distance to the end of an axis of n cells, n − 1 − index.
-    """
-    if g.op != "ge" or r.other is None:
-        return False
-    sides = [e for i, n in zip(r.index, extents, strict=True) for e in (i, i * -1 + (n - 1))]
-    return any((k := _times(e, g.aff)) and (e - g.aff * k).const < k for e in sides)
-
-
-def _times(e: Aff, g: Aff) -> int:
-    """The k > 0 for which e − k·g is a number; 0 where there is none."""
-    (atom, coef), *_ = (*g.terms, ("", 0))
-    k = next((c // coef for a, c in e.terms if a == atom and coef and c % coef == 0), 0)
-    return k if k > 0 and not (e - g * k).terms else 0
+def implied(op: Block, g: Guard, r: Read, extents: Sequence[int]) -> bool:
+    """Whether a guard fails only where the read leaves the tensor, and has its other value as it is."""
+    ends = [Guard(e, "ge") for i, n in zip(r.index, extents, strict=True) for e in (i, i * -1 + (n - 1))]
+    return r.other is not None and edit.implied(op, ends, g)
 
 
 def plain(op: Block, extents: Sequence[Sequence[int]]) -> Block:
@@ -725,7 +721,7 @@ def plain(op: Block, extents: Sequence[Sequence[int]]) -> Block:
     """
     reads = list[Read]()
     for read, shape in zip(op.reads, extents, strict=True):
-        r = replace(read, when=tuple(g for g in read.when if not implied(g, read, shape)))
+        r = replace(read, when=tuple(g for g in read.when if not implied(op, g, read, shape)))
         names = [_stepped(e) for e in r.index]
         whole = "" in names or len({*names}) < len(names) or r.when or r.other is not None
         reads.append(r if whole else replace(r, index=tuple(map(dim, names))))
@@ -746,5 +742,4 @@ def cut_out(
     cells = [(s * a + c, s * (b - 1) + c + 1) for (a, b), s, c in parts]
     if box is None or value is None or any(a >= b or a < lo or hi < b for (a, b), (lo, hi) in zip(cells, box, strict=True)):
         return None, None
-    inner = [(a - lo, b - lo) for (a, b), (lo, _) in zip(cells, box, strict=True)]
-    return tuple(p for p, _, _ in parts), nodes.slice(value, inner, [s for _, s, _ in parts])
+    return tuple(p for p, _, _ in parts), nodes.slice(value, relative(cells, box), [s for _, s, _ in parts])

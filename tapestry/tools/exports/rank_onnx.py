@@ -20,15 +20,14 @@ from tapestry.interop.placement import layout_of_boxes
 from tapestry.ir.author_names import operation_names
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.kernel import Box, Kernel, intersect, shape, size, whole
-from tapestry.ir.monoid import MONOIDS, Best, ByPrimitive, Moments, Monoid, Product, highest
+from tapestry.ir.monoid import MONOIDS, ByPrimitive, Monoid, Product
 from tapestry.ir.plan import Mesh
 from tapestry.ir.program import ALL_GATHER, Free, Launch, Load, Program, Reduce, Transfer, transfer_bytes, transfer_call
-from tapestry.ir.recognise import exponential
 from tapestry.ir.types import itemsize
 from tapestry.plan.strategy import Sayable
-from tapestry.tools.exports.blocks import Merging, best_at, launch, opset_of
+from tapestry.tools.exports.blocks import Merge, Merging, launch, opset_of
 from tapestry.tools.exports.onnx_files import DataFile, checked, model_of, refused, stored, weights_of
-from tapestry.tools.exports.onnx_nodes import COLLECTIVE, Nodes, NotExpressible, Value
+from tapestry.tools.exports.onnx_nodes import COLLECTIVE, Nodes, NotExpressible, Value, relative
 
 # Transfers and merges of a program as ``DistCollective`` nodes of one rank.
 #
@@ -146,7 +145,7 @@ def moved(x: Exchange, step: Transfer, source: Value | None) -> Value | None:
     if not size(mine):
         return x.nodes.filled(shape(mine), 0, dst.dtype)
     if held is not None and source is not None and (common := intersect(held, mine)) is not None:
-        pieces[common] = x.nodes.slice(source, _relative_box(common, held))
+        pieces[common] = x.nodes.slice(source, relative(common, held))
     kept = {box: v for box, v in pieces.items() if intersect(box, mine) == box}
     return assembled(x.nodes, mine, kept, step.dst)
 
@@ -162,7 +161,7 @@ def _sent(step: Transfer) -> dict[tuple[int, Box], list[int]]:
 def broadcast(x: Exchange, source: Value | None, held: Box | None, box: Box, members: Sequence[int], dtype: str) -> Value:
     """A box from the first of some ranks to the others; those give an array of zeros, which is not read."""
     if source is not None and held is not None:
-        given = x.nodes.slice(source, _relative_box(box, held))
+        given = x.nodes.slice(source, relative(box, held))
     else:
         given = x.nodes.filled(shape(box), 0, dtype)
     return x.collective("BROADCAST", _ranked(x, given), tuple(sorted(members)), root=members[0])
@@ -170,10 +169,6 @@ def broadcast(x: Exchange, source: Value | None, held: Box | None, box: Box, mem
 
 def _ranked(x: Exchange, v: Value) -> Value:
     return v if v.shape else x.nodes.reshape(v, (1,))
-
-
-def _relative_box(box: Box, held: Box) -> list[tuple[int, int]]:
-    return [(lo - a, hi - a) for (lo, hi), (a, _) in zip(box, held, strict=True)]
 
 
 def _gathered(x: Exchange, source: Value, boxes: Sequence[Box | None], group: Group, mine: Box) -> Value:
@@ -228,73 +223,30 @@ def reduced(x: Exchange, step: Reduce, group: Group, monoid: str, states: Sequen
         else:
             assert v is not None
             fields.append(x.nodes.cast(v, step.sent_as) if step.sent_as else v)
-    merged = _Merge(x, step, group).merged(MONOIDS[monoid], fields, 0)
+    merged = _Merge(x, step, group).merged(MONOIDS[monoid], fields)
     dtypes = [x.program.buffers[n].dtype for n in step.dsts]
     return [x.nodes.cast(v, d) for v, d in zip(merged, dtypes, strict=True)] if step.sent_as else merged
 
 
-class _Merge:
-    """One group's merge on one rank."""
+class _Merge(Merge):
+    """One group's merge on one rank: fields end in the boxes of the step."""
 
     def __init__(self, x: Exchange, step: Reduce, group: Group) -> None:
-        self.x, self.step, self.group = x, step, group
+        self.x, self.nodes, self.step, self.group = x, x.nodes, step, group
 
-    def merged(self, monoid: Monoid, fields: Sequence[Value], at: int) -> list[Value]:
-        """Fields number ``at`` and on, in the boxes where they end."""
-        s = monoid.structure
-        nodes = self.x.nodes
-        if isinstance(s, ByPrimitive) and (s.fn in _REDUCE or s.fn in ("and", "or")):
-            return [self.by(s.fn, fields[0], at)]
-        if isinstance(s, Product):
-            out: list[Value] = []
-            for part in s.parts:
-                n = len(part.fields)
-                out += self.merged(part, fields[len(out) : len(out) + n], at + len(out))
-            return out
-        if exponential(monoid.name) is not None:
-            return self._centred(monoid, fields, at)
-        if isinstance(s, Moments):
-            n, mean, m2 = fields
-            total, sums = self.by("add", n, at, whole=True), nodes.apply("Mul", [n, mean])
-            safe = nodes.apply("Max", [total, nodes.scalar(1, total.dtype)])
-            centre = nodes.apply("Div", [self.by("add", sums, at + 1, whole=True), safe])
-            off = nodes.apply("Sub", [mean, centre])
-            spread = nodes.apply("Add", [m2, nodes.apply("Mul", [n, nodes.apply("Mul", [off, off])])])
-            return [self.part(total, at), self.part(centre, at + 1), self.by("add", spread, at + 2)]
-        if isinstance(s, Best):
-            value, index = fields
-            top = self.by("max" if s.better == "gt" else "min", value, at, whole=True)
-            hit = best_at(nodes, value, top)
-            last = nodes.scalar(highest(index.dtype).value, index.dtype)
-            return [self.part(top, at), self.by("min", nodes.apply("Where", [hit, index, last]), at + 1)]
-        return self._in_order(monoid, fields, at)
-
-    def _centred(self, monoid: Monoid, fields: Sequence[Value], at: int) -> list[Value]:
-        """Sums of what is weighted by ``exp(rate * (score - centre))``: moved to the common centre, and added."""
-        weights, nodes = exponential(monoid.name), self.x.nodes
-        assert weights is not None
-        centre, *sums = fields
-        common = self.by(weights.fn, centre, at, whole=True)
-        off = nodes.apply("Sub", [centre, common])
-        off = off if weights.rate == 1 else nodes.apply("Mul", [off, nodes.scalar(weights.rate, off.dtype)])
-        same = nodes.apply("Equal", [centre, common], "bool")
-        scale = nodes.apply("Where", [same, nodes.scalar(1, centre.dtype), nodes.apply("Exp", [off])])
-        moved = [nodes.apply("Mul", [v, scale]) for v in sums]
-        return [self.part(common, at), *(self.by("add", v, at + 1 + k) for k, v in enumerate(moved))]
-
-    def by(self, fn: str, v: Value, field: int, *, whole: bool = False) -> Value:
+    def by(self, fn: str, x: Value, at: int, *, whole: bool = False) -> Value:
         """One field merged by a primitive; all of it, or this rank's part."""
-        nodes, op = self.x.nodes, {"and": "MIN", "or": "MAX"}.get(fn) or _REDUCE[fn]
-        if self.step.known and self.step.known[field]:
-            return self._known(v, field, whole)
-        dtype, v = v.dtype, nodes.cast(v, "u8") if v.dtype == "bool" else v
-        if whole or all(a == b for a, b in self._ends(field)):
-            self._pays(field, v)
+        nodes, op = self.nodes, _REDUCE[fn]
+        if self.step.known and self.step.known[at]:
+            return self._known(x, at, whole)
+        dtype, v = x.dtype, nodes.cast(x, "u8") if x.dtype == "bool" else x
+        if whole or all(a == b for a, b in self._ends(at)):
+            self._pays(at, v)
             out = self.x.collective("ALL_REDUCE", _ranked(self.x, v), self.group, op=op)
             return nodes.cast(nodes.reshape(out, v.shape), dtype)
-        axis = self.axis(field)
+        axis = self.axis(at)
         if axis is None:
-            return nodes.cast(self._each(v, field, op), dtype)
+            return nodes.cast(self._each(v, at, op), dtype)
         out = self.x.collective("REDUCE_SCATTER", self.x.first(v, axis), self.group, op=op)
         return nodes.cast(self.x.first(out, axis), dtype)
 
@@ -312,7 +264,7 @@ class _Merge:
             nbytes = (n - 1) * again * itemsize(v.dtype) / n
             self.x.costs("parts that several ranks want of one merge", nbytes, self.step.dsts[field])
         for d, (src, dst) in zip(self.group, self._ends(field), strict=True):
-            mine = self.x.nodes.slice(v, _relative_box(dst, self._ends(field)[self.group.index(self.x.rank)][0]))
+            mine = self.x.nodes.slice(v, relative(dst, self._ends(field)[self.group.index(self.x.rank)][0]))
             assert intersect(src, dst) == dst
             found = self.x.collective("REDUCE", _ranked(self.x, mine), self.group, op=op, root=d)
             out = self.x.nodes.reshape(found, mine.shape) if d == self.x.rank else out
@@ -344,12 +296,12 @@ class _Merge:
                 return axis
         return None
 
-    def part(self, v: Value, field: int) -> Value:
+    def part(self, v: Value, at: int) -> Value:
         """This rank's part of a field that it has all of."""
-        src, dst = self._ends(field)[self.group.index(self.x.rank)]
-        return self.x.nodes.slice(v, _relative_box(dst, src)) if v.shape == shape(src) else v
+        src, dst = self._ends(at)[self.group.index(self.x.rank)]
+        return self.x.nodes.slice(v, relative(dst, src)) if v.shape == shape(src) else v
 
-    def _in_order(self, monoid: Monoid, fields: Sequence[Value], at: int) -> list[Value]:
+    def in_order(self, monoid: Monoid, fields: Sequence[Value], at: int, *, whole: bool = False) -> list[Value]:
         """Any monoid: everybody's states, gathered and merged in the order of the group."""
         nodes, n = self.x.nodes, len(self.group)
         gathered: list[Value] = []
@@ -361,8 +313,8 @@ class _Merge:
             if (n - 1) * sent > planned:
                 self.x.costs(f"merges of '{monoid.name}' in order", (n - 1) * sent - planned, self.step.dsts[at + k])
         rank = len(fields[0].shape)
-        done = Merging(nodes, gathered[0].shape, rank).folded(monoid, gathered)
-        return [self.part(nodes.reshape(v, v.shape[:rank]), at + k) for k, v in enumerate(done)]
+        done = Merging(nodes, gathered[0].shape, rank).in_order(monoid, gathered)
+        return [self._kept(nodes.reshape(v, v.shape[:rank]), at + k, whole) for k, v in enumerate(done)]
 
 
 MARK, DATA = "program.json", "weights.data"
@@ -507,8 +459,7 @@ class RankFile:
         if not placed[buffer.tensor].said:
             self.split.add(buffer.tensor)
         self.nodes.begin(buffer.tensor)
-        part = [(lo - first, hi - first) for (lo, hi), (first, _) in zip(box, given, strict=True)]
-        self.values[name] = self.nodes.slice(mine, part)
+        self.values[name] = self.nodes.slice(mine, relative(box, given))
 
     def _launch(self, step: Launch) -> None:
         block = step.blocks[self.rank]

@@ -25,7 +25,7 @@ from tapestry.tools.exports.layouts import as_partition_spec, places, wrong_in_x
 from tapestry.tools.exports.onnx_files import graph_nodes
 from tapestry.tools.exports.onnx_nodes import COLLECTIVE, NotExpressible, live
 from tapestry.tools.exports.rank_onnx import RankFile, output_spec, said_boxes
-from tapestry.tools.exports.stablehlo_nodes import Call, Direct, Exchange, Ref, Text, body, bucketed, emitted, tensor_type
+from tapestry.tools.exports.stablehlo_nodes import Call, Direct, Ref, Text, body, bucketed, emitted, tensor_type
 
 
 def export_shardy(build: Build, target: Path, *, nearest: bool) -> dict[str, Any]:
@@ -57,7 +57,10 @@ def export_shardy(build: Build, target: Path, *, nearest: bool) -> dict[str, Any
         text.held[t] = text.placed(text.slice(arguments[t], [(0, n, 1) for n in graph.tensors[t].shape]), marks[t])
     shardings = {t: s for t, s in marks.items() if t not in arguments}
     body(text, kept, shardings | {name: said(t, placed.reads[k, t]) for (k, t), name in copies.items()})
-    results = {t: _filled(text, text.held[t], ends.get(t, ""), placed.padded.get(t)) for t in graph.outputs}
+    results = {t: text.held[t] for t in graph.outputs}
+    for t in graph.outputs:  # one that is cut unevenly is filled up with zeros until its parts are equal
+        if placed.padded.get(t, results[t].shape) != results[t].shape:
+            results[t] = text.fill_to(text.placed(results[t], ends.get(t, "")), placed.padded[t])
     with new_file(target) as path:
         path.write_text(_module(graph, mesh, text.lines, arguments, results, (marks, ends)))
     planned = sum(transfer_bytes(s, build.program) for s in build.program.steps if isinstance(s, Transfer | Reduce))
@@ -69,18 +72,13 @@ def export_shardy(build: Build, target: Path, *, nearest: bool) -> dict[str, Any
     }  # fmt: skip
 
 
-def _filled(text: Text, x: Ref, sharding: str, shape: tuple[int, ...] | None) -> Ref:
-    """A result that is cut unevenly, filled up with zeros until its parts are equal."""
-    if shape is None or shape == x.shape:
-        return x
-    more = [n - m for n, m in zip(shape, x.shape, strict=True)]
-    return text.pad(text.placed(x, sharding), [0] * len(more), more, text.number(0, x.dtype))
-
-
 def _sharding(layout: Layout, rank: int, mesh: Mesh) -> str:
     """``<@mesh, [{"dp", "tp"}, {}]>``: for each tensor axis the mesh axes that cut it, the major one first."""
-    cut = as_partition_spec(layout, rank, mesh)
-    axes = [[] if c is None else [c] if isinstance(c, str) else c for c in cut]
+    return _axes_of(as_partition_spec(layout, rank, mesh))
+
+
+def _axes_of(spec: Sequence[Any]) -> str:
+    axes = [[] if c is None else [c] if isinstance(c, str) else c for c in spec]
     return f"<@mesh, [{', '.join('{' + ', '.join(map(quoted, names)) + '}' for names in axes)}]>"
 
 
@@ -149,7 +147,7 @@ class Piece:
     """What comes between two exchanges, and the exchange behind it: for each rank nodes, and collectives."""
 
     nodes: list[list[NodeProto]]
-    exchanges: list[Exchange] = field(default_factory=list[Exchange])
+    exchanges: list[Call] = field(default_factory=list[Call])
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,14 +219,15 @@ class _Writer:
         pieces = list(self._pieces())
         self.last = [_last_reads(pieces, rank, self._ends_of(rank)) for rank in range(len(self.ranks))]
         for k, piece in enumerate(pieces):
-            exchanges = piece.exchanges
-            self._compute(k, pieces, [Slot(("sent", k, j), e.operands, e.shape, e.dtype) for j, e in enumerate(exchanges)])
+            exchanges, ranks = piece.exchanges, range(len(self.ranks))
+            sent = [tuple(e.operands.get(r) for r in ranks) for e in exchanges]
+            slots = [Slot(("sent", k, j), sent[j], e.shape, e.dtype) for j, e in enumerate(exchanges)]
+            self._compute(k, pieces, slots)
             for j, e in enumerate(exchanges):
                 self.channels += 1
                 self.held["got", k, j] = emitted(self.text, e, self.held["sent", k, j], self.channels)
-                for rank, name in enumerate(e.results):
-                    if name is not None:
-                        self.at[rank][name] = "got", k, j
+                for rank, name in e.results.items():
+                    self.at[rank][name] = "got", k, j
         return "\n".join(self._around())
 
     def _begin(self) -> None:
@@ -363,10 +362,7 @@ class _Writer:
     # around it
 
     def _sharding(self, end: End) -> str:
-        if end.spec is None:
-            return self._spread(len(end.most))
-        axes = [[] if c is None else [c] if isinstance(c, str) else c for c in end.spec]
-        return f"<@mesh, [{', '.join('{' + ', '.join(map(quoted, names)) + '}' for names in axes)}]>"
+        return self._spread(len(end.most)) if end.spec is None else _axes_of(end.spec)
 
     def _spread(self, more: int) -> str:
         """Cut along the first of some axes over all devices."""
@@ -416,7 +412,7 @@ def _last_reads(pieces: Sequence[Piece], rank: int, results: Sequence[str]) -> d
     """The last piece of a rank that reads each value; the exchange behind a piece reads before the next does."""
     out: dict[str, int] = {}
     for k, piece in enumerate(pieces):
-        out |= dict.fromkeys((name for e in piece.exchanges if (name := e.operands[rank]) is not None), k)
+        out |= dict.fromkeys((e.operands[rank] for e in piece.exchanges if rank in e.operands), k)
         out |= dict.fromkeys((i for n in piece.nodes[rank] for i in n.input), k)
     return out | dict.fromkeys(results, len(pieces) - 1)
 

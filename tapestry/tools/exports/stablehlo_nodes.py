@@ -1,4 +1,4 @@
-"""The plain ONNX nodes that `onnx_blocks` makes, as StableHLO text: an operation a line, with broadcasts written out.
+"""The plain ONNX nodes that `blocks` makes, as StableHLO text: an operation a line, with broadcasts written out.
 
 The words are those of the StableHLO and CHLO dialects (openxla.org/stablehlo/spec).
 """
@@ -86,10 +86,19 @@ class Text:
         self.lines.append(f"    {out.ssa} = {text}")
         return out
 
-    def op(self, kind: str, ins: Sequence[Ref], shape: Sequence[int], dtype: str, more: str = "") -> Ref:
+    def typed(self, text: str, ins: Sequence[Ref], shape: Sequence[int], dtype: str) -> Ref:
         """An operation whose types are written as a function's."""
-        types = f"({', '.join(x.type for x in ins)}) -> {tensor_type(shape, dtype)}"
-        return self.line(f"{kind} {', '.join(x.ssa for x in ins)}{more} : {types}", shape, dtype)
+        return self.line(f"{text} : ({', '.join(x.type for x in ins)}) -> {tensor_type(shape, dtype)}", shape, dtype)
+
+    def op(self, kind: str, ins: Sequence[Ref], shape: Sequence[int], dtype: str, more: str = "") -> Ref:
+        """One that is written as its operands and what else there is."""
+        return self.typed(f"{kind} {', '.join(x.ssa for x in ins)}{more}", ins, shape, dtype)
+
+    def merge(self, kind: str, dtype: str) -> str:
+        """A region that merges two cells."""
+        one, two, three, cell = self.fresh(), self.fresh(), self.fresh(), tensor_type((), dtype)
+        does = f"{three} = stablehlo.{kind} {one}, {two} : {cell} stablehlo.return {three} : {cell}"
+        return f"({{ ^bb0({one}: {cell}, {two}: {cell}): {does} }})"
 
     def number(self, value: float | int | bool, dtype: str) -> Ref:
         """A scalar."""
@@ -127,7 +136,7 @@ class Text:
     def slice(self, x: Ref, box: Sequence[tuple[int, int, int]]) -> Ref:
         """Cells from one to before another, in steps, along each axis."""
         text, shape = ", ".join(f"{lo}:{hi}:{step}" for lo, hi, step in box), [-(-(hi - lo) // step) for lo, hi, step in box]
-        return self.line(f"stablehlo.slice {x.ssa} [{text}] : ({x.type}) -> {tensor_type(shape, x.dtype)}", shape, x.dtype)
+        return self.op("stablehlo.slice", [x], shape, x.dtype, f" [{text}]")
 
     def slice_to(self, x: Ref, shape: Sequence[int]) -> Ref:
         """The first cells along each axis."""
@@ -165,8 +174,7 @@ class Text:
         shape = np.broadcast_shapes(a.shape, b.shape)
         kind = "FLOAT" if a.dtype in FLOATS else "UNSIGNED" if a.dtype[0] in "ub" else "SIGNED"
         x, y = self.spread(a, shape), self.spread(b, shape)
-        types = f"({x.type}, {y.type}) -> {tensor_type(shape, 'bool')}"
-        return self.line(f"stablehlo.compare {how}, {x.ssa}, {y.ssa}, {kind} : {types}", shape, "bool")
+        return self.op(f"stablehlo.compare {how},", [x, y], shape, "bool", f", {kind}")
 
     def select(self, test: Ref, a: Ref, b: Ref) -> Ref:
         """One of two values, cell by cell."""
@@ -179,9 +187,8 @@ class Text:
         """A reduction; the axes stay, with one cell."""
         left = [n for k, n in enumerate(x.shape) if k not in axes]
         start = self.number(_start(merge, x.dtype), x.dtype)
-        types = f"({x.type}, {start.type}) -> {tensor_type(left, x.dtype)}"
         how = f"applies stablehlo.{merge} across dimensions = {list(axes)}"
-        out = self.line(f"stablehlo.reduce({x.ssa} init: {start.ssa}) {how} : {types}", left, x.dtype)
+        out = self.typed(f"stablehlo.reduce({x.ssa} init: {start.ssa}) {how}", [x, start], left, x.dtype)
         return self.reshape(out, [1 if k in axes else n for k, n in enumerate(x.shape)])
 
     def ranked(self, x: Ref, *, last: bool) -> Ref:
@@ -299,32 +306,22 @@ def _matmul(t: Text, n: NodeProto) -> Ref:
 
 
 def _conv(t: Text, n: NodeProto) -> Ref:
+    """A convolution; a transposed one is one of the image with zeros between its cells, by the weights from the last to the
+    first."""
     a, (x, w), out = _attributes(n), _ins(t, n), t.values[n.output[0]]
     axes = range(len(w.shape) - 2)
     places = ", ".join(map(str, axes))
     pads = [[a["pads"][k], a["pads"][k + len(axes)]] for k in axes]
-    window = f"{{stride = {list(a['strides'])}, pad = {pads}, rhs_dilate = {list(a['dilations'])}}}"
+    window, order = f"stride = {list(a['strides'])}, pad = {pads}", "o, i"
+    if n.op_type == "ConvTranspose":
+        w = t.line(f"stablehlo.reverse {w.ssa}, dims = {[k + 2 for k in axes]} : {w.type}", w.shape, w.dtype)
+        full = [(a["kernel_shape"][k] - 1) * a["dilations"][k] for k in axes]
+        pads = [[full[k] - lo, full[k] - hi + a["output_padding"][k]] for k, (lo, hi) in enumerate(pads)]
+        window, order = f"pad = {pads}, lhs_dilate = {list(a['strides'])}", "i, o"
+    window = f"{{{window}, rhs_dilate = {list(a['dilations'])}}}"
     counts = f"{{batch_group_count = 1 : i64, feature_group_count = {a['group']} : i64, precision_config = [{_BEST}, {_BEST}]}}"
-    dims = f"dim_numbers = [b, f, {places}]x[o, i, {places}]->[b, f, {places}]"
-    types = f"({x.type}, {w.type}) -> {tensor_type(out.shape, out.dtype)}"
-    text = f"stablehlo.convolution({x.ssa}, {w.ssa}) {dims}, window = {window} {counts} : {types}"
-    return t.line(text, out.shape, out.dtype)
-
-
-def _spread_conv(t: Text, n: NodeProto) -> Ref:
-    """A convolution of the image with zeros between its cells, by the weights from the last to the first."""
-    a, (x, w), out = _attributes(n), _ins(t, n), t.values[n.output[0]]
-    axes = range(len(w.shape) - 2)
-    places, turned = ", ".join(map(str, axes)), [k + 2 for k in axes]
-    back = t.line(f"stablehlo.reverse {w.ssa}, dims = {turned} : {w.type}", w.shape, w.dtype)
-    full = [(a["kernel_shape"][k] - 1) * a["dilations"][k] for k in axes]
-    pads = [[full[k] - a["pads"][k], full[k] - a["pads"][k + len(axes)] + a["output_padding"][k]] for k in axes]
-    window = f"{{pad = {pads}, lhs_dilate = {list(a['strides'])}, rhs_dilate = {list(a['dilations'])}}}"
-    counts = f"{{batch_group_count = 1 : i64, feature_group_count = 1 : i64, precision_config = [{_BEST}, {_BEST}]}}"
-    dims = f"dim_numbers = [b, f, {places}]x[i, o, {places}]->[b, f, {places}]"
-    types = f"({x.type}, {w.type}) -> {tensor_type(out.shape, out.dtype)}"
-    text = f"stablehlo.convolution({x.ssa}, {back.ssa}) {dims}, window = {window} {counts} : {types}"
-    return t.line(text, out.shape, out.dtype)
+    dims = f"dim_numbers = [b, f, {places}]x[{order}, {places}]->[b, f, {places}]"
+    return t.typed(f"stablehlo.convolution({x.ssa}, {w.ssa}) {dims}, window = {window} {counts}", [x, w], out.shape, out.dtype)
 
 
 _BEST = "#stablehlo<precision HIGHEST>"
@@ -339,14 +336,8 @@ def _pool(t: Text, n: NodeProto) -> Ref:
     names = {"dimensions": "kernel_shape", "strides": "strides", "dilations": "dilations"}
     sizes = [f"window_{k} = array<i64: {', '.join(map(str, (1, 1, *a[v])))}>" for k, v in names.items()]
     how = f"{', '.join(sizes)}, padding = dense<{pads}> : tensor<{rank + 2}x2xi64>"
-    one, two, three = t.fresh(), t.fresh(), t.fresh()
-    region = (
-        f"^bb0({one}: {start.type}, {two}: {start.type}): {three} = stablehlo.{merge} {one}, {two} : {start.type} "
-        f"stablehlo.return {three} : {start.type}"
-    )
-    types = f"({x.type}, {start.type}) -> {tensor_type(out.shape, out.dtype)}"
-    call = f'"stablehlo.reduce_window"({x.ssa}, {start.ssa}) <{{{how}}}> ({{ {region} }}) : {types}'
-    done = t.line(call, out.shape, out.dtype)
+    call = f'"stablehlo.reduce_window"({x.ssa}, {start.ssa}) <{{{how}}}> {t.merge(merge, x.dtype)}'
+    done = t.typed(call, [x, start], out.shape, out.dtype)
     return done if merge == "maximum" else t.apply("divide", done, t.number(prod(map(int, a["kernel_shape"])), x.dtype))
 
 
@@ -360,9 +351,8 @@ def _gather(t: Text, n: NodeProto) -> Ref:
         f"#stablehlo.gather<offset_dims = {offset}, collapsed_slice_dims = [{axis}], start_index_map = [{axis}], "
         f"index_vector_dim = {len(at.shape)}>"
     )
-    types = f"({x.type}, {at.type}) -> {tensor_type(shape, x.dtype)}"
     how = f"<{{dimension_numbers = {numbers}, slice_sizes = array<i64: {sizes}>}}>"
-    return t.line(f'"stablehlo.gather"({x.ssa}, {at.ssa}) {how} : {types}', shape, x.dtype)
+    return t.typed(f'"stablehlo.gather"({x.ssa}, {at.ssa}) {how}', [x, at], shape, x.dtype)
 
 
 def _slice(t: Text, n: NodeProto) -> Ref:
@@ -400,12 +390,13 @@ def _shift(t: Text, n: NodeProto) -> Ref:
     return t.apply("shift_left" if left else "shift_right_logical", *_ins(t, n))
 
 
-def _same(t: Text, n: NodeProto) -> Ref:
-    return t.apply(_SAME[n.op_type], *_ins(t, n))
+def _apply(kind: str) -> Say:
+    return lambda t, n: t.apply(kind, *_ins(t, n))
 
 
 def _chlo(t: Text, n: NodeProto) -> Ref:
-    return t.chlo(n.op_type.lower(), t.of(n.input[0]))
+    x = t.of(n.input[0])
+    return t.line(f"chlo.{n.op_type.lower()} {x.ssa} : {x.type} -> {x.type}", x.shape, x.dtype)
 
 
 def _test(t: Text, n: NodeProto) -> Ref:
@@ -418,9 +409,9 @@ def _reduced(t: Text, n: NodeProto) -> Ref:
 
 
 _SAY: dict[str, Say] = {
-    **dict.fromkeys(_SAME, _same), **dict.fromkeys(_CHLO, _chlo), **dict.fromkeys(_TESTS, _test),
+    **{k: _apply(v) for k, v in _SAME.items()}, **dict.fromkeys(_CHLO, _chlo), **dict.fromkeys(_TESTS, _test),
     **{f"Reduce{k}": _reduced for k in _MERGES}, "Mod": _rest, "IsInf": _infinite, "IsNaN": _nan, "Gelu": _gelu,
-    "Softmax": _softmax, "MatMul": _matmul, "Conv": _conv, "ConvTranspose": _spread_conv,
+    "Softmax": _softmax, "MatMul": _matmul, "Conv": _conv, "ConvTranspose": _conv,
     "MaxPool": _pool, "AveragePool": _pool, "Gather": _gather,
     "Slice": _slice, "Pad": _pad, "Concat": _concat, "Transpose": _transpose, "Cast": _cast, "BitShift": _shift,
     "Where": lambda t, n: t.select(*_ins(t, n)), "Identity": lambda t, n: t.of(n.input[0]),
@@ -437,25 +428,18 @@ _BODY = {"SUM": "add", "PROD": "multiply", "MAX": "maximum", "MIN": "minimum"}
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
-    """A box from one rank to another."""
-
-    source: int
-    target: int
-    operand: str
-    result: str
-    shape: tuple[int, ...]
-    dtype: str
-
-
-@dataclass(frozen=True, slots=True)
 class Call:
-    """A collective of a group: on one rank (as it is read), or, matched, on all of them."""
+    """A collective of some groups: on one rank (as it is read), or, matched, on all of them. A message is a PERMUTE from one
+    rank to another.
+
+    Attributes:
+        operands, results: names by rank.
+    """
 
     kind: str
     op: str
     root: int
-    group: tuple[int, ...]
+    groups: tuple[tuple[int, ...], ...]
     operands: dict[int, str]
     results: dict[int, str]
     shape: tuple[int, ...]
@@ -469,17 +453,22 @@ class Call:
         (x,), (y,) = node.input, node.output
         kind, op = (a[k].decode() for k in ("collective_operation", "reduce_op"))
         out = values[y]
-        return cls(kind, op, a["root"], tuple(a["groups"]), {rank: x}, {rank: y}, shape, out.shape, out.dtype)
+        return cls(kind, op, a["root"], (tuple(a["groups"]),), {rank: x}, {rank: y}, shape, out.shape, out.dtype)
+
+    @classmethod
+    def message(cls, source: int, target: int, operand: str, result: str, shape: tuple[int, ...], dtype: str) -> Call:
+        """A box from one rank to another."""
+        return cls("PERMUTE", "", -1, ((source, target),), {source: operand}, {target: result}, shape, shape, dtype)
 
     @staticmethod
-    def matched(calls: Sequence[Call]) -> tuple[list[Call | Message], list[tuple[int, str, str]]]:
+    def matched(calls: Sequence[Call]) -> tuple[list[Call], list[tuple[int, str, str]]]:
         """Calls of all ranks as one for each group, broadcasts as messages; and what senders have themselves: the rank, and the
         names of the result and of what it gave."""
         found: dict[tuple[Any, ...], Call] = {}
         seen: Counter[tuple[Any, ...]] = Counter()
         for c in calls:
             ((rank, _),) = c.operands.items()
-            own = (c.kind, c.op, c.root, c.group, rank)
+            own = (c.kind, c.op, c.root, c.groups, rank)
             key = (*own[:-1], seen[own])
             seen[own] += 1
             first = found.setdefault(key, c)
@@ -487,14 +476,16 @@ class Call:
                 assert first.shape == c.shape and first.dtype == c.dtype, f"ranks disagree on {c}"
                 first.operands.update(c.operands)
                 first.results.update(c.results)
-        out: list[Call | Message] = []
+        out: list[Call] = []
         same: list[tuple[int, str, str]] = []
         for c in found.values():
-            assert set(c.operands) == set(c.group), f"not all ranks take part in {c}"
+            (group,) = c.groups
+            assert set(c.operands) == set(group), f"not all ranks take part in {c}"
             if c.kind != "BROADCAST":
                 out.append(c)
                 continue
-            out += [Message(c.root, d, c.operands[c.root], c.results[d], c.shape, c.dtype) for d in c.group if d != c.root]
+            given, others = c.operands[c.root], [d for d in group if d != c.root]
+            out += [Call.message(c.root, d, given, c.results[d], c.shape, c.dtype) for d in others]
             same.append((c.root, c.results[c.root], c.operands[c.root]))
         return out, same
 
@@ -511,22 +502,22 @@ class Direct:
     before: list[tuple[int, NodeProto]] = field(default_factory=list[tuple[int, NodeProto]])
     after: list[tuple[int, NodeProto]] = field(default_factory=list[tuple[int, NodeProto]])
 
-    def messages(self, c: Call) -> list[Message]:
+    def messages(self, c: Call) -> list[Call]:
         """Of one call."""
+        (group,) = c.groups
+        out = list[Call]()
         if c.kind == "REDUCE":
             return self._merged(c, c.root, c.operands, c.shape)
         if c.kind == "REDUCE_SCATTER":
-            out = list[Message]()
             n = c.ending[0]
-            for k, root in enumerate(c.group):
-                mine = {d: self._sliced(d, c.operands[d], k * n, (k + 1) * n, c) for d in c.group}
+            for k, root in enumerate(group):
+                mine = {d: self._sliced(d, c.operands[d], k * n, (k + 1) * n, c) for d in group}
                 out += self._merged(c, root, mine, c.ending)
             return out
-        out = list[Message]()
-        for root in c.group:
-            parts = {d: self._value(root, f"{c.results[root]}/from {d}", c.shape, c.dtype) for d in c.group if d != root}
-            out += [Message(d, root, c.operands[d], name, c.shape, c.dtype) for d, name in parts.items()]
-            names = [c.operands[d] if d == root else parts[d] for d in c.group]
+        for root in group:
+            parts = {d: self._value(root, f"{c.results[root]}/from {d}", c.shape, c.dtype) for d in group if d != root}
+            out += [Call.message(d, root, c.operands[d], name, c.shape, c.dtype) for d, name in parts.items()]
+            names = [c.operands[d] if d == root else parts[d] for d in group]
             self.after.append((root, helper.make_node("Concat", names, [c.results[root]], axis=0)))
         return out
 
@@ -542,16 +533,17 @@ class Direct:
         self.before.append((rank, helper.make_node("Slice", [name, *where], [out])))
         return out
 
-    def _merged(self, c: Call, root: int, operands: Mapping[int, str], shape: tuple[int, ...]) -> list[Message]:
-        out = list[Message]()
+    def _merged(self, c: Call, root: int, operands: Mapping[int, str], shape: tuple[int, ...]) -> list[Call]:
+        out = list[Call]()
         so_far = ""
-        for d in c.group:
+        (group,) = c.groups
+        for d in group:
             name = operands[d]
             if d != root:
                 name = self._value(root, f"{c.results[root]}/from {d}", shape, c.dtype)
-                out.append(Message(d, root, operands[d], name, shape, c.dtype))
+                out.append(Call.message(d, root, operands[d], name, shape, c.dtype))
             if so_far:
-                last = d == c.group[-1]
+                last = d == group[-1]
                 both = c.results[root] if last else self._value(root, f"{c.results[root]}/to {d}", shape, c.dtype)
                 self.after.append((root, helper.make_node(_NODE[c.op], [so_far, name], [both])))
                 name = both
@@ -559,41 +551,24 @@ class Direct:
         return out
 
 
-@dataclass(frozen=True, slots=True)
-class Exchange:
-    """One operation of the text.
-
-    Attributes:
-        operands, results: names on each rank.
-    """
-
-    kind: str
-    op: str
-    groups: list[list[int]]
-    operands: tuple[str | None, ...]
-    results: tuple[str | None, ...]
-    shape: tuple[int, ...]
-    ending: tuple[int, ...]
-    dtype: str
-
-
-def bucketed(calls: Sequence[Call | Message], direct: Direct) -> list[Exchange]:
+def bucketed(calls: Sequence[Call], direct: Direct) -> list[Call]:
     """Calls that one operation can do together: messages of one shape, no rank twice a sender or a receiver; groups apart.
 
     XLA has no reduction to one rank, and gathers and scatters of all ranks in groups of one size only: the others are messages.
     """
     ranks = len(direct.ranks)
-    sent: list[Call | Message] = []
-    for pack in _packed([c for c in calls if isinstance(c, Call)]):
-        for c in (c for c in pack if isinstance(c, Call)):
-            sent += [c] if _covers(pack, ranks) else direct.messages(c)
-    return [_exchange(p, ranks) for p in _packed([*(c for c in calls if isinstance(c, Message)), *sent])]
+    sent = [c for c in calls if c.kind == "PERMUTE"]
+    for pack in _packed([c for c in calls if c.kind != "PERMUTE"]):
+        covers = _covers(pack, ranks)
+        for c in pack:
+            sent += [c] if covers else direct.messages(c)
+    return [_together(p, ranks) for p in _packed(sent)]
 
 
-def _packed(calls: Sequence[Call | Message]) -> list[list[Call | Message]]:
-    packs: list[list[Call | Message]] = []
+def _packed(calls: Sequence[Call]) -> list[list[Call]]:
+    packs: list[list[Call]] = []
     for c in calls:
-        pack = next((p for p in packs if all(_together(c, other) for other in p)), None)
+        pack = next((p for p in packs if all(_fit_in_one_collective(c, other) for other in p)), None)
         if pack is None:
             packs.append([c])
         else:
@@ -601,41 +576,24 @@ def _packed(calls: Sequence[Call | Message]) -> list[list[Call | Message]]:
     return packs
 
 
-def _covers(pack: Sequence[Call | Message], ranks: int) -> bool:
-    groups = [c.group for c in pack if isinstance(c, Call)]
-    kinds = {c.kind for c in pack if isinstance(c, Call)}
+def _covers(pack: Sequence[Call], ranks: int) -> bool:
+    groups, kind = [g for c in pack for g in c.groups], pack[0].kind
     even = sum(map(len, groups)) == ranks and len(set(map(len, groups))) == 1
-    return kinds == {"ALL_REDUCE"} or ("REDUCE" not in kinds and even)
+    return kind == "ALL_REDUCE" or (kind != "REDUCE" and even)
 
 
-def _together(a: Call | Message, b: Call | Message) -> bool:
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    if isinstance(a, Message) or isinstance(b, Message):
-        return isinstance(a, Message) and isinstance(b, Message) and a.source != b.source and a.target != b.target
-    return a.kind == b.kind and a.op == b.op and set(a.group).isdisjoint(b.group)
+def _fit_in_one_collective(a: Call, b: Call) -> bool:
+    alike = (a.kind, a.op, a.shape, a.dtype) == (b.kind, b.op, b.shape, b.dtype)
+    return alike and a.operands.keys().isdisjoint(b.operands) and a.results.keys().isdisjoint(b.results)
 
 
-def _exchange(pack: Sequence[Call | Message], ranks: int) -> Exchange:
-    first = pack[0]
-    if isinstance(first, Message):
-        messages = [m for m in pack if isinstance(m, Message)]
-        gives, gets = {m.source: m.operand for m in messages}, {m.target: m.result for m in messages}
-        pairs = [[m.source, m.target] for m in messages]
-        return Exchange("PERMUTE", "", pairs, _all(gives, ranks), _all(gets, ranks), first.shape, first.shape, first.dtype)
-    done = [c for c in pack if isinstance(c, Call)]
-    gives, gets = {r: n for c in done for r, n in c.operands.items()}, {r: n for c in done for r, n in c.results.items()}
-    groups = [list(c.group) for c in done]
-    if first.kind == "ALL_REDUCE":
-        groups += [[r] for r in range(ranks) if r not in gives]
-    return Exchange(first.kind, first.op, groups, _all(gives, ranks), _all(gets, ranks), first.shape, first.ending, first.dtype)
+def _together(pack: Sequence[Call], ranks: int) -> Call:
+    gives, gets = {r: n for c in pack for r, n in c.operands.items()}, {r: n for c in pack for r, n in c.results.items()}
+    alone = [(r,) for r in range(ranks) if r not in gives] if pack[0].kind == "ALL_REDUCE" else []
+    return replace(pack[0], groups=(*(g for c in pack for g in c.groups), *alone), operands=gives, results=gets)
 
 
-def _all(names: Mapping[int, str], ranks: int) -> tuple[str | None, ...]:
-    return tuple(names.get(r) for r in range(ranks))
-
-
-def emitted(text: Text, e: Exchange, x: Ref, channel: int) -> Ref:
+def emitted(text: Text, e: Call, x: Ref, channel: int) -> Ref:
     """The operation; the greatest or least of floats is that of `Text.ranked`, since XLA's all-reduce on CPUs loses a NaN."""
     if e.op in ("MAX", "MIN") and e.dtype in FLOATS:
         ranks = text.ranked(x, last=e.op == "MAX")
@@ -643,21 +601,17 @@ def emitted(text: Text, e: Exchange, x: Ref, channel: int) -> Ref:
     return _emitted(text, e, x, channel)
 
 
-def _emitted(text: Text, e: Exchange, x: Ref, channel: int) -> Ref:
+def _emitted(text: Text, e: Call, x: Ref, channel: int) -> Ref:
     handle = f"channel_handle = #stablehlo.channel_handle<handle = {channel}, type = 1>"
-    types = f"({x.type}) -> {tensor_type(e.ending, e.dtype)}"
-    if e.kind == "PERMUTE":
-        how = f"{handle}, source_target_pairs = dense<{e.groups}> : tensor<{len(e.groups)}x2xi64>"
-        return text.line(f'"stablehlo.collective_permute"({x.ssa}) <{{{how}}}> : {types}', e.ending, e.dtype)
     most = max(map(len, e.groups))
     rows = [[*g, *[-1] * (most - len(g))] for g in e.groups]
-    how = f"{handle}, replica_groups = dense<{rows}> : tensor<{len(rows)}x{most}xi64>, use_global_device_ids"
-    if e.kind == "ALL_GATHER":
-        return text.line(f'"stablehlo.all_gather"({x.ssa}) <{{all_gather_dim = 0 : i64, {how}}}> : {types}', e.ending, e.dtype)
-    name, more = ("all_reduce", "") if e.kind == "ALL_REDUCE" else ("reduce_scatter", "scatter_dimension = 0 : i64, ")
-    one, two, three, cell = text.fresh(), text.fresh(), text.fresh(), tensor_type((), e.dtype)
-    region = (
-        f"^bb0({one}: {cell}, {two}: {cell}): {three} = stablehlo.{_BODY[e.op]} {one}, {two} : {cell} "
-        f"stablehlo.return {three} : {cell}"
-    )
-    return text.line(f'"stablehlo.{name}"({x.ssa}) <{{{more}{how}}}> ({{ {region} }}) : {types}', e.ending, e.dtype)
+    table = f"dense<{rows}> : tensor<{len(rows)}x{most}xi64>"
+    how, name, region = f"{handle}, replica_groups = {table}, use_global_device_ids", e.kind.lower(), ""
+    if e.kind == "PERMUTE":
+        how, name = f"{handle}, source_target_pairs = {table}", "collective_permute"
+    elif e.kind == "ALL_GATHER":
+        how = f"all_gather_dim = 0 : i64, {how}"
+    else:
+        how = how if e.kind == "ALL_REDUCE" else f"scatter_dimension = 0 : i64, {how}"
+        region = f" {text.merge(_BODY[e.op], e.dtype)}"
+    return text.typed(f'"stablehlo.{name}"({x.ssa}) <{{{how}}}>{region}', [x], e.ending, e.dtype)
