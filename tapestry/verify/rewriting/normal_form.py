@@ -501,7 +501,8 @@ class Cells(CellValues):
         coords = np.stack(np.unravel_index(flat, t.shape), axis=1) if t.shape else np.zeros((len(flat), 0), int)
         return self.block(op, coords)[op.outs.index(tensor)][0].astype(dtype)
 
-    def _read(self, op: Block, r: Read, env: Mapping[str, Array]) -> Array:
+    def read(self, op: Block, pos: int, env: Mapping[str, Array]) -> Array:
+        r = op.reads[pos]
         t = self.graph.tensors[r.tensor]
         if self.met == len(self.places):
             self.places.append(self._place(op, r, env))
