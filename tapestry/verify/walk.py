@@ -44,11 +44,10 @@ class Walk(ABC, Generic[P, V]):
     def reduced(self, monoid: str, over: Any, fields: list[V], kinds: tuple[str, ...]) -> list[V]:
         """The state of a reduction."""
 
-    def values(self, op: Block, env: Mapping[str, P]) -> list[V]:
-        """What a block computes."""
-        if op.monoid is None:
-            return self.exprs(op, op.body, env, ())
-        return self.exprs(op, op.then, env, self.states(op, env))
+    def values(self, op: Block, env: Mapping[str, P], which: Sequence[int] | None = None) -> list[V]:
+        """What a block computes, or some of it."""
+        exprs, states = op.then if op.monoid else op.body, self.states(op, env) if op.monoid else ()
+        return self.exprs(op, exprs if which is None else [exprs[k] for k in which], env, states)
 
     def states(self, op: Block, env: Mapping[str, P]) -> list[V]:
         """The reduced state of a block."""

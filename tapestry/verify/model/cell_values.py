@@ -229,7 +229,7 @@ class CellValues(Arrays):
 
     # expressions
     def call(self, e: Call, args: list[Array]) -> Array:
-        out = super().call(e, args)
+        out: Array = super().call(e, args)
         if e.fn == "cast":
             if self.wide and not self.real and UNIT.get(e.dtype, 0.0) > UNIT["f32"]:  # what is made short is made short
                 out = out.astype(numpy_dtype(e.dtype)).astype(numpy_dtype(e.dtype, True))
