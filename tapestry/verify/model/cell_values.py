@@ -229,10 +229,10 @@ class CellValues(Arrays):
 
     # expressions
     def call(self, e: Call, args: list[Array]) -> Array:
-        out: Array = super().call(e, args)
+        out = super().call(e, args)
         if e.fn == "cast":
             if self.wide and not self.real and UNIT.get(e.dtype, 0.0) > UNIT["f32"]:  # what is made short is made short
-                out = out.astype(numpy_dtype(e.dtype)).astype(numpy_dtype(e.dtype, True))
+                out = np.asarray(out.astype(numpy_dtype(e.dtype)), numpy_dtype(e.dtype, True))
             self.whole_numbers |= out.dtype.kind in "iu" and e.args[0].dtype in FLOATS
         self.random |= e.fn == "philox"
         if e.dtype not in UNIT or e.fn in EXACT:
