@@ -21,7 +21,7 @@ from tapestry.ir.types import FLOATS
 from tapestry.tools.kernel_proofs.addresses import Conditions
 from tapestry.tools.kernel_proofs.kernel_text import NOT_GIVEN, Evaluation, KernelText, evaluated_together
 from tapestry.tools.kernel_proofs.terms import COMMUTATIVE, REDUCING, Kind, Terms, Unsupported, applied, kind_of
-from tapestry.verify.walk import Walk, guards
+from tapestry.verify.interp import Walk, guards
 
 # What a block of an operation computes at a cell, as terms over the buffers that its kernel is given.
 

@@ -23,8 +23,8 @@ from tapestry.ir.monoid import MONOIDS, ByPrimitive, Monoid, Product
 from tapestry.ir.space import Point
 from tapestry.ir.types import FLOATS, Tensor, numpy_dtype
 from tapestry.verify import certificate
+from tapestry.verify.interp import Walk, guards
 from tapestry.verify.model.cell_values import CellValues
-from tapestry.verify.walk import Walk, guards
 
 Array = np.ndarray[Any, Any]
 
