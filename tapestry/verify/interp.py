@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial, reduce
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import onnx
 
 from tapestry.errors import LawError, ModelError
 from tapestry.ir.expr import Acc, Arg, Call, Const, Expr, Index, Let, walk
-from tapestry.ir.graph import Block, Graph, Opaque, Read
-from tapestry.ir.index import bounds, evaluate
+from tapestry.ir.graph import Block, Dim, Graph, Guard, Inner, Op, Opaque, Read
+from tapestry.ir.index import Aff, bounds, evaluate
 from tapestry.ir.kernel import Box, cut
 from tapestry.ir.laws import where
 from tapestry.ir.monoid import MONOIDS
@@ -28,6 +30,92 @@ from tapestry.onnx_eval import opaque_node
 from tapestry.verify.model.model_values import ModelFile, ReferenceValues
 
 Array = np.ndarray[Any, Any]
+
+
+# One walk over a block at a point, whatever stands for places and values: arrays of numbers here, index expressions and terms
+# in `rewriting.normal_form` and in the proofs of kernels.
+
+
+P = TypeVar("P")
+V = TypeVar("V")
+
+
+class Walk(ABC, Generic[P, V]):
+    """Values ``V`` of blocks at places ``P`` of their dimensions, by name."""
+
+    @abstractmethod
+    def const(self, value: float | int | bool, dtype: str) -> V:
+        """A literal."""
+
+    @abstractmethod
+    def index(self, aff: Aff, env: Mapping[str, P], dtype: str) -> V:
+        """An index expression as a value."""
+
+    @abstractmethod
+    def call(self, e: Call, args: list[V]) -> V:
+        """A primitive."""
+
+    @abstractmethod
+    def read(self, op: Block, pos: int, env: Mapping[str, P]) -> V:
+        """The cell that a read looks at."""
+
+    @abstractmethod
+    def bound(self, op: Block, dims: Sequence[Dim], env: Mapping[str, P]) -> tuple[dict[str, P], Any]:
+        """Places with those of reduced dimensions, and what `reduced` needs to know of these."""
+
+    @abstractmethod
+    def reduced(self, monoid: str, over: Any, fields: list[V], kinds: tuple[str, ...]) -> list[V]:
+        """The state of a reduction."""
+
+    def values(self, op: Block, env: Mapping[str, P], which: Sequence[int] | None = None) -> list[V]:
+        """What a block computes, or some of it."""
+        exprs, states = op.then if op.monoid else op.body, self.states(op, env) if op.monoid else ()
+        return self.exprs(op, exprs if which is None else [exprs[k] for k in which], env, states)
+
+    def states(self, op: Block, env: Mapping[str, P]) -> list[V]:
+        """The reduced state of a block."""
+        within, over = self.bound(op, op.reduce, env)
+        return self.reduced(str(op.monoid), over, self.lifted(op, within), tuple(e.dtype for e in op.body))
+
+    def lifted(self, op: Block, within: Mapping[str, P]) -> list[V]:
+        """The state that one step of a reduction brings."""
+        return self.exprs(op, op.body, within, [self._inner(op, s, within) for s in op.inner])
+
+    def _inner(self, op: Block, s: Inner, env: Mapping[str, P]) -> V:
+        within, over = self.bound(op, s.dims, env)
+        return self.reduced(s.monoid, over, self.exprs(op, (s.body,), within, ()), (s.body.dtype,))[0]
+
+    def exprs(self, op: Block, exprs: Sequence[Expr], env: Mapping[str, P], states: Sequence[V]) -> list[V]:
+        """Expressions of a block; ``states`` has the reduced fields in ``then``, the inner values in a body."""
+        known: dict[object, V] = {}
+        return [self.expr(e, lambda pos: self.read(op, pos, env), env, states, known) for e in exprs]
+
+    def expr(
+        self, e: Expr, read: Callable[[int], V], env: Mapping[str, P], states: Sequence[V], known: dict[object, V]
+    ) -> V:  # fmt: skip
+        """One expression; ``known`` has the parts that are already computed."""
+        key = e if isinstance(e, Arg) else id(e)
+        if key not in known:
+            match e:
+                case Arg(pos):
+                    known[key] = read(pos)
+                case Acc(k) | Let(k):
+                    known[key] = states[k]
+                case Const(value, dtype):
+                    known[key] = self.const(value, dtype)
+                case Index(aff, dtype):
+                    known[key] = self.index(aff, env, dtype)
+                case Call():
+                    known[key] = self.call(e, [self.expr(a, read, env, states, known) for a in e.args])
+        return known[key]
+
+
+def guards(r: Read, shape: Sequence[int]) -> list[Guard]:
+    """What holds where a read finds a cell: its guards, and that it is inside the tensor if it may leave that."""
+    inside = list[Guard]()
+    for e, n in zip(r.index, shape, strict=True) if r.other is not None else ():
+        inside += [Guard(e, "ge"), Guard(e * -1 + (n - 1), "ge")]
+    return [*inside, *r.when]
 
 
 # Philox4x32-10 as its paper defines it, one number at a time in Python integers: what the targets' own are held against.
@@ -77,9 +165,9 @@ def run(graph: Graph, feeds: Mapping[str, Array], *, wide: bool = False, indepen
         return opaque_node.HostValue(a) if t.on_host else np.asarray(a).astype(numpy_dtype(t.dtype, wide))
 
     values = {n: stored(n, a) for n, a in feeds.items()}
+    boxes = _Boxes(graph, values, wide)
     for op in graph.ops:
-        block = isinstance(op, Block)
-        results = _block(op, graph, values, wide) if block else opaque(op, graph, values, wide, independent)
+        results = boxes.block(op) if isinstance(op, Block) else opaque(op, graph, values, wide, independent)
         values.update({t: stored(t, a) for t, a in zip(op.outs, results, strict=True)})
     return {t: values[t].value if graph.tensors[t].on_host else values[t] for t in graph.outputs}
 
@@ -89,9 +177,8 @@ def opaque(op: Opaque, graph: Graph, values: Mapping[str, Any], wide: bool, inde
     arrays = [values[t] if t else None for t in op.ins]
     if not op.dims:  # whole; values of the host are never taken apart
         return opaque_node.run(op, arrays, _expected(op, graph, (), wide), independent=independent)
-    cuts = _cuts(op.splits)
-    pieces: list[tuple[tuple[tuple[int, int], ...], list[Array]]] = []
-    for box in itertools.product(*([cut(d.size, cuts.get(d.name, 1), k) for k in range(cuts.get(d.name, 1))] for d in op.dims)):
+    pieces: list[tuple[Box, list[Array]]] = []
+    for box in itertools.product(*_ways(op, op.dims)):
         ins = [None if a is None else a[_slices(a.ndim, axes, box)] for a, axes in zip(arrays, op.in_axes, strict=True)]
         pieces.append((box, opaque_node.run(op, ins, _expected(op, graph, box, wide), independent=independent)))
     return [_assemble(op, i, pieces) for i in range(len(op.outs))]
@@ -131,151 +218,157 @@ def _slices(rank: int, axes: tuple[int | None, ...], box: Box) -> tuple[slice, .
     return tuple(out)
 
 
-def _cuts(splits: tuple[Any, ...]) -> dict[str, int]:
-    cuts: dict[str, int] = {}
-    for s in splits:
-        cuts[s.dim] = cuts.get(s.dim, 1) * s.parts
-    return cuts
+def _ways(op: Op, dims: tuple[Dim, ...]) -> list[list[tuple[int, int]]]:
+    """The parts of each dimension, as an operation's splits cut it."""
+    parts = {d.name: math.prod(s.parts for s in op.splits if s.dim == d.name) for d in dims}
+    return [[cut(d.size, parts[d.name], k) for k in range(parts[d.name])] for d in dims]
 
 
-def _block(op: Block, graph: Graph, values: Mapping[str, Array], wide: bool) -> list[Array]:
-    cuts = _cuts(op.splits)
-    outs = [np.zeros([d.size for d in op.dims], numpy_dtype(graph.tensors[t].dtype, wide)) for t in op.outs]
-    ways = [[cut(d.size, cuts.get(d.name, 1), k) for k in range(cuts.get(d.name, 1))] for d in op.space]
-    n = len(op.dims)
-    for box in itertools.product(*ways[:n]):
-        place = tuple(slice(lo, hi) for lo, hi in box)
-        if op.monoid is None:
-            results = _points(op, op.body, box, values, wide, [])
-        else:
-            state: list[Array] | None = None
-            for reduced in itertools.product(*ways[n:]):
-                partial = _fold(op, (*box, *reduced), values, wide)
-                state = partial if state is None else _combine(op, state, partial)
-            assert state is not None
-            results = _points(op, op.then, box, values, wide, state)
-        for out, value in zip(outs, results, strict=True):
-            out[place] = value
-    return outs
-
-
-def _fold(op: Block, box: Box, values: Mapping[str, Array], wide: bool) -> list[Array]:
-    """Monoid state of each output point over a block of the reduced dimensions, merged one point after another."""
-    assert op.monoid
-    n, inner = len(op.dims), len(op.inner_dims)
-    lets = _inner(op, box, values, wide)
-    box = (*box[: len(box) - inner], *((0, 1) for _ in range(inner)))
-    extents = [hi - lo for lo, hi in box]
-    fields = _points(op, op.body, box, values, wide, lets)
-    flat = [np.broadcast_to(f, extents).reshape(*extents[:n], math.prod(extents[n:])) for f in fields]
-    zero = MONOIDS[op.monoid].zero(tuple(e.dtype for e in op.body))
-    state = [np.full(extents[:n], z.value, f.dtype) for z, f in zip(zero, flat, strict=True)]
-    for k in range(flat[0].shape[-1]):
-        state = _combine(op, state, [f[..., k] for f in flat])
-    return state
-
-
-def _inner(op: Block, box: Box, values: Mapping[str, Array], wide: bool) -> list[Array]:
-    """Values of the inner reductions, merged one point after another; their own dimensions keep an extent of 1."""
-    out: list[Array] = []
-    first = len(op.dims) + len(op.reduce)
-    for s in op.inner:
-        (points,) = _points(op, (s.body,), box, values, wide, [], whole=False)
-        mine = range(first, first + len(s.dims))
-        first += len(s.dims)
-        sizes = [d.size for d in s.dims]
-        full = [*points.shape]
-        for axis, size in zip(mine, sizes, strict=True):
-            full[axis] = size
-        flat = np.moveaxis(np.broadcast_to(points, full), mine, range(-len(s.dims), 0))
-        flat = flat.reshape(*flat.shape[: -len(s.dims)], math.prod(sizes))
-        total = np.full(flat.shape[:-1], MONOIDS[s.monoid].zero((s.body.dtype,))[0].value, flat.dtype)
-        for k in range(flat.shape[-1]):
-            total = merged(s.monoid, (s.body.dtype,), [total], [flat[..., k]])[0]
-        for axis in mine:
-            total = np.expand_dims(total, axis)
-        out.append(total)
+def meshed(env: Mapping[str, Array], dims: Sequence[Dim], box: Sequence[tuple[int, int]]) -> dict[str, Array]:
+    """Places with those of a box as further axes, one per dimension."""
+    rank, n = max((a.ndim for a in env.values()), default=0), len(dims)
+    out = {name: a.reshape(*a.shape, *[1] * n) for name, a in env.items()}
+    for k, (d, (lo, hi)) in enumerate(zip(dims, box, strict=True)):
+        out[d.name] = np.arange(lo, hi).reshape(*[1] * (rank + k), hi - lo, *[1] * (n - 1 - k))
     return out
 
 
-def _combine(op: Block, a: list[Array], b: list[Array]) -> list[Array]:
-    assert op.monoid
-    return merged(op.monoid, tuple(e.dtype for e in op.body), a, b)
+class Arrays(Walk[Array, Array]):
+    """Values of blocks at many points at once, those of a box or a list of cells: places are arrays that broadcast.
 
-
-def merged(monoid: str, kinds: tuple[str, ...], a: list[Array], b: list[Array]) -> list[Array]:
-    exprs = MONOIDS[monoid].combiner(kinds)
-    dtypes = [x.dtype for x in a]
-    with np.errstate(all="ignore"):
-        out = [value(e, [*a, *b], [], {}, any(d == np.float64 for d in dtypes)) for e in exprs]
-    return [np.asarray(x).astype(d) for x, d in zip(out, dtypes, strict=True)]
-
-
-def _points(
-    op: Block, exprs: tuple[Expr, ...], box: Box, values: Mapping[str, Array], wide: bool, state: list[Array],
-    whole: bool = True,
-) -> list[Array]:  # fmt: skip
-    """Values of expressions over a box of the index space (of the map dimensions alone, when there is a state).
-
-    Not ``whole``: an axis keeps an extent of 1 where nothing depends on it.
+    An axis keeps an extent of 1 where nothing depends on it. States are merged one point after another.
     """
-    dims = op.space[: len(box)]
-    env: dict[str, Array] = {}
-    for i, (d, (lo, hi)) in enumerate(zip(dims, box, strict=True)):
-        env[d.name] = np.arange(lo, hi).reshape([-1 if k == i else 1 for k in range(len(box))])
-    extents = [hi - lo for lo, hi in box]
-    needed = {x.pos for e in exprs for x in _leaves(e) if isinstance(x, Arg)}
-    args = [_read(op, r, box, env, values[r.tensor]) if k in needed else np.zeros(()) for k, r in enumerate(op.reads)]
-    with np.errstate(all="ignore"):
-        values_at = [value(e, args, state, env, wide) for e in exprs]
-    if not whole:
-        return [np.reshape(v, (1,) * (len(extents) - v.ndim) + v.shape) for v in values_at]
-    return [np.broadcast_to(v, extents) for v in values_at]
+
+    def __init__(self, graph: Graph, wide: bool) -> None:
+        self.graph, self.wide = graph, wide
+
+    # reads
+    def at(self, tensor: str, index: Sequence[Array]) -> Array:
+        """Cells of a tensor; the index arrays, one per axis, broadcast."""
+        raise NotImplementedError
+
+    def extents(self, r: Read, env: Mapping[str, Array]) -> list[tuple[int, int]]:
+        """The lowest place along each axis of what is read, and the end."""
+        return [(0, n) for n in self.graph.tensors[r.tensor].shape]
+
+    def looked_at(self, op: Block, r: Read, env: Mapping[str, Array]) -> tuple[list[Array], Array]:
+        """Where a read looks, along each axis, and where that is inside and its guards hold.
+
+        Raises:
+            LawError: it is outside, and nothing stands for what is there.
+        """
+        index = [np.asarray(evaluate(e, env)) for e in r.index]
+        valid = np.ones((), bool)
+        for i, (lo, hi) in zip(index, self.extents(r, env), strict=True):
+            valid = valid & (i >= lo) & (i < hi)
+        for g in r.when:
+            v = np.asarray(evaluate(g.aff, env))
+            valid = valid & (v >= 0 if g.op == "ge" else v == 0)
+        if r.other is None and not np.all(valid):
+            raise LawError("reads_inside", f"reads '{r.tensor}' outside of what is there", where=where(op))
+        return index, valid
+
+    def read(self, op: Block, pos: int, env: Mapping[str, Array]) -> Array:
+        r = op.reads[pos]
+        t = self.graph.tensors[r.tensor]
+        index, valid = self.looked_at(op, r, env)
+        if np.all(valid):
+            return self.at(r.tensor, index)
+        other = np.asarray(r.other, numpy_dtype(t.dtype, self.wide))
+        if 0 in t.shape or not np.any(valid):
+            return np.broadcast_to(other, valid.shape)
+        inside = [np.clip(i, 0, n - 1) for i, n in zip(index, t.shape, strict=True)]
+        return np.where(valid, self.at(r.tensor, inside), other)
+
+    # reductions
+    def bound(self, op: Block, dims: Sequence[Dim], env: Mapping[str, Array]) -> tuple[dict[str, Array], tuple[int, ...]]:
+        sizes = tuple(d.size for d in dims)
+        return meshed(env, dims, [(0, n) for n in sizes]), sizes
+
+    def reduced(self, monoid: str, over: tuple[int, ...], fields: list[Array], kinds: tuple[str, ...]) -> list[Array]:
+        return self.fold(monoid, kinds, steps(fields, over))
+
+    def fold(self, monoid: str, kinds: tuple[str, ...], fields: list[Array]) -> list[Array]:
+        """The merged state of all steps, which are along the last axis."""
+        zero = MONOIDS[monoid].zero(kinds)
+        state = [np.full(f.shape[:-1], z.value, f.dtype) for z, f in zip(zero, fields, strict=True)]
+        for k in range(fields[0].shape[-1]):
+            state = self.merge(monoid, kinds, state, [f[..., k] for f in fields])
+        return state
+
+    def merge(self, monoid: str, kinds: tuple[str, ...], a: Sequence[Array], b: Sequence[Array]) -> list[Array]:
+        """Two states merged."""
+        fields, known, exprs = [*a, *b], dict[object, Array](), MONOIDS[monoid].combiner(kinds)
+        with np.errstate(all="ignore"):
+            made = [self.expr(e, fields.__getitem__, {}, (), known) for e in exprs]
+        return [np.asarray(x).astype(y.dtype) for x, y in zip(made, a, strict=True)]
+
+    # expressions
+    def exprs(
+        self, op: Block, exprs: Sequence[Expr], env: Mapping[str, Array], states: Sequence[Array]
+    ) -> list[Array]:  # fmt: skip
+        with np.errstate(all="ignore"):
+            return super().exprs(op, exprs, env, states)
+
+    def const(self, value: float | int | bool, dtype: str) -> Array:
+        return np.asarray(value, numpy_dtype(dtype, self.wide))
+
+    def index(self, aff: Aff, env: Mapping[str, Array], dtype: str) -> Array:
+        return np.asarray(evaluate(aff, env), np.int64)
+
+    def call(self, e: Call, args: list[Array]) -> Array:
+        dtype = numpy_dtype(e.dtype, self.wide)
+        return cast_array(args[0], dtype) if e.fn == "cast" else np.asarray(NUMPY[e.fn](*args)).astype(dtype, copy=False)
 
 
-def _read(op: Block, r: Read, box: Box, env: Mapping[str, Array], source: Array) -> Array:
-    """Cells that a read names, taken from the footprint of the box and from nowhere else."""
-    if not source.ndim and not r.when:
-        return source
-    intervals = {d.name: (lo, hi - 1) for d, (lo, hi) in zip(op.space, box)}
-    hull = [bounds(e, intervals) for e in r.index]
-    lows = [max(0, int(lo)) if r.other is not None else int(lo) for lo, _ in hull]
-    local = source[tuple(slice(max(lo, 0), int(hi) + 1) for lo, (_, hi) in zip(lows, hull, strict=True))]
-    index = [np.asarray(evaluate(e, env)) - lo for e, lo in zip(r.index, lows, strict=True)]
-    valid = np.ones((), bool)
-    for i, extent in zip(index, local.shape, strict=True):
-        valid = valid & (i >= 0) & (i < extent)
-    for g in r.when:
-        v = np.asarray(evaluate(g.aff, env))
-        valid = valid & (v >= 0 if g.op == "ge" else v == 0)
-    if r.other is None:
-        if not np.all(valid):
-            raise LawError("reads_inside", f"reads '{r.tensor}' outside the block's footprint", where=where(op))
-        return local[tuple(np.broadcast_arrays(*index))]
-    if 0 in local.shape:
-        return np.broadcast_to(np.asarray(r.other, source.dtype), valid.shape)
-    clipped = np.broadcast_arrays(*(np.clip(i, 0, n - 1) for i, n in zip(index, local.shape, strict=True)))
-    return np.where(valid, local[tuple(clipped)], np.asarray(r.other, source.dtype))
+def steps(fields: list[Array], sizes: tuple[int, ...]) -> list[Array]:
+    """Fields with their last axes, of those sizes, made one."""
+    shape = np.broadcast_shapes(*(f.shape for f in fields), sizes)
+    flat = *shape[: len(shape) - len(sizes)], math.prod(sizes)
+    return [np.broadcast_to(f, shape).reshape(flat) for f in fields]
 
 
-def _leaves(e: Expr) -> list[Expr]:
-    return [x for a in e.args for x in _leaves(a)] if isinstance(e, Call) else [e]
+class _Boxes(Arrays):
+    """Whole tensors, part by part as blocks are cut: a part sees the cells of its own footprint and no others."""
+
+    def __init__(self, graph: Graph, tensors: Mapping[str, Array], wide: bool) -> None:
+        super().__init__(graph, wide)
+        self.tensors = tensors
+
+    def at(self, tensor: str, index: Sequence[Array]) -> Array:
+        source = self.tensors[tensor]
+        return source[tuple(np.broadcast_arrays(*index))] if index else source
+
+    def extents(self, r: Read, env: Mapping[str, Array]) -> list[tuple[int, int]]:
+        whole = super().extents(r, env)
+        if not all(a.size for a in env.values()):
+            return whole
+        places = {name: (int(a.flat[0]), int(a.flat[-1])) for name, a in env.items()}
+        hull = [bounds(e, places) for e in r.index]
+        return [(max(0, int(lo)), min(n, int(hi) + 1)) for (lo, hi), (_, n) in zip(hull, whole, strict=True)]
+
+    def states(self, op: Block, env: Mapping[str, Array]) -> list[Array]:
+        monoid, kinds, parts = str(op.monoid), tuple(e.dtype for e in op.body), list[list[Array]]()
+        for box in itertools.product(*_ways(op, op.reduce)):
+            fields = self.lifted(op, meshed(env, op.reduce, box))
+            parts.append(self.reduced(monoid, tuple(hi - lo for lo, hi in box), fields, kinds))
+        return reduce(partial(self.merge, monoid, kinds), parts)
+
+    def block(self, op: Block) -> list[Array]:
+        """The outputs of a block."""
+        types = [numpy_dtype(self.graph.tensors[t].dtype, self.wide) for t in op.outs]
+        outs = [np.zeros([d.size for d in op.dims], dtype) for dtype in types]
+        for box in itertools.product(*_ways(op, op.dims)):
+            made = self.values(op, meshed({}, op.dims, box))
+            for out, value in zip(outs, made, strict=True):
+                out[tuple(slice(lo, hi) for lo, hi in box)] = value
+        return outs
 
 
-def value(e: Expr, args: list[Array], state: list[Array], env: Mapping[str, Array], wide: bool) -> Array:
+def value(e: Expr, args: Sequence[Array], state: Sequence[Array], env: Mapping[str, Array], wide: bool) -> Array:
     """Value of an expression; arrays broadcast. ``state`` has the reduced fields in ``then``, the inner values in a body."""
-    if isinstance(e, Arg):
-        return args[e.pos]
-    if isinstance(e, Acc | Let):
-        return state[e.field if isinstance(e, Acc) else e.pos]
-    if isinstance(e, Index):
-        return np.asarray(evaluate(e.aff, env), np.int64)
-    if isinstance(e, Const):
-        return np.asarray(e.value, numpy_dtype(e.dtype, wide))
-    operands = [value(a, args, state, env, wide) for a in e.args]
-    if e.fn == "cast":
-        return cast_array(operands[0], numpy_dtype(e.dtype, wide))
-    return np.asarray(NUMPY[e.fn](*operands)).astype(numpy_dtype(e.dtype, wide), copy=False)
+    nothing = Graph(name="", tensors={}, ops=(), inputs=(), outputs=())
+    return Arrays(nothing, wide).expr(e, args.__getitem__, env, state, {})
 
 
 def cast_array(x: Array, dtype: Any) -> Array:

@@ -68,8 +68,8 @@ def wanted(graph: Graph, given: Mapping[str, Array]) -> dict[str, tuple[Array, A
 class _NegativeZeros(CellValues):
     """Values in which a maximum or minimum of zeros is -0."""
 
-    def _call(self, e: Call, operands: list[Array]) -> Array:
-        out = super()._call(e, operands)
+    def call(self, e: Call, args: list[Array]) -> Array:
+        out = super().call(e, args)
         return np.where(out == 0, -out * out, out) if e.fn in ("max", "min") and out.dtype.kind == "f" else out
 
 

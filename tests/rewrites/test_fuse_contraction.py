@@ -146,7 +146,9 @@ def test_blocks_and_states_on_triton(name: str) -> None:
     d = op.reduce[0].size
     halves[0][n], halves[1][n] = (0, d // 2), (d // 2, d)
     states = [run_kernel(c.graph, at, values, mode="partial", block=tuple(h)) for h in halves]
-    merged = interp._combine(op, *([np.asarray(f) for f in s] for s in states))
+    merged = interp.Arrays(c.graph, wide=False).merge(
+        op.monoid, tuple(e.dtype for e in op.body), *([np.asarray(f) for f in s] for s in states)
+    )
     whole = run_kernel(c.graph, at, values, mode="finish", states=merged)
     want = interp.run(c.graph, values, wide=True)
     for t, a in zip(op.outs, whole, strict=True):

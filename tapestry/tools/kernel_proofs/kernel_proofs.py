@@ -187,7 +187,7 @@ def _compare(
 ) -> None:  # fmt: skip
     terms: Terms = program.terms
     cell: list[Aff] = at(terms, store, kernel, text)
-    right = Operation(terms, graph, kernel, text).values(cell)[text.outs.index(store.to.buffer)]
+    right = Operation(terms, graph, kernel, text).outputs(cell)[text.outs.index(store.to.buffer)]
     for chosen in _chosen(program, store):
         run = Evaluation(terms, {n: np.arange(k, k + 1) for n, k in chosen.items()}, data)
         parts = [run.aff(store.to.at), run.of(store.to.mask), run.of(store.value), run.of(right)]
@@ -353,7 +353,7 @@ def _match(
         value = flattened(terms, inlined(terms, store.value, made, {}) if made else store.value, sizes, {})
         at, k = cell(terms, store, kernel, text), text.outs.index(store.to.buffer)
         for order in ways:
-            right = Operation(terms, graph, kernel, text, order).values(at)[k]
+            right = Operation(terms, graph, kernel, text, order).outputs(at)[k]
             if Matching(terms, ask).same(value, right, store.to.mask):
                 break
         else:

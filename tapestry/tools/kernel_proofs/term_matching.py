@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from tapestry.ir.expr import Acc, Arg, Call, Const, Expr, Index, Let
+from tapestry.ir.expr import Arg, Call, Expr
 from tapestry.ir.graph import Block, Dim, Graph
 from tapestry.ir.index import Aff, Floor, Mod, const, dim, dims_of, substitute
 from tapestry.ir.kernel import Kernel
@@ -21,16 +21,17 @@ from tapestry.ir.types import FLOATS
 from tapestry.tools.kernel_proofs.addresses import Conditions
 from tapestry.tools.kernel_proofs.kernel_text import NOT_GIVEN, Evaluation, KernelText, evaluated_together
 from tapestry.tools.kernel_proofs.terms import COMMUTATIVE, REDUCING, Kind, Terms, Unsupported, applied, kind_of
+from tapestry.verify.interp import Walk, guards
 
 # What a block of an operation computes at a cell, as terms over the buffers that its kernel is given.
 
 
 @dataclass(frozen=True)
-class Operation:
+class Operation(Walk[Aff, int]):
     """A block of one operation, and where its buffers are.
 
     Attributes:
-        order: of the reduced dimensions, as they make one number; ``inner_order`` of the inner reductions'.
+        order: of the reduced dimensions, as they make one number.
     """
 
     terms: Terms
@@ -39,98 +40,61 @@ class Operation:
     text: KernelText
     order: tuple[int, ...] = ()
 
-    @property
-    def op(self) -> Block:
-        """The operation."""
+    def outputs(self, at: Sequence[Aff]) -> list[int]:
+        """The value of each output (of ``partial``: of each field) at a cell, in coordinates of the whole tensor."""
         op = self.graph.ops[self.kernel.op]
         assert isinstance(op, Block)
-        return op
-
-    def values(self, at: Sequence[Aff]) -> list[int]:
-        """The value of each output (of ``partial``: of each field) at a cell, in coordinates of the whole tensor."""
-        op, env = self.op, {d.name: e for d, e in zip(self.op.dims, at, strict=True)}
+        env = {d.name: e for d, e in zip(op.dims, at, strict=True)}
         if self.kernel.mode == "finish":
-            states = [self._state(k, at) for k in range(len(self.text.states))]
-            return [self._expr(e, env, states) for e in op.then]
-        if op.monoid is None:
-            return [self._expr(e, env, []) for e in op.body]
-        env_in, over = self._within(op.reduce, env, len(op.dims), self.order)
-        fields = [self._expr(e, env_in, self._lets(env_in)) for e in op.body]
-        states = reduced(self.terms, MONOIDS[op.monoid], over, fields)
-        return states if self.kernel.mode == "partial" else [self._expr(e, env, states) for e in op.then]
+            return self.exprs(op, op.then, env, [self._state(op, k, at) for k in range(len(self.text.states))])
+        return self.states(op, env) if self.kernel.mode == "partial" else self.values(op, env)
 
-    def _within(
-        self, dims: Sequence[Dim], env: Mapping[str, Aff], first: int, order: tuple[int, ...] = ()
-    ) -> tuple[dict[str, Aff], tuple[str, int]]:  # fmt: skip
+    def bound(self, op: Block, dims: Sequence[Dim], env: Mapping[str, Aff]) -> tuple[dict[str, Aff], tuple[str, int]]:
         """Reduced dimensions of the block as parts of one number, and its variable with its size."""
-        box = self.kernel.block[first : first + len(dims)]
-        ways, total = order or tuple(range(len(dims))), 1
-        for lo, hi in box:
-            total *= hi - lo
+        of = dict(zip((d.name for d in op.space), self.kernel.block, strict=True))
+        box = [of[d.name] for d in dims]
+        total = math.prod(hi - lo for lo, hi in box)
         name = self.terms.fresh()
         flat, rest, out = self.terms.variable(name, total), total, dict(env)
-        for k in ways:
+        for k in (self.order if dims is op.reduce else ()) or range(len(dims)):
             lo, hi = box[k]
             rest //= max(1, hi - lo)
             out[dims[k].name] = self.terms.remainder(self.terms.divided(flat, max(rest, 1)), max(1, hi - lo)) + lo
         return out, (name, total)
 
-    def _lets(self, env: Mapping[str, Aff]) -> list[int]:
-        op, out = self.op, list[int]()
-        first = len(op.dims) + len(op.reduce)
-        for s in op.inner:
-            env_in, over = self._within(s.dims, env, first)
-            first += len(s.dims)
-            body = self._expr(s.body, env_in, [])
-            out.append(reduced(self.terms, MONOIDS[s.monoid], over, [body])[0])
-        return out
+    def reduced(self, monoid: str, over: tuple[str, int], fields: list[int], kinds: tuple[str, ...]) -> list[int]:
+        return reduced(self.terms, MONOIDS[monoid], over, fields)
 
-    def _state(self, k: int, at: Sequence[Aff]) -> int:
-        box, name = state_box(self.op, k, self.kernel.outs[0]), self.text.states[k]
+    def _state(self, op: Block, k: int, at: Sequence[Aff]) -> int:
+        box, name = state_box(op, k, self.kernel.outs[0]), self.text.states[k]
         buffer = self.text.buffers[name]
-        flat = _flat_of_operation_terms(
-            [e if own else const(0) for e, own in zip(at, varies(self.op)[k], strict=True)], box, buffer.steps(box)
-        )
-        kind = kind_of(buffer.dtype).kind
-        return self.terms.load(name, kind, flat, self.terms.true, self.terms.unknown)
+        index = [e if own else const(0) for e, own in zip(at, varies(op)[k], strict=True)]
+        flat = _flat_of_operation_terms(index, box, buffer.steps(box))
+        return self.terms.load(name, kind_of(buffer.dtype).kind, flat, self.terms.true, self.terms.unknown)
 
-    def _expr(self, e: Expr, env: Mapping[str, Aff], states: Sequence[int], known: dict[int, int] | None = None) -> int:
-        known = {} if known is None else known
-        if id(e) not in known:
-            known[id(e)] = self._fresh(e, env, states, known)
-        return known[id(e)]
+    def const(self, value: float | int | bool, dtype: str) -> int:
+        if dtype in FLOATS:
+            return self.terms.const(float(value))
+        return (self.terms.true if value else self.terms.false) if dtype == "bool" else self.terms.int(const(int(value)))
 
-    def _fresh(self, e: Expr, env: Mapping[str, Aff], states: Sequence[int], known: dict[int, int]) -> int:
-        match e:
-            case Arg(pos):
-                return self._read(pos, env)
-            case Acc(k) | Let(k):
-                return states[k]
-            case Const(value, dtype):
-                return constant(self.terms, value, dtype)
-            case Index(aff, dtype):
-                made = self.terms.int(self.terms.placed(aff, env))
-                return applied(self.terms, "cast", (made,), kind_of(dtype))
-            case Call(fn, args, dtype):
-                return applied(self.terms, fn, [self._expr(a, env, states, known) for a in args], kind_of(dtype))
+    def index(self, aff: Aff, env: Mapping[str, Aff], dtype: str) -> int:
+        return applied(self.terms, "cast", (self.terms.int(self.terms.placed(aff, env)),), kind_of(dtype))
 
-    def _read(self, pos: int, env: Mapping[str, Aff]) -> int:
-        r, terms = self.op.reads[pos], self.terms
-        t, box = self.graph.tensors[r.tensor], self.kernel.ins[pos]
-        index = [terms.placed(e, env) for e in r.index]
-        inside = list[int]()
-        if r.other is not None:
-            inside += [terms.at_least(e) for e in index]
-            inside += [terms.at_least(e * -1 + (n - 1)) for e, n in zip(index, t.shape, strict=True)]
-        for g in r.when:
-            aff = terms.placed(g.aff, env)
-            inside.append(terms.at_least(aff) if g.op == "ge" else terms.is_zero(aff))
-        other = terms.unknown if r.other is None else constant(terms, r.other, t.dtype)
+    def call(self, e: Call, args: list[int]) -> int:
+        return applied(self.terms, e.fn, args, kind_of(e.dtype))
+
+    def read(self, op: Block, pos: int, env: Mapping[str, Aff]) -> int:
+        r, terms, box = op.reads[pos], self.terms, self.kernel.ins[pos]
+        t = self.graph.tensors[r.tensor]
+        places = [(terms.placed(g.aff, env), g.op) for g in guards(r, t.shape)]
+        inside = terms.all([terms.at_least(aff) if kind == "ge" else terms.is_zero(aff) for aff, kind in places])
+        other = terms.unknown if r.other is None else self.const(r.other, t.dtype)
         if box is None or pos not in self.text.reads:  # nothing of it is for this block, or so the kernel says
-            return terms.load(f"{NOT_GIVEN} {pos}", kind_of(t.dtype).kind, const(0), terms.all(inside), other)
+            return terms.load(f"{NOT_GIVEN} {pos}", kind_of(t.dtype).kind, const(0), inside, other)
         name = self.text.reads[pos]
+        index = [terms.placed(e, env) for e in r.index]
         at = _flat_of_operation_terms(index, box, self.text.buffers[name].steps(box))
-        return terms.load(name, kind_of(t.dtype).kind, at, terms.all(inside), other)
+        return terms.load(name, kind_of(t.dtype).kind, at, inside, other)
 
 
 def orders(kernel: Kernel, op: Block) -> Iterator[tuple[int, ...]]:
@@ -149,13 +113,6 @@ def _flat_of_operation_terms(index: Sequence[Aff], box: Sequence[tuple[int, int]
     for e, (lo, _), s in zip(index, box, steps, strict=True):
         out = out + (e - lo) * s
     return out
-
-
-def constant(terms: Terms, value: float | int | bool, dtype: str) -> int:
-    """A literal of an element type."""
-    if dtype in FLOATS:
-        return terms.const(float(value))
-    return (terms.true if value else terms.false) if dtype == "bool" else terms.int(const(int(value)))
 
 
 def reduced(terms: Terms, monoid: Monoid, over: tuple[str, int], fields: Sequence[int]) -> list[int]:

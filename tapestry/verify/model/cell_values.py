@@ -15,15 +15,14 @@ from typing import Any
 import numpy as np
 
 from tapestry.errors import LawError
-from tapestry.ir.expr import Acc, Arg, Call, Const, Expr, Index, Let, arg_positions, distinct
-from tapestry.ir.graph import Block, Graph, Op, Opaque, Read
-from tapestry.ir.index import Aff, Floor, Mod, dims_of, evaluate
-from tapestry.ir.laws import where
+from tapestry.ir.expr import Call, Const, Index, distinct
+from tapestry.ir.graph import Block, Graph, Op, Opaque
+from tapestry.ir.index import Aff, Floor, Mod, dims_of
 from tapestry.ir.monoid import MONOIDS, ByPrimitive, Product
 from tapestry.ir.types import FLOATS, numpy_dtype
 from tapestry.onnx_eval.opaque_node import HostValue
 from tapestry.verify import certificate
-from tapestry.verify.interp import NUMPY, cast_array, opaque
+from tapestry.verify.interp import Arrays, meshed, opaque, steps
 
 Array = np.ndarray[Any, Any]
 
@@ -45,7 +44,7 @@ REDUCERS: dict[str, np.ufunc] = {
 }  # fmt: skip
 
 
-class CellValues:
+class CellValues(Arrays):
     """Evaluates operations of one graph.
 
     Attributes:
@@ -61,8 +60,8 @@ class CellValues:
         """``known`` gives a tensor's array (or host value), and None of one that is to be followed back; ``coarsest`` is the
         unit roundoff beyond which nothing is forgiven, whatever types the graph computes in; with ``plain`` states are merged
         pairwise, and nothing is said of rounding; with ``real`` a cast to a half type does not round either."""
-        self.graph, self.known, self.wide, self.noise, self.coarsest, self.plain = graph, known, wide, noise, coarsest, plain
-        self.real = real
+        super().__init__(graph, wide)
+        self.known, self.noise, self.coarsest, self.plain, self.real = known, noise, coarsest, plain, real
         self.unit, self.random, self.whole_numbers = 0.0, False, False
         self.makers = graph.producers()
         self._whole: dict[str, tuple[Any, float, bool]] = {}  # value, coarsest unit and randomness of what it is made of
@@ -153,81 +152,46 @@ class CellValues:
         return [(np.concatenate([r[k][0] for r in rows]), np.concatenate([r[k][1] for r in rows])) for k in range(len(op.outs))]
 
     def _rows(self, op: Block, points: Array) -> list[tuple[Array, Array]]:
-        n = len(op.dims)
-        env = {d.name: points[:, k] for k, d in enumerate(op.dims)}
-        if op.monoid is None:
-            made = self._expressions(op, op.body, env, [])
-            return [(np.broadcast_to(v, len(points)).copy(), np.zeros(len(points))) for v in made]
-        state, slack = self._reduced(op, points, n)
-        if self.plain:
-            made = self._expressions(op, op.then, env, state)
-            return [(np.broadcast_to(v, len(points)).copy(), np.zeros(len(points))) for v in made]
-        moves = [np.zeros(()) if e is None else e for e in slack]
-        low, middle, high = (
-            self._expressions(
-                op, op.then, env, [s + sign * e if sign and e.ndim else s for s, e in zip(state, moves, strict=True)]
-            )
-            for sign in (-1, 0, 1)
-        )
-        out: list[tuple[Array, Array]] = []
-        for a, b, c in zip(low, middle, high, strict=True):
-            value = np.broadcast_to(b, len(points)).copy()
-            floating = value.dtype.kind == "f"
-            with np.errstate(all="ignore"):
-                moved = np.maximum(np.abs(a - b), np.abs(c - b)) if floating else np.zeros(())
-            out.append((value, np.broadcast_to(np.nan_to_num(moved, nan=0.0, posinf=0.0), len(points)).copy()))
-        return out
+        count, env = len(points), {d.name: points[:, k] for k, d in enumerate(op.dims)}
+        state, slack = self._reduced(op, env, count) if op.monoid else ([], [])
+        exprs = op.then if op.monoid else op.body
+        values = [np.broadcast_to(v, count).copy() for v in self.exprs(op, exprs, env, state)]
+        moved = [np.zeros(count) for _ in values]
+        for sign in (-1, 1) if op.monoid and not self.plain else ():
+            for k, v in enumerate(
+                self.exprs(op, exprs, env, [s if e is None else s + sign * e for s, e in zip(state, slack, strict=True)])
+            ):
+                if values[k].dtype.kind == "f":
+                    with np.errstate(all="ignore"):
+                        moved[k] = np.maximum(moved[k], np.abs(v - values[k]))
+        return [(v, np.nan_to_num(m, nan=0.0, posinf=0.0)) for v, m in zip(values, moved, strict=True)]
 
-    def _reduced(self, op: Block, points: Array, n: int) -> tuple[list[Array], list[Array | None]]:
+    def _reduced(self, op: Block, env: Mapping[str, Array], count: int) -> tuple[list[Array], list[Array | None]]:
         """The state of each cell, taken a part of the first reduced dimension at a time; and what rounding may do to sums."""
-        rest = math.prod(d.size for d in (*op.reduce[1:], *op.inner_dims))
-        first = op.reduce[0].size if op.reduce else 1
-        step = max(1, CHUNK // max(1, rest * len(points)))
+        monoid, kinds, sizes = str(op.monoid), tuple(e.dtype for e in op.body), [d.size for d in op.reduce]
+        rest = math.prod((*sizes[1:], *(d.size for d in op.inner_dims)))
+        first = sizes[0] if sizes else 1
+        step = max(1, CHUNK // max(1, rest * count))
         state: list[Array] | None = None
         slack: list[Array | None] = []
         for lo in range(0, max(first, 1), step):
-            fields = self._fields(op, points, n, (lo, min(first, lo + step)))
-            part, more = self._fold(str(op.monoid), tuple(e.dtype for e in op.body), fields)
-            state = part if state is None else self._merge(str(op.monoid), tuple(e.dtype for e in op.body), state, part)
+            box = [(lo, min(first, lo + step)), *((0, n) for n in sizes[1:])][: len(sizes)]
+            fields = self.lifted(op, meshed(env, op.reduce, box))
+            part, more = self._fold(monoid, kinds, steps(fields, tuple(hi - lo for lo, hi in box)))
+            state = part if state is None else self.merge(monoid, kinds, state, part)
             slack = more if not slack else [a if b is None or a is None else a + b for a, b in zip(slack, more, strict=True)]
         assert state is not None
-        count = math.sqrt(max(1, math.prod(d.size for d in op.reduce)))
-        slack = [None if s is None else s * (8 + count) for s in slack]
+        slack = [None if s is None else s * (8 + math.sqrt(max(1, math.prod(sizes)))) for s in slack]
         if self.noise is not None:
             state = [s if e is None else s + e * self.noise.uniform(-1, 1, s.shape) for s, e in zip(state, slack, strict=True)]
         return state, slack
 
-    def _fields(self, op: Block, points: Array, n: int, part: tuple[int, int]) -> list[Array]:
-        """The lifted state at each cell and each point of the reduced dimensions, as rows."""
-        rank = 1 + len(op.reduce) + len(op.inner_dims)
-        env: dict[str, Array] = {d.name: points[:, k].reshape(-1, *[1] * (rank - 1)) for k, d in enumerate(op.dims)}
-        extents = [len(points)]
-        for k, d in enumerate((*op.reduce, *op.inner_dims), start=1):
-            lo, hi = part if k == 1 and op.reduce else (0, d.size)
-            env[d.name] = np.arange(lo, hi).reshape([-1 if a == k else 1 for a in range(rank)])
-            extents.append(hi - lo)
-        lets, at = list[Array](), 1 + len(op.reduce)
-        for s in op.inner:
-            axes = range(at, at + len(s.dims))
-            at += len(s.dims)
-            lets.append(self._inner(op, s.body, s.monoid, env, axes, extents))
-        rows = [len(points), math.prod(extents[1 : 1 + len(op.reduce)])]
-        full = extents[: 1 + len(op.reduce)] + [1] * len(op.inner_dims)
-        return [np.broadcast_to(f, full).reshape(rows) for f in self._expressions(op, op.body, env, lets)]
-
-    def _inner(self, op: Block, body: Expr, monoid: str, env: Mapping[str, Array], axes: range, extents: list[int]) -> Array:
-        """An inner reduction over its own axes, which keep an extent of 1."""
-        value = self._expressions(op, (body,), env, [])[0]
-        value = np.reshape(value, (1,) * (len(extents) - value.ndim) + value.shape)
-        full = [extents[a] if a in axes else s for a, s in enumerate(value.shape)]
-        moved = np.moveaxis(np.broadcast_to(value, full), tuple(axes), range(-len(axes), 0))
-        kept = moved.shape[: -len(axes)]
-        (total,), _ = self._fold(monoid, (body.dtype,), [moved.reshape(math.prod(kept), math.prod(moved.shape[-len(axes) :]))])
-        return total.reshape([1 if a in axes else s for a, s in enumerate(full)])
-
     # merges
+    def fold(self, monoid: str, kinds: tuple[str, ...], fields: list[Array]) -> list[Array]:
+        return self._fold(monoid, kinds, fields)[0]
+
     def _fold(self, monoid: str, kinds: tuple[str, ...], fields: list[Array]) -> tuple[list[Array], list[Array | None]]:
-        """The state of each row; of sums of floats also one rounding of everything that is summed."""
+        """The state of all steps; of sums of floats also one rounding of everything that is summed."""
         structure = MONOIDS[monoid].structure
         if self.plain:
             return self._tree(monoid, kinds, fields), [None] * len(fields)
@@ -242,9 +206,11 @@ class CellValues:
             f, kind = fields[0], kinds[0]
             zero = MONOIDS[monoid].zero(kinds)[0].value
             with np.errstate(all="ignore"):
-                done = REDUCERS[structure.fn].reduce(f, axis=1, dtype=f.dtype, initial=np.asarray(zero, f.dtype)[()])
+                done = REDUCERS[structure.fn].reduce(f, axis=-1, dtype=f.dtype, initial=np.asarray(zero, f.dtype)[()])
                 slack = (
-                    np.abs(f).sum(axis=1) * min(UNIT[kind], self.coarsest) if structure.fn == "add" and kind in FLOATS else None
+                    np.abs(f).sum(axis=-1) * min(UNIT[kind], self.coarsest)
+                    if structure.fn == "add" and kind in FLOATS
+                    else None
                 )
             if kind in FLOATS:
                 self.unit = max(self.unit, min(UNIT[kind], self.coarsest))
@@ -253,83 +219,21 @@ class CellValues:
 
     def _tree(self, monoid: str, kinds: tuple[str, ...], fields: list[Array]) -> list[Array]:
         """Neighbours are merged with each other until one is left."""
-        if fields[0].shape[1] == 0:
-            zero = MONOIDS[monoid].zero(kinds)
-            return [np.full(f.shape[0], z.value, f.dtype) for f, z in zip(fields, zero, strict=True)]
-        while (n := fields[0].shape[1]) > 1:
+        if fields[0].shape[-1] == 0:
+            return super().fold(monoid, kinds, fields)
+        while (n := fields[0].shape[-1]) > 1:
             even = n // 2 * 2
-            merged = self._merge(monoid, kinds, [f[:, 0:even:2] for f in fields], [f[:, 1:even:2] for f in fields])
-            fields = [np.concatenate([m, f[:, even:]], axis=1) for m, f in zip(merged, fields, strict=True)]
-        return [f[:, 0] for f in fields]
-
-    def _merge(self, monoid: str, kinds: tuple[str, ...], a: list[Array], b: list[Array]) -> list[Array]:
-        exprs = MONOIDS[monoid].combiner(kinds)
-        known: dict[int, Array] = {}
-        with np.errstate(all="ignore"):
-            out = [self._value(e, [*a, *b], [], {}, known) for e in exprs]
-        return [np.asarray(x).astype(y.dtype) for x, y in zip(out, a, strict=True)]
+            merged = self.merge(monoid, kinds, [f[..., 0:even:2] for f in fields], [f[..., 1:even:2] for f in fields])
+            fields = [np.concatenate([m, f[..., even:]], axis=-1) for m, f in zip(merged, fields, strict=True)]
+        return [f[..., 0] for f in fields]
 
     # expressions
-    def _expressions(self, op: Block, exprs: Sequence[Expr], env: Mapping[str, Array], state: list[Array]) -> list[Array]:
-        used = arg_positions(tuple(exprs))
-        args = [self._read(op, r, env) if k in used else np.zeros(()) for k, r in enumerate(op.reads)]
-        known: dict[int, Array] = {}
-        with np.errstate(all="ignore"):
-            return [self._value(e, args, state, env, known) for e in exprs]
-
-    def _read(self, op: Block, r: Read, env: Mapping[str, Array]) -> Array:
-        shape = self.graph.tensors[r.tensor].shape
-        index, valid = self.looked_at(op, r, env)
-        if np.all(valid):
-            return self.at(r.tensor, index)
-        other = np.asarray(r.other, numpy_dtype(self.graph.tensors[r.tensor].dtype, self.wide))
-        if 0 in shape or not np.any(valid):
-            return np.broadcast_to(other, valid.shape)
-        inside = [np.clip(i, 0, n - 1) for i, n in zip(index, shape, strict=True)]
-        return np.where(valid, self.at(r.tensor, inside), other)
-
-    def looked_at(self, op: Block, r: Read, env: Mapping[str, Array]) -> tuple[list[Array], Array]:
-        """Where a read looks, along each axis, and where that is inside the tensor and its guards hold.
-
-        Raises:
-            LawError: it is outside, and nothing stands for what is there.
-        """
-        shape = self.graph.tensors[r.tensor].shape
-        index = [np.asarray(evaluate(e, env)) for e in r.index]
-        valid = np.ones((), bool)
-        for i, extent in zip(index, shape, strict=True):
-            valid = valid & (i >= 0) & (i < extent)
-        for g in r.when:
-            v = np.asarray(evaluate(g.aff, env))
-            valid = valid & (v >= 0 if g.op == "ge" else v == 0)
-        if r.other is None and not np.all(valid):
-            raise LawError("reads_inside", f"reads '{r.tensor}' outside of it", where=where(op))
-        return index, valid
-
-    def _value(
-        self, e: Expr, args: list[Array], state: list[Array], env: Mapping[str, Array], known: dict[int, Array]
-    ) -> Array:
-        if isinstance(e, Arg):
-            return args[e.pos]
-        if isinstance(e, Acc | Let):
-            return state[e.field if isinstance(e, Acc) else e.pos]
-        if isinstance(e, Index):
-            return np.asarray(evaluate(e.aff, env), np.int64)
-        if isinstance(e, Const):
-            return np.asarray(e.value, numpy_dtype(e.dtype, self.wide))
-        if id(e) not in known:
-            known[id(e)] = self._call(e, [self._value(a, args, state, env, known) for a in e.args])
-        return known[id(e)]
-
-    def _call(self, e: Call, operands: list[Array]) -> Array:
-        dtype = numpy_dtype(e.dtype, self.wide)
+    def call(self, e: Call, args: list[Array]) -> Array:
+        out = super().call(e, args)
         if e.fn == "cast":
-            out = cast_array(operands[0], dtype)
             if self.wide and not self.real and UNIT.get(e.dtype, 0.0) > UNIT["f32"]:  # what is made short is made short
-                out = out.astype(numpy_dtype(e.dtype)).astype(dtype)
-            self.whole_numbers |= dtype.kind in "iu" and e.args[0].dtype in FLOATS
-        else:
-            out = np.asarray(NUMPY[e.fn](*operands)).astype(dtype, copy=False)
+                out = np.asarray(out.astype(numpy_dtype(e.dtype)), numpy_dtype(e.dtype, True))
+            self.whole_numbers |= out.dtype.kind in "iu" and e.args[0].dtype in FLOATS
         self.random |= e.fn == "philox"
         if e.dtype not in UNIT or e.fn in EXACT:
             return out

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from tapestry.ir import laws, space
-from tapestry.ir.expr import PRIMITIVES, Acc, Arg, Call, Const, Expr, Index, Let, arg_positions, call, rewrite
+from tapestry.ir.expr import PRIMITIVES, Arg, Call, Const, Expr, arg_positions, call, rewrite
 from tapestry.ir.graph import Block, Dim, Graph, Guard, Read, Rewrite, map_exprs, with_ops
 from tapestry.ir.index import Aff, const, dim, dims_of, span, substitute
 from tapestry.ir.kernel import whole
@@ -23,6 +23,7 @@ from tapestry.ir.monoid import MONOIDS, ByPrimitive, Monoid, Product
 from tapestry.ir.space import Point
 from tapestry.ir.types import FLOATS, Tensor, numpy_dtype
 from tapestry.verify import certificate
+from tapestry.verify.interp import Walk, guards
 from tapestry.verify.model.cell_values import CellValues
 
 Array = np.ndarray[Any, Any]
@@ -54,7 +55,7 @@ def _form(graph: Graph, terms: _Terms) -> int:
         raise NoForm
     (out,) = graph.outputs
     names = [_variable("o", k, n, terms.ranges) for k, n in enumerate(graph.tensors[out].shape)]
-    return _Composition(graph, terms).cell(out, tuple(names), 0)
+    return _Composition(graph, terms).cell(out, tuple(names))
 
 
 def _variable(scope: str, k: int, size: int, ranges: dict[str, int]) -> Aff:
@@ -140,102 +141,68 @@ class _Terms:
         return self.call("mul", dtype, [*before, total]) if before else total
 
 
-@dataclass
-class _Point:
-    """Where an expression is composed: the operation, what stands for its dimensions, its states and inner values."""
-
-    op: Block
-    env: Mapping[str, Aff]
-    depth: int
-    states: Sequence[int]
-    known: dict[int, int]
-
-
-class _Composition:
-    """Terms of one graph's cells."""
+class _Composition(Walk[Aff, int]):
+    """Terms of one graph's cells. A reduction's variables are numbered by how many reductions its cell stands in already."""
 
     def __init__(self, graph: Graph, terms: _Terms) -> None:
         self.graph, self.terms = graph, terms
         self.makers = {t: op for op in graph.ops for t in op.outs}
         self.known: dict[tuple[str, tuple[Aff, ...], int], int] = {}
+        self.depth = 0
 
-    def cell(self, tensor: str, index: tuple[Aff, ...], depth: int) -> int:
+    def cell(self, tensor: str, index: tuple[Aff, ...]) -> int:
         """The term of a tensor's cell."""
-        key = tensor, index, depth
+        key = tensor, index, self.depth
         if key not in self.known:
-            self.known[key] = self._cell(tensor, index, depth)
+            self.known[key] = self._cell(tensor, index)
         return self.known[key]
 
-    def _cell(self, tensor: str, index: tuple[Aff, ...], depth: int) -> int:
+    def _cell(self, tensor: str, index: tuple[Aff, ...]) -> int:
         op = self.makers.get(tensor)
         if op is None:
             free = _NONE.union(*map(dims_of, index))
             return self.terms.make(("cell", tensor, tuple(map(str, index))), free=free)
         if not isinstance(op, Block):
             raise NoForm
-        env = {d.name: e for d, e in zip(op.dims, index, strict=True)}
-        k = op.outs.index(tensor)
-        if op.monoid is None:
-            return self._expr(op.body[k], _Point(op, env, depth, (), {}))
-        within = env | self._bound(op.reduce, depth)
-        lets = [self._inner(op, s, within, depth + 1) for s in op.inner]
-        body = _Point(op, within, depth + 2, lets, {})
-        fields = [self._expr(e, body) for e in op.body]
-        states = self.terms.reduced(op.monoid, _dims_of_places(within, op.reduce), fields, [e.dtype for e in op.body])
-        return self._expr(op.then[k], _Point(op, env, depth, states, {}))
+        return self.values(op, {d.name: e for d, e in zip(op.dims, index, strict=True)}, (op.outs.index(tensor),))[0]
 
-    def _bound(self, dims: Sequence[Dim], depth: int) -> dict[str, Aff]:
-        return {d.name: _variable(f"r{depth}", k, d.size, self.terms.ranges) for k, d in enumerate(dims)}
+    def bound(self, op: Block, dims: Sequence[Dim], env: Mapping[str, Aff]) -> tuple[dict[str, Aff], frozenset[str]]:
+        places = {d.name: _variable(f"r{self.depth}", k, d.size, self.terms.ranges) for k, d in enumerate(dims)}
+        self.depth += 1
+        return {**env, **places}, _NONE.union(*map(dims_of, places.values()))
 
-    def _inner(self, op: Block, s: Any, env: Mapping[str, Aff], depth: int) -> int:
-        within = {**env, **self._bound(s.dims, depth)}
-        field = self._expr(s.body, _Point(op, within, depth + 1, (), {}))
-        return self.terms.reduced(s.monoid, _dims_of_places(within, s.dims), [field], [s.body.dtype])[0]
+    def reduced(self, monoid: str, over: frozenset[str], fields: list[int], kinds: tuple[str, ...]) -> list[int]:
+        self.depth -= 1
+        return self.terms.reduced(monoid, over, fields, kinds)
 
-    def _expr(self, e: Expr, at: _Point) -> int:
-        if id(e) not in at.known:
-            at.known[id(e)] = self._fresh(e, at)
-        return at.known[id(e)]
+    def const(self, value: float | int | bool, dtype: str) -> int:
+        return self.terms.const(value, dtype)
 
-    def _fresh(self, e: Expr, at: _Point) -> int:
-        match e:
-            case Arg(pos):
-                return self._read(at.op.reads[pos], at, e.dtype)
-            case Acc(k) | Let(k):
-                return at.states[k]
-            case Const(value, dtype):
-                return self.terms.const(value, dtype)
-            case Index(aff, dtype):
-                return self.terms.index(substitute(aff, at.env, self.terms.ranges), dtype)
-            case Call(fn, args, dtype):
-                return self.terms.call(fn, dtype, [self._expr(a, at) for a in args])
+    def index(self, aff: Aff, env: Mapping[str, Aff], dtype: str) -> int:
+        return self.terms.index(substitute(aff, env, self.terms.ranges), dtype)
 
-    def _read(self, r: Read, at: _Point, dtype: str) -> int:
-        ranges = self.terms.ranges
-        index = tuple(substitute(e, at.env, ranges) for e in r.index)
-        guards = [Guard(substitute(g.aff, at.env, ranges), g.op) for g in r.when]
-        if r.other is not None:
-            shape = self.graph.tensors[r.tensor].shape
-            guards += [Guard(e, "ge") for e in index]
-            guards += [Guard(e * -1 + (n - 1), "ge") for e, n in zip(index, shape, strict=True)]
+    def call(self, e: Call, args: list[int]) -> int:
+        return self.terms.call(e.fn, e.dtype, args)
+
+    def read(self, op: Block, pos: int, env: Mapping[str, Aff]) -> int:
+        r, ranges = op.reads[pos], self.terms.ranges
+        t = self.graph.tensors[r.tensor]
         open_ = list[Guard]()
-        for g in guards:
-            lo, hi = span(g.aff, ranges)
+        for g in guards(r, t.shape):
+            aff = substitute(g.aff, env, ranges)
+            lo, hi = span(aff, ranges)
             if hi < 0 or (g.op == "eq" and lo > 0):
                 assert r.other is not None
-                return self.terms.const(r.other, dtype)
+                return self.terms.const(r.other, t.dtype)
             if lo < 0 or (g.op == "eq" and hi > 0):
-                open_.append(g)
-        inner = self.cell(r.tensor, index, at.depth)
+                open_.append(Guard(aff, g.op))
+        inner = self.cell(r.tensor, tuple(substitute(e, env, ranges) for e in r.index))
         if not open_:
             return inner
         assert r.other is not None
         free = _NONE.union(*(dims_of(g.aff) for g in open_))
-        return self.terms.guarded(inner, frozenset((str(g.aff), g.op) for g in open_), free, self.terms.const(r.other, dtype))
-
-
-def _dims_of_places(env: Mapping[str, Aff], dims: Sequence[Dim]) -> frozenset[str]:
-    return _NONE.union(*(dims_of(env[d.name]) for d in dims))
+        fill = self.terms.const(r.other, t.dtype)
+        return self.terms.guarded(inner, frozenset((str(g.aff), g.op) for g in open_), free, fill)
 
 
 # Dependences by isl: which cells of the inputs each cell of the output reads, before and after, for all cells at once.
@@ -501,7 +468,8 @@ class Cells(CellValues):
         coords = np.stack(np.unravel_index(flat, t.shape), axis=1) if t.shape else np.zeros((len(flat), 0), int)
         return self.block(op, coords)[op.outs.index(tensor)][0].astype(dtype)
 
-    def _read(self, op: Block, r: Read, env: Mapping[str, Array]) -> Array:
+    def read(self, op: Block, pos: int, env: Mapping[str, Array]) -> Array:
+        r = op.reads[pos]
         t = self.graph.tensors[r.tensor]
         if self.met == len(self.places):
             self.places.append(self._place(op, r, env))
