@@ -24,7 +24,7 @@ from tapestry.ir.kernel import size, whole
 from tapestry.ir.laws import where
 from tapestry.ir.monoid import MONOIDS
 from tapestry.ir.plan import Layout, Mesh, Plan, Stage
-from tapestry.ir.program import Buffer, Free, Launch, Load, Message, Program, Reduce, Step, Transfer, allocated
+from tapestry.ir.program import Buffer, Free, Launch, Load, Message, Program, Reduce, Transfer, allocated
 from tapestry.ir.states import native
 from tapestry.ir.syntax.printer import signature
 from tapestry.ir.types import DTYPES, FLOATS, HOST, itemsize
@@ -191,17 +191,19 @@ class _Replay:
     graph: Graph
     program: Program
     lists: Lists
-    alive: Array
-    peak: Array
+    streamed: frozenset[str]
+    native_sums: bool
+    alive: Array = field(init=False)
+    peak: Array = field(init=False)
     holds: dict[str, Content] = field(default_factory=dict[str, Content])
-    rings: bool = False
+    rings: bool = field(init=False)
     resident: set[str] = field(default_factory=set[str])
-    streamed: frozenset[str] = frozenset()
-    native_sums: bool = False
-    signatures: list[str] = field(default_factory=list[str])
+    signatures: list[str] = field(init=False)
     launched: dict[int, dict[str, list[Boxes]]] = field(default_factory=dict[int, dict[str, list[Boxes]]])
 
     def __post_init__(self) -> None:
+        self.alive, self.peak = np.zeros((2, self.program.devices), np.int64)
+        self.signatures = [str(k) if self.lists.sized else signature(op, self.graph) for k, op in enumerate(self.graph.ops)]
         self.rings = any(s.to.startswith("ring.") for op in self.graph.ops for s in op.splits)
 
     def law(self, name: str, holds: bool, what: str, step: str = "", why: object = "") -> None:
@@ -269,7 +271,7 @@ def check(
     Raises:
         LawError: naming the law, the step, the device and a witness point.
     """
-    r = _replay(graph, program, Lists(), streamed, native_sums, [signature(op, graph) for op in graph.ops])
+    r = _Replay(graph, program, Lists(), streamed, native_sums)
     r.lists.laws.update(laws.check(graph))
     if exact:
         r.lists.laws["exact"] = check_exact(graph, program)
@@ -295,16 +297,7 @@ def check_boxes(graph: Graph, program: Program, lists: Lists) -> None:
         LawError: a law does not hold.
     """
     rounded = any(isinstance(s, Reduce) and s.sent_as for s in program.steps)
-    _walk(_replay(graph, program, lists, frozenset(graph.weights), rounded, list(map(str, range(len(graph.ops))))), None)
-
-
-def _replay(
-    graph: Graph, program: Program, lists: Lists, streamed: frozenset[str], native_sums: bool, signatures: list[str]
-) -> _Replay:  # fmt: skip
-    zeros = np.zeros(program.devices, np.int64)
-    return _Replay(
-        graph, program, lists, zeros, zeros.copy(), streamed=streamed, native_sums=native_sums, signatures=signatures
-    )
+    _walk(_Replay(graph, program, lists, frozenset(graph.weights), rounded), None)
 
 
 def _walk(r: _Replay, places: tuple[Stage, ...] | None) -> None:
@@ -312,27 +305,24 @@ def _walk(r: _Replay, places: tuple[Stage, ...] | None) -> None:
     _declared(r)
     for i, step in enumerate(r.program.steps):
         with inside(f"/program/steps/{i}"):
-            _step(r, step, f"step {i} ({type(step).__name__.lower()})")
+            name = f"step {i} ({type(step).__name__.lower()})"
+            match step:
+                case Load():
+                    _load(r, step, name)
+                case Launch():
+                    _launch(r, step, name)
+                case Transfer():
+                    _transfer(r, step, name)
+                case Reduce():
+                    _reduce(r, step, name)
+                case Free():
+                    _free(r, step, name)
         assert all(b in r.program.buffers for b in allocated(step))
     if places is not None:
         _stages(r, places)
     for i, op in enumerate(r.graph.ops):
         exchange.cover(r.lists, op, r.launched.get(i, {}), None if places is None else places[i])
     _outputs(r)
-
-
-def _step(r: _Replay, step: Step, name: str) -> None:
-    match step:
-        case Load():
-            _load(r, step, name)
-        case Launch():
-            _launch(r, step, name)
-        case Transfer():
-            _transfer(r, step, name)
-        case Reduce():
-            _reduce(r, step, name)
-        case Free():
-            _free(r, step, name)
 
 
 def _stages(r: _Replay, places: tuple[Stage, ...]) -> None:

@@ -16,7 +16,7 @@ from tapestry.ir.graph import Block, Graph, Op
 from tapestry.ir.kernel import Box, size, whole
 from tapestry.ir.laws import where
 from tapestry.ir.plan import Stage, coordinates, interval
-from tapestry.ir.program import Free, Message, Program, Reduce, Step, Transfer, reads
+from tapestry.ir.program import Message, Program, Reduce, Transfer
 from tapestry.ir.states import varies
 from tapestry.ir.types import itemsize
 
@@ -551,8 +551,8 @@ def _as_planned(mine: list[Spans], extents: tuple[int, ...], axes: tuple[tuple[i
 # theirs: no message is buffered (MPI calls such programs *safe*), and messages between two ranks match in the order in which
 # they are posted, tags or no tags. A collective of the backend stands here as the exchange that it replaces: both meet all of a
 # group, in one order on all ranks. What gets through here gets through gloo and NCCL. The scripts are worked out from the
-# program alone, by rules of their own; `tests/test_deadlock.py` records what the runtime really posts and holds it against
-# them.
+# program alone, by rules of their own; `tests/verify/test_deadlock.py` puts them in the order in which the runtime posts, and
+# holds what it really posts against them.
 
 
 LAW = "no_deadlock"
@@ -638,43 +638,7 @@ def _chain(stuck: int, scripts: Sequence[Script], at: list[int], waiting: dict[t
     return "; ".join(told)
 
 
-def scripts(program: Program, world: int | None = None) -> list[list[Exchange]]:
-    """What every rank posts, one exchange after another; consecutive devices share a rank, as evenly as can be."""
-    n = world or program.devices
-    owner = [r for r in range(n) for _ in range((r + 1) * program.devices // n - r * program.devices // n)]
-    out: list[list[Exchange]] = [[] for _ in range(n)]
-    for tag, flow in exchanges(program):
-        _post(out, tag, flow, owner)
-    return out
-
-
-def exchanges(program: Program) -> Iterator[tuple[tuple[int, int], Flow]]:
-    """((step, part), bytes between devices) of everything that is sent, in the order of all ranks.
-
-    States are merged, and sent back where each device merges a part, when a step first names the result (at the end, where it
-    is an output and no step does).
-    """
-    open_: dict[str, tuple[int, Reduce]] = {}
-    for i, step in enumerate((*program.steps, None)):
-        for name in program.outputs.values() if step is None else named(step):
-            if name in open_:
-                at, reduce = open_[name]
-                open_ = {b: x for b, x in open_.items() if x[0] != at}
-                yield (at, 1), dict(_merged(reduce, program, there=False))
-        if isinstance(step, Transfer):
-            yield (i, 0), next(flows(step, program))
-        elif isinstance(step, Reduce):
-            yield (i, 0), next(flows(step, program))
-            if step.kind == "all_reduce":
-                open_ |= dict.fromkeys(step.dsts, (i, step))
-
-
-def named(step: Step) -> tuple[str, ...]:
-    """The buffers that a step reads or frees."""
-    return step.buffers if isinstance(step, Free) else reads(step)
-
-
-def _post(out: list[list[Exchange]], tag: tuple[int, int], flow: Flow, owner: list[int]) -> None:
+def post(out: list[list[Exchange]], tag: tuple[int, int], flow: Flow, owner: list[int]) -> None:
     pairs: Flow = defaultdict(int)
     for (src, dst), nbytes in flow.items():
         if owner[src] != owner[dst]:
@@ -695,12 +659,12 @@ def flows(step: Transfer | Reduce, program: Program) -> Iterator[Flow]:
             flow[m.src, m.dst] += size(m.box) * width
         yield flow
         return
-    yield dict(_merged(step, program, there=True))
+    yield dict(merged_flow(step, program, there=True))
     if step.kind == "all_reduce":
-        yield dict(_merged(step, program, there=False))
+        yield dict(merged_flow(step, program, there=False))
 
 
-def _merged(step: Reduce, program: Program, there: bool) -> Iterator[tuple[tuple[int, int], int]]:
+def merged_flow(step: Reduce, program: Program, there: bool) -> Iterator[tuple[tuple[int, int], int]]:
     """States on their way to who merges them, or merged ones on their way back.
 
     In an all-reduce of three and more, the k-th of n devices merges rows k·N/n to (k+1)·N/n of the N that all fields have
@@ -766,6 +730,6 @@ def check(program: Program) -> int:
             odd = next((ends for ends in flow if ends[0] == ends[1]), None)
             if odd is not None:
                 raise LawError(LAW, f"device {odd[0]} sends to itself", where=f"step {i}")
-            _post(out, (i, part), flow, list(range(program.devices)))
+            post(out, (i, part), flow, list(range(program.devices)))
         met += simulate(out)
     return met

@@ -361,7 +361,7 @@ def _last(region: Region, k: int, period: int) -> list[int]:
 def _period(program: Program, symbols: int) -> int:
     """After how many sizes all cuts repeat; 0 where an extent shrinks as a size grows."""
     found = 1
-    for lo, hi in _extents(program):
+    for lo, hi in (ends for b in program.buffers.values() for box in b.boxes for ends in box or ()):
         ends = [formula_of(lo), formula_of(hi)]
         found = lcm(found, *(f.div for f in ends if f))
         for k in range(symbols):
@@ -369,12 +369,6 @@ def _period(program: Program, symbols: int) -> int:
             if b < a:
                 return 0
     return found
-
-
-def _extents(program: Program) -> Iterator[tuple[int, int]]:
-    for b in program.buffers.values():
-        for box in b.boxes:
-            yield from box or ()
 
 
 def check_sizes(
