@@ -86,7 +86,7 @@ def check_exact(graph: Graph, program: Program) -> int:
         wrong = [d for d, n in parts.items() if axis is None or op.space[axis].name != d or BLOCKS % n]
         if wrong and not anywhere:
             raise LawError("exact", f"a cut of '{wrong[0]}' changes results in the last bits", where=where(op))
-    launches = [s for s in program.steps if isinstance(s, Launch)]
+    launches = [s for s in program.steps if isinstance(s, Launch) and 0 <= s.op < len(free)]  # others the walk refuses
     for step in launches:
         if not free[step.op]:
             _blocks(graph.ops[step.op], along[step.op], step)
