@@ -102,7 +102,7 @@ class Proofs(Lists):
         """A device whose box, which has its ends in order, does not lie in its other box, even where it is empty."""
 
         def wrong(d: int) -> Iterator[str]:
-            for (a, b), (lo, hi) in zip(_box(inner, d), _box(outer, d), strict=True):
+            for (a, b), (lo, hi) in zip(_device_box(inner, d), _device_box(outer, d), strict=True):
                 if sized(a, b, lo, hi):
                     yield f"{a} < {lo} or {b} < {a} or {b} > {hi}"
 
@@ -112,7 +112,7 @@ class Proofs(Lists):
         """A device whose box has not the ends of its other box."""
 
         def wrong(d: int) -> Iterator[str]:
-            for (a, b), (lo, hi) in zip(_box(one, d), _box(other, d), strict=True):
+            for (a, b), (lo, hi) in zip(_device_box(one, d), _device_box(other, d), strict=True):
                 if str(a) != str(lo) or str(b) != str(hi):
                     yield f"{a} != {lo} or {b} != {hi}"
 
@@ -122,7 +122,7 @@ class Proofs(Lists):
         """A device whose block is empty along a dimension that is not."""
 
         def wrong(d: int) -> Iterator[str]:
-            for (lo, hi), (_, size) in zip(_box(points, d), _box(space, d), strict=True):
+            for (lo, hi), (_, size) in zip(_device_box(points, d), _device_box(space, d), strict=True):
                 if sized(lo, hi):
                     yield f"{hi} <= {lo} and 0 < {size}"
 
@@ -150,8 +150,8 @@ class Proofs(Lists):
     def pieces(self, src: Spans, dst: Spans, boxes: Spans, receiver: Array) -> Iterator[tuple[int, list[Box], Box, Point]]:
         """For each device what it has, and is sent, and its box."""
         for d in np.flatnonzero(dst.there).tolist():
-            sent, own = [_box(boxes, k) for k in np.flatnonzero(receiver == d).tolist()], src.box(d)
-            yield d, [*sent, *([] if own is None else [own])], _box(dst, d), ()
+            sent, own = [_device_box(boxes, k) for k in np.flatnonzero(receiver == d).tolist()], src.box(d)
+            yield d, [*sent, *([] if own is None else [own])], _device_box(dst, d), ()
 
     def reads_outside(
         self, op: Op, graph: Graph, k: int, points: Spans, held: Spans, key: tuple[object, ...]
@@ -161,7 +161,9 @@ class Proofs(Lists):
             return self.outside(self.footprint(op, graph, k, points), held), ""
         read, name = op.reads[k], where(op)
         given = op.space, read, graph.tensors[read.tensor].shape, name
-        bad = (d for d in np.flatnonzero(points.there).tolist() if self._reads(given, _box(points, d), _box(held, d)))
+        bad = (
+            d for d in np.flatnonzero(points.there).tolist() if self._reads(given, _device_box(points, d), _device_box(held, d))
+        )
         return next(bad, -1), ""
 
     def _reads(self, given: tuple[Sequence[Dim], Read, Sequence[int], str], block: Box, held: Box) -> bool:
@@ -240,7 +242,7 @@ class Proofs(Lists):
         return str(first), str(last)
 
 
-def _box(spans: Spans, device: int) -> Box:
+def _device_box(spans: Spans, device: int) -> Box:
     """The box of a device that has one."""
     box = spans.box(device)
     assert box is not None
