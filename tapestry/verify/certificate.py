@@ -24,12 +24,12 @@ from tapestry.ir.kernel import size, whole
 from tapestry.ir.laws import where
 from tapestry.ir.monoid import MONOIDS
 from tapestry.ir.plan import Layout, Mesh, Plan, Stage
-from tapestry.ir.program import Buffer, Free, Launch, Load, Message, Program, Reduce, Step, Transfer, allocated
+from tapestry.ir.program import Buffer, Free, Launch, Load, Message, Program, Reduce, Transfer, allocated
 from tapestry.ir.states import native
 from tapestry.ir.syntax.printer import signature
 from tapestry.ir.types import DTYPES, FLOATS, HOST, itemsize
 from tapestry.verify import exchange, monoid_laws
-from tapestry.verify.exchange import Boxes, Breach, Lists, Parts, Spans, coverage, first, spans_of
+from tapestry.verify.exchange import Boxes, Breach, Lists, Parts, Spans, first, spans_of
 
 Array = np.ndarray[Any, Any]
 
@@ -86,7 +86,7 @@ def check_exact(graph: Graph, program: Program) -> int:
         wrong = [d for d, n in parts.items() if axis is None or op.space[axis].name != d or BLOCKS % n]
         if wrong and not anywhere:
             raise LawError("exact", f"a cut of '{wrong[0]}' changes results in the last bits", where=where(op))
-    launches = [s for s in program.steps if isinstance(s, Launch)]
+    launches = [s for s in program.steps if isinstance(s, Launch) and 0 <= s.op < len(free)]  # others the walk refuses
     for step in launches:
         if not free[step.op]:
             _blocks(graph.ops[step.op], along[step.op], step)
@@ -191,24 +191,26 @@ class _Replay:
     graph: Graph
     program: Program
     lists: Lists
-    alive: Array
-    peak: Array
+    streamed: frozenset[str]
+    native_sums: bool
+    alive: Array = field(init=False)
+    peak: Array = field(init=False)
     holds: dict[str, Content] = field(default_factory=dict[str, Content])
-    rings: bool = False
+    rings: bool = field(init=False)
     resident: set[str] = field(default_factory=set[str])
-    streamed: frozenset[str] = frozenset()
-    native_sums: bool = False
-    signatures: list[str] = field(default_factory=list[str])
+    signatures: list[str] = field(init=False)
     launched: dict[int, dict[str, list[Boxes]]] = field(default_factory=dict[int, dict[str, list[Boxes]]])
 
     def __post_init__(self) -> None:
+        self.alive, self.peak = np.zeros((2, self.program.devices), np.int64)
+        self.signatures = [str(k) if self.lists.sized else signature(op, self.graph) for k, op in enumerate(self.graph.ops)]
         self.rings = any(s.to.startswith("ring.") for op in self.graph.ops for s in op.splits)
 
     def law(self, name: str, holds: bool, what: str, step: str = "", why: object = "") -> None:
         """Count one check of a law; raise when it does not hold."""
         self.lists.laws[name] += 1
         if not holds:
-            raise LawError(name, what, where=step, why=str(why))
+            raise self.lists.broken(Breach(name, what, why), step)
 
     def buffer(self, name: str, step: str) -> Buffer:
         """A declared buffer."""
@@ -247,7 +249,7 @@ class _Replay:
         """Bytes on every device."""
         s, width = self.spans(b), itemsize(b.dtype)
         key = ("bytes", self.lists.number(b.boxes), width)
-        return self.lists.made(key, lambda: np.prod(s.hi - s.lo, axis=1, where=s.there[:, None]) * s.there * width)
+        return self.lists.made(key, lambda: np.prod((s.hi - s.lo).astype(np.int64), axis=1) * s.there * width)
 
 
 def check(
@@ -269,26 +271,15 @@ def check(
     Raises:
         LawError: naming the law, the step, the device and a witness point.
     """
-    zeros = np.zeros(program.devices, np.int64)
-    r = _Replay(graph, program, Lists(), zeros, zeros.copy(), streamed=streamed, native_sums=native_sums)
+    r = _Replay(graph, program, Lists(), streamed, native_sums)
     r.lists.laws.update(laws.check(graph))
     if exact:
         r.lists.laws["exact"] = check_exact(graph, program)
-    r.signatures = [signature(op, graph) for op in graph.ops]
     loose = sorted(streamed - set(graph.weights))
     r.law("agreement", not loose, "what is streamed are no weights", "the plan", loose)
-    _declared(r)
-    for i, step in enumerate(program.steps):
-        with inside(f"/program/steps/{i}"):
-            _step(r, step, f"step {i} ({type(step).__name__.lower()})")
-        assert all(b in program.buffers for b in allocated(step))
     if places is None and mesh is not None:
         places = (Stage(0, mesh),) * len(graph.ops)
-    if places is not None:
-        _stages(r, places)
-    for i, op in enumerate(graph.ops):
-        exchange.cover(r.lists, op, r.launched.get(i, {}), None if places is None else places[i])
-    _outputs(r)
+    _walk(r, places)
     r.lists.laws[exchange.LAW] += exchange.check(program)
     if tried := monoid_laws.check_monoids(graph):
         r.lists.laws[monoid_laws.LAW] += tried
@@ -299,18 +290,39 @@ def check(
     return dict(r.lists.laws)
 
 
-def _step(r: _Replay, step: Step, name: str) -> None:
-    match step:
-        case Load():
-            _load(r, step, name)
-        case Launch():
-            _launch(r, step, name)
-        case Transfer():
-            _transfer(r, step, name)
-        case Reduce():
-            _reduce(r, step, name)
-        case Free():
-            _free(r, step, name)
+def check_boxes(graph: Graph, program: Program, lists: Lists) -> None:
+    """Walk a program once more for its boxes, with another back end for what holds of them.
+
+    Raises:
+        LawError: a law does not hold.
+    """
+    rounded = any(isinstance(s, Reduce) and s.sent_as for s in program.steps)
+    _walk(_Replay(graph, program, lists, frozenset(graph.weights), rounded), None)
+
+
+def _walk(r: _Replay, places: tuple[Stage, ...] | None) -> None:
+    """Every buffer, every step, then what all the steps together have to be."""
+    _declared(r)
+    for i, step in enumerate(r.program.steps):
+        with inside(f"/program/steps/{i}"):
+            name = f"step {i} ({type(step).__name__.lower()})"
+            match step:
+                case Load():
+                    _load(r, step, name)
+                case Launch():
+                    _launch(r, step, name)
+                case Transfer():
+                    _transfer(r, step, name)
+                case Reduce():
+                    _reduce(r, step, name)
+                case Free():
+                    _free(r, step, name)
+        assert all(b in r.program.buffers for b in allocated(step))
+    if places is not None:
+        _stages(r, places)
+    for i, op in enumerate(r.graph.ops):
+        exchange.cover(r.lists, op, r.launched.get(i, {}), None if places is None else places[i])
+    _outputs(r)
 
 
 def _stages(r: _Replay, places: tuple[Stage, ...]) -> None:
@@ -334,12 +346,12 @@ def _declared(r: _Replay) -> None:
         assert t is not None
         r.law("agreement", len(b.boxes) == n, f"{len(b.boxes)} boxes for {n} devices", step)
         fact = ("declared", r.lists.number(b.boxes), t.shape)
-        r.lists.prove(fact, step, {"agreement": n}, lambda s=t.shape, b=b: _inside(r.spans(b), s, b))
+        r.lists.prove(fact, step, {"agreement": n}, lambda s=t.shape, b=b: _inside(r, s, b))
 
 
-def _inside(boxes: Spans, shape: tuple[int, ...], b: Buffer) -> Breach | None:
-    fits = np.all((boxes.lo >= 0) & (boxes.lo <= boxes.hi) & (boxes.hi <= np.array(shape, np.int64)), axis=1)
-    bad = first(fits)
+def _inside(r: _Replay, shape: tuple[int, ...], b: Buffer) -> Breach | None:
+    boxes = r.spans(b)
+    bad = r.lists.outside(boxes, exchange.everywhere(shape, boxes))
     return None if bad < 0 else Breach("agreement", f"not inside '{b.tensor}' of shape {shape}", boxes.box(bad))
 
 
@@ -370,7 +382,7 @@ def _launch(r: _Replay, step: Launch, name: str) -> None:
     outer = len(extents) - len(inner)
     uncut = extents[n:] if step.mode == "full" else inner
     fact = ("block", number, extents, uncut)
-    r.lists.prove(fact, name, {"split_partition": 2 * taking}, lambda: exchange.in_space(points, extents, uncut))
+    r.lists.prove(fact, name, {"split_partition": 2 * taking}, lambda: exchange.in_space(points, extents, uncut, r.lists))
     _reads(r, step, op, points, name)
     if step.mode == "finish":
         _merged_states(r, step, points, name)
@@ -392,7 +404,7 @@ def _states(r: _Replay, step: Launch, op: Block, points: Spans, name: str) -> li
         ok = content is not None and content.op == step.op and b.field == k and b.tensor == op.outs[0]
         r.law("read_after_write", ok, f"'{s}' does not hold field {k} of the operation", name)
         assert content is not None
-        same = first(exchange.state(op, k, rows).equals(r.spans(b)) | ~points.there)
+        same = r.lists.differ(exchange.state(op, k, rows), r.spans(b))
         r.law("read_after_write", same < 0, f"'{s}' does not hold field {k} of the block on device {same}", name)
         out.append(content)
     return out
@@ -408,7 +420,7 @@ def _with_others(r: _Replay, step: Launch, points: Spans, parts: Parts, name: st
         merged.add(content.parts)
         fact = ("others", r.lists.number(content.parts), r.lists.number(step.blocks), len(op.dims), len(op.reduce))
         counts = {"written_once": int(points.there.sum())}
-        r.lists.prove(fact, name, counts, lambda c=content: exchange.disjoint(c.parts, parts, extents))
+        r.lists.prove(fact, name, counts, lambda c=content: exchange.disjoint(c.parts, parts, extents, r.lists))
     r.law("agreement", len(merged) == 1, "fields of different parts are merged", name)
     return exchange.with_part(merged.pop(), parts)
 
@@ -441,16 +453,9 @@ def _reads_inside(r: _Replay, step: Launch, op: Op, k: int, points: Spans, b: Bu
     if step.mode == "finish" and isinstance(op, Block):
         points = exchange.with_whole(points, tuple(d.size for d in (*op.reduce, *op.inner_dims)))
     key = ("hull", r.signatures[step.op], k, r.lists.number(step.blocks), step.mode == "finish")
-    hull: Spans = r.lists.made(key, lambda: r.lists.footprint(op, r.graph, k, points))
-    bad = first(hull.inside(held))
-    if bad < 0:
-        return None
-    needs, has = hull.box(bad) or (), held.box(bad) or ()
-    outside = tuple(lo if lo < p else hi - 1 for (lo, hi), (p, q) in zip(needs, has, strict=True) if lo < p or hi > q)
-    return Breach(
-        "access_preserved", f"device {bad} reads '{b.tensor}' outside its buffer '{b.name}'",
-        f"it needs {needs}, holds {has}; coordinate {outside}",
-    )  # fmt: skip
+    bad, why = r.lists.reads_outside(op, r.graph, k, points, held, key)
+    what = f"device {bad} reads '{b.tensor}' outside its buffer '{b.name}'"
+    return None if bad < 0 else Breach("access_preserved", what, why)
 
 
 def _merged_states(r: _Replay, step: Launch, points: Spans, name: str) -> None:
@@ -460,7 +465,7 @@ def _merged_states(r: _Replay, step: Launch, points: Spans, name: str) -> None:
     for content in _states(r, step, op, points, name):
         fact = ("complete", r.lists.number(step.blocks), r.lists.number(content.parts), extents)
         counts = {"written_once": 2 * taking, "read_after_write": taking - 1}
-        r.lists.prove(fact, name, counts, lambda c=content: exchange.complete(points.there, c.parts, extents))
+        r.lists.prove(fact, name, counts, lambda c=content: exchange.complete(points.there, c.parts, extents, r.lists))
 
 
 def _launch_outs(r: _Replay, step: Launch, op: Op, points: Spans, content: Content, name: str) -> None:
@@ -475,7 +480,7 @@ def _launch_outs(r: _Replay, step: Launch, op: Op, points: Spans, content: Conte
             r.law("agreement", b.dtype == op.body[k].dtype, f"'{out}' has another dtype than the state", name)
         key = ("outs", step.mode, r.lists.number(step.blocks), r.signatures[step.op], k)
         wanted: Spans = r.lists.made(key, lambda k=k, t=tensor: _written(op, k, points, r.graph.tensors[t].shape, step.mode))
-        bad = first(wanted.equals(r.spans(b)) | ~points.there)
+        bad = r.lists.differ(wanted, r.spans(b))
         r.law("written_once", bad < 0, "a buffer is not what a device computes", name, wanted.box(bad))
         r.lists.laws["written_once"] += int(points.there.sum()) - 1
         r.allocate(out, name, points.there, content)
@@ -497,9 +502,10 @@ def _transfer(r: _Replay, step: Transfer, name: str) -> None:
     fact = ("transfer", *(r.lists.number(x) for x in (src.boxes, dst.boxes, step.messages)))
     sent, taking = len(step.messages), int(wanted.there.sum())
     counts = {"agreement": sent, "read_after_write": 2 * sent + taking, "written_once": taking}
-    r.lists.prove(fact, name, counts, lambda: exchange.messages(held, wanted, step.messages, name))
-    fact, rings = ("kind", step.kind, *fact), r.rings
-    r.lists.prove(fact, name, {"agreement": 1}, lambda: named(step.kind, held, wanted, step.messages, name, rings))
+    r.lists.prove(fact, name, counts, lambda: exchange.messages(held, wanted, step.messages, name, r.lists))
+    if not r.lists.sized:  # a name is one for all sizes
+        fact, rings = ("kind", step.kind, *fact), r.rings
+        r.lists.prove(fact, name, {"agreement": 1}, lambda: named(step.kind, held, wanted, step.messages, name, rings))
     r.allocate(step.dst, name, wanted.there, Content())
 
 
@@ -542,6 +548,8 @@ def _known(r: _Replay, op: Block, k: int, values: tuple[float, ...], content: Co
     r.law("agreement", isinstance(body, Const) and adds, f"field {k} of the states is no count, and must be sent", name)
     assert isinstance(body, Const)
     r.law("agreement", len(values) == r.program.devices, f"field {k} is not known for every device", name)
+    if not r.lists.fixed(content.parts):
+        r.law("agreement", False, "a count that is known follows from a size", name)
     for d, (parts, value) in enumerate(zip(content.parts, values, strict=True)):
         true = float(body.value) * sum(size(p) for p in parts or ())
         r.law("read_after_write", value == true, f"field {k} is not what a device's part counts", name, f"device {d}: {true}")
@@ -561,10 +569,10 @@ def _merged(r: _Replay, step: Reduce, op: Block, ends: tuple[Buffer, Buffer], co
     r.law("agreement", same, "states and results differ in rank", name)
     r.lists.prove(
         fact, name, counts,
-        lambda: exchange.check_merge(step.kind, groups, held, wanted, content.parts, extents, dst.field is None),
+        lambda: exchange.check_merge(step.kind, groups, held, wanted, content.parts, extents, dst.field is None, r.lists),
     )  # fmt: skip
     assert op.monoid is not None
-    if not MONOIDS[op.monoid].commutative:
+    if not (MONOIDS[op.monoid].commutative or r.lists.sized):
         ordered = ("in order", lists[0], lists[3])
         r.lists.prove(ordered, name, {"written_once": members}, lambda: exchange.in_order(groups, content.parts))
     return r.lists.made(("merged", *lists), lambda: exchange.after(groups, content.parts, r.program.devices))
@@ -584,5 +592,5 @@ def _outputs(r: _Replay) -> None:
     for t in r.graph.outputs:
         step = f"output '{t}'"
         b = r.value(r.program.outputs.get(t, ""), t, step)
-        gap, _ = coverage(list(dict.fromkeys(x for x in b.boxes if x is not None)), whole(r.graph.tensors[t].shape))
+        gap, _ = r.lists.coverage(exchange.distinct([b.boxes]), whole(r.graph.tensors[t].shape), twice=False)
         r.law("written_once", gap is None, f"output '{t}' misses a cell", step, gap)

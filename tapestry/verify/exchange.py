@@ -6,7 +6,7 @@ import itertools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from tapestry.ir.graph import Block, Graph, Op
 from tapestry.ir.kernel import Box, size, whole
 from tapestry.ir.laws import where
 from tapestry.ir.plan import Stage, coordinates, interval
-from tapestry.ir.program import Free, Message, Program, Reduce, Step, Transfer, reads
+from tapestry.ir.program import Message, Program, Reduce, Transfer
 from tapestry.ir.states import varies
 from tapestry.ir.types import itemsize
 
@@ -30,6 +30,8 @@ Array = np.ndarray[Any, Any]
 
 
 Boxes = tuple[Box | None, ...]
+Parts = tuple[tuple[Box, ...] | None, ...]
+"""Per device, the boxes of the reduced dimensions that its states have merged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +45,8 @@ class Breach:
 
 @dataclass(frozen=True, slots=True)
 class Spans:
-    """Boxes as arrays [devices, rank]; ``there`` says which devices have one (the others' bounds are 0)."""
+    """Boxes as arrays [devices, rank] (of objects where ends follow from sizes); ``there`` says which devices have one (the
+    others' bounds are 0)."""
 
     lo: Array
     hi: Array
@@ -54,10 +57,6 @@ class Spans:
         """Devices whose box holds no point, or that have none."""
         return ~self.there | np.any(self.hi <= self.lo, axis=1)
 
-    def inside(self, other: Spans) -> Array:
-        """Per device, whether every point of its box is in its other box."""
-        return np.all((other.lo <= self.lo) & (self.hi <= other.hi), axis=1) & other.there | self.empty
-
     def equals(self, other: Spans) -> Array:
         """Per device, whether both boxes are the same."""
         return np.all((self.lo == other.lo) & (self.hi == other.hi), axis=1) & (self.there == other.there)
@@ -66,7 +65,7 @@ class Spans:
         """One device's box."""
         if not self.there[device]:
             return None
-        return tuple((int(lo), int(hi)) for lo, hi in zip(self.lo[device], self.hi[device], strict=True))
+        return tuple(zip(self.lo[device].tolist(), self.hi[device].tolist(), strict=True))
 
     def keep(self, dims: slice) -> Spans:
         """Some axes of the boxes."""
@@ -75,8 +74,13 @@ class Spans:
 
 @dataclass(slots=True)
 class Lists:
-    """Numbers and arrays of lists, the facts proved so far, and how often each law was checked."""
+    """Numbers and arrays of lists, the facts proved so far, and how often each law was checked.
 
+    Laws ask their questions about boxes here: this class answers by arrays; `sized_laws.Proofs`, of the same questions, by isl,
+    for every size of a region.
+    """
+
+    sized: ClassVar[bool] = False
     laws: Counter[str] = field(default_factory=Counter[str])
     _numbers: dict[object, int] = field(default_factory=dict[object, int])
     _seen: dict[int, tuple[object, int]] = field(default_factory=dict[int, tuple[object, int]])
@@ -101,8 +105,71 @@ class Lists:
         """
         key = (self.number(boxes), rank)
         if key not in self._spans:
-            self._spans[key] = spans_of(boxes, rank, law, step)
+            self._spans[key] = spans_of(boxes, rank, law, step, self.sized)
         return self._spans[key]
+
+    def broken(self, breach: Breach, step: str) -> LawError:
+        """The error of a law that the last question showed to be broken."""
+        return LawError(breach.law, breach.what, where=step, why=str(breach.why))
+
+    # questions about boxes: each answers with what shows the contrary, and -1 or None where there is nothing
+
+    def outside(self, inner: Spans, outer: Spans, points: bool = False) -> int:
+        """A device whose box does not lie in its other box; of ``points``, a box that has none lies anywhere."""
+        fits = np.all((outer.lo <= inner.lo) & (inner.lo <= inner.hi) & (inner.hi <= outer.hi), axis=1) & outer.there
+        return first((fits | inner.empty if points else fits) | ~inner.there)
+
+    def differ(self, one: Spans, other: Spans) -> int:
+        """A device whose box is not its other box."""
+        return first(one.equals(other) | ~one.there)
+
+    def hollow(self, points: Spans, space: Spans) -> int:
+        """A device whose block is empty along a dimension that is not."""
+        return first(np.all((points.lo < points.hi) | (space.hi == 0), axis=1) | ~points.there)
+
+    def coverage(self, boxes: Sequence[Box], target: Box, *, gap: bool = True, twice: bool = True) -> Coverage:
+        """A point of ``target`` that is in no box, and one that is in two, where they are asked for."""
+        missing, double = coverage(boxes, target)
+        return missing if gap else None, double if twice else None
+
+    def fixed(self, parts: Parts) -> bool:
+        """Whether boxes are the same at all sizes."""
+        return True
+
+    def pieces(self, src: Spans, dst: Spans, boxes: Spans, receiver: Array) -> Iterator[tuple[int, list[Box], Box, Point]]:
+        """For each device what it has, and is sent, of its box: from the corner of that, so that devices in like places are
+        one (device, boxes, box, corner)."""
+        lo, hi = np.maximum(src.lo, dst.lo), np.minimum(src.hi, dst.hi)
+        local = Spans(lo, hi, src.there & dst.there)
+        order = np.argsort(receiver, kind="stable")
+        ends = np.searchsorted(receiver[order], np.arange(len(dst.there) + 1))
+        seen: set[bytes] = set()
+        for d in np.flatnonzero(dst.there).tolist():
+            mine = order[ends[d] : ends[d + 1]]
+            lo, hi = boxes.lo[mine], boxes.hi[mine]
+            if not local.empty[d]:
+                lo, hi = np.concatenate([lo, local.lo[d : d + 1]]), np.concatenate([hi, local.hi[d : d + 1]])
+            some = np.concatenate([lo, hi], axis=1) - np.tile(dst.lo[d], 2)
+            some = some[np.lexsort(some.T)] if some.shape[1] else some
+            extent = dst.hi[d] - dst.lo[d]
+            key = extent.tobytes() + some.tobytes() + len(some).to_bytes(8, "big")
+            if key not in seen:
+                seen.add(key)
+                rank = len(extent)
+                held: list[Box] = [tuple((p[a], p[rank + a]) for a in range(rank)) for p in some.tolist()]
+                yield d, held, whole(tuple(extent.tolist())), tuple(dst.lo[d].tolist())
+
+    def reads_outside(
+        self, op: Op, graph: Graph, k: int, points: Spans, held: Spans, key: tuple[object, ...]
+    ) -> tuple[int, object]:  # fmt: skip
+        """A device that reads of read ``k`` what is not in its box, and what it is; the footprints depend on the key alone."""
+        hull: Spans = self.made(key, lambda: self.footprint(op, graph, k, points))
+        bad = self.outside(hull, held, points=True)
+        if bad < 0:
+            return bad, ""
+        needs, has = hull.box(bad) or (), held.box(bad) or ()
+        outside = tuple(lo if lo < p else hi - 1 for (lo, hi), (p, q) in zip(needs, has, strict=True) if lo < p or hi > q)
+        return bad, f"it needs {needs}, holds {has}; coordinate {outside}"
 
     def prove(
         self, fact: tuple[object, ...], step: str, counts: Mapping[str, int], verdict: Callable[[], Breach | None]
@@ -120,7 +187,7 @@ class Lists:
             return
         breach = verdict()
         if breach is not None:
-            raise LawError(breach.law, breach.what, where=step, why=str(breach.why))
+            raise self.broken(breach, step)
         self._proved.add(fact)
 
     def made(self, key: tuple[object, ...], make: Callable[[], Any]) -> Any:
@@ -134,13 +201,7 @@ class Lists:
         if isinstance(op, Block):
             r = op.reads[k]
             return self._image(space.independent(op, r, graph.tensors[r.tensor].shape), len(r.index), points)
-        extents = whole(graph.tensors[op.ins[k]].shape)
-        n = len(points.there)
-        lo, hi = (np.array([[e[side] for e in extents]] * n, np.int64).reshape(n, -1) for side in (0, 1))
-        for i, axis in enumerate(op.in_axes[k]):
-            if axis is not None:
-                lo[:, axis], hi[:, axis] = points.lo[:, i], points.hi[:, i]
-        return Spans(lo, hi, points.there)
+        return along(op.in_axes[k], points, graph.tensors[op.ins[k]].shape)
 
     def _image(self, factors: tuple[space.Factor, ...], rank: int, points: Spans) -> Spans:
         """The product of the factors' images, each worked out by isl for its distinct boxes."""
@@ -166,8 +227,8 @@ class Lists:
         return self._images[key]
 
 
-def spans_of(boxes: Sequence[Box | None], rank: int, law: str, step: str) -> Spans:
-    """Boxes of a rank as arrays.
+def spans_of(boxes: Sequence[Box | None], rank: int, law: str, step: str, sized: bool = False) -> Spans:
+    """Boxes of a rank as arrays, of objects where they are ``sized``.
 
     Raises:
         LawError: one of them is no box of that rank.
@@ -177,10 +238,28 @@ def spans_of(boxes: Sequence[Box | None], rank: int, law: str, step: str) -> Spa
         raise LawError(law, f"a box does not have {rank} axes", where=step, why=str(odd))
     nothing = ((0, 0),) * rank
     try:
-        both = np.array([nothing if b is None else b for b in boxes], np.int64).reshape(len(boxes), rank, 2)
+        both = np.array([nothing if b is None else b for b in boxes], object if sized else np.int64).reshape(
+            len(boxes), rank, 2
+        )
     except (OverflowError, ValueError):
         raise LawError(law, "a box is not one of 64-bit integers", where=step) from None
     return Spans(both[..., 0], both[..., 1], np.array([b is not None for b in boxes], bool))
+
+
+def everywhere(extents: Sequence[int], like: Spans) -> Spans:
+    """All of some extents, on the devices that have a box."""
+    n = len(like.there)
+    hi = np.array([extents] * n, like.lo.dtype).reshape(n, len(extents))
+    return Spans(np.zeros_like(hi), hi, like.there)
+
+
+def along(axes: Sequence[int | None], points: Spans, shape: Sequence[int]) -> Spans:
+    """All of a shape, but for the axes that the blocks' dimensions index."""
+    out = everywhere(shape, points)
+    for i, axis in enumerate(axes):
+        if axis is not None:
+            out.lo[:, axis], out.hi[:, axis] = points.lo[:, i], points.hi[:, i]
+    return out
 
 
 def first(holds: Array) -> int:
@@ -192,9 +271,10 @@ def first(holds: Array) -> int:
 
 
 Point = tuple[int, ...]
+Coverage = tuple[Point | None, Point | None]
 
 
-def coverage(boxes: Sequence[Box], target: Box) -> tuple[Point | None, Point | None]:
+def coverage(boxes: Sequence[Box], target: Box) -> Coverage:
     """(a point of ``target`` in no box, a point of ``target`` in two boxes), ``None`` where there is none.
 
     Space is cut at every box edge into cells on which membership is constant; each box counts its cells.
@@ -221,60 +301,36 @@ def _corner(where: np.ndarray, cuts: list[list[int]]) -> Point | None:
     return tuple(cuts[a][int(i)] for a, i in enumerate(cells[0])) if len(cells) else None
 
 
-Parts = tuple[tuple[Box, ...] | None, ...]
-"""Per device, the boxes of the reduced dimensions that its states have merged."""
+ARRAYS = Lists()
 
 
-def messages(src: Spans, dst: Spans, sent: Sequence[Message], step: str) -> Breach | None:
+def messages(src: Spans, dst: Spans, sent: Sequence[Message], step: str, facts: Lists = ARRAYS) -> Breach | None:
     """Senders hold what they send, and every receiver gets each cell that it lacks exactly once, and no other."""
     n, rank = src.lo.shape
     odd = next((m for m in sent if not (0 <= m.src < n and 0 <= m.dst < n and m.src != m.dst)), None)
     if odd is not None:
         return Breach("agreement", f"message from {odd.src} to {odd.dst}")
-    boxes = spans_of([m.box for m in sent], rank, "read_after_write", step)
+    boxes = spans_of([m.box for m in sent], rank, "read_after_write", step, facts.sized)
     sender, receiver = (np.array(ends, np.int64) for ends in ([m.src for m in sent], [m.dst for m in sent]))
-    bad = first(_within(boxes, _of(src, sender)))
+    bad = facts.outside(boxes, _of(src, sender))
     if bad >= 0:
         return Breach("read_after_write", "a device sends what it lacks", sent[bad])
-    bad = first(_within(boxes, _of(dst, receiver)))
+    bad = facts.outside(boxes, _of(dst, receiver))
     if bad >= 0:
         return Breach("read_after_write", f"device {receiver[bad]} receives what it has no place for", sent[bad].box)
-    return _check_filled(src, dst, boxes, receiver)
-
-
-def _check_filled(src: Spans, dst: Spans, boxes: Spans, receiver: np.ndarray) -> Breach | None:
-    """Each device's copies and messages together cover its box, no cell twice. Boxes count from the corner of the device's
-    own, so that devices in like places are worked out once."""
-    local = Spans(np.maximum(src.lo, dst.lo), np.minimum(src.hi, dst.hi), src.there & dst.there)
-    order = np.argsort(receiver, kind="stable")
-    ends = np.searchsorted(receiver[order], np.arange(len(dst.there) + 1))
-    proved: set[bytes] = set()
-    for d in np.flatnonzero(dst.there).tolist():
-        mine = order[ends[d] : ends[d + 1]]
-        lo, hi = boxes.lo[mine], boxes.hi[mine]
-        if not local.empty[d]:
-            lo, hi = np.concatenate([lo, local.lo[d : d + 1]]), np.concatenate([hi, local.hi[d : d + 1]])
-        pieces = np.concatenate([lo, hi], axis=1) - np.tile(dst.lo[d], 2)
-        pieces = pieces[np.lexsort(pieces.T)] if pieces.shape[1] else pieces
-        extent = dst.hi[d] - dst.lo[d]
-        key = extent.tobytes() + pieces.tobytes() + len(pieces).to_bytes(8, "big")
-        if key in proved:
-            continue
-        rank = len(extent)
-        boxes_held = [tuple((int(p[a]), int(p[rank + a])) for a in range(rank)) for p in pieces]
-        gap, twice = coverage(boxes_held, whole(tuple(extent.tolist())))
-        corner = dst.lo[d].tolist()
+    for d, held, box, corner in facts.pieces(src, dst, boxes, receiver):
+        gap, twice = facts.coverage(held, box)
         if gap is not None:
             return Breach("read_after_write", f"device {d} lacks cells after the transfer", _moved(gap, corner))
         if twice is not None:
             return Breach("written_once", f"device {d} receives a cell twice", _moved(twice, corner))
-        proved.add(key)
     return None
 
 
 def check_merge(
-    kind: str, groups: Sequence[Sequence[int]], src: Spans, dst: Spans, parts: Parts, extents: tuple[int, ...], ends: bool
-) -> Breach | None:
+    kind: str, groups: Sequence[Sequence[int]], src: Spans, dst: Spans, parts: Parts, extents: tuple[int, ...], ends: bool,
+    facts: Lists = ARRAYS,
+) -> Breach | None:  # fmt: skip
     """Groups are disjoint and whole; what they merge are different parts of the reduction; results lie where all have states.
 
     Args:
@@ -286,32 +342,35 @@ def check_merge(
         return Breach("written_once", "groups overlap, or leave out a device that has states")
     proved: set[tuple[Box, ...]] = set()
     for g in map(list, groups):
-        lo, hi = src.lo[g].max(axis=0), src.hi[g].min(axis=0)
-        mine = Spans(dst.lo[g], dst.hi[g], dst.there[g])
-        bad = first(mine.there & (np.all((lo <= mine.lo) & (mine.hi <= hi), axis=1) | mine.empty))
+        mine, theirs = _of(dst, np.array(g)), _of(src, np.array(g))
+        bad, boxes = first(mine.there), dict.fromkeys(map(theirs.box, range(len(g))))
+        for held in boxes if bad < 0 else ():
+            bad = max(bad, facts.outside(mine, spans_of([held] * len(g), mine.lo.shape[1], "", "", facts.sized), points=True))
         if bad >= 0:
             return Breach("read_after_write", "a device has no states for another's part", dst.box(g[bad]))
-        if kind == "all_reduce" and first(mine.equals(Spans(src.lo[g], src.hi[g], src.there[g]))) >= 0:
+        if kind == "all_reduce" and facts.differ(mine, theirs) >= 0:
             return Breach("agreement", "an all-reduce changes a box")
         merged = merged_parts(g, parts)
         if merged in proved:
             continue
-        gap, twice = coverage(merged, whole(extents))
+        gap, twice = facts.coverage(merged, whole(extents), gap=ends)
         if twice is not None:
             return Breach("written_once", "a state is merged twice", twice)
-        if ends and gap is not None:
+        if gap is not None:
             return Breach("written_once", "part of a reduction is missing", gap)
         proved.add(merged)
     return None
 
 
-def disjoint(one: Parts, other: Parts, extents: tuple[int, ...]) -> Breach | None:
+def disjoint(one: Parts, other: Parts, extents: tuple[int, ...], facts: Lists = ARRAYS) -> Breach | None:
     """No device merges a part of the reduction that its states hold already, or has no states to merge with."""
     for d, (mine, more) in enumerate(zip(one, other, strict=True)):
         if more is not None and mine is None:
             return Breach("read_after_write", f"device {d} has no states of other parts")
-        _, twice = coverage(tuple(sorted((*(mine or ()), *(more or ())))), whole(extents))
-        if more is not None and twice is not None:
+        _, twice = (
+            facts.coverage(sorted((*(mine or ()), *more)), whole(extents), gap=False) if more is not None else (None, None)
+        )
+        if twice is not None:
             return Breach("written_once", "part of a reduction is merged twice", twice)
     return None
 
@@ -358,62 +417,46 @@ def _of(spans: Spans, devices: np.ndarray) -> Spans:
     return Spans(spans.lo[devices], spans.hi[devices], spans.there[devices])
 
 
-def _within(boxes: Spans, other: Spans) -> np.ndarray:
-    """Whether boxes lie in others, even where they are empty."""
-    return np.all((other.lo <= boxes.lo) & (boxes.lo <= boxes.hi) & (boxes.hi <= other.hi), axis=1) & other.there
-
-
-def _moved(point: tuple[int, ...], corner: list[int]) -> tuple[int, ...]:
-    return tuple(x + c for x, c in zip(point, corner, strict=True))
+def _moved(point: Point, corner: Point) -> Point:
+    return tuple(x + c for x, c in zip(point, corner, strict=False))
 
 
 # Blocks of an operation's index space over devices: law 4 (parts are disjoint and cover) and what a block writes.
 
 
-def in_space(points: Spans, extents: tuple[int, ...], uncut: tuple[int, ...]) -> Breach | None:
+def in_space(points: Spans, extents: tuple[int, ...], uncut: tuple[int, ...], facts: Lists) -> Breach | None:
     """Every block lies in the index space, none is empty where that is not, and the last dimensions (``uncut``) are whole."""
-    size = np.array(extents, np.int64)
-    fits = (points.lo >= 0) & (points.lo <= points.hi) & (points.hi <= size) & ((points.lo < points.hi) | (size == 0))
-    bad = first(np.all(fits, axis=1) | ~points.there)
+    space = everywhere(extents, points)
+    bad = facts.outside(points, space)
+    bad = facts.hollow(points, space) if bad < 0 else bad
     if bad >= 0:
         return Breach("split_partition", f"a device's block is not in the index space {extents}", points.box(bad))
-    n = len(extents) - len(uncut)
-    full = (points.lo[:, n:] == 0) & (points.hi[:, n:] == size[n:])
-    bad = first(np.all(full, axis=1) | ~points.there)
+    bad = facts.differ(points.keep(slice(len(extents) - len(uncut), None)), everywhere(uncut, points))
     return None if bad < 0 else Breach("split_partition", "a reduction over a part is not merged", points.box(bad))
 
 
 def with_whole(points: Spans, extents: tuple[int, ...]) -> Spans:
     """Blocks with further dimensions, whole."""
-    n = len(points.there)
-    lo = np.concatenate([points.lo, np.zeros((n, len(extents)), np.int64)], axis=1)
-    hi = np.concatenate([points.hi, np.tile(np.array(extents, np.int64), (n, 1))], axis=1)
-    return Spans(lo, hi, points.there)
+    more = everywhere(extents, points)
+    return Spans(np.hstack([points.lo, more.lo]), np.hstack([points.hi, more.hi]), points.there)
 
 
 def written(op: Op, k: int, points: Spans, shape: tuple[int, ...]) -> Spans:
     """What each device writes of output ``k``: its block of the map dimensions."""
-    if isinstance(op, Block):
-        return points.keep(slice(0, len(op.dims)))
-    n = len(points.there)
-    lo, hi = np.zeros((n, len(shape)), np.int64), np.tile(np.array(shape, np.int64), (n, 1))
-    for i, axis in enumerate(op.out_axes[k]):
-        assert axis is not None
-        lo[:, axis], hi[:, axis] = points.lo[:, i], points.hi[:, i]
-    return Spans(lo, hi, points.there)
+    return points.keep(slice(0, len(op.dims))) if isinstance(op, Block) else along(op.out_axes[k], points, shape)
 
 
 def state(op: Block, field: int, points: Spans) -> Spans:
     """What each device holds of a field for blocks of the map dimensions: one cell where it does not vary along one."""
     once = np.array([not v for v in varies(op)[field]], bool)
-    width = np.minimum(points.hi - points.lo, 1)
+    width = np.where(points.hi > points.lo, 1, 0)
     return Spans(np.where(once, 0, points.lo), np.where(once, width, points.hi), points.there)
 
 
-def complete(there: Array, parts: Parts, extents: tuple[int, ...]) -> Breach | None:
+def complete(there: Array, parts: Parts, extents: tuple[int, ...], facts: Lists) -> Breach | None:
     """Law 3 for monoids: on every device, every point of the reduced dimensions is merged exactly once."""
     for mine in dict.fromkeys(parts[d] or () for d in np.flatnonzero(there)):
-        gap, twice = coverage(mine, whole(extents))
+        gap, twice = facts.coverage(mine, whole(extents))
         if gap is not None:
             return Breach("written_once", "part of a reduction is missing", gap)
         if twice is not None:
@@ -431,11 +474,11 @@ def cover(lists: Lists, op: Op, launched: Mapping[str, list[Boxes]], stage: Stag
     mine, step = launched.get("full") or launched.get("partial") or [], where(op)
     extents = tuple(d.size for d in op.space)
     numbers = tuple(map(lists.number, mine))
-    lists.prove(("cover", numbers, extents), step, {"split_partition": 3}, lambda: _covered(mine, extents))
+    lists.prove(("cover", numbers, extents), step, {"split_partition": 3}, lambda: _covered(lists, mine, extents))
     if "partial" in launched:
         ends, n = launched.get("finish", []), extents[: len(op.dims)]
         fact = ("ends", tuple(map(lists.number, ends)), n, "merged" in launched)
-        lists.prove(fact, step, {"written_once": 2}, lambda: _finished(ends, n, "merged" in launched))
+        lists.prove(fact, step, {"written_once": 2}, lambda: _finished(lists, ends, n, "merged" in launched))
     if stage is not None:
         names = [f"mesh.{a.name}" for a in stage.mesh]
         axes = tuple(tuple(names.index(s.to) for s in op.splits if s.dim == d.name and s.to in names) for d in op.space)
@@ -455,20 +498,25 @@ def _ring(right: bool, what: str) -> Breach | None:
     return None if right else Breach("split_partition", "blocks do not travel as the plan says", what)
 
 
-def _covered(mine: list[Boxes], extents: tuple[int, ...]) -> Breach | None:
-    distinct = list(dict.fromkeys(b for boxes in mine for b in boxes if b is not None))
-    if not distinct:
+def distinct(lists: Sequence[Boxes]) -> list[Box]:
+    """The boxes of some lists, each once."""
+    return list(dict.fromkeys(b for boxes in lists for b in boxes if b is not None))
+
+
+def _covered(facts: Lists, mine: list[Boxes], extents: tuple[int, ...]) -> Breach | None:
+    blocks = distinct(mine)
+    if not blocks:
         return Breach("split_partition", "the operation is never run")
-    gap, twice = coverage(distinct, whole(extents))
+    gap, twice = facts.coverage(blocks, whole(extents))
     if gap is not None:
         return Breach("split_partition", "a point is computed by no device", gap)
     return None if twice is None else Breach("split_partition", "a point is in two different blocks", twice)
 
 
-def _finished(ends: list[Boxes], extents: tuple[int, ...], merged: bool) -> Breach | None:
+def _finished(facts: Lists, ends: list[Boxes], extents: tuple[int, ...], merged: bool) -> Breach | None:
     if not ends:
         return None if merged else Breach("written_once", "partial states are never merged")
-    gap, _ = coverage(list(dict.fromkeys(b for boxes in ends for b in boxes if b is not None)), whole(extents))
+    gap, _ = facts.coverage(distinct(ends), whole(extents), twice=False)
     return None if gap is None else Breach("written_once", "an output cell is never finished", gap)
 
 
@@ -503,8 +551,8 @@ def _as_planned(mine: list[Spans], extents: tuple[int, ...], axes: tuple[tuple[i
 # theirs: no message is buffered (MPI calls such programs *safe*), and messages between two ranks match in the order in which
 # they are posted, tags or no tags. A collective of the backend stands here as the exchange that it replaces: both meet all of a
 # group, in one order on all ranks. What gets through here gets through gloo and NCCL. The scripts are worked out from the
-# program alone, by rules of their own; `tests/test_deadlock.py` records what the runtime really posts and holds it against
-# them.
+# program alone, by rules of their own; `tests/verify/test_deadlock.py` puts them in the order in which the runtime posts, and
+# holds what it really posts against them.
 
 
 LAW = "no_deadlock"
@@ -590,43 +638,7 @@ def _chain(stuck: int, scripts: Sequence[Script], at: list[int], waiting: dict[t
     return "; ".join(told)
 
 
-def scripts(program: Program, world: int | None = None) -> list[list[Exchange]]:
-    """What every rank posts, one exchange after another; consecutive devices share a rank, as evenly as can be."""
-    n = world or program.devices
-    owner = [r for r in range(n) for _ in range((r + 1) * program.devices // n - r * program.devices // n)]
-    out: list[list[Exchange]] = [[] for _ in range(n)]
-    for tag, flow in exchanges(program):
-        _post(out, tag, flow, owner)
-    return out
-
-
-def exchanges(program: Program) -> Iterator[tuple[tuple[int, int], Flow]]:
-    """((step, part), bytes between devices) of everything that is sent, in the order of all ranks.
-
-    States are merged, and sent back where each device merges a part, when a step first names the result (at the end, where it
-    is an output and no step does).
-    """
-    open_: dict[str, tuple[int, Reduce]] = {}
-    for i, step in enumerate((*program.steps, None)):
-        for name in program.outputs.values() if step is None else named(step):
-            if name in open_:
-                at, reduce = open_[name]
-                open_ = {b: x for b, x in open_.items() if x[0] != at}
-                yield (at, 1), dict(_merged(reduce, program, there=False))
-        if isinstance(step, Transfer):
-            yield (i, 0), next(flows(step, program))
-        elif isinstance(step, Reduce):
-            yield (i, 0), next(flows(step, program))
-            if step.kind == "all_reduce":
-                open_ |= dict.fromkeys(step.dsts, (i, step))
-
-
-def named(step: Step) -> tuple[str, ...]:
-    """The buffers that a step reads or frees."""
-    return step.buffers if isinstance(step, Free) else reads(step)
-
-
-def _post(out: list[list[Exchange]], tag: tuple[int, int], flow: Flow, owner: list[int]) -> None:
+def post(out: list[list[Exchange]], tag: tuple[int, int], flow: Flow, owner: list[int]) -> None:
     pairs: Flow = defaultdict(int)
     for (src, dst), nbytes in flow.items():
         if owner[src] != owner[dst]:
@@ -647,12 +659,12 @@ def flows(step: Transfer | Reduce, program: Program) -> Iterator[Flow]:
             flow[m.src, m.dst] += size(m.box) * width
         yield flow
         return
-    yield dict(_merged(step, program, there=True))
+    yield dict(merged_flow(step, program, there=True))
     if step.kind == "all_reduce":
-        yield dict(_merged(step, program, there=False))
+        yield dict(merged_flow(step, program, there=False))
 
 
-def _merged(step: Reduce, program: Program, there: bool) -> Iterator[tuple[tuple[int, int], int]]:
+def merged_flow(step: Reduce, program: Program, there: bool) -> Iterator[tuple[tuple[int, int], int]]:
     """States on their way to who merges them, or merged ones on their way back.
 
     In an all-reduce of three and more, the k-th of n devices merges rows k·N/n to (k+1)·N/n of the N that all fields have
@@ -718,6 +730,6 @@ def check(program: Program) -> int:
             odd = next((ends for ends in flow if ends[0] == ends[1]), None)
             if odd is not None:
                 raise LawError(LAW, f"device {odd[0]} sends to itself", where=f"step {i}")
-            _post(out, (i, part), flow, list(range(program.devices)))
+            post(out, (i, part), flow, list(range(program.devices)))
         met += simulate(out)
     return met

@@ -1,34 +1,33 @@
 """The checker of a plan whose sizes are symbols: what `certificate` proves of boxes, for every size of a region.
 
-What a program does to names (what is alive, what a buffer holds, who sends to whom) is the same at every size: `certificate`
-replays it at the sizes at which the plan was made. Here the steps are walked once more for their boxes alone, by no part of
-the planner. The largest peak is that of some size near the region's ends (`_peaks`).
+`certificate` walks the steps and states the laws. It asks what holds of boxes; here isl answers, for every size of a region.
+The largest peak is that of some size near the region's ends (`_peaks`).
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from math import lcm
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from tapestry.errors import LawError
 from tapestry.ir import space
-from tapestry.ir.graph import Block, Dim, Graph, Guard, Op, Read
+from tapestry.ir.graph import Block, Dim, Graph, Op, Read
 from tapestry.ir.index import Aff, Atom, Mod, bounds, dims_of
-from tapestry.ir.kernel import Box
+from tapestry.ir.kernel import Box, whole
 from tapestry.ir.laws import where
-from tapestry.ir.program import Free, Launch, Program, Reduce, Transfer, allocated
-from tapestry.ir.space import apart
-from tapestry.ir.states import varies
+from tapestry.ir.program import Free, Program, allocated
 from tapestry.ir.symbolic_plan import Formula, Region, Size, Sizes, SymbolicPlan, formula_of, names_of
 from tapestry.ir.types import itemsize
+from tapestry.verify import certificate
+from tapestry.verify.exchange import Breach, Coverage, Lists, Parts, Point, Spans, everywhere
 
 Array = np.ndarray[Any, Any]
 
@@ -51,102 +50,139 @@ class SizedLawError(LawError):
 
 
 @dataclass(slots=True)
-class Proofs:
-    """Proves facts about a region; one that was proved is not proved again.
+class Proofs(Lists):
+    """Answers the plan checker's questions about boxes for all sizes of a region; what was proved is not proved again.
 
     Attributes:
         symbols: what the model calls the sizes, for witnesses.
-        laws: how often each law was checked, for all sizes.
+        witness: where the last question was answered by a counterexample: sizes, or none if isl was not done, symbols to
+            blame, and both in words.
     """
 
-    region: Region
-    symbols: Sequence[str]
-    laws: Counter[str] = field(default_factory=Counter[str])
+    sized: ClassVar[bool] = True
+    region: Region = field(kw_only=True)
+    symbols: Sequence[str] = field(kw_only=True)
     proved: set[str] = field(default_factory=set[str])
+    witness: tuple[Sizes | None, list[int], str] | None = None
 
-    def never(self, law: str, what: str, where: str, cells: Sequence[str], wrong: str) -> None:
-        """At no size of the region, and no cell, does a condition hold.
-
-        Args:
-            cells: the names of coordinates in the condition.
-            wrong: the condition, as isl reads it.
-
-        Raises:
-            SizedLawError: it does; with a size and a cell.
-        """
-        self.laws[law] += 1
+    def somewhere(self, cells: Sequence[str], wrong: str) -> Point | None:
+        """The cell at which a condition, as isl reads it, holds at some size; it is also the answer if isl cannot say."""
         if wrong in self.proved:
-            return
+            return None
         names = names_of(len(self.symbols))
         try:
             with space.bounded(OPERATIONS):
                 found = space.solution(dict.fromkeys((*names, *cells), 0), f"{self.region.text()} and ({wrong})")
         except space.TooHard:
-            what, why = f"not proved for all sizes: {what}", f"isl was not done with: {wrong[:200]}"
-            raise SizedLawError(law, what, where=where, why=why, sizes=None) from None
+            self.witness = None, [], f"isl was not done with: {wrong[:200]}"
+            return ()
         if found is None:
             self.proved.add(wrong)
-            return
-        sizes = tuple(found[n] for n in names)
-        at = ", ".join(f"{s} = {n}" for s, n in zip(self.symbols, sizes, strict=True))
-        cell = tuple(found[c] for c in cells)
-        why, about = f"at {at}" + (f", cell {cell}" if cell else ""), frozenset(re.findall(r"\bn\d+", wrong))
+            return None
+        sizes, cell = tuple(found[n] for n in names), tuple(found[c] for c in cells)
+        about = frozenset(re.findall(r"\bn\d+", wrong))
         blame = [k for k, n in enumerate(names) if n in about]
-        raise SizedLawError(law, what, where=where, why=why, sizes=sizes, blame=blame)
+        self.witness = sizes, blame, f"at {_named(self.symbols, sizes)}" + (f", cell {cell}" if cell else "")
+        return cell
 
-    def fails(self, law: str, what: str, where: str, why: str = "") -> SizedLawError:
-        """What holds at no size, or is beyond what is proved."""
-        return SizedLawError(law, what, where=where, why=why, sizes=None)
+    def broken(self, breach: Breach, step: str) -> LawError:
+        """The error, with a size and a cell."""
+        sizes, blame, why = self.witness or (None, [], str(breach.why))
+        what = breach.what if sizes or not self.witness else f"not proved for all sizes: {breach.what}"
+        return SizedLawError(breach.law, what, where=step, why=why, sizes=sizes, blame=blame)
 
-    # facts about boxes
+    def _device(self, there: Array, wrong: Callable[[int], Iterator[str]]) -> int:
+        """A device for which one of some conditions holds; -1 if there is none."""
+        for d in np.flatnonzero(there).tolist():
+            if any(self.somewhere((), condition) is not None for condition in wrong(d)):
+                return d
+        return -1
 
-    def same(self, law: str, what: str, where: str, one: Box, other: Box) -> None:
-        """Two boxes have the same ends."""
-        for (a, b), (c, d) in zip(one, other, strict=True):
-            if str(a) != str(c) or str(b) != str(d):
-                self.never(law, what, where, (), f"{a} != {c} or {b} != {d}")
+    def outside(self, inner: Spans, outer: Spans, points: bool = False) -> int:
+        """A device whose box, which has its ends in order, does not lie in its other box, even where it is empty."""
 
-    def within(self, law: str, what: str, where: str, inner: Box, outer: Box) -> None:
-        """A box with ends in order lies in another, even where it is empty."""
-        for k, ((a, b), (c, d)) in enumerate(zip(inner, outer, strict=True)):
-            if sized(a, b, c, d):
-                self.never(law, what, f"{where}, axis {k}", (), f"{a} < {c} or {b} < {a} or {b} > {d}")
+        def wrong(d: int) -> Iterator[str]:
+            for (a, b), (lo, hi) in zip(_device_box(inner, d), _device_box(outer, d), strict=True):
+                if sized(a, b, lo, hi):
+                    yield f"{a} < {lo} or {b} < {a} or {b} > {hi}"
 
-    def covered(self, law: str, what: str, where: str, box: Box, parts: Sequence[Box]) -> None:
-        """Every cell of a box is in one of some others."""
-        axes = _differing([box, *parts])
-        if not axes and parts:
-            self.laws[law] += 1
-            return
-        cells = [f"p{k}" for k in axes]
-        missing = " and ".join(f"not ({_inside(part, axes)})" for part in parts)
-        self.never(law, what, where, cells, " and ".join(filter(None, [_inside(box, axes), missing])) or "0 = 0")
+        return self._device(inner.there, wrong)
 
-    def apart(self, law: str, what: str, where: str, parts: Sequence[Box]) -> None:
-        """No cell is in two of some boxes."""
-        for k, one in enumerate(parts):
-            for other in parts[k + 1 :]:
-                axes = range(len(one))
-                both = " and ".join(filter(None, [_inside(one, axes), _inside(other, axes)])) or "0 = 0"
-                self.never(law, what, where, [f"p{a}" for a in axes], both)
+    def differ(self, one: Spans, other: Spans) -> int:
+        """A device whose box has not the ends of its other box."""
 
-    def reads(self, law: str, what: str, where: str, given: tuple[Sequence[Dim], Box, Read, Sequence[int]], held: Box) -> None:
-        """Everything that a block reads of a tensor is in a box of it.
+        def wrong(d: int) -> Iterator[str]:
+            for (a, b), (lo, hi) in zip(_device_box(one, d), _device_box(other, d), strict=True):
+                if str(a) != str(lo) or str(b) != str(hi):
+                    yield f"{a} != {lo} or {b} != {hi}"
+
+        return self._device(one.there, wrong)
+
+    def hollow(self, points: Spans, space: Spans) -> int:
+        """A device whose block is empty along a dimension that is not."""
+
+        def wrong(d: int) -> Iterator[str]:
+            for (lo, hi), (_, size) in zip(_device_box(points, d), _device_box(space, d), strict=True):
+                if sized(lo, hi):
+                    yield f"{hi} <= {lo} and 0 < {size}"
+
+        return self._device(points.there, wrong)
+
+    def coverage(self, boxes: Sequence[Box], target: Box, *, gap: bool = True, twice: bool = True) -> Coverage:
+        """A cell of ``target`` that is in no box, or else one that is in two, where they are asked for."""
+        axes = _differing([target, *boxes])
+        if gap and (axes or not boxes):
+            missing = [f"not ({_inside(part, axes)})" for part in boxes]
+            wrong = " and ".join(filter(None, [_inside(target, axes), *missing])) or "0 = 0"
+            if (cell := self.somewhere([f"p{k}" for k in axes], wrong)) is not None:
+                return cell, None
+        for one, other in itertools.combinations(boxes if twice else (), 2):
+            axes = range(len(one))
+            both = " and ".join(filter(None, [_inside(one, axes), _inside(other, axes)])) or "0 = 0"
+            if (cell := self.somewhere([f"p{a}" for a in axes], both)) is not None:
+                return None, cell
+        return None, None
+
+    def fixed(self, parts: Parts) -> bool:
+        """Whether no end of any box follows from sizes."""
+        return not any(sized(*ends) for mine in parts for box in mine or () for ends in box)
+
+    def pieces(self, src: Spans, dst: Spans, boxes: Spans, receiver: Array) -> Iterator[tuple[int, list[Box], Box, Point]]:
+        """For each device what it has, and is sent, and its box."""
+        for d in np.flatnonzero(dst.there).tolist():
+            sent, own = [_device_box(boxes, k) for k in np.flatnonzero(receiver == d).tolist()], src.box(d)
+            yield d, [*sent, *([] if own is None else [own])], _device_box(dst, d), ()
+
+    def reads_outside(
+        self, op: Op, graph: Graph, k: int, points: Spans, held: Spans, key: tuple[object, ...]
+    ) -> tuple[int, object]:  # fmt: skip
+        """A device that reads of read ``k`` what is not in its box."""
+        if not isinstance(op, Block):
+            return self.outside(self.footprint(op, graph, k, points), held), ""
+        read, name = op.reads[k], where(op)
+        given = op.space, read, graph.tensors[read.tensor].shape, name
+        bad = (
+            d for d in np.flatnonzero(points.there).tolist() if self._reads(given, _device_box(points, d), _device_box(held, d))
+        )
+        return next(bad, -1), ""
+
+    def _reads(self, given: tuple[Sequence[Dim], Read, Sequence[int], str], block: Box, held: Box) -> bool:
+        """Whether a block reads what is not in a box of the tensor.
 
         Args:
-            given: the dimensions, the block over them, the read, and the tensor's shape.
+            given: the dimensions, the read, the tensor's shape, and where that is.
         """
-        dims, block, read, shape = given
+        dims, read, shape, _ = given
         names = {d.name: f"p{k}" for k, d in enumerate(dims)}
-        for axes, when in _groups(read):
+        for _, axes, when in space.apart(read):
             used = frozenset(n for k in axes for n in dims_of(read.index[k])) | {n for g in when for n in dims_of(g.aff)}
             affs = [*(read.index[k] for k in axes), *(g.aff for g in when)]
             ends = [x for k, d in enumerate(dims) if d.name in used for x in block[k]]
             if not sized(*ends, *(x for k in axes for x in (*held[k], shape[k])), *(x for e in affs for x in _numbers(e))):
-                self.laws[law] += 1
                 continue
             if any(isinstance(x, Size) for e in affs for x in _integers_of_terms(e)):
-                self._between(law, what, where, given, held, axes)
+                if self._between(given, block, held, axes):
+                    return True
                 continue
             there = [f"{block[k][0]} <= p{k} < {block[k][1]}" for k, d in enumerate(dims) if d.name in used]
             there += [f"{space.aff_text(g.aff, names)} {'>=' if g.op == 'ge' else '='} 0" for g in when]
@@ -154,21 +190,23 @@ class Proofs:
             there += [f"0 <= {text[k]} < {shape[k]}" for k in axes if read.other is not None]
             out = [f"not ({held[k][0]} <= {text[k]} < {held[k][1]})" for k in axes]
             cells = [f"p{k}" for k, d in enumerate(dims) if d.name in used]
-            if out:
-                self.never(law, what, where, cells, " and ".join([*there, f"({' or '.join(out)})"]))
+            if out and self.somewhere(cells, " and ".join([*there, f"({' or '.join(out)})"])) is not None:
+                return True
+        return False
 
     def _between(
-        self, law: str, what: str, where: str, given: tuple[Sequence[Dim], Box, Read, Sequence[int]], held: Box,
-        axes: Sequence[int],
-    ) -> None:  # fmt: skip
+        self, given: tuple[Sequence[Dim], Read, Sequence[int], str], block: Box, held: Box, axes: Sequence[int]
+    ) -> bool:  # fmt: skip
         """The same where a place is no affine function of dimensions and sizes: by its least and largest value on each axis."""
-        dims, block, read, shape = given
+        dims, read, shape, name = given
         ends = {d.name: e for d, e in zip(dims, block, strict=True)}
         for k in axes:
-            low, high = self._ends(read.index[k], ends, where)
+            low, high = self._ends(read.index[k], ends, name)
             inside = f" and 0 <= p0 < {shape[k]}" if read.other is not None else ""
             wrong = f"{low} <= p0 <= {high}{inside} and not ({held[k][0]} <= p0 < {held[k][1]})"
-            self.never(law, what, f"{where}, axis {k}", ["p0"], wrong)
+            if self.somewhere(["p0"], wrong) is not None:
+                return True
+        return False
 
     def _ends(self, e: Aff, block: Mapping[str, tuple[int, int]], where: str) -> tuple[str, str]:
         """The least and the largest value of an index expression over a block, as isl reads them; they may be too far apart.
@@ -181,9 +219,8 @@ class Proofs:
             a, b = self._atom_ends(atom, block, where)
             plain = a.lstrip("-").isdecimal() and b.isdecimal()
             if isinstance(coef, Size) and (min(*coef.formula.coefs, coef.formula.const) < 0 or not plain):
-                raise self.fails(
-                    "access", "a place is a product of a size and a dimension that follows from one", where, str(e)
-                )
+                what = "a place is a product of a size and a dimension that follows from one"
+                raise SizedLawError("access", what, where=where, why=str(e), sizes=None)
             first, last = (a, b) if isinstance(coef, Size) or coef > 0 else (b, a)
             low, high = [*low, _times(coef, first)], [*high, _times(coef, last)]
         return f"({' + '.join(low)})", f"({' + '.join(high)})"
@@ -200,8 +237,20 @@ class Proofs:
         there = bounds(atom.arg, {n: (int(lo), int(hi) - 1) for n, (lo, hi) in block.items()})
         first, last = int(there[0]) // int(atom.div), int(there[1]) // int(atom.div)  # as it is where the plan was made
         what = "a quotient by a size is not the same at all sizes"
-        self.never("access", what, where, (), f"{low} < {first} * {atom.div} or {high} >= {last + 1} * {atom.div}")
+        if self.somewhere((), f"{low} < {first} * {atom.div} or {high} >= {last + 1} * {atom.div}") is not None:
+            raise self.broken(Breach("access", what), where)
         return str(first), str(last)
+
+
+def _device_box(spans: Spans, device: int) -> Box:
+    """The box of a device that has one."""
+    box = spans.box(device)
+    assert box is not None
+    return box
+
+
+def _named(symbols: Sequence[str], sizes: Sizes) -> str:
+    return ", ".join(f"{s} = {n}" for s, n in zip(symbols, sizes, strict=True))
 
 
 def _times(coef: int, end: str) -> str:
@@ -220,11 +269,6 @@ def _inside(box: Box, axes: Sequence[int]) -> str:
 def _differing(boxes: Sequence[Box]) -> list[int]:
     """Axes on which boxes are not all the same text."""
     return [k for k in range(len(boxes[0])) if len({(str(b[k][0]), str(b[k][1])) for b in boxes}) > 1]
-
-
-def _groups(read: Read) -> list[tuple[list[int], list[Guard]]]:
-    """Axes and guards that share dimensions, together."""
-    return [(axes, when) for _, axes, when in apart(read)]
 
 
 def _integers_of_terms(e: Aff) -> list[int]:
@@ -319,7 +363,7 @@ def _last(region: Region, k: int, period: int) -> list[int]:
 def _period(program: Program, symbols: int) -> int:
     """After how many sizes all cuts repeat; 0 where an extent shrinks as a size grows."""
     found = 1
-    for lo, hi in _extents(program):
+    for lo, hi in (ends for b in program.buffers.values() for box in b.boxes for ends in box or ()):
         ends = [formula_of(lo), formula_of(hi)]
         found = lcm(found, *(f.div for f in ends if f))
         for k in range(symbols):
@@ -327,28 +371,6 @@ def _period(program: Program, symbols: int) -> int:
             if b < a:
                 return 0
     return found
-
-
-def _extents(program: Program) -> Iterator[tuple[int, int]]:
-    for b in program.buffers.values():
-        for box in b.boxes:
-            yield from box or ()
-
-
-Parts = dict[int, list[Box]]
-"""By device, the boxes of the reduced dimensions that its states have merged."""
-
-
-@dataclass(slots=True)
-class _Walk:
-    """The steps so far: parts that states hold, and the blocks of each operation by mode."""
-
-    graph: Graph
-    program: Program
-    proofs: Proofs
-    holds: dict[str, Parts] = field(default_factory=dict[str, Parts])
-    blocks: dict[int, dict[str, dict[str, Box]]] = field(default_factory=dict[int, dict[str, dict[str, Box]]])
-    merged: set[int] = field(default_factory=set[int])
 
 
 def check_sizes(
@@ -365,35 +387,17 @@ def check_sizes(
     Raises:
         SizedLawError: one does not hold at some size; with that size and a cell.
     """
-    walk = _Walk(plan.graph, plan.program, Proofs(region, symbols))
+    facts = Proofs(region=region, symbols=symbols)
     for op in plan.graph.ops:
-        _operation(walk, op)
-    _declared(walk)
-    for i, step in enumerate(plan.program.steps):
-        name = f"step {i} ({type(step).__name__.lower()})"
-        match step:
-            case Launch():
-                _launch(walk, step, f"{name} of {where(plan.graph.ops[step.op])}")
-            case Transfer():
-                _transfer(walk, step, name)
-            case Reduce():
-                _reduce(walk, step, name)
-            case _:
-                pass
-    for i, op in enumerate(plan.graph.ops):
-        _cover(walk, i, op)
-    for t in plan.graph.outputs:
-        whole = tuple((0, n) for n in plan.graph.tensors[t].shape)
-        parts = _distinct(plan.program.buffers[plan.program.outputs[t]].boxes)
-        walk.proofs.covered("written_once", f"output '{t}' misses a cell", f"output '{t}'", whole, parts)
+        _operation(facts, plan.graph, op)
+    certificate.check_boxes(plan.graph, plan.program, facts)
     peaks, at = largest_peaks(plan, region)
     for d, peak in enumerate(peaks):
-        walk.proofs.laws["memory"] += 1
+        facts.laws["memory"] += 1
         if limits is not None and peak > limits[d]:
-            sizes = ", ".join(f"{s} = {n}" for s, n in zip(symbols, at[d], strict=True))
             what, blame = f"device {d} needs {peak:,} bytes of {limits[d]:,}", range(len(symbols))
-            raise SizedLawError("memory", what, where="", why=f"at {sizes}", sizes=at[d], blame=blame)
-    return dict(walk.proofs.laws), peaks
+            raise SizedLawError("memory", what, where="", why=f"at {_named(symbols, at[d])}", sizes=at[d], blame=blame)
+    return dict(facts.laws), peaks
 
 
 def cover(regions: Sequence[Region], asked: Region, symbols: Sequence[str]) -> int:
@@ -402,190 +406,28 @@ def cover(regions: Sequence[Region], asked: Region, symbols: Sequence[str]) -> i
     Raises:
         SizedLawError: one is not.
     """
-    proofs = Proofs(asked, symbols)
-    missing = " and ".join(f"not ({r.text()})" for r in regions)
-    proofs.never("sizes", "a size is in no region", "sizes.json", (), missing)
-    return proofs.laws["sizes"]
+    facts, missing = Proofs(region=asked, symbols=symbols), " and ".join(f"not ({r.text()})" for r in regions)
+    if facts.somewhere((), missing) is not None:
+        raise facts.broken(Breach("sizes", "a size is in no region"), "sizes.json")
+    return 1
 
 
-def _distinct(boxes: Sequence[Box | None]) -> list[Box]:
-    """The boxes that differ as text."""
-    return list({str(b): b for b in boxes if b is not None}.values())
-
-
-def _operation(walk: _Walk, op: Op) -> None:
+def _operation(facts: Proofs, graph: Graph, op: Op) -> None:
     """Laws 1 to 3 at all sizes: results are as large as the dimensions, and reads without another value stay inside."""
-    tensors, name, extents = walk.graph.tensors, where(op), tuple((0, d.size) for d in op.dims)
+    tensors, name, everything = graph.tensors, where(op), list[tuple[str, Sequence[int], Sequence[int]]]()
+    points = facts.spans((whole(tuple(d.size for d in op.space)),), len(op.space))
     if isinstance(op, Block):
-        for t in op.outs:
-            walk.proofs.same("agreement", f"'{t}' is not of its size", name, tuple((0, n) for n in tensors[t].shape), extents)
-        space = tuple((0, d.size) for d in op.space)
-        for r in op.reads:
+        everything += [(t, tensors[t].shape, [d.size for d in op.dims]) for t in op.outs]
+        for k, r in enumerate(op.reads):
             if r.other is None:
-                whole = tuple((0, n) for n in tensors[r.tensor].shape)
-                given = op.space, space, r, tensors[r.tensor].shape
-                walk.proofs.reads("access", f"it reads outside of '{r.tensor}'", name, given, whole)
-        return
-    for names, axes in ((op.ins, op.in_axes), (op.outs, op.out_axes)):
-        for t, at in zip(names, axes, strict=True):
-            for d, axis in zip(op.dims, at, strict=True):
-                if t and axis is not None:
-                    ends = ((0, tensors[t].shape[axis]),)
-                    walk.proofs.same("agreement", f"'{t}' is not of its size", name, ends, ((0, d.size),))
-
-
-def _declared(walk: _Walk) -> None:
-    """Every buffer lies in its tensor."""
-    for b in walk.program.buffers.values():
-        whole = tuple((0, n) for n in walk.graph.tensors[b.tensor].shape)
-        for d, box in enumerate(b.boxes):
-            if box is not None:
-                walk.proofs.within("agreement", f"not inside '{b.tensor}'", f"buffer '{b.name}', device {d}", box, whole)
-
-
-def _dims(op: Op, mode: str) -> tuple[Dim, ...]:
-    return op.dims if mode == "finish" else op.space
-
-
-def _launch(walk: _Walk, step: Launch, name: str) -> None:
-    op, proofs = walk.graph.ops[step.op], walk.proofs
-    dims, n = _dims(op, step.mode), len(op.dims)
-    inner = len(op.inner_dims) if isinstance(op, Block) else 0
-    uncut = {"full": range(n, len(dims)), "partial": range(len(dims) - inner, len(dims)), "finish": range(0)}[step.mode]
-    seen = walk.blocks.setdefault(step.op, {}).setdefault(step.mode, {})
-    parts: Parts = {}
-    for d, block in enumerate(step.blocks):
-        if block is None:
-            continue
-        here = f"{name}, device {d}"
-        proofs.within("split_partition", "a block is not in the index space", here, block, tuple((0, x.size) for x in dims))
-        for (lo, hi), x in zip(block, dims, strict=True):
-            if sized(lo, hi):
-                proofs.never("split_partition", "a block is empty", here, (), f"{hi} <= {lo} and 0 < {x.size}")
-        whole = tuple((0, dims[k].size) for k in uncut)
-        proofs.same("split_partition", "a reduction over a part is not merged", here, tuple(block[k] for k in uncut), whole)
-        _block_reads(walk, step, op, block, (d, here))
-        _block_results(walk, step, op, block, (d, here))
-        seen[str(block)] = block
-        if step.mode == "partial":
-            before = walk.holds[step.states[0]][d] if step.states else []
-            parts[d] = [*before, block[n : len(dims) - inner]]
-            proofs.apart("written_once", "part of a reduction is merged twice", here, parts[d])
-        if step.mode == "finish":
-            _complete(walk, op, walk.holds[step.states[0]][d], here)
-    if step.mode == "partial":
-        walk.holds |= dict.fromkeys(step.outs, parts)
-
-
-def _block_reads(walk: _Walk, step: Launch, op: Op, block: Box, at: tuple[int, str]) -> None:
-    """What a device's block reads is in the buffers that it is given."""
-    (d, here), tensors = at, walk.graph.tensors
-    if isinstance(op, Block):
-        dims = op.space if step.mode != "finish" else (*op.dims, *op.reduce, *op.inner_dims)
-        points = (*block, *((0, x.size) for x in dims[len(block) :]))
-        used = {"full": op.body_reads() | op.then_reads(), "partial": op.body_reads(), "finish": op.then_reads()}[step.mode]
-        for k in sorted(used):
-            held = walk.program.buffers[step.ins[k]].boxes[d]
-            assert held is not None  # `certificate` has seen that it is alive
-            r = op.reads[k]
-            what = f"device {d} reads '{r.tensor}' outside its buffer '{step.ins[k]}'"
-            walk.proofs.reads("access_preserved", what, here, (dims, points, r, tensors[r.tensor].shape), held)
-        return
-    for k, t in enumerate(op.ins):
-        held = walk.program.buffers[step.ins[k]].boxes[d] if t else None
-        if held is not None:
-            need = _of_axes(tuple((0, n) for n in tensors[t].shape), op.in_axes[k], block)
-            walk.proofs.within("access_preserved", f"device {d} reads '{t}' outside its buffer", here, need, held)
-
-
-def _of_axes(whole: Box, axes: Sequence[int | None], block: Box) -> Box:
-    """A whole tensor, but for the axes that a block's dimensions index."""
-    cut = {axis: ends for axis, ends in zip(axes, block, strict=True) if axis is not None}
-    return tuple(cut.get(k, ends) for k, ends in enumerate(whole))
-
-
-def _block_results(walk: _Walk, step: Launch, op: Op, block: Box, at: tuple[int, str]) -> None:
-    """A device's new buffers are what its block computes."""
-    d, here = at
-    for k, out in enumerate(step.outs):
-        b = walk.program.buffers[out]
-        if isinstance(op, Block):
-            wanted = _state(op, k, block) if step.mode == "partial" else block[: len(op.dims)]
-        else:
-            shape = walk.graph.tensors[op.outs[k]].shape
-            wanted = _of_axes(tuple((0, n) for n in shape), op.out_axes[k], block)
-        held = b.boxes[d]
-        assert held is not None
-        walk.proofs.same("written_once", f"'{out}' is not what a device computes", here, held, wanted)
-    for k, s in enumerate(step.states if isinstance(op, Block) else ()):
-        held = walk.program.buffers[s].boxes[d]
-        assert held is not None and isinstance(op, Block)
-        walk.proofs.same("read_after_write", f"'{s}' does not hold field {k} of the block", here, held, _state(op, k, block))
-
-
-def _state(op: Block, field: int, block: Box) -> Box:
-    """What a block, which is not empty, has of a field: one cell where it does not vary along a dimension."""
-    return tuple(e if v else (0, 1) for e, v in zip(block, varies(op)[field], strict=False))
-
-
-def _complete(walk: _Walk, op: Op, parts: list[Box], here: str) -> None:
-    assert isinstance(op, Block)
-    whole = tuple((0, d.size) for d in op.reduce)
-    walk.proofs.covered("written_once", "part of a reduction is missing", here, whole, parts)
-
-
-def _transfer(walk: _Walk, step: Transfer, name: str) -> None:
-    """Messages are parts of what is sent and of what is wanted; with what a device has they make up its box, nothing twice."""
-    src, dst, proofs = walk.program.buffers[step.src], walk.program.buffers[step.dst], walk.proofs
-    pieces: dict[int, list[Box]] = {d: [] for d, b in enumerate(dst.boxes) if b is not None}
-    for m in step.messages:
-        held, wanted = src.boxes[m.src], dst.boxes[m.dst]
-        assert held is not None and wanted is not None
-        proofs.within("read_after_write", f"device {m.src} sends what it does not have", name, m.box, held)
-        proofs.within("agreement", f"device {m.dst} is sent what it has no place for", name, m.box, wanted)
-        pieces[m.dst].append(m.box)
-    for d, sent in pieces.items():
-        box, own = dst.boxes[d], src.boxes[d]
-        assert box is not None
-        here, held = f"{name}, device {d}", [*sent, *([own] if own is not None else [])]
-        proofs.covered("read_after_write", f"device {d} lacks cells after the transfer", here, box, held)
-        proofs.apart("written_once", f"device {d} receives a cell twice", here, held)
-
-
-def _reduce(walk: _Walk, step: Reduce, name: str) -> None:
-    """Every member of a group has the states that another one's results need; no part of the reduction is merged twice."""
-    op, proofs = walk.graph.ops[step.op], walk.proofs
-    assert isinstance(op, Block)
-    if step.known and any(sized(*e) for parts in walk.holds[step.srcs[0]].values() for box in parts for e in box):
-        raise proofs.fails("agreement", "a count that is known follows from a size", name)
-    for k, (s, t) in enumerate(zip(step.srcs, step.dsts, strict=True)):
-        src, dst, parts, after = walk.program.buffers[s], walk.program.buffers[t], walk.holds[s], Parts()
-        for g in step.groups:
-            merged = [b for d in g for b in parts[d]]
-            if k == 0:
-                proofs.apart("written_once", "a state is merged twice", name, merged)
-            for d in g:
-                wanted = dst.boxes[d]
-                assert wanted is not None
-                for e in g:
-                    held = src.boxes[e]
-                    assert held is not None
-                    proofs.within("read_after_write", "a device has no states for another's part", name, wanted, held)
-                after[d] = merged
-                if dst.field is None:
-                    _complete(walk, op, merged, f"{name}, device {d}")
-        if dst.field is None:
-            walk.merged.add(step.op)
-        walk.holds[t] = after
-
-
-def _cover(walk: _Walk, i: int, op: Op) -> None:
-    """Law 4: the blocks of an operation cover its index space, no point is in two that differ; results likewise."""
-    launched, name = walk.blocks.get(i, {}), where(op)
-    mine = list((launched.get("full") or launched.get("partial") or {}).values())
-    space = tuple((0, d.size) for d in op.space)
-    walk.proofs.covered("split_partition", "a point is computed by no device", name, space, mine)
-    walk.proofs.apart("split_partition", "a point is in two different blocks", name, mine)
-    if "finish" in launched:
-        ends = list(launched["finish"].values())
-        walk.proofs.covered("written_once", "an output cell is never finished", name, space[: len(op.dims)], ends)
+                facts.laws["access"] += 1
+                if facts.reads_outside(op, graph, k, points, everywhere(tensors[r.tensor].shape, points), ())[0] >= 0:
+                    raise facts.broken(Breach("access", f"it reads outside of '{r.tensor}'"), name)
+    else:
+        for t, axes in zip((*op.ins, *op.outs), (*op.in_axes, *op.out_axes), strict=True):
+            cut = [(axis, d.size) for d, axis in zip(op.dims, axes, strict=True) if t and axis is not None]
+            everything.append((t, [tensors[t].shape[axis] for axis, _ in cut], [n for _, n in cut]))
+    for t, shape, wanted in everything:
+        facts.laws["agreement"] += 1
+        if facts.differ(everywhere(shape, points), everywhere(wanted, points)) >= 0:
+            raise facts.broken(Breach("agreement", f"'{t}' is not of its size"), name)

@@ -104,6 +104,19 @@ def test_xla_computes_the_model(tmp_path):
         assert_same(found, c.run(feeds), c.build.plan.graph, name)
 
 
+def test_negative_places_count_from_the_end(tmp_path):
+    """StableHLO's gather takes a negative place for 0, and ONNX's for one from the end."""
+    for seed in range(2):
+        written("gathers", seed, tmp_path)
+        text = (tmp_path / f"gathers{seed}.mlir").read_text()
+        places_of = re.findall(r'"stablehlo.gather"\(%\d+, (%\d+)\)', text)
+        assert places_of
+        for place in places_of:
+            test, wrapped, plain = re.search(rf"{place} = stablehlo.select (%\d+), (%\d+), (%\d+) ", text).groups()
+            assert re.search(rf"{test} = stablehlo.compare LT, {plain},", text)
+            assert re.search(rf"{wrapped} = stablehlo.add {plain},", text)
+
+
 def of_ranks(c, build, feeds, path):
     """The text of what every rank does, written with its arguments; what it says it is."""
     said = shardy.export_shardy_ranks(build, path, nearest=True)

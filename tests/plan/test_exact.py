@@ -19,6 +19,7 @@ from tapestry.errors import LawError, TapestryError
 from tapestry.ir.graph import Split
 from tapestry.ir.kernel import cut
 from tapestry.ir.plan import PARTS, MeshAxis, Plan, blocks, canonical, free, may_cut
+from tapestry.ir.program import Launch
 from tapestry.ir.syntax.parser import parse
 from tapestry.verify import certificate
 from tests.support.lifting import SHARED, needs_shared
@@ -124,6 +125,11 @@ def test_what_cannot_be_exact_is_refused(tmp_path):
     cut_op = replace(graph.ops[at], splits=(Split(graph.ops[at].reduce[0].name, 2, "mesh.d0"),))
     with pytest.raises(LawError, match="last bits"):
         certificate.check(replace(graph, ops=(*graph.ops[:at], cut_op, *graph.ops[at + 1 :])), build.build.program, exact=True)
+    program = build.build.program
+    for k in (-1, len(graph.ops)):
+        steps = tuple(replace(s, op=k) if isinstance(s, Launch) else s for s in program.steps)
+        with pytest.raises(LawError, match=f"operation {k} does not exist"):
+            certificate.check(graph, replace(program, steps=steps), exact=True)
 
 
 def small_net(folder: Path) -> Path:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 import re
 from collections import Counter
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from tapestry.codegen.torch_cpu.base.scalars import TORCH_DTYPES
 from tapestry.errors import LawError
 from tapestry.ir.kernel import shape
 from tapestry.ir.plan import Plan
-from tapestry.ir.program import Program, Reduce, Transfer, transfer_bytes
+from tapestry.ir.program import Free, Program, Reduce, Step, Transfer, reads, transfer_bytes
 from tapestry.ir.syntax.parser import parse
 from tapestry.plan.lower import lower
 from tapestry.plan.strategy import strategies
@@ -22,9 +23,46 @@ from tapestry.runtime.executor import owners
 from tapestry.runtime.messages.moves import calls_of
 from tapestry.runtime.processes.distributed import RankExecutor
 from tapestry.runtime.processes.wire import Heartbeat, shared
-from tapestry.verify.exchange import Exchange, check, scripts, simulate
+from tapestry.verify import exchange
+from tapestry.verify.exchange import Exchange, check, simulate
 from tests.support.messages.recorded_wire import Recorder, Shapes
 from tests.support.small_models import case, mesh_of, random_plan
+
+
+def scripts(program: Program, world: int | None = None) -> list[list[Exchange]]:
+    """What every rank posts, one exchange after another; consecutive devices share a rank, as evenly as can be."""
+    n = world or program.devices
+    owner = [r for r in range(n) for _ in range((r + 1) * program.devices // n - r * program.devices // n)]
+    out: list[list[Exchange]] = [[] for _ in range(n)]
+    for tag, flow in exchanges(program):
+        exchange.post(out, tag, flow, owner)
+    return out
+
+
+def exchanges(program: Program) -> Iterator[tuple[tuple[int, int], exchange.Flow]]:
+    """((step, part), bytes between devices) of everything that is sent, in the order of all ranks.
+
+    States are merged, and sent back where each device merges a part, when a step first names the result (at the end, where it
+    is an output and no step does).
+    """
+    open_: dict[str, tuple[int, Reduce]] = {}
+    for i, step in enumerate((*program.steps, None)):
+        for name in program.outputs.values() if step is None else named(step):
+            if name in open_:
+                at, reduce = open_[name]
+                open_ = {b: x for b, x in open_.items() if x[0] != at}
+                yield (at, 1), dict(exchange.merged_flow(reduce, program, there=False))
+        if isinstance(step, Transfer):
+            yield (i, 0), next(exchange.flows(step, program))
+        elif isinstance(step, Reduce):
+            yield (i, 0), next(exchange.flows(step, program))
+            if step.kind == "all_reduce":
+                open_ |= dict.fromkeys(step.dsts, (i, step))
+
+
+def named(step: Step) -> tuple[str, ...]:
+    """The buffers that a step reads or frees."""
+    return step.buffers if isinstance(step, Free) else reads(step)
 
 
 def both(tag: int, peer: int, out: int = 4, back: int = 4) -> Exchange:
