@@ -233,6 +233,12 @@ def _communication_more() -> str:
     return str(sum(r["ratio_to_xla"] > 1.0005 for r in rows("communication")) or "none")
 
 
+@makes("communication.more_tf32")
+def _communication_more_tf32() -> str:
+    preset = result("communication")["topology"]
+    return str(sum(_ratios(r)[f"{preset}, tf32"] > 1.0005 for r in rows("communication")) or "none")
+
+
 @makes("communication.same")
 def _communication_same() -> str:
     return str(sum(0.9995 <= r["ratio_to_xla"] <= 1.0005 for r in rows("communication")))
