@@ -11,7 +11,7 @@ from tapestry.ir.expr import Const
 from tapestry.ir.index import Aff, const, dim, floordiv, modulo, substitute
 from tapestry.ir.types import FLOATS
 from tapestry.tools.prove.reductions import Reduction, opened, reduced
-from tapestry.tools.prove.values import MERGES, Domain, Ranges, Ref, Table, Value, join_all
+from tapestry.tools.prove.values import MERGES, Domain, Ranges, Ref, Table, Value, extents, join_all
 
 REDUCING = {"SUM": "sum", "AVG": "sum", "MAX": "max", "MIN": "min", "PROD": "prod"}
 
@@ -44,7 +44,6 @@ def results(table: Table, c: Collective, values: Sequence[Value | None], shape: 
         values: one for each member, over the axes of what is sent; None where it sends nothing.
         shape: of what each sends.
     """
-    ranges = {f"y{k}": n for k, n in enumerate(shape) if n != 1}
     n = len(c.group)
     root = c.group.index(c.root) if c.kind in ("BROADCAST", "REDUCE", "SCATTER", "GATHER") else 0
     if c.kind in ("BROADCAST", "SCATTER"):
@@ -53,7 +52,7 @@ def results(table: Table, c: Collective, values: Sequence[Value | None], shape: 
         return [sent if c.kind == "BROADCAST" else piece(table, sent, k, n, shape) for k in range(n)]
     given = [v for v in values if v is not None]
     if c.kind in ("ALL_REDUCE", "REDUCE", "REDUCE_SCATTER"):
-        merged = merge(table, c, given, ranges)
+        merged = merge(table, c, given, extents(shape))
         if c.kind == "REDUCE_SCATTER":
             return [piece(table, merged, k, n, shape) for k in range(n)]
         return [merged if c.kind == "ALL_REDUCE" or k == root else None for k in range(n)]
@@ -67,8 +66,7 @@ def results(table: Table, c: Collective, values: Sequence[Value | None], shape: 
 def piece(table: Table, v: Value, k: int, parts: int, shape: tuple[int, ...]) -> Value:
     """Part ``k`` of a value along its first axis."""
     size = shape[0] // parts
-    ranges = {f"y{a}": s for a, s in enumerate((size, *shape[1:])) if s != 1}
-    return table.read(v, {"y0": (dim("y0") if size != 1 else const(0)) + k * size}, ranges)
+    return table.read(v, {"y0": (dim("y0") if size != 1 else const(0)) + k * size}, extents((size, *shape[1:])))
 
 
 def gathered(table: Table, values: Sequence[Value], shape: tuple[int, ...]) -> Value:
@@ -93,7 +91,6 @@ def gathered(table: Table, values: Sequence[Value], shape: tuple[int, ...]) -> V
 
 def _column(places: Sequence[Aff], size: int, ranges: Ranges) -> Aff | None:
     """One expression for a place whose pieces are given one after another; None where there is none that is simple."""
-
     one = [substitute(e, {"y0": dim("y0") - k * size}, ranges) for k, e in enumerate(places)]
     if all(e == one[0] for e in one):
         return one[0]
@@ -228,14 +225,11 @@ def _instead(table: Table, t: _Term, core: Value, coef: Fraction, ranges: Ranges
 
 def _based(table: Table, core: Value) -> tuple[object, Domain | None]:
     """What a core is a part of, with which part it is; itself where it is whole."""
-    if isinstance(core, Ref) and table.nodes[core.node].kind == "part" and _adds(table, core):
+    if isinstance(core, Ref) and table.nodes[core.node].kind == "part":
         base, domain = table.parted(core.node)
-        return ("part", base, core.index), domain
+        if table.merges_by(base) == "sum":
+            return ("part", base, core.index), domain
     return ("whole", core), None
-
-
-def _adds(table: Table, part: Ref) -> bool:
-    return table.merges_by(table.parted(part.node)[0]) == "sum"
 
 
 def _terms(table: Table, v: Value) -> list[_Term]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 import numpy as np
 
-from tapestry.ir.expr import Acc, Arg, Call, Const, Expr, Index, Let
+from tapestry.ir.expr import Acc, Arg, Const, Expr, Index, Let
 from tapestry.ir.graph import Block, Dim, Guard, Opaque, Read
 from tapestry.ir.index import Aff, const, dim, dims_of, substitute
 from tapestry.ir.monoid import MONOIDS, Moments, Monoid, Product, Rebased
@@ -71,13 +71,11 @@ class _Block:
 
     def _either_way(self, test: Value, yes: Value, no: Value) -> bool:
         """Whether a choice is of s where a is b, else of ``s * exp(a - b)``: that is the same where a is b."""
-        node = self.table.nodes[test.node] if isinstance(test, Ref) else None
-        if node is None or not isinstance(test, Ref) or (node.kind, node.label[0]) != ("call", "eq"):
+        sides = self.table.args_of(test, "eq")
+        kind = self.table.dtype(sides[0]) if sides else ""
+        if not sides or kind not in FLOATS or not isinstance(no, Ref):
             return False
-        a, b = self.table.arguments(test)
-        kind = self.table.dtype(a)
-        if kind not in FLOATS or not isinstance(no, Ref):
-            return False
+        a, b = sides
         apart = (self.call("exp", [self.call("sub", pair, kind)], kind) for pair in ((a, b), (b, a)))
         return any(self.call("mul", [yes, e], kind) == no for e in apart)
 
@@ -99,25 +97,13 @@ class _Block:
                     for at, part in ((0, values[:n]), (n, centre), (2 * n, values[n:]))
                 )
             )
-            moved = [self.of_args(e, [*values[:n], *centre, *values[n:]]) for e in exprs]
+            over = replace(self, reads=[*values[:n], *centre, *values[n:]], known={})
+            moved = [over.value(e) for e in exprs]
             return [*centre, *self.reduce(s.acted, moved, dims)]
-        if isinstance(s, Moments) and self._plain_moments(values):
+        if isinstance(s, Moments) and [v.value if isinstance(v, Const) else None for v in values[::2]] == [1, 0]:
             return self._moments(values, dims)
         count = len(monoid.fields)
         return [reduced(self.table, Reduction(monoid.name, k, tuple(values), dims, small)) for k in range(count)]
-
-    def of_args(self, e: Expr, args: Sequence[Value]) -> Value:
-        """The value of an expression over given arguments."""
-        if isinstance(e, Arg):
-            return args[e.pos]
-        if isinstance(e, Const):
-            return e
-        assert isinstance(e, Call)
-        return self.call(e.fn, [self.of_args(a, args) for a in e.args], e.dtype)
-
-    def _plain_moments(self, values: Sequence[Value]) -> bool:
-        n, _, m2 = values
-        return isinstance(n, Const) and n.value == 1 and isinstance(m2, Const) and m2.value == 0
 
     def _moments(self, values: Sequence[Value], dims: tuple[Dim, ...]) -> list[Value]:
         """Count, mean and sum of squared deviations, as what they are."""
@@ -199,10 +185,9 @@ def opaque_values(table: Table, op: Opaque, lookup: Lookup, tensors: Mapping[str
         own = {d.name: dim(f"y{a}") for a, d in zip(axes, op.dims, strict=True) if a is not None}
         whole = [dim(f"y{a}") if n != 1 else const(0) for a, n in enumerate(tensors[name].shape) if a not in axes]
         label = (op.node, k, op.opsets, tuple(sizes))
-        key = ("opaque", label, tuple(args))
-        if key not in table.known:
-            table.add(key, Node("opaque", label, tuple(args), len(slots) + len(whole), tensors[name].dtype))
-        out.append(Ref(table.known[key][0], (*(substitute(e, own) for e in slots), *whole)))
+        made = Node("opaque", label, tuple(args), len(slots) + len(whole), tensors[name].dtype)
+        at = table.interned(("opaque", label, tuple(args)), made)
+        out.append(Ref(at, (*(substitute(e, own) for e in slots), *whole)))
     return out
 
 

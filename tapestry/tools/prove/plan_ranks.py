@@ -17,10 +17,11 @@ from typing import Any, cast
 
 import numpy as np
 import onnx
-from onnx import AttributeProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper
+from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
 from tapestry.errors import ModelError, TapestryError, refusing
 from tapestry.ir.index import Aff, const, dim
+from tapestry.lift.file.protos import attributes, node_name, static_shape, subgraphs
 from tapestry.lift.normalize.inference import InferenceError, infer_shapes
 from tapestry.onnx_eval.reference_fixes import reference_evaluator
 
@@ -51,13 +52,22 @@ def rank_models(
     for pattern, style in plan.items():
         if style not in STYLES:
             raise ModelError(f"the style '{style}' is not known", where=f"tp_plan, '{pattern}'", hint=", ".join(STYLES))
-    try:
-        shapes = _shapes(infer_shapes(model, data_prop=True))
-    except InferenceError as e:
-        raise ModelError("shapes contradict each other", where="shape inference", why=str(e)[:300]) from None
+    shapes = _shapes(inferred(model))
     styles, unused = _styles(model, plan)
     with refusing(ModelError, "the plan cannot be applied", "tp_plan", "a model of linear layers, exported without folding"):
         return [_Rank(model, folder, shapes, styles, r, ranks).made() for r in range(ranks)], unused
+
+
+def inferred(model: ModelProto) -> ModelProto:
+    """A model with the types of its values.
+
+    Raises:
+        ModelError: they contradict each other.
+    """
+    try:
+        return infer_shapes(model, data_prop=True)
+    except InferenceError as e:
+        raise ModelError("shapes contradict each other", where="shape inference", why=str(e)[:300]) from None
 
 
 def _styles(model: ModelProto, plan: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
@@ -80,12 +90,9 @@ def _styles(model: ModelProto, plan: Mapping[str, str]) -> tuple[dict[str, str],
 
 
 def _shapes(model: ModelProto) -> dict[str, Shape]:
-    out = {t.name: tuple(t.dims) for t in model.graph.initializer}
-    for v in (*model.graph.input, *model.graph.value_info, *model.graph.output):
-        dims = v.type.tensor_type.shape.dim
-        if v.name not in out and v.type.tensor_type.HasField("shape") and all(d.HasField("dim_value") for d in dims):
-            out[v.name] = tuple(d.dim_value for d in dims)
-    return out
+    values = (*model.graph.output, *model.graph.value_info, *model.graph.input)
+    out = {v.name: tuple(shape) for v in values if (shape := static_shape(v.type)) is not None}
+    return out | {t.name: tuple(t.dims) for t in model.graph.initializer}
 
 
 class _Rank:
@@ -125,7 +132,7 @@ class _Rank:
         linear = self._linear(node)
         if linear is not None:
             self._apply(node, *linear)
-        elif node.op_type == "Gather" and self.styles.get(node.input[0]) in TABLES and not _attribute(node, "axis", 0):
+        elif node.op_type == "Gather" and self.styles.get(node.input[0]) in TABLES and not attributes(node).get("axis", 0):
             self._embedding(node, self.styles[node.input[0]])
         elif node.op_type == "Add" and any(i in self.styles and len(self.whole[i]) == 1 for i in node.input):
             self._bias(node)
@@ -136,7 +143,7 @@ class _Rank:
         """The weight of a module that a node multiplies by, its style, and the axis of its outputs."""
         if node.op_type not in ("MatMul", "Gemm"):
             return None
-        name, turned = node.input[1], node.op_type == "Gemm" and _attribute(node, "transB", 0) == 1
+        name, turned = node.input[1], node.op_type == "Gemm" and attributes(node).get("transB", 0) == 1
         maker = self.makers.get(name)
         if maker is not None and maker.op_type == "Transpose":
             name, turned = maker.input[0], not turned
@@ -240,7 +247,7 @@ class _Rank:
             aligned = [(1, 1)] * (len(out) - len(mine)) + list(zip(mine, all_of, strict=True))
             self._number(node, 1, [m if m != w else n for n, (m, w) in zip(out, aligned, strict=True)])
         elif node.op_type == "Split":
-            axis = int(_attribute(node, "axis", 0)) % len(mine)
+            axis = int(attributes(node).get("axis", 0)) % len(mine)
             self._scaled(node, 1, [(mine[axis], all_of[axis])] * len(node.output))
         else:
             count = len(self._constant(node.input[1]))
@@ -254,7 +261,7 @@ class _Rank:
         for n, (mine, all_of) in zip(self._constant(node.input[at]), ratios, strict=True):
             if mine != all_of and abs(n) < END and n * mine % all_of:
                 what = "a piece does not divide among the ranks"
-                raise ModelError(what, where=f"node '{node.name or node.output[0]}'", why=f"{n} of {all_of} cells")
+                raise ModelError(what, where=f"node '{node_name(node)}'", why=f"{n} of {all_of} cells")
             numbers.append(n if abs(n) >= END else n * mine // all_of)
         self._number(node, at, numbers)
 
@@ -281,7 +288,7 @@ class _Rank:
             small = prod(t.dims) < SMALL and t.data_location != TensorProto.EXTERNAL
             return numpy_helper.to_array(t) if small and name not in self.styles else None
         maker = self.makers.get(name)
-        if maker is None or any(a.type == AttributeProto.GRAPH for a in maker.attribute):
+        if maker is None or next(subgraphs(maker), None) is not None:
             return None
         names = [i for i in maker.input if i]
         feeds = {i: a for i in names if (a := self._value(i)) is not None}
@@ -294,7 +301,6 @@ class _Rank:
         return np.asarray(reference_evaluator(one).run(None, feeds)[list(maker.output).index(name)])
 
     def _number(self, node: NodeProto, at: int, numbers: Sequence[int]) -> None:
-        """Numbers in place of a node's input."""
         node.input[at] = self._stored(f"{node.output[0]}.sizes{at}", numbers, TensorProto.INT64)
 
     def _stored(self, name: str, numbers: Sequence[int], dtype: int) -> str:
@@ -327,10 +333,8 @@ class _Rank:
             bare = TensorProto.FromString(t.SerializeToString())
             bare.dims[axis] = size
             return bare
-        return numpy_helper.from_array(np.ascontiguousarray(np.take(a, self._places(size), axis)), t.name)
-
-    def _places(self, size: int) -> range:
-        return range(self.rank * size, (self.rank + 1) * size)
+        places = range(self.rank * size, (self.rank + 1) * size)
+        return numpy_helper.from_array(np.ascontiguousarray(np.take(a, places, axis)), t.name)
 
     def _piece(self, name: str) -> str:
         """A rank's part of the last axis of a value that every rank has whole."""
@@ -377,7 +381,7 @@ class _Rank:
             )
         except (onnx.shape_inference.InferenceError, onnx.defs.SchemaError) as e:
             shapes = ", ".join(str(list(self._shape(i))) for i in held)
-            where = f"node '{node.name or node.output[0]}' ({node.op_type})"
+            where = f"node '{node_name(node)}' ({node.op_type})"
             raise ModelError("a rank cannot run it on its parts", where=where, why=f"{shapes}: {str(e)[:200]}") from None
         cut = any(self._shape(i) != self.whole.get(i) for i in held)
         for name in node.output:
@@ -390,19 +394,11 @@ class _Rank:
         Raises:
             TapestryError: they are not known.
         """
-        dims = found.tensor_type.shape.dim if found is not None else ()
-        if found is not None and found.tensor_type.HasField("shape") and all(d.HasField("dim_value") for d in dims):
+        if static_shape(found) is not None:
             return found
         if name not in self.whole or cut or found is None:
             raise TapestryError("the size of a value is not known", where=f"'{name}'", hint="give --shape")
         return helper.make_tensor_type_proto(found.tensor_type.elem_type, list(self.whole[name]))
-
-
-def _attribute(node: NodeProto, name: str, otherwise: Any) -> Any:
-    found = next((a for a in node.attribute if a.name == name), None)
-    if found is None:
-        return otherwise
-    return found.t if found.type == AttributeProto.TENSOR else helper.get_attribute_value(found)
 
 
 def _reshaped(mine: Shape, all_of: Shape, out: Shape) -> list[int]:
@@ -431,7 +427,7 @@ def _groups(a: Shape, b: Shape) -> list[tuple[list[int], list[int]]]:
     out: list[tuple[list[int], list[int]]] = []
     i = j = 0
     while i < len(a) or j < len(b):
-        left, right, x, y = [i] if i < len(a) else [], [j] if j < len(b) else [], 1, 1
+        left, right = [i] if i < len(a) else [], [j] if j < len(b) else []
         x, y = a[i] if left else 1, b[j] if right else 1
         i, j = i + len(left), j + len(right)
         while x != y:
@@ -446,7 +442,6 @@ def _groups(a: Shape, b: Shape) -> list[tuple[list[int], list[int]]]:
 
 
 # Which cells of a model's tensor a rank's tensor is: said, told by the data, or by the order of the ranks.
-
 
 MOST_STARTS = 4096  # places where a slice is looked for by its data
 MOST_RUNS = 256  # that an axis is made of

@@ -22,12 +22,10 @@ from tapestry.tools.prove.lifted_values import block_values, opaque_values
 from tapestry.tools.prove.plan_ranks import said, starts_in_order
 from tapestry.tools.prove.rank_programs import Leaves, OneFile, Program, here, read_file, read_program
 from tapestry.tools.prove.reductions import alike
-from tapestry.tools.prove.values import Miss, Ref, Table, Value
+from tapestry.tools.prove.values import Miss, Ref, Table, Value, extents
 from tapestry.verify import interp
 
 Array = np.ndarray[Any, Any]
-
-
 Values = dict[str, Value]
 
 
@@ -139,19 +137,23 @@ def _add(table: Table, op: Op, graph: Graph, values: Values) -> None:
 
 
 class _Ranks:
-    """All ranks, run operation by operation as soon as what they read is there, and collectives when all have come to them."""
+    """All ranks, run operation by operation as soon as what they read is there, and collectives when all have come to them.
+
+    Attributes:
+        next: of each rank the collective that it comes to.
+        waiting: of each rank the operations that wait, by the first tensor that is not there.
+    """
 
     def __init__(self, out: Comparison, program: Program) -> None:
         self.out, self.program = out, program
         self.next = [0] * len(program.ranks)
-        self.missing: list[list[int]] = []
-        self.ready: list[list[int]] = []
-        self.readers: list[dict[str, list[int]]] = []
+        self.waiting: list[dict[str, list[int]]] = [{} for _ in program.ranks]
 
     def run(self) -> None:
         """Give every tensor of every rank its value."""
         for rank, file in enumerate(self.program.ranks):
             self._begin(rank, file)
+            self._advance(rank, [*range(len(file.graph.ops))])
         while any(self.next[r] < len(f.collectives) for r, f in enumerate(self.program.ranks)):
             done = {self._meet(r) for r in range(len(self.program.ranks))}
             if done == {False}:
@@ -160,36 +162,30 @@ class _Ranks:
     def _begin(self, rank: int, file: OneFile) -> None:
         graph, table = file.graph, self.out.table
         targets = {c.target for c in file.collectives}
-        self.missing.append([len(op.inputs) for op in graph.ops])
-        self.ready.append([k for k, op in enumerate(graph.ops) if not op.inputs])
-        self.readers.append({})
-        for k, op in enumerate(graph.ops):
-            for t in op.inputs:
-                self.readers[rank].setdefault(t, []).append(k)
         for t in (*graph.inputs, *graph.weights):
             if t not in targets and not graph.tensors[t].on_host:
                 table.rank, table.tensor = rank, t
-                self._have(rank, t, self.out.leaves.of_rank(rank, t))
-        self._advance(rank)
+                self.out.ranks[rank][t] = self.out.leaves.of_rank(rank, t)
 
-    def _have(self, rank: int, name: str, v: Value) -> None:
-        self.out.ranks[rank][name] = v
-        for k in self.readers[rank].get(name, ()):
-            self.missing[rank][k] -= 1
-            if not self.missing[rank][k]:
-                heapq.heappush(self.ready[rank], k)
-
-    def _advance(self, rank: int) -> None:
+    def _advance(self, rank: int, todo: list[int]) -> None:
+        """Do operations, the first of the graph first, and all that wait for their results alone."""
         graph, table, values = self.program.ranks[rank].graph, self.out.table, self.out.ranks[rank]
-        while self.ready[rank]:
-            op = graph.ops[heapq.heappop(self.ready[rank])]
+        while todo:
+            at = heapq.heappop(todo)
+            op = graph.ops[at]
+            absent = next((t for t in op.inputs if t not in values), None)
+            if absent is not None:
+                self.waiting[rank].setdefault(absent, []).append(at)
+                continue
             table.rank, table.tensor = rank, op.outs[0]
             _add(table, op, graph, values)
             for t in op.outs:
-                if t in values:
-                    self._have(rank, t, self._named(rank, t, values[t]))
-                else:
+                if t not in values:
                     self.out.unread.append((rank, t))
+                    continue
+                values[t] = self._named(rank, t, values[t])
+                for k in self.waiting[rank].pop(t, ()):
+                    heapq.heappush(todo, k)
 
     def _named(self, rank: int, name: str, v: Value) -> Value:
         """A value as a part of the model's of the same name, if it is one: a rank may have no cell of what the model joins."""
@@ -248,9 +244,9 @@ class _Ranks:
             self.next[r] += 1
             if c.target and v is not None:
                 self._same_shape(r, c, shape)
-                self._have(r, c.target, v)
-        for r in first.group:
-            self._advance(r)
+                self.out.ranks[r][c.target] = v
+        for r, c in zip(first.group, each, strict=True):
+            self._advance(r, self.waiting[r].pop(c.target, []))
 
     def _sent(self, rank: int, c: Collective) -> tuple[int, ...] | None:
         return self.program.ranks[rank].graph.tensors[c.source].shape if c.source else None
@@ -322,7 +318,7 @@ def _output(
 
 def _as_part(table: Table, whole: Value, v: Value, shape: Sequence[int], start: Sequence[int]) -> Value | None:
     """The box of a tensor of the model that begins at a place, if a value is that."""
-    ranges = {f"y{k}": n for k, n in enumerate(shape) if n != 1}
+    ranges = extents(shape)
     want = table.read(whole, {f"y{k}": e + s for k, (e, s) in enumerate(zip(here(shape), start, strict=True))}, ranges)
     return want if alike(table, want, v, ranges) else None
 
@@ -332,7 +328,6 @@ def _as_part(table: Table, whole: Value, v: Value, shape: Sequence[int], start: 
 # Both are run in float64, where the order of sums makes no difference. An index that is computed from a logarithm can be
 # another one there than in the model's own types; so what differs is run again in those, and only what differs in both is a
 # witness.
-
 
 APART = 1e-9  # of the largest value; float64 sums in another order differ by 1e-13 or so
 Run = tuple[Mapping[str, Array], Sequence[Mapping[str, Array]]]  # every value of the model, and of each rank
@@ -356,7 +351,7 @@ class Difference:
 def difference(model: OneFile, program: Program, found: Comparison, seed: int = 0) -> Difference | str:
     """The first cell where a rank's output is not the model's, in float64 and in the model's own types; in words why there is
     none."""
-    points = sum(_graph_points(f.graph) for f in (model, *program.ranks))
+    points = sum(prod(d.size for d in op.space) for f in (model, *program.ranks) for op in f.graph.ops if op.space)
     if points > MOST_POINTS:
         return f"running both would take {points:.3g} points, so that no difference was looked for"
     weights = _weights(model, program, found, seed)
@@ -375,10 +370,6 @@ def difference(model: OneFile, program: Program, found: Comparison, seed: int = 
         return _first(program, found, seed, wide, own := both(False)) or _rounding_step(model, first, wide[0], own[0])
     except (ArithmeticError, KeyError, ValueError, IndexError, TypeError) as e:
         return f"one of them does not run ({type(e).__name__} {e}), so that no difference was found"
-
-
-def _graph_points(graph: Graph) -> int:
-    return sum(int(np.prod([d.size for d in op.space])) for op in graph.ops if op.space)
 
 
 def _weights(model: OneFile, program: Program, found: Comparison, seed: int) -> dict[str, Array] | None:
@@ -402,12 +393,9 @@ def _run_ranks(program: Program, found: Comparison, model: Mapping[str, Array], 
     """Every value of every rank, collectives among them."""
     values: list[dict[str, Array]] = []
     for rank, file in enumerate(program.ranks):
-        mine: dict[str, Array] = {}
         targets = {c.target for c in file.collectives}
-        for t in (*file.graph.inputs, *file.graph.weights):
-            if t not in targets:
-                mine[t] = _given(found, file, rank, t, model)
-        values.append(mine)
+        given = (t for t in (*file.graph.inputs, *file.graph.weights) if t not in targets)
+        values.append({t: _given(found, file, rank, t, model) for t in given})
     for meeting in found.meetings:
         group = meeting[0].group
         for r in group:
@@ -434,18 +422,16 @@ def _given(found: Comparison, file: OneFile, rank: int, name: str, model: Mappin
 
 def _advance(file: OneFile, values: dict[str, Array], wide: bool) -> None:
     """Run the operations whose inputs are there."""
-    graph = file.graph
-    ready: list[Any] = []
-    have = set(values)
-    for op in graph.ops:
-        if op.outs[0] not in values and all(t in have for t in op.inputs):
+    ready, have = list[Op](), set(values)
+    for op in file.graph.ops:
+        if op.outs[0] not in values and have.issuperset(op.inputs):
             ready.append(op)
             have.update(op.outs)
     if not ready:
         return
     used = {t for op in ready for t in op.inputs} & values.keys()
     outs = tuple(t for op in ready for t in op.outs)
-    part = replace(graph, ops=tuple(ready), inputs=tuple(used), outputs=outs)
+    part = replace(file.graph, ops=tuple(ready), inputs=tuple(used), outputs=outs)
     values.update(interp.run(part, {t: values[t] for t in used}, wide=wide))
 
 
@@ -526,7 +512,6 @@ def _rounding_step(model: OneFile, first: Difference, wide: Mapping[str, Array],
 
 # What ``tapestry prove`` says: proved, refuted with a cell, or not decided; and what that rests on.
 
-
 PROVED, REFUTED, UNDECIDED = "proved", "refuted", "undecided"
 TRIES = 2  # random inputs for a witness
 
@@ -583,11 +568,9 @@ def prove(model: Path, program: Sequence[Path], shapes: Given = {}) -> Verdict: 
         rank, tensor = found.unread[0]
         why = "it stays on the host, or its size depends on the data"
         return _verdict(document, UNDECIDED, None, f"rank {rank}: '{tensor}' cannot be followed: {why}")
-    if found.stuck is not None:
-        rank, tensor, text = found.stuck.rank, found.stuck.tensor, found.stuck.text
-        return _verdict(
-            document, REFUTED, {"rank": rank, "tensor": tensor, "cell": None, "text": f"rank {rank}, '{tensor}': {text}"}
-        )
+    if (stuck := found.stuck) is not None:
+        text = f"rank {stuck.rank}, '{stuck.tensor}': {stuck.text}"
+        return _verdict(document, REFUTED, {"rank": stuck.rank, "tensor": stuck.tensor, "cell": None, "text": text})
     missing = next((n for n, s in found.outputs.items() if s in ("no rank has it", "the ranks do not have all of it")), None)
     if missing is not None:
         text = f"output '{missing}': {found.outputs[missing]}"
@@ -596,10 +579,8 @@ def prove(model: Path, program: Sequence[Path], shapes: Given = {}) -> Verdict: 
     for seed in range(TRIES):
         apart = difference(whole, ranks, found, seed)
         if isinstance(apart, Difference) and found.leaves.open:
-            names = ", ".join(sorted(found.leaves.open))
-            return _verdict(
-                document, UNDECIDED, None, f"parts of {names} can lie on the ranks in several orders: program.json says"
-            )
+            why = f"parts of {', '.join(sorted(found.leaves.open))} can lie on the ranks in several orders: program.json says"
+            return _verdict(document, UNDECIDED, None, why)
         if isinstance(apart, Difference):
             wrong = next(o for o in document["outputs"] if o["output"] == apart.output)
             wrong["state"] = f"rank {apart.rank} has another value"

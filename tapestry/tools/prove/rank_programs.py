@@ -18,7 +18,7 @@ from typing import Any, cast
 
 import numpy as np
 import onnx
-from onnx import AttributeProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper
+from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
 from tapestry.errors import ModelError, TapestryError, refusing
 from tapestry.ir.expr import Const
@@ -27,17 +27,16 @@ from tapestry.ir.index import Aff, const, dim, evaluate, floordiv, modulo
 from tapestry.ir.types import FLOATS, INTEGERS, Tensor
 from tapestry.lift.builder import fit
 from tapestry.lift.file.external_data import open_inside, parse_place
+from tapestry.lift.file.protos import attributes, nested, replace_nodes, standard_opset, static_shape, subgraphs
 from tapestry.lift.file.structure import Given, load, rewrite_file
-from tapestry.lift.normalize.inference import InferenceError, infer_shapes
+from tapestry.lift.file.weight_data import stored_tensors
 from tapestry.lift.onnx_to_graph import Lifted, lift
 from tapestry.tools.prove.collectives import REDUCING, Collective
-from tapestry.tools.prove.plan_ranks import Placed, apart, by_data, rank_models, runs_by_data, said, starts_in_order
-from tapestry.tools.prove.values import Ref, Table, Value
+from tapestry.tools.prove.plan_ranks import Placed, apart, by_data, inferred, rank_models, runs_by_data, said, starts_in_order
+from tapestry.tools.prove.values import Ref, Table, Value, extents
 from tapestry.verify import interp
 
 Array = np.ndarray[Any, Any]
-
-
 NODE = "DistCollective"
 KINDS = ("ALL_REDUCE", "ALL_GATHER", "REDUCE_SCATTER", "ALL_TO_ALL", "BROADCAST", "REDUCE", "GATHER", "SCATTER")
 SIZES = ("Resize", "Upsample", "Pad", "Range", "Clip", "Reshape", "Tile", "Expand", "Slice")  # whose inputs shapes depend on
@@ -115,16 +114,9 @@ def read_file(path: Path, shapes: Given, rank: int = 0, world: int = 1, known: d
 def _lifted(proto: ModelProto, path: Path, shapes: Given, rank: int, world: int, known: dict[str, Lifted]) -> OneFile:
     stored, outputs = _without_data(proto), tuple(o.name for o in proto.graph.output)
     found = [n for n in proto.graph.node if n.op_type == NODE]
-    nested = [
-        n
-        for n in proto.graph.node
-        for a in n.attribute
-        if a.type == AttributeProto.GRAPH
-        for m in a.g.node
-        if m.op_type == NODE
-    ]
-    if nested:
-        raise ModelError("collectives inside loops and branches are not read", where=f"node '{nested[0].name}'")
+    around = next((n for n in proto.graph.node for g in subgraphs(n) for m in nested(g.node) if m.op_type == NODE), None)
+    if around is not None:
+        raise ModelError("collectives inside loops and branches are not read", where=f"node '{around.name}'")
     collectives = tuple(_collective(n, k, rank, world) for k, n in enumerate(found))
     if found:
         if shapes and all(isinstance(v, int) or str(v).isdigit() for v in shapes.values()):
@@ -150,11 +142,9 @@ def read_program(paths: Sequence[Path], shapes: Given, model: Path | None = None
     files, document = _found(paths)
     if "tp_plan" in document and not files and model is not None:
         return _planned(model, document, shapes)
-    counts = {
-        a.i for f in files[:1] for n in load(f).graph.node if n.op_type == NODE for a in n.attribute if a.name == "nb_rank"
-    }
+    counts = {attributes(n).get("nb_rank", 1) for f in files[:1] for n in load(f).graph.node if n.op_type == NODE}
     mesh = {str(k): int(v) for k, v in document.get("mesh", {}).items()}
-    world = int(np.prod(list(mesh.values()))) if mesh else len(files) if len(files) > 1 else max(counts, default=1)
+    world = prod(mesh.values()) if mesh else len(files) if len(files) > 1 else max(counts, default=1)
     if len(files) not in (1, world):
         raise TapestryError("not one file per rank", where=str(paths[0]), why=f"{len(files)} files for {world} ranks")
     known: dict[str, Lifted] = {}
@@ -214,27 +204,17 @@ def _number(path: Path) -> tuple[int, str]:
 def _without_data(proto: ModelProto) -> dict[str, TensorProto]:
     """Take the data out of every floating weight, so that none is folded; returns all weights as the file has them."""
     sizes = {i for n in proto.graph.node if n.op_type in SIZES for i in n.input[1:]}
-    kept: list[NodeProto] = []
-    stored: dict[str, TensorProto] = {}
-    for node in proto.graph.node:
-        value = next((a.t for a in node.attribute if a.name == "value"), None) if node.op_type == "Constant" else None
-        if value is not None and value.data_type in FLOATING and int(np.prod(value.dims)) > 1 and node.output[0] not in sizes:
-            proto.graph.initializer.add().CopyFrom(value)
-            proto.graph.initializer[-1].name = node.output[0]
-        else:
-            kept.append(node)
-            if value is not None:
-                stored[node.output[0]] = TensorProto.FromString(value.SerializeToString())
-    if len(kept) < len(proto.graph.node):
-        nodes = [NodeProto.FromString(n.SerializeToString()) for n in kept]
-        del proto.graph.node[:]
-        proto.graph.node.extend(nodes)
-    for t in proto.graph.initializer:
-        stored[t.name] = TensorProto.FromString(t.SerializeToString())
-        if t.data_type not in FLOATING or int(np.prod(t.dims)) < 2 or t.name in sizes:
-            continue
-        bare = TensorProto(name=t.name, data_type=t.data_type, dims=t.dims, data_location=TensorProto.EXTERNAL)
-        length = int(np.prod(t.dims)) * helper.tensor_dtype_to_np_dtype(t.data_type).itemsize
+    stored = {name: TensorProto.FromString(t.SerializeToString()) for name, t in stored_tensors(proto).items()}
+    large = {n for n, t in stored.items() if t.data_type in FLOATING and prod(t.dims) > 1 and n not in sizes}
+    nodes = [n for n in proto.graph.node if n.op_type == "Constant" and n.output[0] in large]
+    for node in nodes:
+        proto.graph.initializer.add(name=node.output[0])
+    if nodes:
+        replace_nodes(proto.graph, [n for n in proto.graph.node if n.op_type != "Constant" or n.output[0] not in large])
+    for t in (t for t in proto.graph.initializer if t.name in large):
+        kind, dims = stored[t.name].data_type, stored[t.name].dims
+        bare = TensorProto(name=t.name, data_type=kind, dims=dims, data_location=TensorProto.EXTERNAL)
+        length = prod(dims) * helper.tensor_dtype_to_np_dtype(kind).itemsize
         for key, value in (("location", "weights"), ("offset", "0"), ("length", str(length))):
             bare.external_data.add(key=key, value=value)
         t.CopyFrom(bare)
@@ -243,7 +223,7 @@ def _without_data(proto: ModelProto) -> dict[str, TensorProto]:
 
 def _collective(node: NodeProto, number: int, rank: int, world: int) -> Collective:
     """A node's attributes, checked."""
-    a = {x.name: helper.get_attribute_value(x) for x in node.attribute}
+    a = attributes(node)
     where = f"node '{node.name or number}'"
     kind, op = (bytes(a.get(n, b)).decode().upper() for n, b in (("collective_operation", b""), ("reduce_op", b"NONE")))
     kind = kind.removeprefix("K")
@@ -268,9 +248,7 @@ def _at_collectives(proto: ModelProto, collectives: Sequence[Collective], nodes:
     """Make what collectives give inputs, and what they take outputs."""
     types = _types(proto, collectives)
     names = {n.output[0] for n in nodes if n.output}
-    rest = [NodeProto.FromString(n.SerializeToString()) for n in proto.graph.node if n.op_type != NODE]
-    del proto.graph.node[:]
-    proto.graph.node.extend(rest)
+    replace_nodes(proto.graph, [n for n in proto.graph.node if n.op_type != NODE])
     outputs = [o for o in proto.graph.output if o.name not in names]
     outputs = [onnx.ValueInfoProto.FromString(o.SerializeToString()) for o in outputs]
     have = {o.name for o in outputs}
@@ -292,13 +270,8 @@ def _types(proto: ModelProto, collectives: Sequence[Collective]) -> dict[str, on
     """Types of all values: by inference, with operators of the same shapes in place of collectives."""
     trial = ModelProto()
     trial.CopyFrom(proto)
-    by_target = {(c.source, c.target): c for c in collectives}
-    version = max((o.version for o in trial.opset_import if o.domain in ("", "ai.onnx")), default=1)
-    for node in trial.graph.node:
-        if node.op_type != NODE:
-            continue
-        c = by_target.get((node.input[0] if node.input else "", node.output[0] if node.output else ""))
-        if c is None or not c.source or not c.target:
+    for node, c in zip((n for n in trial.graph.node if n.op_type == NODE), collectives, strict=True):
+        if not c.source or not c.target:
             node.CopyFrom(helper.make_node("Identity", [trial.graph.input[0].name], [f"{node.name}.none"]))
             continue
         n = len(c.group)
@@ -307,33 +280,23 @@ def _types(proto: ModelProto, collectives: Sequence[Collective]) -> dict[str, on
         elif c.kind in ("REDUCE_SCATTER", "SCATTER"):
             rest = [f"{c.target}.{k}" for k in range(1, n)]
             node.CopyFrom(helper.make_node("Split", [c.source], [c.target, *rest], axis=0))
-            if version >= 18:
+            if standard_opset(trial) >= 18:
                 node.attribute.append(helper.make_attribute("num_outputs", n))
         else:
             node.CopyFrom(helper.make_node("Identity", [c.source], [c.target]))
     del trial.graph.output[1:]
-    try:
-        done = infer_shapes(trial, data_prop=True)
-    except InferenceError as e:
-        raise ModelError("shapes contradict each other", where="shape inference", why=str(e)[:300]) from None
-    graph = done.graph
+    graph = inferred(trial).graph
     out = {v.name: v for group in (graph.input, graph.value_info, graph.output, proto.graph.value_info) for v in group}
     for t in graph.initializer:
         out[t.name] = helper.make_tensor_value_info(t.name, t.data_type, list(t.dims))
     for c in collectives:
         for name in (c.source, c.target):
-            if name and (name not in out or not _static(out[name])):
+            if name and (name not in out or static_shape(out[name].type) is None):
                 raise ModelError("the size of what a collective moves is not known", where=f"'{name}'", hint="give --shape")
     return out
 
 
-def _static(v: onnx.ValueInfoProto) -> bool:
-    t = v.type.tensor_type
-    return t.HasField("shape") and all(d.HasField("dim_value") for d in t.shape.dim)
-
-
 # Inputs, weights and constants of the model and of the ranks, as cells of the model's tensors.
-
 
 MOST_CELLS = 1 << 22  # of a constant that the model computes
 EXACT = 1 << 24  # whole numbers below are floats of any type that models count in
@@ -390,7 +353,7 @@ class Leaves:
         first = a.reshape(-1)[0]
         if np.all(a == first):
             return Const(first.item(), t.dtype)
-        ranges = _ranges(a.shape)
+        ranges = extents(a.shape)
         if t.dtype == "bool":
             place = _half(a)
             return None if place is None else self.table.test("ge", place, ranges)
@@ -422,7 +385,7 @@ class Leaves:
         if found.runs:
             return self._joined(found, t)
         env = {f"y{k}": e for k, e in enumerate(found.places(t.shape))}
-        return self.table.read(self.of_model(found.tensor), env, _ranges(t.shape))
+        return self.table.read(self.of_model(found.tensor), env, extents(t.shape))
 
     def _folded(self, a: Array, t: Tensor) -> Value | None:
         """A constant as a part of what the model computes of constants: whoever wrote the rank has computed it before."""
@@ -436,13 +399,13 @@ class Leaves:
                 if start is not None:
                     places = (e for e in here(a.shape) if e.terms)
                     env = {f"y{k}": e + s for k, e, s in zip(axes, places, start, strict=True)}
-                    return self.table.read(self.values[name], env, _ranges(a.shape))
+                    return self.table.read(self.values[name], env, extents(a.shape))
         return None
 
     def _joined(self, found: Placed, t: Tensor) -> Value:
         """A tensor made of runs of the model's along one axis: one expression where they are regular, else a choice of them."""
         size, name, places = found.runs[0].size, f"y{found.axis}", list(found.places(t.shape))
-        ranges = _ranges(t.shape)
+        ranges = extents(t.shape)
         step = found.runs[1].there - found.runs[0].there
         if all(r.size == size and r.there == found.runs[0].there + k * step for k, r in enumerate(found.runs)):
             number, inside = floordiv(dim(name), size, ranges), modulo(dim(name), size, ranges)
@@ -524,10 +487,6 @@ def _computed(model: OneFile) -> dict[str, Array]:
     outputs = tuple(n for op in ops for n in op.outs)
     with np.errstate(all="ignore"):
         return interp.run(replace(graph, ops=tuple(ops), inputs=tuple(given), weights=(), outputs=outputs), given)
-
-
-def _ranges(shape: Sequence[int]) -> dict[str, int]:
-    return {f"y{k}": n for k, n in enumerate(shape) if n != 1}
 
 
 def _half(mask: Array) -> Aff | None:

@@ -16,7 +16,7 @@ from tapestry.ir.index import Aff, Atom, Floor, Mod, const, dim, dims_of, evalua
 from tapestry.ir.monoid import MONOIDS
 from tapestry.ir.space import nowhere
 from tapestry.ir.types import FLOATS
-from tapestry.tools.prove.values import MERGES, Domain, Node, Ranges, Ref, Table, Value, keyed, low, moved, ranges_of, same
+from tapestry.tools.prove.values import MERGES, Domain, Node, Ranges, Ref, Table, Value, extents, keyed, low, moved, same, union
 
 # Reads beyond an edge: a tensor with a number around it is a function of its own, of which a halo's inside is a part.
 #
@@ -58,7 +58,7 @@ def padded(
 
 def _box(tensor: Ref, shape: Sequence[int]) -> Box | None:
     """The places of a node's slots that a tensor is made of; None where they are not one slot for each axis."""
-    axes = {f"y{k}": n for k, n in enumerate(shape) if n != 1}
+    axes = extents(shape)
     out: list[tuple[int, int, int]] = []
     for e in tensor.index:
         if not e.terms:
@@ -98,13 +98,11 @@ def _same_region(tests: Sequence[Aff], index: Sequence[Aff], box: Box, ranges: R
 def _node(table: Table, at: int, other: Const, box: Box) -> int:
     node = table.nodes[at]
     label = ("padded", node.dtype, repr(other.value), box)
-    key = ("call", label, (at,))
-    if key not in table.known:
-        inner = Ref(at, tuple(dim(f"v{k}") for k in range(node.slots)))
-        table.padded.setdefault(at, []).append(
-            table.add(key, Node("call", label, (inner,), node.slots, node.dtype, origin=node.origin))
-        )
-    return table.known[key][0]
+    inner = Ref(at, tuple(dim(f"v{k}") for k in range(node.slots)))
+    made = table.interned(("call", label, (at,)), Node("call", label, (inner,), node.slots, node.dtype, origin=node.origin))
+    around = table.padded.setdefault(at, [])
+    around += [made] if made not in around else []
+    return made
 
 
 def with_padding(table: Table, args: Sequence[Value], ranges: Ranges) -> Iterator[tuple[Value, ...]]:
@@ -166,10 +164,10 @@ def _agree(a: Aff, b: Aff, hold: Sequence[Aff], ranges: Ranges) -> bool:
 def _within(table: Table, v: Value, hold: Sequence[Aff], ranges: Ranges) -> Value:
     """A value where some expressions are at least 0: choices by place that are known there are made."""
     v = table.given(v, lambda e: nowhere(ranges, hold, e))
-    node = table.nodes[v.node] if isinstance(v, Ref) else None
-    if node is None or node.model or (node.kind, node.label[0]) != ("call", "where") or not isinstance(v, Ref):
+    choice = table.args_of(v, "where")
+    if not choice or not isinstance(v, Ref) or table.nodes[v.node].model:
         return v
-    return chosen(table, table.arguments(v), node.dtype, ranges, hold) or v
+    return chosen(table, choice, table.dtype(v), ranges, hold) or v
 
 
 DEEP = 6  # steps from a read down to a choice of what it reads: a bias, a scale and a cast after a matrix product
@@ -192,6 +190,17 @@ class Reduction:
     reduce: tuple[Dim, ...]
     ranges: Ranges
 
+    @property
+    def wide(self) -> dict[str, int]:
+        """Sizes of all dimensions."""
+        return {**self.ranges, **{d.name: d.size for d in self.reduce}}
+
+    def over(self, reduce: tuple[Dim, ...], env: Mapping[str, Aff]) -> Reduction:
+        """The same points along other reduced dimensions, by which ``env`` writes those that are no longer there."""
+        wide = replace(self, reduce=reduce).wide
+        values = (Ref(v.node, tuple(moved(e, env, wide) for e in v.index)) if isinstance(v, Ref) else v for v in self.values)
+        return replace(self, values=tuple(values), reduce=reduce)
+
 
 def reduced(table: Table, r: Reduction) -> Value:
     """The value of a reduction: a known node, a part of one, or a new one."""
@@ -199,12 +208,12 @@ def reduced(table: Table, r: Reduction) -> Value:
     if MERGES.get(r.monoid) == "add" and isinstance(v := r.values[0], Const):
         return Const(v.value * prod(d.size for d in r.reduce), v.dtype)
     if r.monoid == "sum" and isinstance(v := r.values[0], Ref) and table.dtype(v) in FLOATS:
-        term, factor = _without_numbers(table, v, {**r.ranges, **{d.name: d.size for d in r.reduce}})
+        term, factor = _without_numbers(table, v, r.wide)
         if factor != 1:
             return table.multiple(reduced(table, replace(r, values=(term,))), factor, table.dtype(v), r.ranges)
-    label = (r.monoid, r.field)
-    wide, why, key = {**r.ranges, **{d.name: d.size for d in r.reduce}}, "", keyed("reduce", label, r.values)
-    for way in chain([r.values], () if table.building else with_padding(table, r.values, wide)):
+    label, why = (r.monoid, r.field), ""
+    key = keyed("reduce", label, r.values)
+    for way in chain([r.values], () if table.building else with_padding(table, r.values, r.wide)):
         for at in table.known.get(keyed("reduce", label, way), ()):
             found = _matched(table.nodes[at], replace(r, values=way))
             if not isinstance(found, str):
@@ -222,12 +231,12 @@ def reduced(table: Table, r: Reduction) -> Value:
 def _without_numbers(table: Table, v: Value, ranges: Ranges, deep: int = DEEP) -> tuple[Value, Fraction]:
     """What a sum adds without the numbers that it is multiplied by, and the product of these."""
     x, factor = table.unscaled(v)
-    node = table.nodes[x.node] if isinstance(x, Ref) else None
-    if node is None or not deep or not isinstance(x, Ref) or (node.kind, node.label[0]) != ("call", "mul"):
+    args = table.args_of(x, "mul")
+    if not args or not deep:
         return x, factor
-    parts = [_without_numbers(table, a, ranges, deep - 1) for a in table.arguments(x)]
+    parts = [_without_numbers(table, a, ranges, deep - 1) for a in args]
     inside = prod((f for _, f in parts), start=Fraction(1))
-    return (x if inside == 1 else table.call("mul", [a for a, _ in parts], node.dtype, ranges)), factor * inside
+    return (x if inside == 1 else table.call("mul", [a for a, _ in parts], table.dtype(x), ranges)), factor * inside
 
 
 def opened(table: Table, ref: Ref, ranges: Ranges) -> tuple[tuple[Dim, ...], list[Value], dict[str, int]]:
@@ -275,12 +284,7 @@ def settled(table: Table, v: Value, ranges: Ranges, deep: int = DEEP) -> Value:
 
 def _without_single_points(r: Reduction) -> Reduction:
     single = {d.name: const(0) for d in r.reduce if d.size == 1}
-    if not single:
-        return r
-    kept = tuple(d for d in r.reduce if d.size != 1)
-    ranges = {**r.ranges, **{d.name: d.size for d in kept}}
-    values = tuple(Ref(v.node, tuple(moved(e, single, ranges) for e in v.index)) if isinstance(v, Ref) else v for v in r.values)
-    return Reduction(r.monoid, r.field, values, kept, r.ranges)
+    return r.over(tuple(d for d in r.reduce if d.size != 1), single) if single else r
 
 
 def _unflattened(r: Reduction) -> Reduction:
@@ -294,12 +298,7 @@ def _unflattened(r: Reduction) -> Reduction:
         if n and not others and not d.size % n and 1 < n < d.size:
             major, minor = Dim(f"{d.name}f", d.size // n), Dim(f"{d.name}m", n)
             reduce = tuple(x for old in r.reduce for x in ((major, minor) if old is d else (old,)))
-            env = {d.name: dim(major.name) * n + dim(minor.name)}
-            wide = {**r.ranges, **{x.name: x.size for x in reduce}}
-            values = tuple(
-                Ref(v.node, tuple(moved(e, env, wide) for e in v.index)) if isinstance(v, Ref) else v for v in r.values
-            )
-            return _unflattened(replace(r, values=values, reduce=reduce))
+            return _unflattened(r.over(reduce, {d.name: dim(major.name) * n + dim(minor.name)}))
     return r
 
 
@@ -335,8 +334,7 @@ def _matched(node: Node, r: Reduction) -> tuple[tuple[Aff, ...], Domain] | str:
     """The slots and the part of the domain for which a known reduction is this one; in words why it is not."""
     theirs = [e for a in node.args if isinstance(a, Ref) for e in a.index]
     ours = [e for a in r.values if isinstance(a, Ref) for e in a.index]
-    ranges = {**r.ranges, **{d.name: d.size for d in r.reduce}}
-    names = {d.name for d in r.reduce}
+    ranges, names = r.wide, {d.name for d in r.reduce}
     places = _places(node, theirs, ours, r.reduce)
     if isinstance(places, str):
         return places
@@ -431,7 +429,7 @@ def _points(e: Aff, sizes: Mapping[str, int]) -> tuple[tuple[int, int], ...] | s
         return "a reduced dimension is too long"
     env = {n: np.arange(s).reshape([-1 if k == i else 1 for k in range(len(sizes))]) for i, (n, s) in enumerate(sizes.items())}
     points = np.broadcast_to(evaluate(e, env), tuple(sizes.values())).reshape(-1).tolist()
-    return f"{e} takes a point more than once" if len(set(points)) < len(points) else ranges_of(sorted(points))
+    return f"{e} takes a point more than once" if len(set(points)) < len(points) else union((p, p + 1) for p in points)
 
 
 # Sums that are scaled later: ``exp(a - b)`` times a sum of ``exp(x - a) …`` and a quotient of a sum are sums themselves.
@@ -477,15 +475,15 @@ def _in_sums(table: Table, v: Value, terms: Terms, ranges: Ranges, known: bool) 
     """A sum of sums with a factor in each term; ``known``: only where the model has that sum."""
     if not isinstance(v, Ref):
         return None
-    node = table.nodes[v.node]
-    if node.kind == "call" and node.label[0] == "add" and not node.model:
+    added = table.args_of(v, "add")
+    if added and not table.nodes[v.node].model:
         parts: list[Value] = []
-        for a in table.arguments(v):
+        for a in added:
             part = _in_sums(table, a, terms, ranges, known)
             if part is None:
                 return None
             parts.append(part)
-        return table.call("add", parts, node.dtype, ranges)
+        return table.call("add", parts, table.dtype(v), ranges)
     found = _terms(table, v, ranges)
     if found is None:
         return None
@@ -530,14 +528,9 @@ def _terms(table: Table, v: Ref, ranges: Ranges) -> tuple[tuple[Dim, ...], Value
 
 def _difference(table: Table, v: Value) -> tuple[Value, Value] | None:
     """a and b of ``exp(a - b)``."""
-    for fn in ("exp", "sub"):
-        if not isinstance(v, Ref) or table.nodes[v.node].kind != "call" or table.nodes[v.node].label[0] != fn:
-            return None
-        args = table.arguments(v)
-        v = args[0]
-        if fn == "sub":
-            return args[0], args[1]
-    return None
+    power = table.args_of(v, "exp")
+    ends = table.args_of(power[0], "sub") if power else None
+    return (ends[0], ends[1]) if ends else None
 
 
 def _factors(table: Table, v: Value, ranges: Ranges) -> Iterator[tuple[Value, Callable[[Value], Value]]]:

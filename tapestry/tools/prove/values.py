@@ -11,17 +11,19 @@ are a partition, and rounding is not looked at. Nothing here runs a model or sea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import lru_cache
-from math import isfinite, prod
+from itertools import product
+from math import inf, isfinite
 from typing import Any, cast
 
 import numpy as np
 
 from tapestry.ir.expr import PRIMITIVES, Call, Const
-from tapestry.ir.index import Aff, Floor, Mod, bounds, const, dim, dims_of, modulo, substitute
+from tapestry.ir.index import Aff, const, dim, dims_of, evaluate, modulo, span, substitute
+from tapestry.ir.space import vanishes
 from tapestry.ir.types import FLOATS, numpy_dtype
 from tapestry.verify.interp import value as evaluate_expression
 
@@ -38,13 +40,10 @@ class Domain:
         """Whether it is all of a box that begins at 0."""
         return all(a == ((0, n),) for a, n in zip(self.axes, sizes, strict=True))
 
-    def size(self) -> int:
-        """How many points it has."""
-        return prod(sum(hi - lo for lo, hi in a) for a in self.axes)
-
     def meets(self, other: Domain) -> bool:
         """Whether some point is in both."""
-        return all(_meet(a, b) for a, b in zip(self.axes, other.axes, strict=True))
+        pairs = (product(a, b) for a, b in zip(self.axes, other.axes, strict=True))
+        return all(any(max(x[0], y[0]) < min(x[1], y[1]) for x, y in p) for p in pairs)
 
     def join(self, other: Domain, overlap: bool) -> Domain | None:
         """The union; None where it is no product, or where both have a point and may not (``overlap``)."""
@@ -56,7 +55,7 @@ class Domain:
         if len(apart) > 1:
             return None
         k = apart[0]
-        return Domain((*self.axes[:k], _union((*self.axes[k], *other.axes[k])), *self.axes[k + 1 :]))
+        return Domain((*self.axes[:k], union((*self.axes[k], *other.axes[k])), *self.axes[k + 1 :]))
 
     def text(self) -> str:
         """As a person reads it."""
@@ -80,18 +79,8 @@ def join_all(parts: Sequence[Domain], overlap: bool) -> Domain | None:
     return rest[0]
 
 
-def ranges_of(places: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """Sorted distinct places as ranges."""
-    out: list[tuple[int, int]] = []
-    for p in places:
-        if out and out[-1][1] == p:
-            out[-1] = (out[-1][0], p + 1)
-        else:
-            out.append((p, p + 1))
-    return tuple(out)
-
-
-def _union(items: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+def union(items: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """Ranges in order, with those that meet or touch as one."""
     out: list[tuple[int, int]] = []
     for lo, hi in sorted(items):
         if out and lo <= out[-1][1]:
@@ -99,10 +88,6 @@ def _union(items: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
         else:
             out.append((lo, hi))
     return tuple(out)
-
-
-def _meet(a: Sequence[tuple[int, int]], b: Sequence[tuple[int, int]]) -> bool:
-    return any(max(x[0], y[0]) < min(x[1], y[1]) for x in a for y in b)
 
 
 Ranges = Mapping[str, int]
@@ -186,12 +171,13 @@ class Table:
         self.known.setdefault(key, []).append(len(self.nodes) - 1)
         return len(self.nodes) - 1
 
+    def interned(self, key: Any, node: Node) -> int:
+        """The node of a key, under which there is one alone."""
+        return self.known[key][0] if key in self.known else self.add(key, node)
+
     def leaf(self, name: str, rank: int, dtype: str) -> int:
         """The node of a tensor of the model by its cells."""
-        key = ("leaf", name, dtype)
-        if key not in self.known:
-            self.add(key, Node("leaf", (name,), (), rank, dtype, origin=name))
-        return self.known[key][0]
+        return self.interned(("leaf", name, dtype), Node("leaf", (name,), (), rank, dtype, origin=name))
 
     def dtype(self, v: Value) -> str:
         """Element type of a value."""
@@ -260,9 +246,9 @@ class Table:
             return
         first = next(a for a in node.args if isinstance(a, Ref) and any(str(e) == slot for e in a.index))
         assert isinstance(arg, Ref)
-        point = differ(there, here, ranges)
+        point = vanishes(there - here, ranges) or dict.fromkeys(ranges, 0)
         names = [
-            self.line(a.node, next(k for k, e in enumerate(a.index) if str(e) == slot), evaluated(e, point))
+            self.line(a.node, next(k for k, e in enumerate(a.index) if str(e) == slot), int(evaluate(e, point)))
             for a, e in ((arg, here), (first, there))
         ]
         self.miss(f"{cell(point)} reads {names[0]} together with {names[1]}; the model reads both at one place", node.origin)
@@ -298,15 +284,13 @@ class Table:
 
     def tested(self, test: Value) -> Aff | None:
         """The index expression that a test asks to be at least 0."""
-        node = self.nodes[test.node] if isinstance(test, Ref) else None
-        if node is None or node.kind != "call" or node.label[0] != "test ge":
-            return None
-        return self.is_place(self.arguments(test)[0])  # pyright: ignore[reportArgumentType]
+        asked = self.args_of(test, "test ge")
+        return self.is_place(asked[0]) if asked else None
 
     def given(self, v: Value, holds: Callable[[Aff], bool]) -> Value:
         """A value where some index expressions are known to be at least 0: choices by what follows are made."""
-        while isinstance(v, Ref) and self.nodes[v.node].kind == "call" and self.nodes[v.node].label[0] == "where":
-            test, yes, no = self.arguments(v)
+        while choice := self.args_of(v, "where"):
+            test, yes, no = choice
             asked = self.tested(test)
             if asked is None or not (holds(asked) or holds(asked * -1 - 1)):
                 return v
@@ -325,12 +309,11 @@ class Table:
             inner = tuple(self.given(v, lambda e, known=known: low(e - known, ranges) >= 0) for v, known in sides)
             if inner != (yes, no):
                 return self.call("where", (test, *inner), dtype, ranges)
-        node = self.nodes[test.node]
-        if node.label[0] == "eq" and node.kind == "call":
-            ends = {x.value for x in self.arguments(test) if isinstance(x, Const)}
-            rows = [self.nodes[x.node] for x in self.arguments(test) if isinstance(x, Ref)]
-            if float("inf") in ends or (float("-inf") in ends and any(n.model and n.label == ("max", 0) for n in rows)):
-                return no  # of finite numbers, and of rows that have a value
+        sides = self.args_of(test, "eq") or ()
+        ends = {x.value for x in sides if isinstance(x, Const)}
+        rows = [self.nodes[x.node] for x in sides if isinstance(x, Ref)]
+        if inf in ends or (-inf in ends and any(n.model and n.label == ("max", 0) for n in rows)):
+            return no  # of finite numbers, and of rows that have a value
         return None
 
     def _placed(self, fn: str, places: list[Aff], dtype: str, ranges: Ranges) -> Value | None:
@@ -353,7 +336,7 @@ class Table:
 
     def test(self, op: str, place: Aff, ranges: Ranges) -> Value:
         """Whether an index expression is at least 0 (``ge``) or 0 (``eq``); a literal where that is known."""
-        low, high = (int(x) for x in bounds(place, {n: (0, s - 1) for n, s in ranges.items()}))
+        low, high = span(place, ranges)
         if (low >= 0 and op == "ge") or low == high == 0:
             return Const(True, "bool")
         if high < 0 or (op == "eq" and low > 0):
@@ -379,11 +362,9 @@ class Table:
 
     def unscaled(self, v: Value) -> tuple[Value, Fraction]:
         """A value and a number of which it is the product."""
-        node = self.nodes[v.node] if isinstance(v, Ref) else None
-        if node is not None and isinstance(v, Ref) and node.kind == "call" and node.label[0] in ("mul", "div"):
-            x, c = self.arguments(v)
-            if isinstance(x, Ref) and isinstance(c, Const) and node.dtype in FLOATS and c.value and isfinite(c.value):
-                return x, Fraction(c.value) if node.label[0] == "mul" else 1 / Fraction(c.value)
+        x, c = self.args_of(v, "mul", "div") or (v, None)
+        if isinstance(x, Ref) and isinstance(c, Const) and self.dtype(v) in FLOATS and c.value and isfinite(c.value):
+            return x, Fraction(c.value) if self.args_of(v, "mul") else 1 / Fraction(c.value)
         return v, Fraction(1)
 
     def multiple(self, x: Value, factor: Fraction, dtype: str, ranges: Ranges) -> Value:
@@ -418,10 +399,8 @@ class Table:
         node = self.nodes[base]
         if domain.whole(node.bound):
             return Ref(base, index)
-        key = ("part", base, domain)
-        if key not in self.known:
-            self.add(key, Node("part", (base, domain), (), node.slots, node.dtype, origin=node.origin))
-        return Ref(self.known[key][0], index)
+        made = Node("part", (base, domain), (), node.slots, node.dtype, origin=node.origin)
+        return Ref(self.interned(("part", base, domain), made), index)
 
     def parted(self, at: int) -> tuple[int, Domain]:
         """The reduction that a part is of, and which part."""
@@ -437,6 +416,12 @@ class Table:
         node = self.nodes[ref.node]
         env = {f"v{k}": e for k, e in enumerate(ref.index)}
         return tuple(Ref(a.node, tuple(env[str(e)] for e in a.index)) if isinstance(a, Ref) else a for a in node.args)
+
+    def args_of(self, v: Value, *fns: str) -> tuple[Value, ...] | None:
+        """The arguments of a value that is a call of one of some primitives; None of any other."""
+        node = self.nodes[v.node] if isinstance(v, Ref) else None
+        called = node is not None and node.kind == "call" and node.label[0] in fns
+        return self.arguments(v) if called and isinstance(v, Ref) else None
 
     def has_part(self, at: int) -> bool:
         """Whether a node is made of a partial reduction by primitives."""
@@ -471,17 +456,15 @@ class Table:
 
     def resolved(self, ref: Ref, ranges: Ranges) -> Value:
         """A choice by an index expression that is known in a smaller space, as what it chooses."""
-        node = self.nodes[ref.node]
-        if node.kind == "call" and node.label[0] == "where":
-            test, yes, no = self.arguments(ref)
-            if isinstance(test, Ref) and self.nodes[test.node].label[0] in ("test ge", "test eq"):
-                op = self.nodes[test.node].label[0][-2:]
-                (place,) = self.arguments(test)
-                found = self.test(op, place.index[0], ranges) if isinstance(place, Ref) else None
-                if isinstance(found, Const):
-                    kept = yes if found.value else no
-                    return self.resolved(kept, ranges) if isinstance(kept, Ref) else kept
-        return ref
+        choice = self.args_of(ref, "where")
+        place = self.args_of(choice[0], "test ge", "test eq") if choice else None
+        if not choice or not place or not isinstance(choice[0], Ref) or not isinstance(place[0], Ref):
+            return ref
+        found = self.test(self.nodes[choice[0].node].label[0][-2:], place[0].index[0], ranges)
+        if not isinstance(found, Const):
+            return ref
+        kept = choice[1] if found.value else choice[2]
+        return self.resolved(kept, ranges) if isinstance(kept, Ref) else kept
 
 
 MERGES = {"sum": "add", "max": "max", "min": "min", "any": "or", "all": "and", "prod": "mul"}
@@ -507,11 +490,8 @@ def keyed(kind: str, label: tuple[Any, ...], args: Sequence[Value]) -> Any:
 
 def ordered(fn: str, args: Sequence[Value]) -> list[Value]:
     """The arguments of a primitive in the order in which a node has them."""
-    return sorted(args, key=_order) if fn in PRIMITIVES and PRIMITIVES[fn].commutative else list(args)
-
-
-def _order(v: Value) -> tuple[int, Any]:
-    return (0, v.node) if isinstance(v, Ref) else (1, 0)
+    turned = fn in PRIMITIVES and PRIMITIVES[fn].commutative
+    return sorted(args, key=lambda v: v.node if isinstance(v, Ref) else inf) if turned else list(args)
 
 
 _MOVED: dict[Any, Aff] = {}
@@ -532,7 +512,7 @@ def moved(e: Aff, env: Mapping[str, Aff], ranges: Ranges) -> Aff:
 
 def low(e: Aff, ranges: Ranges) -> int:
     """A number that an index expression is never below."""
-    return int(bounds(e, {n: (0, s - 1) for n, s in ranges.items()})[0])
+    return span(e, ranges)[0]
 
 
 def same(a: Aff, b: Aff, ranges: Ranges) -> bool:
@@ -542,32 +522,17 @@ def same(a: Aff, b: Aff, ranges: Ranges) -> bool:
 
 @lru_cache(maxsize=1 << 16)
 def _may_coincide(a: Aff, b: Aff, ranges: tuple[tuple[str, int], ...]) -> bool:
-    from tapestry.ir.space import vanishes
-
     apart = substitute(a - b, {}, dict(ranges))
-    low, high = (int(x) for x in bounds(apart, {n: (0, s - 1) for n, s in ranges}))
+    low, high = span(apart, dict(ranges))
     if low == high == 0:
         return True
-    return not (low > 0 or high < 0) and not _affine(apart) and vanishes(apart, dict(ranges)) is None
+    # bounds of an affine expression are exact: all of it is 0, or some point is not
+    return not (low > 0 or high < 0) and not apart.is_affine and vanishes(apart, dict(ranges)) is None
 
 
-def _affine(e: Aff) -> bool:
-    """Whether there is no floor and no mod: then the bounds are exact, and all of it is 0 or some point is not."""
-    return not any(isinstance(a, Floor | Mod) for a, _ in e.terms)
-
-
-def differ(a: Aff, b: Aff, ranges: Ranges) -> dict[str, int]:
-    """A point where two index expressions differ, which there is."""
-    from tapestry.ir.space import vanishes
-
-    return vanishes(a - b, dict(ranges)) or dict.fromkeys(ranges, 0)
-
-
-def evaluated(e: Aff, point: Mapping[str, int]) -> int:
-    """The value of an index expression at a point."""
-    from tapestry.ir.index import evaluate
-
-    return int(evaluate(e, point))
+def extents(shape: Sequence[int]) -> dict[str, int]:
+    """Sizes of a tensor's axes ``y0, …``; an axis of one cell is no dimension."""
+    return {f"y{k}": n for k, n in enumerate(shape) if n != 1}
 
 
 def cell(point: Mapping[str, int]) -> str:
