@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from onnx import ModelProto, NodeProto
+from onnx import ModelProto
 
 from tapestry.errors import PlanError, TapestryError, some
 from tapestry.interop import annotation_rules
@@ -20,7 +20,7 @@ from tapestry.interop.annotation_rules import external
 from tapestry.interop.sharding_specs import IR_VERSIONS
 from tapestry.ir.plan import MeshAxis
 from tapestry.lift import lift
-from tapestry.lift.file.protos import subgraphs
+from tapestry.lift.file.protos import nested
 from tapestry.lift.file.structure import check_structure, load
 from tapestry.plan.pipelines.segments import needed
 from tapestry.plan.topology import MAX_DEVICES, parse_bytes, topology
@@ -41,7 +41,8 @@ def scheme_at(graph: NodeGraph, cuts: Sequence[str]) -> tuple[Problem, Scheme]:
     """
     problem = Problem(graph, [(k,) for k in range(len(graph.names))])
     busy = sum(1 << k for k in {s.node for s in graph.steps})
-    last = [[k for name in _tensor_names(text, graph) for k in _nodes(name, text, graph)] for text in cuts]
+    names = [[text] if text in graph.names else text.split(",") for text in cuts]
+    last = [[k for name in mine for k in _nodes(name, text, graph)] for mine, text in zip(names, cuts, strict=True)]
     stages = [sum(1 << k for k in mine) for mine in needed(last, graph.parents.__getitem__)]
     stages.append(problem.all & ~sum(stages))
     empty = next((k for k, mask in enumerate(stages) if not mask & busy), None)
@@ -68,10 +69,6 @@ def ends(problem: Problem, mask: int) -> list[str]:
     return found[::-1]
 
 
-def _tensor_names(text: str, graph: NodeGraph) -> list[str]:
-    return [text] if text in graph.names else text.split(",")
-
-
 def _nodes(name: str, text: str, graph: NodeGraph) -> list[int]:
     found = [k for k, n in enumerate(graph.names) if n == name]
     if not found:
@@ -86,7 +83,6 @@ def _nodes(name: str, text: str, graph: NodeGraph) -> list[int]:
 # A candidate does not fit when a device of the compiled plan needs more than its share of memory. Where none fits, the one that
 # is least over is tried with the next shares. PopRT says which share of memory it holds back for operators' temporaries
 # (``available_memory_proportion``), here the proportion is the rest.
-
 
 FINALISTS = 3  # candidates of the traversal that are run once more, in turns
 UNKNOWN = 1 << 62  # bytes of a candidate that could not be compiled
@@ -161,13 +157,11 @@ class Search:
             self.problem, initial(self.problem, self.devices), capacity, partial(self.evaluate, capacity=capacity),
             optimal=optimal, limit=self.limit, batch=None if optimal else self.batch,
         )  # fmt: skip
-        best = seen.best
-        least = seen.least
-        if best is None and least is not None:
-            larger = [(p, c) for p, c in self.capacities if least.memory <= c]
-            if larger:
-                proportion, capacity = larger[0]
-                best = self.evaluate([least.scheme], capacity)[0]
+        best, least = seen.best, seen.least
+        larger = [(p, c) for p, c in self.capacities if least is not None and least.memory <= c]
+        if best is None and least is not None and larger:
+            proportion, capacity = larger[0]
+            best = self.evaluate([least.scheme], capacity)[0]
         if best is None:
             raise self.too_large(seen)
         return {**self.row(best, proportion), "candidates": seen.schemes, "refused": self.refused,
@@ -246,7 +240,6 @@ def _measured(e: Evaluation, trial: Trial) -> Measured:
 
 # Stages written onto a model's nodes as ONNX's multi-device protos say it (IR version 11 and later): ``pipeline_stage``.
 
-
 CONFIGURATION = "tapestry.auto_shard"
 
 
@@ -261,18 +254,12 @@ def annotate_stages(model: ModelProto, stages: Sequence[int], devices: int) -> N
     del model.configuration[:]
     model.configuration.extend(others)
     model.configuration.add(name=CONFIGURATION, num_devices=devices)
-    for node, stage in zip(model.graph.node, stages, strict=True):
-        _mark(node, stage)
-
-
-def _mark(node: NodeProto, stage: int) -> None:
-    others = [c for c in node.device_configurations if c.configuration_id != CONFIGURATION]
-    del node.device_configurations[:]
-    node.device_configurations.extend(others)
-    node.device_configurations.add(configuration_id=CONFIGURATION, pipeline_stage=stage)
-    for graph in subgraphs(node):
-        for inner in graph.node:
-            _mark(inner, stage)
+    marked = ((n, stage) for node, stage in zip(model.graph.node, stages, strict=True) for n in nested([node]))
+    for node, stage in marked:
+        of_others = [c for c in node.device_configurations if c.configuration_id != CONFIGURATION]
+        del node.device_configurations[:]
+        node.device_configurations.extend(of_others)
+        node.device_configurations.add(configuration_id=CONFIGURATION, pipeline_stage=stage)
 
 
 def output_path(model: Path, output: Path | None) -> Path:

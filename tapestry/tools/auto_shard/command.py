@@ -38,6 +38,3 @@ def auto_shard(args: argparse.Namespace) -> Outcome:
         print(*tables.sharding_lines(document), sep="\n")
 
     return Outcome(document, text)
-
-
-# Commands that run a build, or measure this machine.

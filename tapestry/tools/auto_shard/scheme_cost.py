@@ -12,11 +12,11 @@ stays to the end.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 
 import numpy as np
-from onnx import ModelProto, NodeProto, TensorProto
+from onnx import ModelProto, TensorProto
 
 from tapestry.ir.graph import Graph, Op
 from tapestry.ir.plan import device_count
@@ -25,7 +25,7 @@ from tapestry.lift.file.external_data import tensor_bytes
 from tapestry.lift.file.protos import captured, node_name
 from tapestry.lift.normalize.prepare import RANDOM
 from tapestry.plan.cost import compute
-from tapestry.plan.pipelines.segments import receive_seconds
+from tapestry.plan.pipelines.segments import needed, receive_seconds
 from tapestry.plan.pipelines.staged_plan import link_between
 from tapestry.plan.topology import Topology
 from tapestry.rewrites.core.edit import is_view
@@ -36,7 +36,6 @@ from tapestry.rewrites.core.edit import is_view
 # those of the operations that the nodes lift to. Nodes that lifting folds away (shape arithmetic, a node equal to another one)
 # cost nothing; views are names for the tensor behind them. Seconds are whole picoseconds: sums are then exact, so that
 # "never worse" can be tested with ``<=`` and does not depend on the order of addition.
-
 
 PICO = 10**12  # picoseconds in a second
 
@@ -91,31 +90,22 @@ def node_graph(model: ModelProto, lifted: Graph, topo: Topology) -> NodeGraph:
     return _Builder(model, lifted, topo).finish()
 
 
-@dataclass(slots=True)
 class _Builder:
-    model: ModelProto
-    lifted: Graph
-    topo: Topology
-    nodes: list[NodeProto] = field(init=False)
-    producer: dict[str, int] = field(init=False)  # tensor of the file → node
-    parents: list[set[int]] = field(init=False)
-    constant: list[bool] = field(default_factory=list[bool])
-    weights: list[dict[int, None]] = field(init=False)
-    weight_ids: dict[str, int] = field(default_factory=dict[str, int])
-    weight_bytes: list[int] = field(default_factory=list[int])
-    root: dict[str, str] = field(default_factory=dict[str, str])  # view → the tensor behind it
-    ids: dict[str, int] = field(default_factory=dict[str, int])
-    maker: list[int] = field(default_factory=list[int])
-    steps: list[Step] = field(default_factory=list[Step])
-    alive: list[bool] = field(init=False)
-    priced: dict[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])
-
-    def __post_init__(self) -> None:
-        self.nodes = list(self.model.graph.node)
-        self.producer = {o: k for k, n in enumerate(self.nodes) for o in n.output if o}
-        self.parents = [set() for _ in self.nodes]
-        self.weights = [{} for _ in self.nodes]
-        self.alive = [False] * len(self.nodes)
+    def __init__(self, model: ModelProto, lifted: Graph, topo: Topology) -> None:
+        self.model, self.lifted, self.topo = model, lifted, topo
+        self.nodes = list(model.graph.node)
+        self.producer = {o: k for k, n in enumerate(self.nodes) for o in n.output if o}  # tensor of the file → node
+        self.parents: list[set[int]] = [set() for _ in self.nodes]
+        self.constant: list[bool] = []
+        self.weights: list[dict[int, None]] = [{} for _ in self.nodes]
+        self.weight_ids: dict[str, int] = {}
+        self.weight_bytes: list[int] = []
+        self.root: dict[str, str] = {}  # view → the tensor behind it
+        self.ids: dict[str, int] = {}
+        self.maker: list[int] = []
+        self.steps: list[Step] = []
+        self.alive: set[int] = set()  # nodes that compute something
+        self.priced: dict[str, tuple[int, int]] = {}
 
     def finish(self) -> NodeGraph:
         self._edges()
@@ -152,7 +142,7 @@ class _Builder:
 
     def _weight(self, node: int, name: str, nbytes: int) -> None:
         if name not in self.weight_ids:
-            self.weight_ids[name] = len(self.weight_bytes)
+            self.weight_ids[name] = len(self.weight_ids)
             self.weight_bytes.append(nbytes)
         self.weights[node][self.weight_ids[name]] = None
 
@@ -175,7 +165,7 @@ class _Builder:
         return homes
 
     def _step(self, op: Op, home: int) -> None:
-        self.alive[home] = True
+        self.alive.add(home)
         roots = list(dict.fromkeys(self.root.get(t, t) for t in op.inputs))
         for t in roots:
             if t not in self.ids:
@@ -210,11 +200,10 @@ class _Builder:
     def _joined(self) -> Iterator[int]:
         for node in self.nodes:
             made = {i: self.producer[i] for i in (*node.input, *captured(node)) if i in self.producer}
-            yield sum(self.alive[k] and not self.constant[k] for k in made.values())
+            yield sum(k in self.alive and not self.constant[k] for k in made.values())
 
 
 def _whole(shape: tuple[int, ...]) -> np.ndarray:
-    """The box of one device that holds everything."""
     return np.array([[(0, s) for s in shape]], np.int64).reshape(1, len(shape), 2)
 
 
@@ -224,7 +213,6 @@ def _whole(shape: tuple[int, ...]) -> np.ndarray:
 # earlier candidate has claimed. In topological order of the candidates the subgraphs are in topological order themselves:
 # what a subgraph needs from outside was claimed earlier. Nodes after the last candidate belong to the subgraphs of the
 # nodes where the graph ends.
-
 
 Unit = tuple[int, ...]  # nodes, ascending; the last one is the candidate
 
@@ -242,24 +230,10 @@ def everywhere(graph: NodeGraph) -> list[int]:
 
 def candidate_subgraphs(graph: NodeGraph, candidates: Sequence[int]) -> list[Unit]:
     """One subgraph per candidate, then one per end of the graph that is left; every node is in exactly one."""
-    claimed = [False] * len(graph.names)
-    needed = {p for row in graph.parents for p in row}
-    ends = [k for k in range(len(graph.names)) if k not in needed]
-    units: list[Unit] = []
-    for top in (*candidates, *ends):
-        if claimed[top]:
-            continue
-        stack, unit = [top], list[int]()
-        claimed[top] = True
-        while stack:
-            k = stack.pop()
-            unit.append(k)
-            for p in graph.parents[k]:
-                if not claimed[p]:
-                    claimed[p] = True
-                    stack.append(p)
-        units.append(tuple(sorted(unit)))
-    assert all(claimed), "a node leads to no end of the graph"
+    read = {p for row in graph.parents for p in row}
+    tops = [*candidates, *(k for k in range(len(graph.names)) if k not in read)]
+    units = [tuple(sorted(mine)) for mine in needed([[k] for k in tops], graph.parents.__getitem__) if mine]
+    assert sum(map(len, units)) == len(graph.names), "a node leads to no end of the graph"
     return units
 
 

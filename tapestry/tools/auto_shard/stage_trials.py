@@ -38,7 +38,6 @@ class StageTrials:
     options: Options
     _folder: tempfile.TemporaryDirectory[str] = field(default_factory=tempfile.TemporaryDirectory)
     _pool: ProcessPoolExecutor | None = None
-    _count: int = 0
     _builds: dict[tuple[int, ...], Path] = field(default_factory=dict[tuple[int, ...], Path])
     _files: list[Path] = field(default_factory=list[Path])
 
@@ -64,17 +63,16 @@ class StageTrials:
         return list(self._pool.map(_compile, jobs))
 
     def _job(self, scheme: Sequence[int]) -> _Job:
-        self._count += 1
-        o = self.options
+        o, number = self.options, len(self._files)
         source = o.model.absolute()
         target = auto_shard.output_path(source, o.output)
-        file = target.with_name(f".{target.stem}.candidate{self._count}.onnx")
+        file = target.with_name(f".{target.stem}.candidate{number}.onnx")
         model = load(source)
         self._files.append(file)
         check_structure(model, source.parent, weights=False)  # sorts nodes, as the scheme has them
         auto_shard.annotate_stages(model, scheme, o.devices)
         annotation_rules.write(model, source, file)
-        return _Job(file, Path(self._folder.name) / str(self._count), o.devices, o.topology, o.shapes)
+        return _Job(file, Path(self._folder.name) / str(number), o.devices, o.topology, o.shapes)
 
     def in_turns(self, schemes: Sequence[Sequence[int]]) -> list[float]:
         """Seconds of a batch of each, all compiled before: medians of runs that take turns, whoever begins a round."""

@@ -7,7 +7,7 @@ group that it has no edge with. Every move keeps stages monotone along edges and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, pairwise
@@ -135,7 +135,6 @@ def moves(problem: Problem, scheme: Scheme, g: int) -> Iterator[tuple[str, Schem
 # The program itself is the compiler's (`segments.best_chain`), with stages on one device each: first for the slowest stage,
 # then for the sum among chains that are as fast. Both are exact over the family, with whole picoseconds.
 
-
 DOWNSETS = 700  # up to so many, all of them
 NEVER = 1 << 62
 
@@ -159,7 +158,8 @@ def family(problem: Problem, known: Sequence[Scheme] = (), coarse: Problem | Non
     if masks is not None:
         return Family(tuple(sorted(masks)), True)
     cuts = {0}
-    for order in (range(len(problem.units)), _depth_first(problem), *(_ordered(s) for s in known)):
+    in_stages = ([u for mask in scheme for u in bits(mask)] for scheme in known)
+    for order in (range(len(problem.units)), _depth_first(problem), *in_stages):
         mask = 0
         for u in order:
             mask |= 1 << u
@@ -249,11 +249,6 @@ def downsets(problem: Problem, limit: int) -> set[int] | None:
         if len(masks) > limit:
             return None
     return masks
-
-
-def _ordered(scheme: Scheme) -> Iterable[int]:
-    """The order in which a scheme's stages are contiguous."""
-    return (u for mask in scheme for u in bits(mask))
 
 
 def _depth_first(problem: Problem) -> list[int]:
