@@ -436,11 +436,7 @@ class _Clock:
 def _own(
     graph: NodeGraph, options: Options, memory: int, clock: _Clock, trials: Trials | None
 ) -> dict[str, Any]:  # fmt: skip
-    """The user's own stages as a document, beside the best with as many.
-
-    Raises:
-        TapestryError: a node is not there, or a stage would be empty or does not fit.
-    """
+    """The user's own stages as a document, beside the best with as many; an error where one would be empty or does not fit."""
     problem, scheme = scheme_at(graph, options.cuts)
     found = problem.evaluate(scheme)
     proportion = next((p for p in options.proportions if found.memory <= int(p * memory)), None)
@@ -543,12 +539,9 @@ def _dynamic(
 ) -> tuple[Outcome, dynamic.Family]:
     """The dynamic program at the first proportion at which anything fits."""
     cuts = dynamic.family(problem, known, merged)
-    facts = {"complete": cuts.complete}
-    for p, capacity in capacities:
-        best = dynamic.solve(problem, devices, capacity, cuts, known)
-        if best is not None:
-            return Outcome(best=best, proportion=p, schemes=len(cuts.cuts), facts=facts), cuts
-    return Outcome(best=None, proportion=None, schemes=len(cuts.cuts), facts=facts), cuts
+    tries = ((p, dynamic.solve(problem, devices, capacity, cuts, known)) for p, capacity in capacities)
+    proportion, best = next(((p, best) for p, best in tries if best is not None), (None, None))
+    return Outcome(best=best, proportion=proportion, schemes=len(cuts.cuts), facts={"complete": cuts.complete}), cuts
 
 
 def _too_large(attempt: Attempt, graph: NodeGraph, options: Options, memory: int) -> PlanError:
@@ -579,9 +572,6 @@ def _too_large(attempt: Attempt, graph: NodeGraph, options: Options, memory: int
         f"the model does not fit in {some(n, 'stage')}: {cost.memory - capacity:,} bytes too many",
         where=f"node '{graph.names[node]}'", why=why, hint=hint,
     )  # fmt: skip
-
-
-# the document
 
 
 def _document(attempt: Attempt, options: Options, graph: NodeGraph, memory: int) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate
 
 import numpy as np
@@ -239,14 +240,9 @@ def candidate_subgraphs(graph: NodeGraph, candidates: Sequence[int]) -> list[Uni
 
 def shares(graph: NodeGraph, units: Sequence[Unit]) -> list[float]:
     """How large a part of the whole each subgraph is, in bytes or in FLOPs, whichever is larger."""
-    home = {k: u for u, nodes in enumerate(units) for k in nodes}
-    nbytes, flops = [0] * len(units), [0] * len(units)
-    for u, nodes in enumerate(units):
-        nbytes[u] = sum(graph.weight_bytes[w] for w in {w for k in nodes for w in graph.weights[k]})
-    for step in graph.steps:
-        flops[home[step.node]] += step.flops
-    all_bytes, all_flops = max(sum(nbytes), 1), max(sum(flops), 1)
-    return [max(b / all_bytes, f / all_flops) for b, f in zip(nbytes, flops)]
+    parts = Problem(graph, units)
+    all_bytes, all_flops = max(sum(parts.bytes), 1), max(sum(parts.flops), 1)
+    return [max(b / all_bytes, f / all_flops) for b, f in zip(parts.bytes, parts.flops)]
 
 
 def merge(graph: NodeGraph, units: Sequence[Unit], wanted: int, at_least: int) -> list[Unit]:
@@ -364,25 +360,16 @@ class Problem:
         self.time = [sum(graph.steps[i].time for i in row) for row in self.steps]
         self.flops = [sum(graph.steps[i].flops for i in row) for row in self.steps]
         self.bytes = [self.weight_bytes(w) for w in self.weights]
-        self.parents = [0] * count
+        self.parents, self.children = [0] * count, [0] * count
         for u, nodes in enumerate(self.units):
             for p in {self.home[p] for k in nodes for p in graph.parents[k]} - {u}:
                 self.parents[u] |= 1 << p
-        self.children = [0] * count
-        for u, mask in enumerate(self.parents):
-            for p in bits(mask):
                 self.children[p] |= 1 << u
-        self._known: dict[int, StageCost] = {}
+        self.cost = cache(self._cost)
 
     def weight_bytes(self, weights: frozenset[int]) -> int:
         """Bytes of distinct weights."""
         return sum(self.graph.weight_bytes[w] for w in weights)
-
-    def cost(self, mask: int) -> StageCost:
-        """The cost of a stage of these subgraphs."""
-        if mask not in self._known:
-            self._known[mask] = self._cost(mask)
-        return self._known[mask]
 
     def evaluate(self, scheme: Scheme) -> Evaluation:
         """The costs of all stages."""
@@ -399,6 +386,7 @@ class Problem:
         return tuple(out)
 
     def _cost(self, mask: int) -> StageCost:
+        """The cost of a stage of these subgraphs."""
         graph, units = self.graph, list(bits(mask))
         steps = [graph.steps[i] for i in sorted(i for u in units for i in self.steps[u])]
         first, last = dict[int, int](), dict[int, int]()

@@ -6,13 +6,13 @@ import multiprocessing
 import statistics
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 from tapestry import api
 from tapestry.errors import TapestryError
@@ -24,6 +24,7 @@ from tapestry.tools.auto_shard.auto_shard import Options, Trial
 
 RUNS = 5  # of each, after one that counts for nothing; their median does
 TOGETHER = 4  # candidates that are loaded at a time
+Job = tuple[Path, Path]  # a candidate's file, and where its build goes
 
 
 @dataclass(slots=True)
@@ -45,7 +46,7 @@ class StageTrials:
         """Each compiled; run where no device needs more than so many bytes."""
         jobs = [self._job(scheme) for scheme in schemes]
         done = self._compiled(jobs)
-        self._builds |= {tuple(s): j.build for s, j in zip(schemes, jobs, strict=True)}
+        self._builds |= {tuple(s): build for s, (_, build) in zip(schemes, jobs, strict=True)}
         fit = [k for k, t in enumerate(done) if not t.refused and max(t.peaks) <= capacity]
         for at in range(0, len(fit), TOGETHER):
             some = fit[at : at + TOGETHER]
@@ -53,16 +54,17 @@ class StageTrials:
                 done[k] = Trial(done[k].peaks, seconds)
         return done
 
-    def _compiled(self, jobs: Sequence[_Job]) -> list[Trial]:
+    def _compiled(self, jobs: Sequence[Job]) -> list[Trial]:
+        compiled = partial(_compile, self.options)
         if len(jobs) == 1 or self.options.processes == 1:
-            return [_compile(job) for job in jobs]
+            return [*map(compiled, jobs)]
         if self._pool is None:
             # not fork: the parent may have threads of numpy's or torch's, which do not survive it
             context = multiprocessing.get_context("spawn")
             self._pool = ProcessPoolExecutor(self.options.processes, mp_context=context)
-        return list(self._pool.map(_compile, jobs))
+        return [*self._pool.map(compiled, jobs)]
 
-    def _job(self, scheme: Sequence[int]) -> _Job:
+    def _job(self, scheme: Sequence[int]) -> Job:
         o, number = self.options, len(self._files)
         source = o.model.absolute()
         target = auto_shard.output_path(source, o.output)
@@ -72,7 +74,7 @@ class StageTrials:
         check_structure(model, source.parent, weights=False)  # sorts nodes, as the scheme has them
         auto_shard.annotate_stages(model, scheme, o.devices)
         annotation_rules.write(model, source, file)
-        return _Job(file, Path(self._folder.name) / str(number), o.devices, o.topology, o.shapes)
+        return file, Path(self._folder.name) / str(number)
 
     def in_turns(self, schemes: Sequence[Sequence[int]]) -> list[float]:
         """Seconds of a batch of each, all compiled before: medians of runs that take turns, whoever begins a round."""
@@ -101,22 +103,12 @@ class StageTrials:
         self._folder.cleanup()
 
 
-@dataclass(frozen=True, slots=True)
-class _Job:
-    """A candidate's file, and where its build goes."""
-
-    model: Path
-    build: Path
-    devices: int
-    topology: str
-    shapes: Mapping[str, Any]
-
-
-def _compile(job: _Job) -> Trial:
+def _compile(options: Options, job: Job) -> Trial:
     """Compile one candidate without a limit of memory: its peaks say whether it fits."""
+    o, (file, build) = options, job
     try:
-        compiled = api.compile(job.model, devices=job.devices, topology=job.topology, shapes=job.shapes, micro_batches=1)
+        compiled = api.compile(file, devices=o.devices, topology=o.topology, shapes=o.shapes, micro_batches=1)
     except TapestryError as e:
         return Trial((), refused=str(e))
-    compiled.save(job.build)
+    compiled.save(build)
     return Trial(tuple(compiled.build.peak_bytes))

@@ -91,14 +91,10 @@ class _Block:
         if isinstance(s, Rebased):  # each state moved to the common centre, then merged
             n = len(s.centre.fields)
             centre = self.reduce(s.centre, values[:n], dims)
-            exprs = s.act(
-                *(
-                    tuple(Arg(k + at, self.table.dtype(v)) for k, v in enumerate(part))
-                    for at, part in ((0, values[:n]), (n, centre), (2 * n, values[n:]))
-                )
-            )
-            over = replace(self, reads=[*values[:n], *centre, *values[n:]], known={})
-            moved = [over.value(e) for e in exprs]
+            reads = [*values[:n], *centre, *values[n:]]
+            args = tuple(Arg(k, self.table.dtype(v)) for k, v in enumerate(reads))
+            over = replace(self, reads=reads, known={})
+            moved = [over.value(e) for e in s.act(args[:n], args[n : 2 * n], args[2 * n :])]
             return [*centre, *self.reduce(s.acted, moved, dims)]
         if isinstance(s, Moments) and [v.value if isinstance(v, Const) else None for v in values[::2]] == [1, 0]:
             return self._moments(values, dims)

@@ -8,9 +8,10 @@ pieces in a Split) are scaled as that tensor's axis is; all else is as the file 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
+from functools import cache
+from itertools import islice, product
 from math import prod
 from pathlib import Path
 from typing import Any, cast
@@ -71,11 +72,7 @@ def inferred(model: ModelProto) -> ModelProto:
 
 
 def _styles(model: ModelProto, plan: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
-    """The style of each parameter by its name; patterns of no parameter.
-
-    Raises:
-        ModelError: none is of any.
-    """
+    """The style of each parameter by its name; patterns of no parameter. An error where none is of any."""
     out, unused = dict[str, str](), list[str]()
     for pattern, style in plan.items():
         text = re.escape(pattern).replace(r"\*", r"\d+")
@@ -109,7 +106,7 @@ class _Rank:
         self.nodes: list[NodeProto] = []
         self.more: list[TensorProto] = []
         self.parts: dict[str, tuple[int, int]] = {}  # of a weight: the axis that is cut, and in how many sections
-        self.values: dict[str, np.ndarray | None] = {}
+        self.value = cache(self._evaluated)
 
     def made(self) -> ModelProto:
         """The program."""
@@ -266,23 +263,14 @@ class _Rank:
         self._number(node, at, numbers)
 
     def _constant(self, name: str) -> list[int]:
-        """The numbers of a constant.
-
-        Raises:
-            ModelError: it is computed of what is none.
-        """
-        value = self._value(name)
+        """The numbers of a constant; an error where it is computed of what is none."""
+        value = self.value(name)
         if value is None:
             raise ModelError("a size on a part of a tensor is computed", where=f"'{name}'", hint="export with fixed shapes")
         return [int(n) for n in value.reshape(-1)]
 
-    def _value(self, name: str) -> np.ndarray | None:
-        """A small constant, or what nodes make of small constants; None of any other value."""
-        if name not in self.values:
-            self.values[name] = self._evaluated(name)
-        return self.values[name]
-
     def _evaluated(self, name: str) -> np.ndarray | None:
+        """A small constant, or what nodes make of small constants; None of any other value."""
         if name in self.weights:
             t = self.weights[name]
             small = prod(t.dims) < SMALL and t.data_location != TensorProto.EXTERNAL
@@ -291,7 +279,7 @@ class _Rank:
         if maker is None or next(subgraphs(maker), None) is not None:
             return None
         names = [i for i in maker.input if i]
-        feeds = {i: a for i in names if (a := self._value(i)) is not None}
+        feeds = {i: a for i in names if (a := self.value(i)) is not None}
         if len(feeds) < len(set(names)) or prod(self.whole.get(name, (SMALL,))) >= SMALL:
             return None
         infos = [helper.make_tensor_value_info(n, helper.np_dtype_to_tensor_dtype(a.dtype), a.shape) for n, a in feeds.items()]
@@ -365,15 +353,11 @@ class _Rank:
         self.nodes.append(node)
 
     def _infer(self, node: NodeProto) -> None:
-        """Types of a node's results.
-
-        Raises:
-            ModelError: it cannot run on what the rank has.
-        """
+        """Types of a node's results; an error where it cannot run on what the rank has."""
         version = next(o.version for o in self.model.opset_import if o.domain in (node.domain, node.domain or "ai.onnx"))
         held = {i: self.types[i] for i in node.input if i in self.types}
         data = {t.name: t for t in self.more if t.name in node.input}
-        data |= {i: numpy_helper.from_array(a) for i in node.input if i not in data and (a := self._value(i)) is not None}
+        data |= {i: numpy_helper.from_array(a) for i in node.input if i not in data and (a := self.value(i)) is not None}
         try:
             schema = onnx.defs.get_schema(node.op_type, version, node.domain)
             found = onnx.shape_inference.infer_node_outputs(
@@ -389,11 +373,7 @@ class _Rank:
                 self.types[name] = self._checked(name, found.get(name), cut)
 
     def _checked(self, name: str, found: Any, cut: bool) -> Any:
-        """A type with sizes: those of the whole model, where a node reads nothing that is cut.
-
-        Raises:
-            TapestryError: they are not known.
-        """
+        """A type with sizes, which must be known: those of the whole model, where a node reads nothing that is cut."""
         if static_shape(found) is not None:
             return found
         if name not in self.whole or cut or found is None:
@@ -407,38 +387,31 @@ def _reshaped(mine: Shape, all_of: Shape, out: Shape) -> list[int]:
     >>> _reshaped((1, 6, 16), (1, 6, 32), (1, 6, 4, 8))
     [1, 6, 2, 8]
     """
-    found, i = list(out), 0
-    for group in _groups(all_of, out):
-        count = len(group[0])
-        ratio = prod(all_of[i : i + count]) // max(prod(mine[i : i + count]), 1)
-        i += count
-        at = next((a for a in group[1] if out[a] % ratio == 0 and out[a] > 1), None)
+    found = list(out)
+    for ins, outs in _groups(all_of, out):
+        ratio = prod(all_of[k] for k in ins) // max(prod(mine[k] for k in ins), 1)
+        at = next((a for a in outs if out[a] % ratio == 0 and out[a] > 1), None)
         if ratio > 1 and at is None:
-            raise ModelError(
-                "a Reshape does not divide among the ranks", why=f"{list(all_of)} to {list(out)}, on a rank {list(mine)}"
-            )
+            why = f"{list(all_of)} to {list(out)}, on a rank {list(mine)}"
+            raise ModelError("a Reshape does not divide among the ranks", why=why)
         if ratio > 1 and at is not None:
             found[at] //= ratio
     return found
 
 
-def _groups(a: Shape, b: Shape) -> list[tuple[list[int], list[int]]]:
+def _groups(a: Shape, b: Shape) -> Iterator[tuple[range, range]]:
     """Runs of axes of two shapes that hold as many cells each, as short as they can be."""
-    out: list[tuple[list[int], list[int]]] = []
     i = j = 0
     while i < len(a) or j < len(b):
-        left, right = [i] if i < len(a) else [], [j] if j < len(b) else []
-        x, y = a[i] if left else 1, b[j] if right else 1
-        i, j = i + len(left), j + len(right)
+        m, n = min(i + 1, len(a)), min(j + 1, len(b))
+        x, y = prod(a[i:m]), prod(b[j:n])
         while x != y:
-            if (x < y and i < len(a)) or j >= len(b):
-                left.append(i)
-                x, i = x * a[i], i + 1
+            if (x < y and m < len(a)) or n >= len(b):
+                x, m = x * a[m], m + 1
             else:
-                right.append(j)
-                y, j = y * b[j], j + 1
-        out.append((left, right))
-    return out
+                y, n = y * b[n], n + 1
+        yield range(i, m), range(j, n)
+        i, j = m, n
 
 
 # Which cells of a model's tensor a rank's tensor is: said, told by the data, or by the order of the ranks.
@@ -530,9 +503,7 @@ def by_data(mine: np.ndarray, whole: np.ndarray, first: Sequence[tuple[int, ...]
     aligned = [range(0, w - n + 1, n or 1) for n, w in zip(mine.shape, whole.shape, strict=True)]
     every = [range(w - n + 1) for n, w in zip(mine.shape, whole.shape, strict=True)]
     for starts in (first, product(*aligned), product(*every)):
-        for k, start in enumerate(starts):
-            if k >= MOST_STARTS:
-                break
+        for start in islice(starts, MOST_STARTS):
             if np.array_equal(mine, whole[tuple(slice(s, s + n) for s, n in zip(start, mine.shape, strict=True))]):
                 return tuple(start)
     return None

@@ -19,7 +19,6 @@ from tapestry.lift.file.structure import Given, load
 from tapestry.runtime.feeds import random_feeds
 from tapestry.tools.prove.collectives import Collective, results
 from tapestry.tools.prove.lifted_values import block_values, opaque_values
-from tapestry.tools.prove.plan_ranks import said, starts_in_order
 from tapestry.tools.prove.rank_programs import Leaves, OneFile, Program, here, read_file, read_program
 from tapestry.tools.prove.reductions import alike
 from tapestry.tools.prove.values import Miss, Ref, Table, Value, extents
@@ -78,16 +77,14 @@ class Comparison:
                 todo += [a.node for a in node.args if isinstance(a, Ref)]
         return out
 
-    def misses(self, rank: int) -> list[Miss]:
-        """Where a rank is not what the model is, first of all those that were never mended."""
-        table = self.table
-
-        def live(m: Miss) -> bool:
+    def missed(self, rank: int) -> Miss | None:
+        """Where a rank first is not what the model is and never was mended; where another rank is, if this one is nowhere."""
+        live: list[Miss] = []
+        for m in self.table.misses:
             v = self.ranks[m.rank].get(m.tensor) if 0 <= m.rank < len(self.ranks) else None
-            return v is None or (isinstance(v, Ref) and not table.nodes[v.node].model)
-
-        found = [m for m in table.misses if live(m)]
-        return sorted(found, key=lambda m: m.rank != rank)
+            if v is None or (isinstance(v, Ref) and not self.table.nodes[v.node].model):
+                live.append(m)
+        return min(live, key=lambda m: m.rank != rank, default=None)
 
 
 def compare(model: OneFile, program: Program, order: int = 0) -> Comparison:
@@ -209,8 +206,6 @@ class _Ranks:
         mine = self._at(rank)
         if mine is None:
             return False
-        if mine.source and mine.source not in self.out.ranks[rank]:
-            return False
         each: list[Collective] = []
         for r in mine.group:
             c = self._at(r)
@@ -226,13 +221,14 @@ class _Ranks:
 
     def _do(self, each: list[Collective]) -> None:
         first, table = each[0], self.out.table
-        shapes = {r: self._sent(r, c) for r, c in zip(first.group, each, strict=True)}
-        shape = shapes[first.root] if first.kind in ("BROADCAST", "SCATTER") else shapes[first.group[0]]
-        for r, c in zip(first.group, each, strict=True):
-            if first.kind not in ("BROADCAST", "SCATTER") and shapes[r] != shape:
-                raise Stuck(
-                    r, c.name, f"it sends {list(shapes[r] or ())} where rank {first.group[0]} sends {list(shape or ())}"
-                )
+        graphs = [self.program.ranks[r].graph for r in first.group]
+        sent = [g.tensors[c.source].shape if c.source else None for g, c in zip(graphs, each, strict=True)]
+        of_root = first.kind in ("BROADCAST", "SCATTER")
+        shape = sent[first.group.index(first.root)] if of_root else sent[0]
+        for r, c, mine in zip(first.group, each, sent, strict=True):
+            if not of_root and mine != shape:
+                text = f"it sends {list(mine or ())} where rank {first.group[0]} sends {list(shape or ())}"
+                raise Stuck(r, c.name, text)
         if shape is None:
             raise Stuck(first.root, first.name, "the root sends nothing")
         if first.kind in ("REDUCE_SCATTER", "SCATTER", "ALL_TO_ALL") and (not shape or shape[0] % len(first.group)):
@@ -248,19 +244,14 @@ class _Ranks:
         for r, c in zip(first.group, each, strict=True):
             self._advance(r, self.waiting[r].pop(c.target, []))
 
-    def _sent(self, rank: int, c: Collective) -> tuple[int, ...] | None:
-        return self.program.ranks[rank].graph.tensors[c.source].shape if c.source else None
-
     def _same_shape(self, rank: int, c: Collective, shape: Sequence[int]) -> None:
-        n, rest = len(c.group), tuple(shape[1:])
-        first = {"ALL_GATHER": n, "GATHER": n}.get(c.kind, 1) * (shape[0] if shape else 1)
-        first //= n if c.kind in ("REDUCE_SCATTER", "SCATTER") else 1
-        want = (first, *rest) if shape else ()
+        times = len(c.group) if c.kind in ("ALL_GATHER", "GATHER") else 1
+        parts = len(c.group) if c.kind in ("REDUCE_SCATTER", "SCATTER") else 1
+        want = (shape[0] * times // parts, *shape[1:]) if shape else ()
         have = self.program.ranks[rank].graph.tensors[c.target].shape
         if have != want:
-            raise TapestryError(
-                "a collective's result has another shape", where=f"'{c.target}'", why=f"{list(have)}, not {list(want)}"
-            )
+            why = f"{list(have)}, not {list(want)}"
+            raise TapestryError("a collective's result has another shape", where=f"'{c.target}'", why=why)
 
     def _stuck(self) -> None:
         waits = [(r, c) for r in range(len(self.program.ranks)) if (c := self._at(r)) is not None]
@@ -296,10 +287,8 @@ def _output(
             placed.append(None)
             continue
         shape = program.ranks[rank].graph.tensors[mine].shape if mine in program.ranks[rank].graph.tensors else ()
-        starts = starts_in_order(rank, len(program.ranks), shape, whole)
-        if name in program.placement:
-            starts = [said(program.placement[name], name, rank, program.mesh, whole)]
-        if not starts or any((s % n if n else w) or s + n > w for s, n, w in zip(starts[0], shape, whole, strict=True)):
+        starts = program.starts(rank, name, shape, whole)
+        if not starts or any(s % n if n else w for s, n, w in zip(starts[0], shape, whole, strict=True)):
             return f"rank {rank} has {list(shape)} of {list(whole)}", rank, placed
         if len(starts) > 1:
             out.leaves.open.add(name)
@@ -624,7 +613,7 @@ def _document(model: Path, whole: OneFile, program: Program, found: Comparison) 
 
 
 def _witness(found: Comparison, program: Program, d: Difference) -> dict[str, Any]:
-    first = next(iter(found.misses(d.rank)), None)
+    first = found.missed(d.rank)
     cell, there = list(d.cell), list(d.model_cell)
     text = (
         f"rank {d.rank}: {d.output}{cell} is {d.value:.6g}, the model's {d.output}{there} is {d.expected:.6g} (seed {d.seed})"
@@ -644,7 +633,7 @@ def _witness(found: Comparison, program: Program, d: Difference) -> dict[str, An
 def _where(found: Comparison, program: Program) -> str:
     """The first value that the wrong output is made of, and that is none of the model's."""
     rank = found.wrong[1] if found.wrong else 0
-    first = next(iter(found.misses(rank)), None)
+    first = found.missed(rank)
     if first is not None:
         return f"rank {first.rank}, '{first.tensor}' (the model's '{first.origin}'): {first.text}"
     table, used = found.table, found.used(rank)

@@ -101,6 +101,14 @@ class Program:
     names: Mapping[str, str] = field(default_factory=dict[str, str])
     unused: tuple[str, ...] = ()
 
+    def starts(self, rank: int, name: str, shape: Sequence[int], whole: Sequence[int]) -> list[tuple[int, ...]]:
+        """Where a rank's box of a tensor of the model may begin: where ``placement`` says, else in the order of the ranks."""
+        if name not in self.placement:
+            return starts_in_order(rank, len(self.ranks), shape, whole)
+        start = said(self.placement[name], name, rank, self.mesh, whole)
+        inside = len(shape) == len(whole) and all(s + n <= w for s, n, w in zip(start, shape, whole, strict=True))
+        return [start] if inside else []
+
 
 def read_file(path: Path, shapes: Given, rank: int = 0, world: int = 1, known: dict[str, Lifted] | None = None) -> OneFile:
     """One file, cut at its collectives and lifted.
@@ -176,12 +184,8 @@ def _found(paths: Sequence[Path]) -> tuple[list[Path], dict[str, Any]]:
     for folder in (p for p in paths if p.is_dir()):
         files += sorted(folder.glob("*.onnx"), key=_number)
         documents += [p for p in [folder / "program.json"] if p.is_file()]
-    if not documents and files:
-        return files, {}
-    if not documents:
-        raise TapestryError("there is no program", where=str(paths[0]), hint="a folder with rank0.onnx, rank1.onnx, …")
     try:
-        document: Any = json.loads(documents[0].read_text())
+        document: Any = json.loads(documents[0].read_text()) if documents else {}
     except ValueError as e:
         raise TapestryError("not JSON", where=str(documents[0]), why=str(e)) from None
     known = cast("dict[str, Any]", document if isinstance(document, dict) else {"(no object)": None})
@@ -249,8 +253,7 @@ def _at_collectives(proto: ModelProto, collectives: Sequence[Collective], nodes:
     types = _types(proto, collectives)
     names = {n.output[0] for n in nodes if n.output}
     replace_nodes(proto.graph, [n for n in proto.graph.node if n.op_type != NODE])
-    outputs = [o for o in proto.graph.output if o.name not in names]
-    outputs = [onnx.ValueInfoProto.FromString(o.SerializeToString()) for o in outputs]
+    outputs = [onnx.ValueInfoProto.FromString(o.SerializeToString()) for o in proto.graph.output if o.name not in names]
     have = {o.name for o in outputs}
     stored = {t.name for t in proto.graph.initializer}
     for c in collectives:
@@ -442,13 +445,10 @@ class Leaves:
     def _of(self, rank: int, name: str, t: Tensor, theirs: str) -> Placed | None:
         """Which box of a tensor of the model a rank's tensor is."""
         whole = self.model.graph.tensors[theirs].shape
-        spec, world = self.program.placement.get(theirs), len(self.program.ranks)
-        first = starts_in_order(rank, world, t.shape, whole)
-        if spec is not None:
-            first = [said(spec, theirs, rank, self.program.mesh, whole)]
-            if any(s + n > w for s, n, w in zip(first[0], t.shape, whole, strict=False)) or len(whole) != len(t.shape):
-                first = []
-        source = "program.json" if spec is not None else "shape" if t.shape == whole else "order of ranks"
+        first = self.program.starts(rank, theirs, t.shape, whole)
+        source = "shape" if t.shape == whole else "order of ranks"
+        if theirs in self.program.placement:
+            source = "program.json"
         if theirs in self.model.graph.inputs:
             if len(first) > 1:
                 self.open.add(theirs)

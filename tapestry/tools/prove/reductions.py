@@ -25,7 +25,6 @@ from tapestry.tools.prove.values import MERGES, Domain, Node, Ranges, Ref, Table
 # outer edge (the places where they hold are those inside the model's tensor, which isl decides), and where it reads inside
 # alone there is nothing to guard.
 
-
 Box = tuple[tuple[int, int, int], ...]  # of each slot of a node: the first place, the step to the next, how many there are
 
 
@@ -48,11 +47,9 @@ def padded(
             return Ref(_node(table, inside.node, other, box), inside.index)
         return None
     for at in table.padded.get(inside.node, ()):
-        if table.nodes[at].label[2] == repr(other.value):
-            box: Box | None = table.nodes[at].label[3]
-            assert box is not None
-            if _same_region(open_, inside.index, box, ranges):
-                return Ref(at, inside.index)
+        _, _, number, region = table.nodes[at].label
+        if number == repr(other.value) and _same_region(open_, inside.index, region, ranges):
+            return Ref(at, inside.index)
     return None
 
 
@@ -107,23 +104,12 @@ def _node(table: Table, at: int, other: Const, box: Box) -> int:
 
 def with_padding(table: Table, args: Sequence[Value], ranges: Ranges) -> Iterator[tuple[Value, ...]]:
     """Arguments of a program with reads that stay inside as those of padded tensors, one way after another."""
-    ways: list[list[Value]] = [[a, *_around(table, a, ranges)] for a in args]
-    if all(len(w) == 1 for w in ways):
-        return
-    for k, way in enumerate(ways):
-        for other in way[1:]:
-            yield (*args[:k], other, *args[k + 1 :])
-
-
-def _around(table: Table, v: Value, ranges: Ranges) -> list[Value]:
-    if not isinstance(v, Ref):
-        return []
-    out: list[Value] = []
-    for at in table.padded.get(v.node, ()):
-        ends = _ends(v.index, table.nodes[at].label[3])
-        if ends is not None and all(low(e, ranges) >= 0 for e in ends):
-            out.append(Ref(at, v.index))
-    return out
+    refs = ((k, v) for k, v in enumerate(args) if isinstance(v, Ref))
+    for k, v in refs:
+        for at in table.padded.get(v.node, ()):
+            ends = _ends(v.index, table.nodes[at].label[3])
+            if ends is not None and all(low(e, ranges) >= 0 for e in ends):
+                yield (*args[:k], Ref(at, v.index), *args[k + 1 :])
 
 
 def chosen(table: Table, args: Sequence[Value], dtype: str, ranges: Ranges, hold: Sequence[Aff] = ()) -> Value | None:
@@ -438,7 +424,6 @@ def _points(e: Aff, sizes: Mapping[str, int]) -> tuple[tuple[int, int], ...] | s
 # whenever a greater value comes, is known as the softmax of the row. What holds of every sum of real numbers is all that is
 # used: a factor that does not depend on what is summed may be in each term, and ``exp(x - a) * exp(a - b)`` is ``exp(x - b)``.
 
-
 Terms = Callable[[Value, Ranges], Iterator[Value]]  # forms of what is summed with the factor in it, over the sum's own space
 SUM = ("sum", 0)
 MOST_FACTORS = 64  # of a term: a square of a square has each of them twice
@@ -465,10 +450,9 @@ def rescaled(table: Table, fn: str, args: tuple[Value, ...], ranges: Ranges) -> 
 
 def _as_model_has_it(table: Table, fn: str, args: tuple[Value, ...]) -> bool:
     """Whether the model multiplies or divides the same, the whole of it: parts of that are merged as they are."""
-    refs = [a.node for a in args if isinstance(a, Ref)]
-    whole = [table.parted(k)[0] if table.nodes[k].kind == "part" else k for k in refs]
+    whole = [_whole(table, a) for a in args if isinstance(a, Ref)]
     key = ("call", (fn, table.dtype(args[0])), tuple(sorted(whole) if fn == "mul" else whole))
-    return len(refs) == len(args) and any(table.nodes[k].model for k in table.known.get(key, ()))
+    return len(whole) == len(args) and any(table.nodes[k].model for k in table.known.get(key, ()))
 
 
 def _in_sums(table: Table, v: Value, terms: Terms, ranges: Ranges, known: bool) -> Value | None:
@@ -489,20 +473,16 @@ def _in_sums(table: Table, v: Value, terms: Terms, ranges: Ranges, known: bool) 
         return None
     dims, body, wide = found
     for new in terms(body, wide):
-        if not known or _summed_by_model(table, new):
+        if not known or any(table.nodes[k].model for k in table.known.get(keyed("reduce", SUM, (new,)), ())):
             out = reduced(table, Reduction("sum", 0, (new,), dims, ranges))
-            if not known or (isinstance(out, Ref) and _of_model(table, out)):
+            if not known or (isinstance(out, Ref) and table.nodes[_whole(table, out)].model):
                 return out
     return None
 
 
-def _summed_by_model(table: Table, v: Value) -> bool:
-    return isinstance(v, Ref) and any(table.nodes[k].model for k in table.known.get(("reduce", SUM, (v.node,)), ()))
-
-
-def _of_model(table: Table, v: Ref) -> bool:
-    node = table.nodes[v.node]
-    return table.nodes[table.parted(v.node)[0]].model if node.kind == "part" else node.model
+def _whole(table: Table, v: Ref) -> int:
+    """The node that a value is all of, or a part of."""
+    return table.parted(v.node)[0] if table.nodes[v.node].kind == "part" else v.node
 
 
 def _terms(table: Table, v: Ref, ranges: Ranges) -> tuple[tuple[Dim, ...], Value, dict[str, int]] | None:

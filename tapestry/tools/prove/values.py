@@ -427,10 +427,8 @@ class Table:
         """Whether a node is made of a partial reduction by primitives."""
         if at not in self.partial:
             node = self.nodes[at]
-            own = node.kind == "part"
-            self.partial[at] = own or (
-                node.kind == "call" and any(isinstance(a, Ref) and self.has_part(a.node) for a in node.args)
-            )
+            called = (a.node for a in node.args if isinstance(a, Ref)) if node.kind == "call" else ()
+            self.partial[at] = node.kind == "part" or any(map(self.has_part, called))
         return self.partial[at]
 
     def choice_below(self, at: int) -> int:
@@ -439,20 +437,16 @@ class Table:
             node = self.nodes[at]
             made = node.kind in ("call", "reduce") and not node.model
             refs = [a.node for a in node.args if isinstance(a, Ref)] if made else []
-            tests = (
-                (self.nodes[a].label[0] in ("test ge", "test eq") for a in refs[:1])
-                if (node.kind, node.label[0]) == ("call", "where")
-                else ()
-            )
-            self.chosen[at] = 0 if any(tests) else 1 + min((self.choice_below(a) for a in refs), default=NEVER)
+            where = (node.kind, node.label[0]) == ("call", "where")
+            here = where and any(self.nodes[a].label[0] in ("test ge", "test eq") for a in refs[:1])
+            self.chosen[at] = 0 if here else 1 + min((self.choice_below(a) for a in refs), default=NEVER)
         return self.chosen[at]
 
     def read(self, v: Value, env: Mapping[str, Aff], ranges: Ranges) -> Value:
         """A value over one space as a value over another one, of sizes ``ranges``."""
         if isinstance(v, Const):
             return v
-        out = Ref(v.node, tuple(moved(e, env, ranges) for e in v.index))
-        return self.resolved(out, ranges)
+        return self.resolved(Ref(v.node, tuple(moved(e, env, ranges) for e in v.index)), ranges)
 
     def resolved(self, ref: Ref, ranges: Ranges) -> Value:
         """A choice by an index expression that is known in a smaller space, as what it chooses."""
