@@ -386,12 +386,8 @@ def auto_shard(
     check_options(options)
     clock = _Clock(report)
     path = options.model.absolute()
-    topo = topology(
-        (MeshAxis("d0", options.devices),),
-        options.topology,
-        parse_bytes(options.memory) if options.memory else None,
-        reserve="0",  # proportions leave some
-    )
+    mesh, memory = (MeshAxis("d0", options.devices),), parse_bytes(options.memory) if options.memory else None
+    topo = topology(mesh, options.topology, memory, reserve="0")  # proportions leave some
     model = load(path)
     target = output_path(path, options.output)
     check_output(model, path, target)
@@ -411,7 +407,8 @@ def auto_shard(
     with clock("write"):
         annotate_stages(model, document["node_stages"], options.devices)
         annotation_rules.write(model, path, target)
-    return {"model": str(path), "output": str(target), **document, "seconds": clock.total()}
+    seconds = {**clock.seconds, "total": round(time.perf_counter() - clock.start, 4)}
+    return {"model": str(path), "output": str(target), **document, "seconds": seconds}
 
 
 class _Clock:
@@ -428,14 +425,8 @@ class _Clock:
         yield
         self.seconds[stage] = round(time.perf_counter() - start, 4)
 
-    def total(self) -> dict[str, float]:
-        """All of them, and their sum."""
-        return {**self.seconds, "total": round(time.perf_counter() - self.start, 4)}
 
-
-def _own(
-    graph: NodeGraph, options: Options, memory: int, clock: _Clock, trials: Trials | None
-) -> dict[str, Any]:  # fmt: skip
+def _own(graph: NodeGraph, options: Options, memory: int, clock: _Clock, trials: Trials | None) -> dict[str, Any]:
     """The user's own stages as a document, beside the best with as many; an error where one would be empty or does not fit."""
     problem, scheme = scheme_at(graph, options.cuts)
     found = problem.evaluate(scheme)
@@ -461,10 +452,7 @@ def _own(
     return document
 
 
-def _tried(
-    attempt: Attempt, options: Options, memory: int, ways: tuple[Trials, Turns | None],
-    clock: _Clock,
-) -> dict[str, Any]:  # fmt: skip
+def _tried(attempt: Attempt, options: Options, memory: int, ways: tuple[Trials, Turns | None], clock: _Clock) -> dict[str, Any]:
     """What compiling and running says: PopRT's search with every candidate compiled, and the exact search's own stages."""
     trials, turns = ways
     capacities = [(p, int(p * memory)) for p in options.proportions]

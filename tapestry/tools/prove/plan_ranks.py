@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import islice, product
+from itertools import islice, pairwise, product
 from math import prod
 from pathlib import Path
 from typing import Any, cast
@@ -38,9 +38,7 @@ SMALL = 64  # cells of a constant that may say sizes
 END = 1 << 31  # an end of a Slice beyond this means all that is there
 
 
-def rank_models(
-    model: ModelProto, folder: Path, plan: Mapping[str, str], ranks: int
-) -> tuple[list[ModelProto], list[str]]:  # fmt: skip
+def rank_models(model: ModelProto, folder: Path, plan: Mapping[str, str], ranks: int) -> tuple[list[ModelProto], list[str]]:
     """The program of every rank, and the patterns that are of nothing in the model (they are passed over, as by transformers).
 
     Args:
@@ -340,12 +338,9 @@ class _Rank:
         t = self.types[source].tensor_type
         dims = list(self._shape(source))
         dims[0] *= self.ranks if kind == "ALL_GATHER" else 1
-        self.nodes.append(
-            helper.make_node(
-                "DistCollective", [source], [target], name=target, collective_operation=kind, nb_rank=self.ranks, root=-1,
-                reduce_op="SUM" if kind == "ALL_REDUCE" else "NONE",
-            )
-        )  # fmt: skip
+        op = "SUM" if kind == "ALL_REDUCE" else "NONE"
+        stated: dict[str, Any] = {"collective_operation": kind, "reduce_op": op, "nb_rank": self.ranks, "root": -1}
+        self.nodes.append(helper.make_node("DistCollective", [source], [target], name=target, **stated))
         self.types[target] = helper.make_tensor_type_proto(t.elem_type, dims)
 
     def _add(self, node: NodeProto) -> None:
@@ -518,16 +513,12 @@ def runs_by_data(mine: np.ndarray, whole: np.ndarray) -> tuple[int, tuple[Run, .
         return None
     rows, all_of = ([r.tobytes() for r in np.moveaxis(a, shorter[0], 0)] for a in (mine, whole))
     number = {r: k for k, r in enumerate(all_of)}
-    if len(number) < len(all_of) or not all(r in number for r in rows):
+    if not rows or len(number) < len(all_of) or not all(r in number for r in rows):
         return None  # slices that are equal say nothing of where they come from
-    runs: list[Run] = []
-    for here, row in enumerate(rows):
-        there = number[row]
-        if runs and runs[-1].there + runs[-1].size == there:
-            runs[-1] = Run(runs[-1].here, runs[-1].there, runs[-1].size + 1)
-        else:
-            runs.append(Run(here, there, 1))
-    return (shorter[0], tuple(runs)) if len(runs) <= MOST_RUNS else None
+    there = [number[r] for r in rows]
+    begins = [0, *(np.flatnonzero(np.diff(there) != 1) + 1).tolist()]
+    runs = tuple(Run(a, there[a], b - a) for a, b in pairwise([*begins, len(rows)]))
+    return (shorter[0], runs) if len(runs) <= MOST_RUNS else None
 
 
 def apart(mine: np.ndarray, whole: np.ndarray, start: Sequence[int]) -> str:

@@ -366,12 +366,11 @@ def _weights(model: OneFile, program: Program, found: Comparison, seed: int) -> 
     rng, out = np.random.default_rng(seed), dict[str, Array]()
     for name in model.graph.weights:
         t = model.graph.tensors[name]
-        data = model.lifted.constants.get(name)
-        if data is None and (found.leaves.own or t.dtype not in FLOATS):
+        if name in model.lifted.constants or found.leaves.own or t.dtype not in FLOATS:
             data = model.data(name)
             if data is None:
                 return None
-        if data is None:
+        else:
             fan = max(1, t.shape[-2] if len(t.shape) > 1 else 1)
             data = rng.uniform(0.2, 1.0, t.shape) * rng.choice([1.0, -1.0] if len(t.shape) > 1 else [1.0], t.shape) / fan**0.5
         out[name] = np.asarray(data)

@@ -251,7 +251,8 @@ class Table:
             self.line(a.node, next(k for k, e in enumerate(a.index) if str(e) == slot), int(evaluate(e, point)))
             for a, e in ((arg, here), (first, there))
         ]
-        self.miss(f"{cell(point)} reads {names[0]} together with {names[1]}; the model reads both at one place", node.origin)
+        where = ", ".join(f"{n}={k}" for n, k in point.items())
+        self.miss(f"[{where}] reads {names[0]} together with {names[1]}; the model reads both at one place", node.origin)
 
     def line(self, at: int, slot: int, place: int) -> str:
         """A place of a node's slot, as a person says it: row 3 of x."""
@@ -527,8 +528,3 @@ def _may_coincide(a: Aff, b: Aff, ranges: tuple[tuple[str, int], ...]) -> bool:
 def extents(shape: Sequence[int]) -> dict[str, int]:
     """Sizes of a tensor's axes ``y0, …``; an axis of one cell is no dimension."""
     return {f"y{k}": n for k, n in enumerate(shape) if n != 1}
-
-
-def cell(point: Mapping[str, int]) -> str:
-    """A point as a person reads it."""
-    return "[" + ", ".join(f"{n}={k}" for n, k in point.items()) + "]"
