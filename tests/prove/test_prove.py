@@ -461,3 +461,12 @@ def test_ranks_without_a_cell_of_an_output_have_not_all_of_it(tmp_path: Path) ->
     program.with_name("rank1.onnx").write_bytes(program.read_bytes())
     (program.parent / "program.json").write_text(json.dumps({"mesh": {"r": 2}, "placement": {"x": ["r"], "y": ["r"]}}))
     assert prove(model, [program.parent]).status == UNDECIDED
+
+
+def test_a_placed_output_with_an_axis_too_many_is_no_part(tmp_path: Path) -> None:
+    x = {"x": (onnx.TensorProto.FLOAT, [4])}
+    model = single(tmp_path / "m", [helper.make_node("Relu", ["x"], ["y"])], x, {"y": (onnx.TensorProto.FLOAT, [4])}, {})
+    nodes = [helper.make_node("Relu", ["x"], ["q"]), helper.make_node("Unsqueeze", ["q", "a"], ["y"])]
+    program = single(tmp_path / "p", nodes, x, {"y": (onnx.TensorProto.FLOAT, [4, 1])}, {"a": np.array([1])})
+    (program.parent / "program.json").write_text(json.dumps({"mesh": {"r": 1}, "placement": {"y": [None]}}))
+    assert "rank 0 has [4, 1] of [4]" in prove(model, [program.parent]).text()

@@ -450,7 +450,7 @@ def rescaled(table: Table, fn: str, args: tuple[Value, ...], ranges: Ranges) -> 
 
 def _as_model_has_it(table: Table, fn: str, args: tuple[Value, ...]) -> bool:
     """Whether the model multiplies or divides the same, the whole of it: parts of that are merged as they are."""
-    whole = [_whole(table, a) for a in args if isinstance(a, Ref)]
+    whole = [_all_of(table, a) for a in args if isinstance(a, Ref)]
     key = ("call", (fn, table.dtype(args[0])), tuple(sorted(whole) if fn == "mul" else whole))
     return len(whole) == len(args) and any(table.nodes[k].model for k in table.known.get(key, ()))
 
@@ -475,12 +475,12 @@ def _in_sums(table: Table, v: Value, terms: Terms, ranges: Ranges, known: bool) 
     for new in terms(body, wide):
         if not known or any(table.nodes[k].model for k in table.known.get(keyed("reduce", SUM, (new,)), ())):
             out = reduced(table, Reduction("sum", 0, (new,), dims, ranges))
-            if not known or (isinstance(out, Ref) and table.nodes[_whole(table, out)].model):
+            if not known or (isinstance(out, Ref) and table.nodes[_all_of(table, out)].model):
                 return out
     return None
 
 
-def _whole(table: Table, v: Ref) -> int:
+def _all_of(table: Table, v: Ref) -> int:
     """The node that a value is all of, or a part of."""
     return table.parted(v.node)[0] if table.nodes[v.node].kind == "part" else v.node
 
