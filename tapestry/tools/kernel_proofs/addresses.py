@@ -119,16 +119,12 @@ class Conditions:
 
     def _whole(self, c: int) -> bool:
         """Whether a condition is about integers alone."""
-        key = self.terms.keys[c]
-        return key[0] in ("ge", "eq", "true", "false") or (
-            key[0] in ("not", "all") and all(self._whole(p) for p in (key[1] if key[0] == "all" else key[1:]))
-        )
+        kind = self.terms.keys[c][0]
+        return kind in ("ge", "eq", "true", "false") or (kind in ("not", "all") and all(map(self._whole, self.terms.parts(c))))
 
     def _looked_for(self, conditions: Sequence[int], names: Sequence[str]) -> dict[str, int] | None:
         """A point at which all hold, looked for at every one."""
-        whole = [
-            p for c in conditions for p in (self.terms.keys[c][1] if self.terms.keys[c][0] == "all" else (c,)) if self._whole(p)
-        ]
+        whole = [p for c in conditions for p in self.terms.conjuncts(c) if self._whole(p)]
         sizes = [self.terms.sizes[n] for n in names]
         if math.prod(sizes) > MOST_POINTS or not whole:
             raise Undecided

@@ -23,7 +23,7 @@ from tapestry.plugins import entry_points as plugins
 from tapestry.tools.kernel_proofs import contract_trials, kernel_text
 from tapestry.tools.kernel_proofs.contract_trials import contract_texts_of, sums_text_of
 from tapestry.tools.kernel_proofs.kernel_proofs import COMPARED, Evidence, prove, weakest
-from tapestry.tools.kernel_proofs.kernel_text import Argument, At, Buffer, KernelLaunch, KernelText
+from tapestry.tools.kernel_proofs.kernel_text import Argument, At, Buffer, KernelLaunch, KernelText, block_of
 from tapestry.tools.kernel_proofs.terms import Unsupported
 
 
@@ -75,8 +75,7 @@ def _of_plugin(build: store.Build) -> list[dict[str, str]]:
 
 def kernel_text_of(graph: Graph, kernel: Kernel, made: TritonKernel, name: str, source: str) -> KernelText:
     """A kernel as a run launches it, with a source of its name: what is generated, or what a build has."""
-    op = graph.ops[kernel.op]
-    assert isinstance(op, Block)
+    op = block_of(graph, kernel)
     first = len(made.args) - len(kernel.outs)
     names = [f"buffer {k}" for k in range(len(made.args) + len(made.scratch))]
     same: dict[tuple[str, Box | None], str] = {}
@@ -161,8 +160,7 @@ def _cpu_kernel(graph: Graph, kernel: Kernel, run: CpuKernel, name: str) -> Prov
 
 def generated_text_of(graph: Graph, kernel: Kernel, run: CpuKernel, name: str) -> KernelText:
     """A function in C as the CPU target calls it: rows of numbers in, and the output's, row-major."""
-    op = graph.ops[kernel.op]
-    assert isinstance(op, Block)
+    op = block_of(graph, kernel)
     names = {p: f"buffer {k}" for k, p in enumerate(run.reads)}
     buffers = {n: _read_buffer(graph, op, kernel, p) for p, n in names.items()}
     outs = {"y" if len(op.outs) == 1 else f"y{k}": t for k, t in enumerate(op.outs)}
