@@ -303,7 +303,7 @@ class Evaluation:
             case (fn, *_) if fn in PLAIN:
                 return PLAIN[fn](*arrays)
             case (fn, _) if fn in self.terms.own:
-                return np.asarray(self.terms.own[fn](np.broadcast_arrays(*arrays)), np.float64)
+                return np.asarray(self.terms.own[fn](list(np.broadcast_arrays(*arrays))), np.float64)
             case (fn, _):
                 return _applied(fn, arrays)
             case _:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
@@ -376,7 +377,7 @@ class Return(Exception):
         self.value = value
 
 
-class Reading:
+class Reading(ABC):
     """A launch read statement by statement.
 
     Attributes:
@@ -393,9 +394,9 @@ class Reading:
         self.program = Program(terms, {f"p{k}.{pass_}": n for k, n in enumerate(launch.grid)})
         self.around, self.inside, self.unrolled = tuple[str, ...](), terms.true, False
 
-    def statement(self, line: Any, env: dict[str, Any]) -> None:
+    @abstractmethod
+    def statement(self, line: Any, env: dict[str, Any], /) -> None:
         """Read one statement."""
-        raise NotImplementedError
 
     def started(self, parameters: Callable[[Any], list[str]], unrolled: bool) -> tuple[Any, dict[str, Any]]:
         """The function that is launched, and its parameters by name with what each gets.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,7 @@ Shapes = Mapping[str, tuple[str, tuple[int, ...]]]
 """Numpy's name of the dtype and the sizes, by name; of what is no array, what it is."""
 
 
-class Session:
+class Session(AbstractContextManager["Session"]):
     """Runs builds of one model as often as it is asked to; it is a context manager, and ends with the process.
 
     Args:
@@ -144,10 +144,6 @@ class Session:
         if engine is not None:
             engine.close()
         self._owned.close()
-
-    def __enter__(self) -> Session:
-        """Itself."""
-        return self
 
     def __exit__(self, *_: object) -> None:
         """Close it."""
