@@ -186,9 +186,8 @@ def reads(terms: Terms, ask: Conditions, loads: Sequence[Access], buffers: Mappi
                 raise Unsupported(f"line {a.line}: isl does not decide whether a read stays inside") from None
             if found is not None:
                 place = ", ".join(f"{n} {v}" for n, v in sorted(found.items()) if n[0] != "#")
-                raise LawError(
-                    "kernel_reads", f"a read leaves '{a.buffer}' of {size} elements", where=f"line {a.line}", why=f"at {place}"
-                )
+                what = f"a read leaves '{a.buffer}' of {size} elements"
+                raise LawError("kernel_reads", what, where=f"line {a.line}", why=f"at {place}")
     return len(loads)
 
 
@@ -242,9 +241,8 @@ def writes(terms: Terms, stores: Sequence[Store], grid: Mapping[str, int], name:
         for cells in placed(terms, store, variables(terms, store, grid)):
             if len(cells) and (int(cells.min()) < 0 or int(cells.max()) >= size):
                 bad = int(cells.min()) if int(cells.min()) < 0 else int(cells.max())
-                raise LawError(
-                    "kernel_writes", f"a write leaves '{name}' of {size} elements", where=f"line {line}", why=f"at {bad}"
-                )
+                what = f"a write leaves '{name}' of {size} elements"
+                raise LawError("kernel_writes", what, where=f"line {line}", why=f"at {bad}")
             counts += np.bincount(cells, minlength=size).astype(np.int32)
     wrong = np.flatnonzero(counts > 1 if wanted is None else counts != wanted)
     if len(wrong):

@@ -53,9 +53,8 @@ def _prove_cpu(build: store.Build, report: Callable[[int, int], None]) -> list[d
     for done, kernel in enumerate(found.values()):
         report(done, len(found))
         name = f"cpu/{graph.ops[kernel.op].outs[0]}.{done}"
-        made = (
-            ProvableKernel("torch operators", why="in canonical blocks") if build.exact else cpu_kernel_of(graph, kernel, name)
-        )
+        torch_alone = ProvableKernel("torch operators", why="in canonical blocks") if build.exact else None
+        made = torch_alone or cpu_kernel_of(graph, kernel, name)
         shown = weakest([prove(graph, kernel, t) for t in made.texts]) or Evidence(COMPARED, COMPARED, made.why)
         value = shown.value
         if made.ours and value != COMPARED:
@@ -68,9 +67,8 @@ def _of_plugin(build: store.Build) -> list[dict[str, str]]:
     """What a target of another package runs, of which nothing is proved; none of a build for another target."""
     by = plugins.brought_by("targets", build.target)
     why = f"kernels of the plug-in {by}, which nobody here has seen"
-    return (
-        [{"kernel": f"{build.target}/*", "form": "plug-in", "addresses": COMPARED, "value": COMPARED, "why": why}] if by else []
-    )
+    row = {"kernel": f"{build.target}/*", "form": "plug-in", "addresses": COMPARED, "value": COMPARED, "why": why}
+    return [row] if by else []
 
 
 def kernel_text_of(graph: Graph, kernel: Kernel, made: TritonKernel, name: str, source: str) -> KernelText:
@@ -152,9 +150,8 @@ def _cpu_kernel(graph: Graph, kernel: Kernel, run: CpuKernel, name: str) -> Prov
     if run.functions and run.reads:
         return ProvableKernel("generated C", (generated_text_of(graph, kernel, run, name),))
     if run.functions:
-        return ProvableKernel(
-            "generated C", why="several functions, or one on views of the buffers, which are not read together"
-        )
+        why = "several functions, or one on views of the buffers, which are not read together"
+        return ProvableKernel("generated C", why=why)
     return ProvableKernel("torch operators", why="operators of torch are not read")
 
 

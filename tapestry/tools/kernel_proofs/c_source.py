@@ -208,10 +208,8 @@ class _Run:
     def value(self, node: Any) -> Any:
         match kind_of_node(node):
             case "Constant":
-                found = number(node)
-                return (
-                    np.int32(found) if isinstance(found, int) else (np.float32 if node.value[-1] in "fF" else np.float64)(found)
-                )
+                found, real_type = number(node), np.float32 if node.value[-1] in "fF" else np.float64
+                return np.int32(found) if isinstance(found, int) else real_type(found)
             case "ID" if node.name in self.env:
                 return self.env[node.name]
             case "BinaryOp":

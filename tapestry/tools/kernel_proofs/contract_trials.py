@@ -378,11 +378,11 @@ def _compare(kernel: str, number: int, one: Instance, run: Any, contracts: Any) 
 
 def _by_contract(kernel: str, one: Instance, contracts: Any) -> None:
     contract = getattr(contracts, CONTRACTS[kernel].function)
+    given = [one.sizes, one.buffers]
     if one.taps is not None:
         one.buffers.w = one.plain
-        contract(ctypes.byref(one.sizes), ctypes.byref(one.taps), ctypes.byref(one.buffers))
-    else:
-        contract(ctypes.byref(one.sizes), ctypes.byref(one.buffers))
+        given.insert(1, one.taps)
+    contract(*map(ctypes.byref, given))
 
 
 def _numbers(rng: np.random.Generator, n: int, scale: int = 1) -> Array:

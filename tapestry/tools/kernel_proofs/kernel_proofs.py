@@ -365,10 +365,6 @@ def cell(terms: Terms, store: Store, kernel: Kernel, text: KernelText) -> list[A
 
 
 def _reduction_steps(kernel: Kernel, op: Block) -> list[int]:
-    """How many steps the operation's reductions have."""
-    extents = [hi - lo for lo, hi in kernel.block]
-    out, at = list[int](), len(op.dims)
-    for dims in (op.reduce, *(s.dims for s in op.inner)):
-        out.append(prod(extents[at : at + len(dims)]))
-        at += len(dims)
-    return [n for n in out if n > 1]
+    extents = {d.name: hi - lo for d, (lo, hi) in zip(op.space, kernel.block, strict=True)}
+    steps = [prod(extents[d.name] for d in dims) for dims in (op.reduce, *(s.dims for s in op.inner))]
+    return [n for n in steps if n > 1]

@@ -162,9 +162,8 @@ class Session(AbstractContextManager["Session"]):
         wrong = next((p for p in at if state is not None and not 0 <= p[0] <= state.capacity - p[1]), None)
         if state is not None and wrong is not None:
             why = f"{wrong[1]} cells at {wrong[0]} of {state.capacity}"
-            raise TapestryError(
-                "the caches have no place for this step", why=why, hint="reset(), or a build of a larger capacity"
-            )
+            hint = "reset(), or a build of a larger capacity"
+            raise TapestryError("the caches have no place for this step", why=why, hint=hint)
         try:
             out = self._engine.step(k, checked, wanted, at, fresh)
         except RunError as e:

@@ -431,7 +431,7 @@ def _shapes(graph: Graph, alike: Sequence[str]) -> tuple[list[Row], list[int]]:
     shapes: list[Row] = []
     of_op: list[int] = []
     for op, kind in zip(graph.ops, alike, strict=True):
-        key = (kind, tuple(op.ins) if not hasattr(op, "reads") else None)  # type: ignore[union-attr]
+        key = (kind, None if isinstance(op, Block) else tuple(op.ins))
         if key not in numbers:
             numbers[key] = len(shapes)
             shapes.append(shape_of(op, graph))
@@ -447,18 +447,14 @@ def _operations(build: Build, of_op: Sequence[int], launched: Mapping[int, Seque
     out: list[Row] = []
     for i, (op, s) in enumerate(zip(plan.graph.ops, plan.strategies, strict=True)):
         mesh, name = plan.stage(i).mesh, names[i]
+        ins = [r.tensor for r in op.reads] if isinstance(op, Block) else [t for t in op.ins if t]
         rows = [{"split": split_text(op, a, mesh), "seconds_more": t, "pins": _pins(name, a, mesh)} for a, t in others[i]]
         out.append({
-            "name": name, "shape": of_op[i], "text": text_of(op, plan.graph), "ins": _reads(op), "others": rows,
+            "name": name, "shape": of_op[i], "text": text_of(op, plan.graph), "ins": ins, "others": rows,
             "cut": list(s.dims), "ends": list(s.out), "ring": list(s.ring), "pins": _pins(name, s, mesh),
             "stage": plan.stage_of[i] if plan.stages else 0, "kernels": launched.get(i, ()),
         })  # fmt: skip
     return out
-
-
-def _reads(op: Op) -> list[str]:
-    """The tensor of every read, by position."""
-    return [r.tensor for r in op.reads] if hasattr(op, "reads") else [t for t in op.ins if t]  # type: ignore[union-attr]
 
 
 def _pins(name: str, s: Strategy, mesh: Mesh) -> list[str]:

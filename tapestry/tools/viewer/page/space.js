@@ -18,13 +18,10 @@ export function chosen(build, i) {
   const maps = shape.dims.map((d, k) => ({ d, k })).filter(({ d }) => d[2] === "map");
   const others = shape.dims.map((d, k) => ({ d, k })).filter(({ d }) => d[2] !== "map");
   const order = [...maps].sort((a, b) => rank(b.d) - rank(a.d)).slice(0, others.length ? 2 : 3).map(({ k }) => k);
-  const [row, col] = order.slice(0, 2).sort((a, b) => a - b);
-  const deep = [...others].sort((a, b) => rank(b.d) - rank(a.d))[0]?.k ?? order[2];
   const masked = shape.dims.map((_, k) => k).filter((k) => shape.skips.some((g) => names({ index: [g[0]] }, k)));
-  if (masked.length === 2) {
-    const first = order.find((k) => !masked.includes(k));
-    return { row: pick(cursor.row, masked[0]), col: pick(cursor.col, masked[1]), depth: pick(cursor.depth, first) };
-  }
+  const shown = masked.length === 2;
+  const [row, col] = shown ? masked : order.slice(0, 2).sort((a, b) => a - b);
+  const deep = shown ? order.find((k) => !masked.includes(k)) : [...others].sort((a, b) => rank(b.d) - rank(a.d))[0]?.k ?? order[2];
   return { row: pick(cursor.row, row), col: pick(cursor.col, col), depth: pick(cursor.depth, deep) };
 }
 
