@@ -397,7 +397,7 @@ class _Reading(Reading):
 
     def over(self, node: Any, env: dict[str, Any]) -> None:
         """``for (int64_t NAME = FIRST; NAME < END; NAME++)``."""
-        shape = (*map(kind_of_node, (node.init, node.cond, node.next)),)
+        shape = tuple(map(kind_of_node, (node.init, node.cond, node.next)))
         if shape[:2] != ("DeclList", "BinaryOp") or len(node.init.decls) != 1 or shape[2] not in ("UnaryOp", "Assignment"):
             raise Unsupported("a loop that does not count")
         first, cond, step = node.init.decls[0], node.cond, node.next
@@ -413,8 +413,7 @@ class _Reading(Reading):
         end = self.calls.operator("add", end, 1) if cond.op == "<=" else end
         end = n if (n := self.constant(end)) is not None else end
         hidden = env.get(first.name)
-        changed = _assigned(node.stmt)
-        self.loop(Steps(first.name, begin, end, by), lambda: self.statement(node.stmt, env), changed, env)
+        self.loop(Steps(first.name, begin, end, by), lambda: self.statement(node.stmt, env), _assigned(node.stmt), env)
         env[first.name] = hidden
 
     def either(self, node: Any, env: dict[str, Any]) -> None:

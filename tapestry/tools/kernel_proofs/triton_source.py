@@ -138,9 +138,7 @@ class _Reading(Reading):
                 return self.name(name, env)
             case ast.Tuple(elts) | ast.List(elts):
                 return tuple(self.value(x, env) for x in elts)
-            case ast.BinOp(left, op, right):
-                return self.binary(OPERATORS.get(type(op), ""), self.value(left, env), self.value(right, env))
-            case ast.Compare(left, [op], [right]):
+            case ast.BinOp(left, op, right) | ast.Compare(left, [op], [right]):
                 return self.binary(OPERATORS.get(type(op), ""), self.value(left, env), self.value(right, env))
             case ast.UnaryOp(ast.USub(), x):
                 got = self.value(x, env)

@@ -386,11 +386,8 @@ class SharedPlaces:
             raise RunError(f"no memory for {self.nbytes:,} bytes of inputs and outputs: {e}") from None
         places = zip(flat, starts, strict=True)
         found = (np.frombuffer(self._memory, numpy_dtype(t.dtype), t.size, at).reshape(t.shape) for t, at in places)
-        self.inputs: list[dict[str, Array]] = []
-        self.outputs: list[dict[str, Array]] = []
-        for ins, outs in tensors:
-            self.inputs.append({t.name: next(found) for t in ins})
-            self.outputs.append({t.name: next(found) for t in outs})
+        named = [[{t.name: next(found) for t in group} for group in member] for member in tensors]
+        self.inputs, self.outputs = [ins for ins, _ in named], [outs for _, outs in named]
 
     @staticmethod
     def part(place: Array, shape: Sequence[int]) -> Array:

@@ -168,8 +168,7 @@ class Server:
             if ask.protocol != PROTOCOL:
                 raise Closed(f"protocol {ask.protocol}, where this is {PROTOCOL}")
             if ask.op == "describe":
-                inputs, outputs = [i for i, _ in self.sizes], [o for _, o in self.sizes]
-                send(caller, Reply(inputs=inputs, outputs=outputs))
+                send(caller, Reply(inputs=[i for i, _ in self.sizes], outputs=[o for _, o in self.sizes]))
                 return
             if ask.op == "generate":
                 send(caller, Reply(tokens=self._tokens(ask.generate)))

@@ -74,8 +74,8 @@ def _typed(graph: Graph, tensor: str) -> list[Any]:
 
 
 def _read(r: Read, alias: str, graph: Graph, place: dict[str, int]) -> Row:
-    row: Row = {"index": [_aff(e, place) for e in r.index], "text": [str(e) for e in r.index], "alias": alias}
-    row["type"] = _typed(graph, r.tensor)
+    index, text = [_aff(e, place) for e in r.index], list(map(str, r.index))
+    row: Row = {"index": index, "text": text, "alias": alias, "type": _typed(graph, r.tensor)}
     if r.other is not None:
         row["other"] = repr(r.other)
     if r.when:
@@ -276,8 +276,8 @@ def lanes(timed: Schedule) -> Row:
     shown = first[:most]
     steps: list[Row] = []
     for k, t in enumerate(timed.timed):
-        row: Row = {"step": t.step, "op": t.op, "stream": t.stream}
-        row["begin"], row["end"] = ([None if x != x else x for x in a[k, shown].tolist()] for a in (begin, end))
+        times = {n: [None if x != x else x for x in a[k, shown].tolist()] for n, a in (("begin", begin), ("end", end))}
+        row: Row = {"step": t.step, "op": t.op, "stream": t.stream, **times}
         steps.append(row | ({"by": t.by} if t.by else {}))
     return {"classes": classes[:most], "steps": steps, "left_out": sum(map(len, classes[most:]))}
 
@@ -506,8 +506,7 @@ def _witness(build: Build, e: LawError) -> Row:
     out: Row = {"step": None, "op": None, "device": None, "tensor": None, "cell": None}
     if m := re.search(r"\bstep (\d+)", e.where):
         out["step"] = int(m.group(1))
-        step = build.program.steps[out["step"]]
-        out["op"] = getattr(step, "op", None)
+        out["op"] = getattr(build.program.steps[out["step"]], "op", None)
     if m := re.search(r"\bdevice (\d+)", f"{e.what} {e.where}"):
         out["device"] = int(m.group(1))
     if m := re.search(r"reads '([^']+)'", e.what):

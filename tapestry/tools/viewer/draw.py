@@ -371,9 +371,8 @@ KINDS = ("", "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "halo",
 
 def split_colours(plan: Plan) -> list[str]:
     """A colour for every operation by what is cut; the most frequent cuts have one of their own."""
-    texts = [
-        split_text(op, s, plan.stage(i).mesh) for i, (op, s) in enumerate(zip(plan.graph.ops, plan.strategies, strict=True))
-    ]
+    both = zip(plan.graph.ops, plan.strategies, strict=True)
+    texts = [split_text(op, s, plan.stage(i).mesh) for i, (op, s) in enumerate(both)]
     order = sorted(dict.fromkeys(t for t in texts if t != "none"), key=lambda t: -texts.count(t))
     known = dict(zip(order, PALETTE, strict=False))
     return [known.get(t, NONE) for t in texts]
@@ -398,9 +397,7 @@ def lanes(build: object, *, width: int = 760, most: int = MOST) -> Drawing:
         names = [f"device {ranges(devices)}" if len(devices) == 1 else f"devices {ranges(devices)}", "kernels", "transfers"]
         parts += [words(12, y + 11, names[0][:14], class_="name")]
         parts += [words(LANES_LEFT - 6, y + 11 + n * (ROW + 1), names[n + 1], class_="note", text_anchor="end") for n in (0, 1)]
-        for row in table["steps"]:
-            if row["begin"][k] is not None:
-                parts.append(_bar(b, row, k, (y, scale), colours))
+        parts += [_bar(b, row, k, (y, scale), colours) for row in table["steps"] if row["begin"][k] is not None]
         parts.append(_memory(b, memory, table, (k, devices[0]), (y + 2 * ROW + 6, scale, total)))
         peak = human(b.peak_bytes[devices[0]])
         parts.append(words(LANES_LEFT - 6, y + 2 * ROW + 24, f"memory {peak}", class_="note", text_anchor="end"))
@@ -417,9 +414,8 @@ def _bar(b: Any, row: dict[str, Any], k: int, place: tuple[float, float], colour
     else:
         fill = colours[step.op] if isinstance(step, Launch) else NONE
     title = f"{step_text(step, b.program, b.plan.graph.ops)}: {duration(end - begin)}"
-    return rect(
-        LANES_LEFT + begin * scale, y + row["stream"] * (ROW + 1), max(0.8, (end - begin) * scale), ROW, title, fill=fill
-    )
+    top, wide = y + row["stream"] * (ROW + 1), max(0.8, (end - begin) * scale)
+    return rect(LANES_LEFT + begin * scale, top, wide, ROW, title, fill=fill)
 
 
 def _memory(b: Any, memory: Any, table: Any, which: tuple[int, int], place: tuple[float, float, float]) -> str:
@@ -469,10 +465,8 @@ def graph(build: object) -> Drawing:
             nodes[k].x = left + at * (WIDE + GAP)
     most = max((moved for n in nodes for moved, _ in n.ins.values()), default=0) or 1
     wide = max(map(len, rows.values())) * (WIDE + GAP) + 40
-    parts: list[str] = []
-    for n in nodes:
-        for j, (moved, kinds) in n.ins.items():
-            parts += _edge_of_graph_picture(nodes[j], n, moved, kinds, most, wide / 2)
+    edges = [(nodes[j], n, moved, kinds) for n in nodes for j, (moved, kinds) in n.ins.items()]
+    parts = [p for e in edges for p in _edge_of_graph_picture(*e, most, wide / 2)]
     for n in nodes:
         at = wide / 2 + n.x - WIDE / 2, n.level * LEVEL + 10
         parts += card(*at, (WIDE, TALL), tail(n.name, 20), short(n.note, 25), n.colours)
@@ -515,9 +509,8 @@ def _edge_of_graph_picture(a: _Node, b: _Node, moved: float, kinds: set[str], mo
     width = 1.0 if not kinds else 1.5 + 6 * (moved / most) ** 0.5
     out = [tag("path", d=path, class_="moved" if kinds else "edge", stroke_width=width)]
     if kinds:
-        out.append(
-            words((x0 + x1) / 2 + bend * 0.75 + 8, half + 4, f"{', '.join(sorted(kinds))} {human(moved)}", class_="note")
-        )
+        said = f"{', '.join(sorted(kinds))} {human(moved)}"
+        out.append(words((x0 + x1) / 2 + bend * 0.75 + 8, half + 4, said, class_="note"))
     return out
 
 
