@@ -222,10 +222,8 @@ CALLS = {
 }  # fmt: skip
 
 
-PLAIN: dict[str, Callable[..., Array]] = {
-    "not": np.logical_not, "where": np.where, "exp": np.exp, "same": np.equal, "feq": np.equal, "flt": np.less,
-    "fle": np.less_equal,
-}  # fmt: skip
+PLAIN: dict[str, Callable[..., Array]] = {"not": np.logical_not, "where": np.where, "exp": np.exp}
+PLAIN |= {"same": np.equal, "feq": np.equal, "flt": np.less, "fle": np.less_equal}
 
 
 class OutOfReach(Exception):
