@@ -222,8 +222,8 @@ CALLS = {
 }  # fmt: skip
 
 
-PLAIN: dict[str, Callable[..., Array]] = {"not": np.logical_not, "where": np.where, "exp": np.exp}
-PLAIN |= {"same": np.equal, "feq": np.equal, "flt": np.less, "fle": np.less_equal}
+COMPARISONS = {"same": np.equal, "feq": np.equal, "flt": np.less, "fle": np.less_equal}
+PLAIN: dict[str, Callable[..., Array]] = {"not": np.logical_not, "where": np.where, "exp": np.exp, **COMPARISONS}
 
 
 class OutOfReach(Exception):
