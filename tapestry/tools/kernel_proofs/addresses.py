@@ -119,16 +119,12 @@ class Conditions:
 
     def _whole(self, c: int) -> bool:
         """Whether a condition is about integers alone."""
-        key = self.terms.keys[c]
-        return key[0] in ("ge", "eq", "true", "false") or (
-            key[0] in ("not", "all") and all(self._whole(p) for p in (key[1] if key[0] == "all" else key[1:]))
-        )
+        kind = self.terms.keys[c][0]
+        return kind in ("ge", "eq", "true", "false") or (kind in ("not", "all") and all(map(self._whole, self.terms.parts(c))))
 
     def _looked_for(self, conditions: Sequence[int], names: Sequence[str]) -> dict[str, int] | None:
         """A point at which all hold, looked for at every one."""
-        whole = [
-            p for c in conditions for p in (self.terms.keys[c][1] if self.terms.keys[c][0] == "all" else (c,)) if self._whole(p)
-        ]
+        whole = [p for c in conditions for p in self.terms.conjuncts(c) if self._whole(p)]
         sizes = [self.terms.sizes[n] for n in names]
         if math.prod(sizes) > MOST_POINTS or not whole:
             raise Undecided
@@ -190,9 +186,8 @@ def reads(terms: Terms, ask: Conditions, loads: Sequence[Access], buffers: Mappi
                 raise Unsupported(f"line {a.line}: isl does not decide whether a read stays inside") from None
             if found is not None:
                 place = ", ".join(f"{n} {v}" for n, v in sorted(found.items()) if n[0] != "#")
-                raise LawError(
-                    "kernel_reads", f"a read leaves '{a.buffer}' of {size} elements", where=f"line {a.line}", why=f"at {place}"
-                )
+                what = f"a read leaves '{a.buffer}' of {size} elements"
+                raise LawError("kernel_reads", what, where=f"line {a.line}", why=f"at {place}")
     return len(loads)
 
 
@@ -246,9 +241,8 @@ def writes(terms: Terms, stores: Sequence[Store], grid: Mapping[str, int], name:
         for cells in placed(terms, store, variables(terms, store, grid)):
             if len(cells) and (int(cells.min()) < 0 or int(cells.max()) >= size):
                 bad = int(cells.min()) if int(cells.min()) < 0 else int(cells.max())
-                raise LawError(
-                    "kernel_writes", f"a write leaves '{name}' of {size} elements", where=f"line {line}", why=f"at {bad}"
-                )
+                what = f"a write leaves '{name}' of {size} elements"
+                raise LawError("kernel_writes", what, where=f"line {line}", why=f"at {bad}")
             counts += np.bincount(cells, minlength=size).astype(np.int32)
     wrong = np.flatnonzero(counts > 1 if wanted is None else counts != wanted)
     if len(wrong):

@@ -23,7 +23,7 @@ from tapestry.plugins import entry_points as plugins
 from tapestry.tools.kernel_proofs import contract_trials, kernel_text
 from tapestry.tools.kernel_proofs.contract_trials import contract_texts_of, sums_text_of
 from tapestry.tools.kernel_proofs.kernel_proofs import COMPARED, Evidence, prove, weakest
-from tapestry.tools.kernel_proofs.kernel_text import Argument, At, Buffer, KernelLaunch, KernelText
+from tapestry.tools.kernel_proofs.kernel_text import Argument, At, Buffer, KernelLaunch, KernelText, block_of
 from tapestry.tools.kernel_proofs.terms import Unsupported
 
 
@@ -53,9 +53,8 @@ def _prove_cpu(build: store.Build, report: Callable[[int, int], None]) -> list[d
     for done, kernel in enumerate(found.values()):
         report(done, len(found))
         name = f"cpu/{graph.ops[kernel.op].outs[0]}.{done}"
-        made = (
-            ProvableKernel("torch operators", why="in canonical blocks") if build.exact else cpu_kernel_of(graph, kernel, name)
-        )
+        torch_alone = ProvableKernel("torch operators", why="in canonical blocks") if build.exact else None
+        made = torch_alone or cpu_kernel_of(graph, kernel, name)
         shown = weakest([prove(graph, kernel, t) for t in made.texts]) or Evidence(COMPARED, COMPARED, made.why)
         value = shown.value
         if made.ours and value != COMPARED:
@@ -68,15 +67,13 @@ def _of_plugin(build: store.Build) -> list[dict[str, str]]:
     """What a target of another package runs, of which nothing is proved; none of a build for another target."""
     by = plugins.brought_by("targets", build.target)
     why = f"kernels of the plug-in {by}, which nobody here has seen"
-    return (
-        [{"kernel": f"{build.target}/*", "form": "plug-in", "addresses": COMPARED, "value": COMPARED, "why": why}] if by else []
-    )
+    row = {"kernel": f"{build.target}/*", "form": "plug-in", "addresses": COMPARED, "value": COMPARED, "why": why}
+    return [row] if by else []
 
 
 def kernel_text_of(graph: Graph, kernel: Kernel, made: TritonKernel, name: str, source: str) -> KernelText:
     """A kernel as a run launches it, with a source of its name: what is generated, or what a build has."""
-    op = graph.ops[kernel.op]
-    assert isinstance(op, Block)
+    op = block_of(graph, kernel)
     first = len(made.args) - len(kernel.outs)
     names = [f"buffer {k}" for k in range(len(made.args) + len(made.scratch))]
     same: dict[tuple[str, Box | None], str] = {}
@@ -153,16 +150,14 @@ def _cpu_kernel(graph: Graph, kernel: Kernel, run: CpuKernel, name: str) -> Prov
     if run.functions and run.reads:
         return ProvableKernel("generated C", (generated_text_of(graph, kernel, run, name),))
     if run.functions:
-        return ProvableKernel(
-            "generated C", why="several functions, or one on views of the buffers, which are not read together"
-        )
+        why = "several functions, or one on views of the buffers, which are not read together"
+        return ProvableKernel("generated C", why=why)
     return ProvableKernel("torch operators", why="operators of torch are not read")
 
 
 def generated_text_of(graph: Graph, kernel: Kernel, run: CpuKernel, name: str) -> KernelText:
     """A function in C as the CPU target calls it: rows of numbers in, and the output's, row-major."""
-    op = graph.ops[kernel.op]
-    assert isinstance(op, Block)
+    op = block_of(graph, kernel)
     names = {p: f"buffer {k}" for k, p in enumerate(run.reads)}
     buffers = {n: _read_buffer(graph, op, kernel, p) for p, n in names.items()}
     outs = {"y" if len(op.outs) == 1 else f"y{k}": t for k, t in enumerate(op.outs)}

@@ -16,7 +16,7 @@ import numpy as np
 
 from tapestry.errors import LawError
 from tapestry.tools.kernel_proofs import program_reading
-from tapestry.tools.kernel_proofs.kernel_text import At, Buffer, KernelLaunch, Pointer, Tile, each, scalar
+from tapestry.tools.kernel_proofs.kernel_text import Buffer, KernelLaunch, Pointer, Tile, each, scalar
 from tapestry.tools.kernel_proofs.program_reading import Program, Reading, Return, Steps
 from tapestry.tools.kernel_proofs.terms import Kind, Terms, Unsupported, applied, kind_of, negative, real
 
@@ -208,10 +208,8 @@ class _Run:
     def value(self, node: Any) -> Any:
         match kind_of_node(node):
             case "Constant":
-                found = number(node)
-                return (
-                    np.int32(found) if isinstance(found, int) else (np.float32 if node.value[-1] in "fF" else np.float64)(found)
-                )
+                found, real_type = number(node), np.float32 if node.value[-1] in "fF" else np.float64
+                return np.int32(found) if isinstance(found, int) else real_type(found)
             case "ID" if node.name in self.env:
                 return self.env[node.name]
             case "BinaryOp":
@@ -305,53 +303,23 @@ def read_call(terms: Terms, text: str, launch: KernelLaunch, buffers: Mapping[st
         Unsupported: the source has something that this reading does not know; says what, and the line.
         LawError: a buffer is read as another type than it has.
     """
-    known = functions(text)
-    if launch.function not in known:
-        raise Unsupported(f"no function '{launch.function}'")
-    function = known[launch.function]
-    given = [n for n, _ in parameters(function)]
-    if set(given) != set(launch.params):
-        raise Unsupported(f"parameters {given}, not {list(launch.params)}")
-    found = _Reading(terms, text, known, launch, buffers)
-    found.unrolled = unrolled
-    found.block(function.body, {n: found.bound(v) for n, v in launch.params.items()})
+    found = _Reading(terms, text, launch, buffers)
+    function, env = found.started(lambda f: [n for n, _ in parameters(f)], unrolled)
+    found.statement(function.body, env)
     return found.program
 
 
 class _Reading(Reading):
-    def __init__(
-        self, terms: Terms, source: str, known: dict[str, Any], launch: KernelLaunch, buffers: Mapping[str, Buffer]
-    ) -> None:  # fmt: skip
-        super().__init__(terms, launch, buffers)
-        self.source, self.known = source, known
+    def __init__(self, terms: Terms, source: str, launch: KernelLaunch, buffers: Mapping[str, Buffer]) -> None:
+        super().__init__(terms, functions(source), launch, buffers)
+        self.source = source
         self.kinds: dict[str, Kind] = {}  # of variables
 
-    def bound(self, value: Any) -> Any:
-        """An argument as a value of the reading."""
-        if isinstance(value, At):
-            return Pointer(value.buffer, scalar(self.terms, value.offset))
-        if isinstance(value, str):
-            return Pointer(value, scalar(self.terms, 0))
-        if isinstance(value, tuple):
-            return tuple(self.bound(v) for v in cast("tuple[Any, ...]", value))
-        if isinstance(value, Mapping):
-            return {k: self.bound(v) for k, v in cast("Mapping[str, Any]", value).items()}
-        return value
-
     # statements
-    def block(self, node: Any, env: dict[str, Any]) -> None:
-        for item in listed(node.block_items):
-            try:
-                self.statement(item, env)
-            except Unsupported as e:
-                if "line" in str(e):
-                    raise
-                raise Unsupported(f"line {line_of(item)}: {e}") from None
-
     def statement(self, node: Any, env: dict[str, Any]) -> None:
         match kind_of_node(node):
             case "Compound":
-                self.block(node, env)
+                self.block(listed(node.block_items), line_of, env)
             case "Decl":
                 self.declared(node, env)
             case "Assignment":
@@ -429,7 +397,7 @@ class _Reading(Reading):
 
     def over(self, node: Any, env: dict[str, Any]) -> None:
         """``for (int64_t NAME = FIRST; NAME < END; NAME++)``."""
-        shape = (*map(kind_of_node, (node.init, node.cond, node.next)),)
+        shape = tuple(map(kind_of_node, (node.init, node.cond, node.next)))
         if shape[:2] != ("DeclList", "BinaryOp") or len(node.init.decls) != 1 or shape[2] not in ("UnaryOp", "Assignment"):
             raise Unsupported("a loop that does not count")
         first, cond, step = node.init.decls[0], node.cond, node.next
@@ -445,8 +413,7 @@ class _Reading(Reading):
         end = self.calls.operator("add", end, 1) if cond.op == "<=" else end
         end = n if (n := self.constant(end)) is not None else end
         hidden = env.get(first.name)
-        changed = _assigned(node.stmt)
-        self.loop(Steps(first.name, begin, end, by), lambda: self.statement(node.stmt, env), changed, env)
+        self.loop(Steps(first.name, begin, end, by), lambda: self.statement(node.stmt, env), _assigned(node.stmt), env)
         env[first.name] = hidden
 
     def either(self, node: Any, env: dict[str, Any]) -> None:
@@ -629,7 +596,7 @@ class _Reading(Reading):
         kinds, inside = self.kinds, self.inside
         self.kinds = numbers
         try:
-            self.block(self.known[name].body, env)
+            self.statement(self.known[name].body, env)
         except Return as done:
             if self.inside != inside:
                 raise Unsupported(f"'{name}' returns in the middle") from None
@@ -640,7 +607,6 @@ class _Reading(Reading):
 
 
 def _assigned(node: Any) -> set[str]:
-    """Names that statements give values to."""
     own = {node.name} if kind_of_node(node) == "Decl" else set[str]()
     if kind_of_node(node) == "Assignment" and kind_of_node(node.lvalue) == "ID":
         own = {node.lvalue.name}

@@ -24,9 +24,9 @@ from tapestry.codegen.torch_cpu.base.scalars import TORCH_DTYPES, tensor_of
 from tapestry.codegen.torch_cpu.c import conv_c, print_c
 from tapestry.codegen.torch_cpu.c.c_calls import CCall, CpuKernel
 from tapestry.errors import LawError, TapestryError
-from tapestry.ir.graph import Block, Graph
+from tapestry.ir.graph import Graph
 from tapestry.ir.kernel import Box, Kernel, shape, size
-from tapestry.tools.kernel_proofs.kernel_text import Argument, At, Buffer, KernelLaunch, KernelText, Value
+from tapestry.tools.kernel_proofs.kernel_text import Argument, At, Buffer, KernelLaunch, KernelText, Value, block_of
 from tapestry.tools.kernel_proofs.terms import Unsupported
 
 Tensor = torch.Tensor
@@ -140,8 +140,7 @@ def out_name(k: int) -> str:
 
 def bound(graph: Graph, kernel: Kernel, packs: Mapping[int, Any], order: tuple[int, ...] = ROWS) -> Bound:
     """Inputs whose four axes, if they have as many, lie in some order; weights as `dense` packs them."""
-    op = graph.ops[kernel.op]
-    assert isinstance(op, Block)
+    op = block_of(graph, kernel)
     out, same = Bound({}, {}, {}, {}, []), dict[tuple[str, Box], str]()
     for p, (r, box) in enumerate(zip(op.reads, kernel.ins, strict=True)):
         if box is None:
@@ -309,7 +308,7 @@ ZEROS = np.zeros(1 << 14, np.float32)
 class Taps(ctypes.Structure):
     """``Taps`` of contracts/convolutions.c."""
 
-    _fields_ = [(name, ctypes.c_int64) for name in ("feature", "channel", "row", "column")]
+    _fields_ = [(name, ctypes.c_int64) for name in TAPS]
 
 
 @dataclass(frozen=True, slots=True)
@@ -379,11 +378,11 @@ def _compare(kernel: str, number: int, one: Instance, run: Any, contracts: Any) 
 
 def _by_contract(kernel: str, one: Instance, contracts: Any) -> None:
     contract = getattr(contracts, CONTRACTS[kernel].function)
+    given = [one.sizes, one.buffers]
     if one.taps is not None:
         one.buffers.w = one.plain
-        contract(ctypes.byref(one.sizes), ctypes.byref(one.taps), ctypes.byref(one.buffers))
-    else:
-        contract(ctypes.byref(one.sizes), ctypes.byref(one.buffers))
+        given.insert(1, one.taps)
+    contract(*map(ctypes.byref, given))
 
 
 def _numbers(rng: np.random.Generator, n: int, scale: int = 1) -> Array:
@@ -400,13 +399,15 @@ def _lanes() -> int:
 
 
 # convolutions
+LARGE = ((513, 7, (3, 5)), (1025, 19, (2, 3)), (600, 5, (16, 15)), (64, 9, (13, 17)), (3, 4, (90, 93)))
+"""Channels, features, and rows and columns of the output."""
+
+
 def _convolutions(kernel: str, rng: np.random.Generator) -> Iterator[Instance]:
     lanes = _lanes()
     if kernel == "tapestry_winograd":
-        for f in (1, 2, 3, 5):
-            for c in (1, 2, 4):
-                for _ in range(6):
-                    yield _convolution(kernel, rng, c * lanes, f * lanes, 3, (1, 1), (1, 1))
+        for f, c, _ in itertools.product((1, 2, 3, 5), (1, 2, 4), range(6)):
+            yield _convolution(kernel, rng, c * lanes, f * lanes, 3, (1, 1), (1, 1))
         return
     several = kernel != "tapestry_depthwise"
     for features in (*range(1, 2 * lanes + 2), 3 * lanes, 4 * lanes - 1, 4 * lanes + 1, 5 * lanes + 3):
@@ -417,13 +418,7 @@ def _convolutions(kernel: str, rng: np.random.Generator) -> Iterator[Instance]:
             stride, dilation = (tuple(int(v) for v in rng.integers(1, 4, 2)) for _ in range(2))
             yield _convolution(kernel, rng, channels, features, 0, stride, dilation)
     if kernel == "tapestry_conv":
-        for channels, features, size in (
-            (513, 7, (3, 5)),
-            (1025, 19, (2, 3)),
-            (600, 5, (16, 15)),
-            (64, 9, (13, 17)),
-            (3, 4, (90, 93)),
-        ):
+        for channels, features, size in LARGE:
             yield _convolution(kernel, rng, channels, features, 1, (1, 1), (1, 1), size)
     if kernel == "tapestry_planes":
         yield _convolution(kernel, rng, 3, 8, 3, (2, 2), (1, 1), (70, 75))
@@ -453,26 +448,8 @@ def _convolution(
     y = (out_h * out_w * features, out_w * features, features)
     residual = _numbers(rng, images * y[0]) if rng.integers(0, 2) else None
     clamp = (1, -4.0, _one_of(rng, 6.0, np.inf)) if rng.integers(0, 2) else (0, 0.0, 0.0)
-    sizes = native.Conv(
-        images,
-        channels,
-        features,
-        in_h,
-        in_w,
-        out_h,
-        out_w,
-        tall,
-        wide,
-        *stride,
-        *pads,
-        *dilation,
-        image,
-        row,
-        pixel,
-        *y,
-        *y,
-        *clamp,
-    )
+    extents = (images, channels, features, in_h, in_w, out_h, out_w, tall, wide)
+    sizes = native.Conv(*extents, *stride, *pads, *dilation, image, row, pixel, *y, *y, *clamp)
     kept = (x, weight, packed, bias, residual)
     places = [None if a is None else a.ctypes.data for a in (bias, residual)]
     buffers = native.Buffers(x.ctypes.data, packed.data_ptr(), *places, ZEROS.ctypes.data, None)
@@ -599,11 +576,7 @@ def _attention(rng: np.random.Generator, keys: int, depth: int, rows: int) -> In
 
 
 _INSTANCES: dict[str, Any] = {
-    **{
-        n: functools.partial(_convolutions, n)
-        for n in CONTRACTS
-        if n.removeprefix("tapestry_") in ("conv", "winograd", "planes", "depthwise")
-    },
+    **{n: functools.partial(_convolutions, n) for n, contract in CONTRACTS.items() if contract.params == _CONV},
     **{n: functools.partial(_windows, n) for n in ("tapestry_max_pool", "tapestry_mean")},
     "tapestry_rms_norm": _rms_norms,
     "tapestry_attention": _attentions,

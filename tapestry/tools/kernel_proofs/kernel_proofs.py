@@ -19,7 +19,7 @@ from tapestry.ir.kernel import Kernel, shape
 from tapestry.ir.states import varies
 from tapestry.tools.kernel_proofs import addresses, c_source, triton_source
 from tapestry.tools.kernel_proofs.addresses import Conditions
-from tapestry.tools.kernel_proofs.kernel_text import Evaluation, KernelText, OutOfReach, evaluated_together
+from tapestry.tools.kernel_proofs.kernel_text import Evaluation, KernelText, OutOfReach, block_of, evaluated_together
 from tapestry.tools.kernel_proofs.program_reading import Program, Store
 from tapestry.tools.kernel_proofs.term_matching import Matching, Operation, flattened, orders
 from tapestry.tools.kernel_proofs.terms import Terms, Unsupported, kind_of
@@ -129,7 +129,7 @@ def compare_programs(graph: Graph, kernel: Kernel, text: KernelText, programs: S
     Raises:
         LawError: a cell differs; Unsupported: there is a term without a value, or too many numbers.
     """
-    op = graph_op(graph, kernel)
+    op = block_of(graph, kernel)
     for positive in (False, True):
         data = _drawn(text, op, np.random.default_rng(positive), positive)
         try:
@@ -139,13 +139,6 @@ def compare_programs(graph: Graph, kernel: Kernel, text: KernelText, programs: S
                 _compare(graph, kernel, text, programs[-1], store, data, at)
         except (OutOfReach, MemoryError):
             raise Unsupported("too many numbers to interpret") from None
-
-
-def graph_op(graph: Graph, kernel: Kernel) -> Block:
-    """The operation of a kernel."""
-    op = graph.ops[kernel.op]
-    assert isinstance(op, Block)
-    return op
 
 
 def _drawn(text: KernelText, op: Block, rng: np.random.Generator, positive: bool) -> dict[str, Array]:
@@ -197,7 +190,7 @@ def _compare(
         with np.errstate(all="ignore"):
             size = np.abs(b) + min(np.max(np.abs(b[np.isfinite(b)]), initial=0.0), GREAT)
             wrong = np.flatnonzero(~((np.abs(a - b) <= CLOSE * size) | (a == b) | np.isnan(b)))
-        if len(wrong) and any(e.dtype in NARROW for e in graph_op(graph, kernel).body):
+        if len(wrong) and any(e.dtype in NARROW for e in block_of(graph, kernel).body):
             raise Unsupported("sums of short integers, which wrap around")
         if len(wrong):
             w = int(wrong[0])
@@ -265,9 +258,7 @@ def _prove(graph: Graph, kernel: Kernel, text: KernelText) -> Evidence:
     if not any(prod(shape(b)) for b in kernel.outs):
         return Evidence("nothing is written", FORM)
     programs, why = _programs(text)
-    ask = Conditions(programs[-1].terms)
-    op = graph.ops[kernel.op]
-    assert isinstance(op, Block)
+    ask, op = Conditions(programs[-1].terms), block_of(graph, kernel)
     where = _check_addresses(ask, programs, kernel, text, _along(kernel, op))
     first, *others = orders(kernel, op)
     why = why or _mismatch(graph, kernel, text, programs, ask, [first])
@@ -287,9 +278,22 @@ def _prove(graph: Graph, kernel: Kernel, text: KernelText) -> Evidence:
 def _mismatch(
     graph: Graph, kernel: Kernel, text: KernelText, programs: list[Program], ask: Conditions, ways: list[tuple[int, ...]]
 ) -> str:  # fmt: skip
-    """Why a kernel's values and its operation's have no common normal form; ``""`` where they have."""
+    """Why a kernel's values and its operation's have no common normal form; ``""`` where they have.
+
+    They are compared at each store's cell, with the reduced dimensions in one of some orders.
+    """
+    *before, program = programs
+    terms, made = program.terms, dict[str, list[Store]]()
+    sizes = _reduction_steps(kernel, block_of(graph, kernel))
     try:
-        _match(graph, kernel, text, programs, ask, ways)
+        for store in (s for p in before for s in p.stores):
+            made.setdefault(store.to.buffer, []).append(replace(store, value=inlined(terms, store.value, made, {})))
+        for store in (_narrowed(terms, s) for s in program.stores):
+            value = flattened(terms, inlined(terms, store.value, made, {}) if made else store.value, sizes, {})
+            at, k = cell(terms, store, kernel, text), text.outs.index(store.to.buffer)
+            rights = (Operation(terms, graph, kernel, text, order).outputs(at)[k] for order in ways)
+            if not any(Matching(terms, ask).same(value, right, store.to.mask) for right in rights):
+                return f"line {store.to.line}: {NO_FORM}"
     except Unsupported as e:
         return str(e)
     return ""
@@ -331,35 +335,6 @@ def _check_addresses(ask: Conditions, programs: list[Program], kernel: Kernel, t
     return "isl" if ask.asked else "intervals"
 
 
-def _match(
-    graph: Graph, kernel: Kernel, text: KernelText, programs: list[Program], ask: Conditions, ways: list[tuple[int, ...]]
-) -> None:  # fmt: skip
-    """Compare the value of each store with the operation's at its cell, its reduced dimensions in one of some orders.
-
-    Raises:
-        Unsupported: they have no common form.
-    """
-    op = graph.ops[kernel.op]
-    assert isinstance(op, Block)
-    *before, program = programs
-    terms = program.terms
-    made = dict[str, list[Store]]()
-    for p in before:
-        for store in p.stores:
-            made.setdefault(store.to.buffer, []).append(replace(store, value=inlined(terms, store.value, made, {})))
-    sizes = _reduction_steps(kernel, op)
-    for store in program.stores:
-        store = _narrowed(terms, store)
-        value = flattened(terms, inlined(terms, store.value, made, {}) if made else store.value, sizes, {})
-        at, k = cell(terms, store, kernel, text), text.outs.index(store.to.buffer)
-        for order in ways:
-            right = Operation(terms, graph, kernel, text, order).outputs(at)[k]
-            if Matching(terms, ask).same(value, right, store.to.mask):
-                break
-        else:
-            raise Unsupported(f"line {store.to.line}: {NO_FORM}")
-
-
 def _narrowed(terms: Terms, store: Store) -> Store:
     """A store whose variables run over those values alone that its mask leaves."""
     env = dict[str, Aff]()
@@ -390,10 +365,6 @@ def cell(terms: Terms, store: Store, kernel: Kernel, text: KernelText) -> list[A
 
 
 def _reduction_steps(kernel: Kernel, op: Block) -> list[int]:
-    """How many steps the operation's reductions have."""
-    extents = [hi - lo for lo, hi in kernel.block]
-    out, at = list[int](), len(op.dims)
-    for dims in (op.reduce, *(s.dims for s in op.inner)):
-        out.append(prod(extents[at : at + len(dims)]))
-        at += len(dims)
-    return [n for n in out if n > 1]
+    extents = {d.name: hi - lo for d, (lo, hi) in zip(op.space, kernel.block, strict=True)}
+    steps = [prod(extents[d.name] for d in dims) for dims in (op.reduce, *(s.dims for s in op.inner))]
+    return [n for n in steps if n > 1]

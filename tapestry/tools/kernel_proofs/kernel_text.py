@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import Any
 
 import numpy as np
 
-from tapestry.ir import kernel
+from tapestry.ir import kernel as kernels
+from tapestry.ir.graph import Block, Graph
 from tapestry.ir.index import Aff, Floor, const
+from tapestry.ir.kernel import Kernel
 from tapestry.tools.kernel_proofs.terms import Terms, Unsupported
 from tapestry.verify.interp import NUMPY
 
@@ -33,9 +36,9 @@ class Buffer:
     scratch: bool = False
     strides: tuple[int, ...] | None = None
 
-    def steps(self, box: kernel.Box) -> tuple[int, ...]:
+    def steps(self, box: kernels.Box) -> tuple[int, ...]:
         """Elements from one cell to the next along each axis of the box that it holds."""
-        return kernel.strides(box) if self.strides is None else self.strides
+        return kernels.strides(box) if self.strides is None else self.strides
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +91,13 @@ class KernelText:
     outs: tuple[str, ...]
     states: tuple[str, ...] = field(default=())
     language: str = "triton"
+
+
+def block_of(graph: Graph, kernel: Kernel) -> Block:
+    """The operation of a kernel."""
+    op = graph.ops[kernel.op]
+    assert isinstance(op, Block)
+    return op
 
 
 # Values of a tile program: terms with a shape, whose lanes are variables by position (``l0.16`` is axis 0 of 16 lanes).
@@ -170,25 +180,14 @@ def each(terms: Terms, fn: Callable[..., int], *tiles: Tile) -> Tile:
     return Tile(fn(*(t.term for t in same)), shape)
 
 
-def dropped(terms: Terms, shape: Shape, axis: int, inside: Aff) -> tuple[list[Aff], Shape]:
-    """Where the axes of a tile are when one is taken away, which is at ``inside``; and the shape that is left."""
-    places, left = list[Aff](), list[int]()
-    for k, n in enumerate(shape):
-        if k == axis:
-            places.append(inside)
-        else:
-            places.append(lane(terms, len(left), n))
-            left.append(n)
-    return places, tuple(left)
-
-
 def folded(terms: Terms, fn: str, tile: Tile, axis: int) -> Tile:
     """A reduction along an axis."""
     axis %= len(tile.shape)
-    name = terms.fresh()
-    places, left = dropped(terms, tile.shape, axis, terms.variable(name, tile.shape[axis]))
-    body = moved(terms, tile, places, left)
-    return Tile(terms.reduce(fn, ((name, tile.shape[axis]),), body.term), left)
+    name, size = terms.fresh(), tile.shape[axis]
+    left = tile.shape[:axis] + tile.shape[axis + 1 :]
+    places = list(lanes(terms, left))
+    places.insert(axis, terms.variable(name, size))
+    return Tile(terms.reduce(fn, ((name, size),), moved(terms, tile, places, left).term), left)
 
 
 def dot(terms: Terms, a: Tile, b: Tile) -> Tile:
@@ -221,6 +220,10 @@ FOLDS: dict[str, np.ufunc] = {
 CALLS = {
     "imul": "mul", "idiv": "div", "imod": "fmod", "floormod": "mod", "log": "log", "floor": "floor", "ceil": "ceil",
 }  # fmt: skip
+
+
+COMPARISONS = {"same": np.equal, "feq": np.equal, "flt": np.less, "fle": np.less_equal}
+PLAIN: dict[str, Callable[..., Array]] = {"not": np.logical_not, "where": np.where, "exp": np.exp, **COMPARISONS}
 
 
 class OutOfReach(Exception):
@@ -268,14 +271,9 @@ class Evaluation:
     def _of(self, t: int) -> Named:
         key = self.terms.keys[t]
         match key:
-            case ("int", a):
-                return self.aff(a)
-            case ("ge", a):
+            case ("int" | "ge" | "eq", a):
                 names, x = self.aff(a)
-                return names, x >= 0
-            case ("eq", a):
-                names, x = self.aff(a)
-                return names, x == 0
+                return names, x if key[0] == "int" else x >= 0 if key[0] == "ge" else x == 0
             case ("const", value):
                 return (), np.asarray(value, np.float64)
             case ("true",) | ("false",):
@@ -289,40 +287,25 @@ class Evaluation:
             case ("carried", *_):
                 raise Unsupported("what a loop carries")
             case _:
-                return self._call(key)
+                names, arrays = evaluated_together([self.of(x) for x in self.terms.parts(t)])
+                return names, self._call(key, arrays)
 
-    def _call(self, key: tuple[Any, ...]) -> Named:
+    def _call(self, key: tuple[Any, ...], arrays: list[Array]) -> Array:
         match key:
             case ("add", base, parts):
-                names, arrays = evaluated_together([self.of(x) for x, _ in parts])
-                return names, sum((c * a for a, (_, c) in zip(arrays, parts, strict=True)), np.asarray(base))
+                return sum((c * a for a, (_, c) in zip(arrays, parts, strict=True)), np.asarray(base))
             case ("mul", parts):
-                names, arrays = evaluated_together([self.of(x) for x, _ in parts])
-                return names, math.prod((_power(a, e) for a, (_, e) in zip(arrays, parts, strict=True)), start=np.ones(()))
-            case ("all", parts):
-                names, arrays = evaluated_together([self.of(x) for x in parts])
-                return names, np.logical_and.reduce(np.broadcast_arrays(*arrays))
-            case ("not", c):
-                names, a = self.of(c)
-                return names, ~a
-            case ("where", *args):
-                names, (c, a, b) = evaluated_together([self.of(x) for x in args])
-                return names, np.where(c, a, b)
-            case ("same" | "flt" | "fle" | "feq", *args):
-                names, (a, b) = evaluated_together([self.of(x) for x in args])
-                return names, {"flt": np.less, "fle": np.less_equal}.get(key[0], np.equal)(a, b)
-            case ("exp", x):
-                names, a = self.of(x)
-                return names, np.exp(a)
-            case (fn, args):
-                names, arrays = evaluated_together([self.of(x) for x in args])
-                return names, self._own(fn, arrays) if fn in self.terms.own else _applied(fn, arrays)
+                return math.prod((_power(a, e) for a, (_, e) in zip(arrays, parts, strict=True)), start=np.ones(()))
+            case ("all", _):
+                return np.logical_and.reduce(np.broadcast_arrays(*arrays))
+            case (fn, *_) if fn in PLAIN:
+                return PLAIN[fn](*arrays)
+            case (fn, _) if fn in self.terms.own:
+                return np.asarray(self.terms.own[fn](list(np.broadcast_arrays(*arrays))), np.float64)
+            case (fn, _):
+                return _applied(fn, arrays)
             case _:
                 raise Unsupported(f"{key[0]}")
-
-    def _own(self, fn: str, arrays: list[Array]) -> Array:
-        given = np.broadcast_arrays(*arrays)
-        return np.asarray(self.terms.own[fn](list(given)), np.float64)
 
     def _load(self, buffer: str, at: Aff, mask: int, other: int) -> Named:
         names, (place, inside, rest) = evaluated_together([self.aff(at), self.of(mask), self.of(other)])
@@ -382,10 +365,7 @@ def _power(a: Array, e: float) -> Array:
 
 def _applied(fn: str, arrays: list[Array]) -> Array:
     if fn in ("max", "min"):
-        out = arrays[0]
-        for a in arrays[1:]:
-            out = FOLDS[fn](out, a)
-        return out
+        return reduce(FOLDS[fn], arrays)
     if fn == "trunc":
         return np.trunc(np.nan_to_num(arrays[0], nan=0.0, posinf=0.0, neginf=0.0)).astype(np.int64)
     if fn.endswith(" bits"):

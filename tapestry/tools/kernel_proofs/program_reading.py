@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -14,6 +15,7 @@ from tapestry.ir.expr import PRIMITIVES
 from tapestry.ir.index import Aff, const
 from tapestry.tools.kernel_proofs import terms as term_arithmetic
 from tapestry.tools.kernel_proofs.kernel_text import (
+    At,
     Buffer,
     Evaluation,
     KernelLaunch,
@@ -165,7 +167,9 @@ def _centred(
     """A sum that is moved to each new centre."""
     own, value = starts[name].term, after[name].term
     key = terms.keys[value]
-    parts = [(t, c) for t, c in key[2]] if key[0] == "add" else [(value, 1.0)]
+    if key[0] != "add":
+        return None
+    parts: tuple[tuple[int, float], ...] = key[2]
     mine = [(t, c) for t, c in parts if terms.keys[t][0] == "mul" and (own, 1.0) in terms.keys[t][1]]
     if len(mine) != 1 or mine[0][1] != 1.0:
         return None
@@ -187,9 +191,7 @@ def _centred(
         final.append((terms.exp(done[n].term), -e))
     if len(factors) != 2 * len(back):
         return None
-    rest = terms.add([(key[1], terms.const(1.0)), *((c, t) for t, c in parts if t != mine[0][0])]) if key[0] == "add" else None
-    if rest is None:
-        return None
+    rest = terms.add([(key[1], terms.const(1.0)), *((c, t) for t, c in parts if t != mine[0][0])])
     plain = terms.mul([(rest, 1.0), *back]) if terms.keys[rest][0] != "add" else terms.add(
         [(c, terms.mul([(t, 1.0), *back])) for t, c in terms.keys[rest][2]]
     )  # fmt: skip
@@ -265,29 +267,13 @@ class Calls:
         """``tl.where``."""
         return each(self.terms, self.terms.where, self.tile(c), self.tile(a), self.tile(b))
 
-    def extreme(self, fn: str, a: Any, b: Any) -> Tile:
+    def extreme(self, fn: str, a: Any, b: Any, propagate_nan: Any = None) -> Tile:
         """``tl.maximum`` and ``tl.minimum``."""
         return each(self.terms, partial(term_arithmetic.extreme, self.terms, fn), self.tile(a), self.tile(b))
 
     def real(self, fn: str, x: Any) -> Tile:
         """A function of one real number."""
         return each(self.terms, partial(term_arithmetic.real, self.terms, fn), self.tile(x))
-
-    def zeros(self, shape: Any, kind: Kind) -> Tile:
-        """``tl.zeros``."""
-        return self.full(shape, 0, kind)
-
-    def maximum(self, a: Any, b: Any, propagate_nan: Any = None) -> Tile:
-        """``tl.maximum``."""
-        return self.extreme("max", a, b)
-
-    def minimum(self, a: Any, b: Any, propagate_nan: Any = None) -> Tile:
-        """``tl.minimum``."""
-        return self.extreme("min", a, b)
-
-    def divided(self, a: Any, b: Any) -> Any:
-        """``tl.div_rn``."""
-        return self.operator("truediv", a, b)
 
     def fused(self, a: Any, b: Any, c: Any) -> Any:
         """``tl.fma``."""
@@ -300,17 +286,13 @@ class Calls:
         made = dot(self.terms, a, b)
         return made if acc is None else self.operator("add", acc, made)
 
-    def sum(self, x: Any, axis: int) -> Tile:
-        """``tl.sum``."""
-        return folded(self.terms, "add", self.tile(x), axis)
+    def zeros(self, shape: Any, kind: Kind) -> Tile:
+        """``tl.zeros``."""
+        return self.full(shape, 0, kind)
 
-    def max(self, x: Any, axis: int) -> Tile:
-        """``tl.max``."""
-        return folded(self.terms, "max", self.tile(x), axis)
-
-    def min(self, x: Any, axis: int) -> Tile:
-        """``tl.min``."""
-        return folded(self.terms, "min", self.tile(x), axis)
+    def reduction(self, fn: str, x: Any, axis: int) -> Tile:
+        """``tl.sum``, ``tl.max`` and ``tl.min``."""
+        return folded(self.terms, fn, self.tile(x), axis)
 
     def transposed(self, x: Tile) -> Tile:
         """``tl.trans`` of two axes."""
@@ -336,10 +318,11 @@ class Calls:
     def table(self) -> dict[str, Callable[..., Any]]:
         """``tl.NAME`` to what it does; options that concern the hardware are ignored."""
         return {
-            "arange": self.arange, "full": self.full, "zeros": self.zeros, "where": self.where, "dot": self.dot,
-            "sum": self.sum, "max": self.max, "min": self.min, "trans": self.transposed, "broadcast_to": self.broadcast_to,
-            "maximum": self.maximum, "minimum": self.minimum, "div_rn": self.divided,
-            "fma": self.fused, **{fn: partial(self.real, fn) for fn in REAL},
+            "arange": self.arange, "full": self.full, "where": self.where, "dot": self.dot, "trans": self.transposed,
+            "zeros": self.zeros, "broadcast_to": self.broadcast_to, "fma": self.fused,
+            "maximum": partial(self.extreme, "max"), "minimum": partial(self.extreme, "min"),
+            "div_rn": partial(self.operator, "truediv"), "sum": partial(self.reduction, "add"),
+            **{fn: partial(self.reduction, fn) for fn in ("max", "min")}, **{fn: partial(self.real, fn) for fn in REAL},
         }  # fmt: skip
 
 
@@ -394,21 +377,62 @@ class Return(Exception):
         self.value = value
 
 
-class Reading:
+class Reading(ABC):
     """A launch read statement by statement.
 
     Attributes:
+        known: the functions of the file by name, as a language's parser has them.
         around: variables of the loops that a statement stands in.
         inside: under which conditions a statement runs.
         unrolled: whether loops are read step by step.
     """
 
-    def __init__(self, terms: Terms, launch: KernelLaunch, buffers: Mapping[str, Buffer]) -> None:
-        self.terms, self.launch, self.buffers = terms, launch, buffers
+    def __init__(self, terms: Terms, known: Mapping[str, Any], launch: KernelLaunch, buffers: Mapping[str, Buffer]) -> None:
+        self.terms, self.known, self.launch, self.buffers = terms, known, launch, buffers
         self.calls = Calls(terms)
         pass_ = terms.fresh()[1:]
         self.program = Program(terms, {f"p{k}.{pass_}": n for k, n in enumerate(launch.grid)})
         self.around, self.inside, self.unrolled = tuple[str, ...](), terms.true, False
+
+    @abstractmethod
+    def statement(self, line: Any, env: dict[str, Any], /) -> None:
+        """Read one statement."""
+
+    def started(self, parameters: Callable[[Any], list[str]], unrolled: bool) -> tuple[Any, dict[str, Any]]:
+        """The function that is launched, and its parameters by name with what each gets.
+
+        Args:
+            unrolled: read loops step by step; for those that carry what has no closed form.
+        """
+        self.unrolled = unrolled
+        if self.launch.function not in self.known:
+            raise Unsupported(f"no function '{self.launch.function}'")
+        function, params = self.known[self.launch.function], self.launch.params
+        given = parameters(function)
+        if set(given) != set(params):
+            raise Unsupported(f"parameters {given}, not {list(params)}")
+        return function, {n: self.bound(v) for n, v in params.items()}
+
+    def bound(self, value: Any) -> Any:
+        """An argument as a value of the reading."""
+        if isinstance(value, str | At):
+            at = At(value) if isinstance(value, str) else value
+            return Pointer(at.buffer, scalar(self.terms, at.offset))
+        if isinstance(value, tuple):
+            return tuple(map(self.bound, cast("tuple[Any, ...]", value)))
+        if isinstance(value, Mapping):
+            return {k: self.bound(v) for k, v in cast("Mapping[str, Any]", value).items()}
+        return value
+
+    def block(self, lines: Iterable[Any], line_of: Callable[[Any], int], env: dict[str, Any]) -> None:
+        """Read statements one after another; what is not known says at which line."""
+        for line in lines:
+            try:
+                self.statement(line, env)
+            except Unsupported as e:
+                if "line" in str(e):
+                    raise
+                raise Unsupported(f"line {line_of(line)}: {e}") from None
 
     # loops
     def loop(self, along: Steps, run: Callable[[], None], assigned: set[str], env: dict[str, Any]) -> None:

@@ -19,7 +19,7 @@ from tapestry.ir.monoid import MONOIDS, ByPrimitive, Moments, Monoid, Product, R
 from tapestry.ir.states import state_box, varies
 from tapestry.ir.types import FLOATS
 from tapestry.tools.kernel_proofs.addresses import Conditions
-from tapestry.tools.kernel_proofs.kernel_text import NOT_GIVEN, Evaluation, KernelText, evaluated_together
+from tapestry.tools.kernel_proofs.kernel_text import NOT_GIVEN, Evaluation, KernelText, block_of, evaluated_together
 from tapestry.tools.kernel_proofs.terms import COMMUTATIVE, REDUCING, Kind, Terms, Unsupported, applied, kind_of
 from tapestry.verify.interp import Walk, guards
 
@@ -42,8 +42,7 @@ class Operation(Walk[Aff, int]):
 
     def outputs(self, at: Sequence[Aff]) -> list[int]:
         """The value of each output (of ``partial``: of each field) at a cell, in coordinates of the whole tensor."""
-        op = self.graph.ops[self.kernel.op]
-        assert isinstance(op, Block)
+        op = block_of(self.graph, self.kernel)
         env = {d.name: e for d, e in zip(op.dims, at, strict=True)}
         if self.kernel.mode == "finish":
             return self.exprs(op, op.then, env, [self._state(op, k, at) for k in range(len(self.text.states))])
@@ -377,19 +376,14 @@ class Matching:
             case "mul":
                 return self._paired(p[1], q[1], given)
             case "where":
-                negated = terms.negated(p[1])
                 return (
                     self.same(p[1], q[1], given)
                     and self.same(p[2], q[2], terms.all((given, p[1])))
-                    and self.same(p[3], q[3], terms.all((given, negated)))
+                    and self.same(p[3], q[3], terms.all((given, terms.negated(p[1]))))
                 )
             case "reduce":
                 return p[1] == q[1] and ((p[2] == q[2] and self._bodies(a, b, given)) or self._rearranged(a, b, given))
-            case "all":
-                return len(p[1]) == len(q[1]) and self._paired([(t, 1.0) for t in p[1]], [(t, 1.0) for t in q[1]], given)
-            case "exp" | "not":
-                return self.same(p[1], q[1], given)
-            case "flt" | "fle" | "feq" | "same":
+            case "exp" | "not" | "flt" | "fle" | "feq" | "same":
                 return all(self.same(s, t, given) for s, t in zip(p[1:], q[1:], strict=True))
             case "ge" | "eq" | "int" | "const" | "true" | "false" | "unknown" | "carried":
                 return False
@@ -416,7 +410,7 @@ class Matching:
     def _arguments(self, fn: str, p: Sequence[int], q: Sequence[int], given: int) -> bool:
         if len(p) != len(q):
             return False
-        if fn in COMMUTATIVE:
+        if fn in COMMUTATIVE or fn == "all":
             return self._paired([(t, 1.0) for t in p], [(t, 1.0) for t in q], given)
         return all(self.same(s, t, given) for s, t in zip(p, q, strict=True))
 
@@ -501,12 +495,9 @@ def leaves(terms: Terms, t: int) -> set[int]:
 def renamed(terms: Terms, t: int, env: Mapping[str, Aff]) -> int:
     """An integer, or a condition on integers, with others for its leaves."""
     key = terms.keys[t]
-    if key[0] in ("int", "ge", "eq"):
-        aff = substitute(key[1], env, None)
-        return terms.int(aff) if key[0] == "int" else terms.at_least(aff) if key[0] == "ge" else terms.is_zero(aff)
-    if f"#{t}" in env:
-        return terms.int(env[f"#{t}"])
-    return terms.rebuilt(t, partial(renamed, terms, env=env)) if key[0] in ("not", "all") else t
+    if key[0] in ("int", "ge", "eq", "not", "all"):
+        return terms.rebuilt(t, partial(renamed, terms, env=env), lambda a: substitute(a, env, None))
+    return terms.int(env[f"#{t}"]) if f"#{t}" in env else t
 
 
 def flattened(terms: Terms, t: int, sizes: Sequence[int], known: dict[int, int]) -> int:
@@ -526,9 +517,7 @@ def _flat(terms: Terms, t: int, sizes: Sequence[int], of: Callable[[int], int]) 
         return t
     if key[0] != "reduce":
         return terms.rebuilt(t, of)
-    total = 1
-    for n in key[2]:
-        total *= n
+    total = math.prod(key[2])
     shorter = [] if total in sizes else sorted({n for n in sizes if n < total}, reverse=True)
     for size in (*shorter, total):
         if size < total and not _nothing(terms, t, size, total):

@@ -405,7 +405,7 @@ class Terms:
         if not self.free[t] & env.keys():
             return t
         if t not in known:
-            known[t] = self._substituted(t, env, known)
+            known[t] = self.rebuilt(t, lambda x: self.substituted(x, env, known), lambda a: self.index(a, env, known))
         return known[t]
 
     def index(self, a: Aff, env: Mapping[str, Aff], known: dict[int, int]) -> Aff:
@@ -417,26 +417,6 @@ class Terms:
         """An index expression with expressions for its dimensions, simplified by the variables' sizes."""
         found = substitute(a, env, None)
         return found if any(d[0] == "#" for d in dims_of(found)) else substitute(a, env, self.sizes)
-
-    def _substituted(self, t: int, env: Mapping[str, Aff], known: dict[int, int]) -> int:
-        key = self.keys[t]
-
-        def of(x: int) -> int:
-            return self.substituted(x, env, known)
-
-        match key:
-            case ("int", a):
-                return self.int(self.index(a, env, known))
-            case ("ge", a):
-                return self.at_least(self.index(a, env, known))
-            case ("eq", a):
-                return self.is_zero(self.index(a, env, known))
-            case ("carried", loop, name, lanes):
-                return self.carried(loop, name, tuple(self.index(a, env, known) for a in lanes), self.kinds[t])
-            case ("load", buffer, at, mask, other):
-                return self.load(buffer, self.kinds[t], self.index(at, env, known), of(mask), of(other))
-            case _:
-                return self.rebuilt(t, of)
 
     def parts(self, t: int) -> tuple[int, ...]:
         """The operands of a term; of a load its mask and its other value."""
@@ -457,14 +437,23 @@ class Terms:
             case _:
                 return key[1]
 
-    def rebuilt(self, t: int, of: Any) -> int:
-        """A term with ``of`` applied to its operands; its own index expressions stay."""
+    def rebuilt(self, t: int, of: Callable[[int], int], index: Callable[[Aff], Aff] | None = None) -> int:
+        """A term with ``of`` applied to its operands and ``index`` to its own index expressions, which stay without it."""
         key = self.keys[t]
+        if key[0] in ("const", "true", "false", "unknown") or (index is None and key[0] in ("int", "ge", "eq", "carried")):
+            return t
+        placed: Callable[[Aff], Aff] = index or (lambda a: a)
         match key:
-            case ("int" | "ge" | "eq" | "const" | "true" | "false" | "unknown" | "carried", *_):
-                return t
+            case ("int", a):
+                return self.int(placed(a))
+            case ("ge", a):
+                return self.at_least(placed(a))
+            case ("eq", a):
+                return self.is_zero(placed(a))
+            case ("carried", loop, name, lanes):
+                return self.carried(loop, name, tuple(map(placed, lanes)), self.kinds[t])
             case ("load", buffer, at, mask, other):
-                return self.load(buffer, self.kinds[t], at, of(mask), of(other))
+                return self.load(buffer, self.kinds[t], placed(at), of(mask), of(other))
             case ("add", base, terms):
                 return self.add([(base, self.const(1.0)), *((c, of(x)) for x, c in terms)])
             case ("mul", factors):

@@ -7,8 +7,9 @@ thing that a loop carries is beyond this reading, which then says so.
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping
-from functools import partial
+import operator
+from collections.abc import Callable, Mapping
+from functools import cached_property, partial
 from typing import Any, cast
 
 from tapestry.ir.index import const
@@ -23,7 +24,6 @@ from tapestry.tools.kernel_proofs.kernel_text import (
     folded,
     indexed,
     lane,
-    scalar,
 )
 from tapestry.tools.kernel_proofs.program_reading import KINDS, Program, Reading, Return, Steps
 from tapestry.tools.kernel_proofs.terms import REDUCING, Kind, Terms, Unsupported, applied, negative
@@ -33,6 +33,7 @@ OPERATORS: dict[type[ast.AST], str] = {
     ast.BitAnd: "and", ast.BitOr: "or", ast.BitXor: "xor", ast.Lt: "lt", ast.LtE: "le", ast.Gt: "gt", ast.GtE: "ge",
     ast.LShift: "shl", ast.RShift: "shr", ast.Eq: "eq", ast.NotEq: "ne",
 }  # fmt: skip
+OF_LITERALS = ("add", "sub", "mul", "truediv", "floordiv", "mod")
 
 
 def functions(source: str) -> dict[str, ast.FunctionDef]:
@@ -59,40 +60,26 @@ def read_launch(
     Raises:
         Unsupported: the source has something that this reading does not know; says what, and the line.
     """
-    known = functions(text)
-    if launch.function not in known:
-        raise Unsupported(f"no function '{launch.function}'")
-    found = _Reading(terms, known, launch, buffers)
-    found.unrolled = unrolled
-    given = [a.arg for a in known[launch.function].args.args]
-    if set(given) != set(launch.params):
-        raise Unsupported(f"parameters {given}, not {list(launch.params)}")
-    env: dict[str, Any] = {}
-    for name, of in launch.params.items():
-        env[name] = Pointer(of, scalar(terms, 0)) if isinstance(of, str) else of
-    found.body(known[launch.function].body, env)
+    found = _Reading(terms, functions(text), launch, buffers)
+    function, env = found.started(_parameters, unrolled)
+    found.body(function.body, env)
     return found.program
 
 
+def _parameters(function: ast.FunctionDef) -> list[str]:
+    return [a.arg for a in function.args.args]
+
+
 class _Reading(Reading):
-    def __init__(
-        self, terms: Terms, known: dict[str, ast.FunctionDef], launch: KernelLaunch, buffers: Mapping[str, Buffer]
-    ) -> None:  # fmt: skip
-        super().__init__(terms, launch, buffers)
-        self.known = known
-        self.table = self.calls.table()
+    @cached_property
+    def table(self) -> dict[str, Callable[..., Any]]:
+        return self.calls.table()
 
     # statements
     def body(self, lines: list[ast.stmt], env: dict[str, Any]) -> None:
-        for line in lines:
-            try:
-                self.statement(line, env)
-            except Unsupported as e:
-                if "line" in str(e):
-                    raise
-                raise Unsupported(f"line {line.lineno}: {e}") from None
+        self.block(lines, lambda line: line.lineno, env)
 
-    def statement(self, line: ast.stmt, env: dict[str, Any]) -> None:
+    def statement(self, line: Any, env: dict[str, Any]) -> None:
         match line:
             case ast.Assign(targets=[target], value=value):
                 self.assign(target, self.value(value, env), env)
@@ -129,6 +116,8 @@ class _Reading(Reading):
             return self.known[name]
         if name not in env:
             raise Unsupported(f"'{name}' has no value")
+        if env[name] is None:
+            raise Unsupported(f"'{name}' is what the last step of a loop left")
         return env[name]
 
     def loop_over(self, name: str, steps: ast.Call, body: list[ast.stmt], env: dict[str, Any]) -> None:
@@ -146,12 +135,10 @@ class _Reading(Reading):
             case ast.Constant(value):
                 return value
             case ast.Name(name):
-                return self.used(self.name(name, env), name)
+                return self.name(name, env)
             case ast.Tuple(elts) | ast.List(elts):
                 return tuple(self.value(x, env) for x in elts)
-            case ast.BinOp(left, op, right):
-                return self.binary(OPERATORS.get(type(op), ""), self.value(left, env), self.value(right, env))
-            case ast.Compare(left, [op], [right]):
+            case ast.BinOp(left, op, right) | ast.Compare(left, [op], [right]):
                 return self.binary(OPERATORS.get(type(op), ""), self.value(left, env), self.value(right, env))
             case ast.UnaryOp(ast.USub(), x):
                 got = self.value(x, env)
@@ -166,11 +153,6 @@ class _Reading(Reading):
             case _:
                 raise Unsupported(f"a {type(e).__name__}")
 
-    def used(self, value: Any, name: str) -> Any:
-        if value is None:
-            raise Unsupported(f"'{name}' is what the last step of a loop left")
-        return value
-
     def subscript(self, x: Any, items: list[Any]) -> Any:
         if isinstance(x, Pointer):
             return Pointer(x.buffer, indexed(self.terms, x.at, items))
@@ -180,7 +162,9 @@ class _Reading(Reading):
         if not fn:
             raise Unsupported("an operator")
         if isinstance(a, int | float) and isinstance(b, int | float):
-            return _plain(fn, a, b)
+            if fn not in OF_LITERALS:
+                raise Unsupported(f"{fn} of two literals")
+            return getattr(operator, fn)(a, b)
         return self.calls.operator(fn, a, b)
 
     def attribute(self, e: ast.Attribute, env: dict[str, Any]) -> Any:
@@ -233,22 +217,18 @@ class _Reading(Reading):
         kinds = tuple(self.terms.kinds[t.term] for t in tiles)
         fn = self.primitive(self.known[name], kinds)
         if fn is not None:
-            result = Kind(kinds[0], 64)
-            return each(self.terms, partial(_primitive, self.terms, fn, result), *tiles)
+            return each(self.terms, lambda *t: applied(self.terms, fn, t, Kind(kinds[0], 64)), *tiles)
         return self.said(name, args)
 
     def primitive(self, function: ast.FunctionDef, kinds: tuple[str, ...]) -> str | None:
-        values = program_reading.of_terms(kinds, lambda t, ins: self.within(t).said(function.name, ins))
+        read = partial(_Reading, known=self.known, launch=self.launch, buffers=self.buffers)
+        values = program_reading.of_terms(kinds, lambda terms, ins: read(terms).said(function.name, ins))
         return program_reading.primitive_of(ast.dump(function), function.name, kinds, values)
-
-    def within(self, terms: Terms) -> _Reading:
-        """The same file read over other terms."""
-        return _Reading(terms, self.known, self.launch, self.buffers)
 
     def said(self, name: str, args: list[Any]) -> Any:
         """What a function returns."""
         function = self.known[name]
-        env = dict(zip([a.arg for a in function.args.args], args, strict=True))
+        env = dict(zip(_parameters(function), args, strict=True))
         try:
             self.body(function.body, env)
         except Return as done:
@@ -265,13 +245,11 @@ class _Reading(Reading):
         return folded(self.terms, merge, x, axis)
 
     def method(self, x: Any, name: str, args: list[Any], options: dict[str, Any], line: int) -> Any:
-        if isinstance(x, Box) and name == "load":
-            at, mask = self.boxed(x, args[0])
-            return self.load(Pointer(x.buffer, Tile(at, x.block)), Tile(mask, x.block), 0.0, line)
-        if isinstance(x, Box) and name == "store":
-            at, mask = self.boxed(x, args[0])
-            value = self.calls.reshaped(self.calls.tile(args[1]), x.block)
-            return self.store(Pointer(x.buffer, Tile(at, x.block)), value, Tile(mask, x.block), line)
+        if isinstance(x, Box) and name in ("load", "store"):
+            pointer, mask = self.boxed(x, args[0])
+            if name == "load":
+                return self.load(pointer, mask, 0.0, line)
+            return self.store(pointer, self.calls.reshaped(self.calls.tile(args[1]), x.block), mask, line)
         if name == "to":
             if options.get("bitcast"):
                 raise Unsupported("bits as another type")
@@ -282,42 +260,18 @@ class _Reading(Reading):
         raise Unsupported(f"'.{name}'")
 
     # memory
-    def boxed(self, box: Box, start: Any) -> tuple[int, int]:
-        """Offset and mask of a tile of a descriptor: reads past an extent give zero, and stores there are dropped."""
+    def boxed(self, box: Box, start: Any) -> tuple[Pointer, Tile]:
+        """Address and mask of a tile of a descriptor: reads past an extent give zero, and stores there are dropped."""
         terms, at, masks = self.terms, const(0), list[int]()
         for k, (s, n, stride) in enumerate(zip(start, box.shape, box.strides, strict=True)):
             along = terms.aff(self.calls.tile(s).term) + lane(terms, k, box.block[k])
             at = at + along * stride
             masks += [terms.at_least(along), terms.at_least(along * -1 + (n - 1))]
-        return terms.int(at), terms.all(masks)
-
-
-def _primitive(terms: Terms, fn: str, kind: Kind, *args: int) -> int:
-    return applied(terms, fn, args, kind)
+        return Pointer(box.buffer, Tile(terms.int(at), box.block)), Tile(terms.all(masks), box.block)
 
 
 def _assigned(body: list[ast.stmt]) -> set[str]:
-    """Names that statements give values to."""
     return {n.id for line in body for n in ast.walk(line) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
-
-
-def _plain(fn: str, a: Any, b: Any) -> Any:
-    """An operator of two numbers."""
-    match fn:
-        case "add":
-            return a + b
-        case "sub":
-            return a - b
-        case "mul":
-            return a * b
-        case "truediv":
-            return a / b
-        case "floordiv":
-            return a // b
-        case "mod":
-            return a % b
-        case _:
-            raise Unsupported(f"{fn} of two literals")
 
 
 def _of_library(e: ast.expr) -> bool:

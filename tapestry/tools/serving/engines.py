@@ -7,11 +7,12 @@ import os
 import socket
 import struct
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Collection, Generator, Hashable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 from math import prod
 from pathlib import Path
 from threading import Lock
@@ -24,12 +25,11 @@ from tapestry import api, flags
 from tapestry.build.store import Build, Cache
 from tapestry.errors import RunError, TapestryError
 from tapestry.ir.graph import Graph
-from tapestry.ir.symbolic_plan import Sizes
 from tapestry.ir.types import Tensor, numpy_dtype
 from tapestry.runtime import kept_state
 from tapestry.runtime.feeds import check_indices, index_bounds
 from tapestry.runtime.kept_state import State
-from tapestry.runtime.session import KEPT, MakeExecutor, OnceRead, Session, Slices, as_numpy, check_feeds, shapes_of
+from tapestry.runtime.session import MakeExecutor, OnceRead, Session, Slices, as_numpy, check_feeds
 from tapestry.runtime.target_protocol import Target
 from tapestry.sizes.sized_compile import SizedOpener
 
@@ -124,31 +124,6 @@ class Member:
         if unknown is not None:
             raise TapestryError(f"there is no output '{unknown}'", hint=f"the outputs are {', '.join(self.outputs)}")
         return tuple(self.outputs) if names is None else tuple(names)
-
-
-class KnownSizes:
-    """A build for several sizes at those that were wanted lately; nothing of it is loaded."""
-
-    def __init__(self) -> None:
-        self._there: OrderedDict[tuple[int, Sizes], Member] = OrderedDict()
-
-    def of(self, member: Member, feeds: Mapping[str, Any]) -> tuple[Member, Sizes]:
-        """The member at the sizes of some inputs, and the sizes; one of one size as it is.
-
-        Raises:
-            TapestryError: it is not for these sizes.
-        """
-        sized = member.compiled.sized
-        if sized is None:
-            return member, ()
-        sizes = sized.sizes_of(shapes_of(feeds))
-        key = (id(member), sizes)
-        if key not in self._there:
-            self._there[key] = Member(member.compiled.planned(sizes))
-            if len(self._there) > KEPT:
-                self._there.popitem(last=False)
-        self._there.move_to_end(key)
-        return self._there[key], sizes
 
 
 def members(builds: Sequence[Given]) -> list[Member]:
@@ -391,51 +366,33 @@ class SharedPlaces:
 
     Args:
         members: inputs and outputs of each.
-        file: a descriptor of `new_memory`.
+        file: a descriptor of a file in memory.
 
     Attributes:
         inputs, outputs: for each member, arrays by name; values of the host have none.
-        nbytes: of the memory.
+        nbytes: of the memory, at least one.
     """
 
     def __init__(self, members: Sequence[tuple[Tensors, Tensors]], file: int) -> None:
         tensors = [[[t for t in ts.values() if not t.on_host] for ts in member] for member in members]
         flat = [t for member in tensors for group in member for t in group]
-        starts, self.nbytes = _offsets(flat)
+        cells = (-(-t.size * numpy_dtype(t.dtype).itemsize // ALIGNMENT) * ALIGNMENT for t in flat)
+        *starts, end = accumulate(cells, initial=0)
+        self.nbytes = max(end, 1)
         try:
             os.ftruncate(file, self.nbytes)
             self._memory = mmap.mmap(file, self.nbytes)
         except (OSError, OverflowError) as e:
             raise RunError(f"no memory for {self.nbytes:,} bytes of inputs and outputs: {e}") from None
-        found = iter([self._array(t, at) for t, at in zip(flat, starts, strict=True)])
-        self.inputs: list[dict[str, Array]] = []
-        self.outputs: list[dict[str, Array]] = []
-        for ins, outs in tensors:
-            self.inputs.append({t.name: next(found) for t in ins})
-            self.outputs.append({t.name: next(found) for t in outs})
+        places = zip(flat, starts, strict=True)
+        found = (np.frombuffer(self._memory, numpy_dtype(t.dtype), t.size, at).reshape(t.shape) for t, at in places)
+        named = [[{t.name: next(found) for t in group} for group in member] for member in tensors]
+        self.inputs, self.outputs = [ins for ins, _ in named], [outs for _, outs in named]
 
     @staticmethod
     def part(place: Array, shape: Sequence[int]) -> Array:
         """The beginning of a place as an array of a shape that it has room for."""
         return place.reshape(-1)[: prod(shape)].reshape(shape)
-
-    def _array(self, t: Tensor, offset: int) -> Array:
-        dtype = numpy_dtype(t.dtype)
-        return np.frombuffer(self._memory, dtype, t.size, offset).reshape(t.shape)
-
-
-def _offsets(tensors: Sequence[Tensor]) -> tuple[list[int], int]:
-    """Where each lies, and how many bytes there are in all (at least one)."""
-    starts, end = list[int](), 0
-    for t in tensors:
-        starts.append(end)
-        end += -(-t.size * numpy_dtype(t.dtype).itemsize // ALIGNMENT) * ALIGNMENT
-    return starts, max(end, 1)
-
-
-def new_memory() -> int:
-    """A file of no name that lies in memory, as a descriptor."""
-    return os.memfd_create("tapestry session", os.MFD_CLOEXEC)
 
 
 # Frames on a stream socket: ``u32`` length of the header, little-endian; the header, in JSON; then the data of arrays, one
@@ -450,6 +407,22 @@ MAX_HEADER = 1 << 20  # bytes
 
 class Closed(TapestryError):
     """The other side has gone, or what it sends is no frame."""
+
+
+class Fault(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+    """What went wrong, as a `TapestryError` says it."""
+
+    kind: str
+    what: str
+    where: str = ""
+    why: str = ""
+    hint: str = ""
+
+    @property
+    def error(self) -> TapestryError:
+        """The same as an error."""
+        kind = RunError if self.kind == "RunError" else TapestryError
+        return kind(self.what, where=self.where, why=self.why, hint=self.hint)
 
 
 def send(to: socket.socket, header: msgspec.Struct, arrays: Sequence[Array] = ()) -> None:

@@ -153,9 +153,8 @@ class Sequences(ABC):
         self.members, self.step = members, step
         first = members[0]
         if IDS not in first.inputs or len(first.inputs[IDS].shape) != 2:
-            raise TapestryError(
-                f"no input '{IDS}' [batch, tokens]", where="generate", why=f"there is {', '.join(first.inputs)}"
-            )
+            why = f"there is {', '.join(first.inputs)}"
+            raise TapestryError(f"no input '{IDS}' [batch, tokens]", where="generate", why=why)
         other = next((n for n in first.inputs if n not in (IDS, MASK, POSITIONS)), None)
         if other is not None:
             raise TapestryError(
@@ -166,17 +165,12 @@ class Sequences(ABC):
         if any(m.inputs[IDS].shape[0] != self.batch for m in members):
             raise TapestryError("the builds have different batches", where="generate", hint="builds of one batch")
         self.sizes = [m.inputs[IDS].shape[1] for m in members]
-        self.scores = self._scores(first)
-
-    def _scores(self, m: Member) -> str:
-        """The output [batch, tokens, vocabulary]."""
-        shape = m.inputs[IDS].shape
-        found = [n for n, t in m.outputs.items() if len(t.shape) == 3 and t.shape[:2] == shape and t.dtype in FLOATS]
+        shape = first.inputs[IDS].shape
+        found = [n for n, t in first.outputs.items() if len(t.shape) == 3 and t.shape[:2] == shape and t.dtype in FLOATS]
         if len(found) != 1:
-            raise TapestryError(
-                "no output of scores [batch, tokens, vocabulary]", where="generate", why=f"{', '.join(m.outputs)}"
-            )
-        return found[0]
+            what = "no output of scores [batch, tokens, vocabulary]"
+            raise TapestryError(what, where="generate", why=", ".join(first.outputs))
+        self.scores = found[0]
 
     def feeds(self, k: int, ids: Array, mask: Array, positions: Array) -> dict[str, Array]:
         """Inputs of a member."""

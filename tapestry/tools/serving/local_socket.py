@@ -13,7 +13,7 @@ import stat
 import struct
 import threading
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -23,7 +23,7 @@ import numpy as np
 from tapestry.errors import RunError, TapestryError
 from tapestry.ir.types import DTYPES, numpy_dtype
 from tapestry.runtime.session import as_numpy
-from tapestry.tools.serving.engines import Closed, fill_array, receive, send
+from tapestry.tools.serving.engines import Closed, Fault, fill_array, receive, send
 from tapestry.tools.serving.generation import Seeded, prompts_of
 from tapestry.tools.serving.sessions import Session
 
@@ -70,16 +70,6 @@ class Ask(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     outputs: list[str] | None = None
     generate: Wanted | None = None
     protocol: int = PROTOCOL
-
-
-class Fault(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
-    """What went wrong, as a `TapestryError` says it."""
-
-    kind: str
-    what: str
-    where: str = ""
-    why: str = ""
-    hint: str = ""
 
 
 class Reply(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
@@ -178,8 +168,7 @@ class Server:
             if ask.protocol != PROTOCOL:
                 raise Closed(f"protocol {ask.protocol}, where this is {PROTOCOL}")
             if ask.op == "describe":
-                inputs, outputs = [i for i, _ in self.sizes], [o for _, o in self.sizes]
-                send(caller, Reply(inputs=inputs, outputs=outputs))
+                send(caller, Reply(inputs=[i for i, _ in self.sizes], outputs=[o for _, o in self.sizes]))
                 return
             if ask.op == "generate":
                 send(caller, Reply(tokens=self._tokens(ask.generate)))
@@ -235,25 +224,22 @@ def _user(caller: socket.socket) -> int:
 
 def _listen(path: Path) -> socket.socket:
     """A socket at a path where there is none, or one that nobody listens on any more."""
-    s = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        if path.exists() or path.is_symlink():
-            _clear(path)
-        before = os.umask(0o177)
+    with ExitStack() as failed:
+        s = failed.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         try:
-            s.bind(str(path))
-        finally:
-            os.umask(before)
-        s.listen(MAX_CALLERS)
-    except OSError as e:
-        s.close()
-        raise TapestryError(
-            f"no socket there: {e.strerror or e}", where=str(path), hint="a path of at most 107 bytes in a folder that is there"
-        ) from None
-    except TapestryError:
-        s.close()
-        raise
-    return s
+            if path.exists() or path.is_symlink():
+                _clear(path)
+            before = os.umask(0o177)
+            try:
+                s.bind(str(path))
+            finally:
+                os.umask(before)
+            s.listen(MAX_CALLERS)
+        except OSError as e:
+            hint = "a path of at most 107 bytes in a folder that is there"
+            raise TapestryError(f"no socket there: {e.strerror or e}", where=str(path), hint=hint) from None
+        failed.pop_all()
+        return s
 
 
 def _clear(path: Path) -> None:
@@ -268,22 +254,19 @@ def _clear(path: Path) -> None:
     raise TapestryError("somebody serves there", where=str(path), hint="another --socket")
 
 
-class Connection:
+class Connection(AbstractContextManager["Connection"]):
     """A session behind a socket, as `tapestry.connect` returns it; threads share it by taking turns."""
 
     def __init__(self, path: str | Path) -> None:
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._lock = threading.Lock()
-        try:
-            self._socket.connect(str(path))
-        except OSError as e:
-            self._socket.close()
-            raise TapestryError(f"nobody serves there: {e.strerror or e}", where=str(path), hint="tapestry serve") from None
-        try:
+        with ExitStack() as failed:
+            self._socket = failed.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            try:
+                self._socket.connect(str(path))
+            except OSError as e:
+                raise TapestryError(f"nobody serves there: {e.strerror or e}", where=str(path), hint="tapestry serve") from None
             about, _ = self._ask(Ask("describe"), [])
-        except BaseException:
-            self._socket.close()
-            raise
+            failed.pop_all()
         self.inputs = {p.name: (p.dtype, tuple(p.shape)) for p in about.inputs[0]}
         self.outputs = {p.name: (p.dtype, tuple(p.shape)) for p in about.outputs[0]}
 
@@ -318,10 +301,6 @@ class Connection:
         """End the connection."""
         self._socket.close()
 
-    def __enter__(self) -> Connection:
-        """Itself."""
-        return self
-
     def __exit__(self, *_: object) -> None:
         """Close it."""
         self.close()
@@ -337,7 +316,5 @@ class Connection:
             if reply is None:
                 raise gone or Closed("the server has closed")
             if reply.error is not None:
-                e = reply.error
-                kind = RunError if e.kind == "RunError" else TapestryError
-                raise kind(e.what, where=e.where, why=e.why, hint=e.hint)
+                raise reply.error.error
             return reply, [fill_array(self._socket, p.shape, p.numpy) for p in reply.arrays]

@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,12 +28,13 @@ from tapestry.build.sized_builds import SizedBuild
 from tapestry.build.store import Build
 from tapestry.errors import RunError, TapestryError
 from tapestry.ir.kernel import Box
+from tapestry.ir.symbolic_plan import Sizes
 from tapestry.onnx_eval.opaque_node import HostValue
 from tapestry.runtime.processes import distributed
-from tapestry.runtime.session import Session, SizedSessions
+from tapestry.runtime.session import KEPT, Session, SizedSessions, shapes_of
 from tapestry.runtime.target_protocol import Array
 from tapestry.tools.serving import engines
-from tapestry.tools.serving.engines import KnownSizes, Loader, Member, SharedPlaces, held, members, new_memory
+from tapestry.tools.serving.engines import Fault, Loader, Member, SharedPlaces, held, members
 
 if TYPE_CHECKING:
     from tapestry.runtime.one_process.held_state import Places
@@ -76,15 +77,6 @@ class Answer(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     hosted: dict[str, str] = {}
 
 
-class Failure(msgspec.Struct, forbid_unknown_fields=True):
-    """Why the ranks have ended."""
-
-    what: str
-    where: str = ""
-    why: str = ""
-    hint: str = ""
-
-
 class Ranks:
     """Ranks on this host, from their start to their end.
 
@@ -101,7 +93,7 @@ class Ranks:
         self, members: Sequence[Member], folders: Sequence[Path], processes: int, *, threads: int | None = None,
         timeout: float = 30.0, weights: Path | None = None,
     ) -> None:  # fmt: skip
-        memory = new_memory()
+        memory = os.memfd_create("tapestry session", os.MFD_CLOEXEC)
         ends = [socket.socketpair() for _ in range(processes)]
         report, tell = os.pipe()
         given = (memory, tell, *(theirs.fileno() for _, theirs in ends))
@@ -124,7 +116,13 @@ class Ranks:
             os.close(tell)
             for _, theirs in ends:
                 theirs.close()
-        self.members, self._sizes = members, KnownSizes()
+        self.members = members
+
+        @lru_cache(KEPT)
+        def planned(member: int, sizes: Sizes) -> Member:
+            return Member(members[member].compiled.planned(sizes))
+
+        self._planned = planned
         self.sockets = [ours for ours, _ in ends]
         self.process, self.failed = process, ""
         self.close = weakref.finalize(self, _end, process, self.sockets, report, os.getpid())
@@ -151,7 +149,10 @@ class Ranks:
             raise RunError(f"the session has ended: {self.failed}")
         if not self.close.alive:
             raise TapestryError("the session is closed")
-        one, sizes = self._sizes.of(self.members[member], feeds)
+        one, sizes = self.members[member], ()
+        if one.compiled.sized is not None:
+            sizes = one.compiled.sized.sizes_of(shapes_of(feeds))
+            one = self._planned(member, sizes)
         hosted: dict[str, str] = {}
         for name, value in (one.checked(feeds) if sizes else feeds).items():
             if isinstance(value, HostValue):
@@ -204,12 +205,12 @@ class Ranks:
         while part := os.read(self._report, 1 << 16):
             data += part
         try:
-            e = msgspec.json.decode(data, type=Failure)
+            fault = msgspec.json.decode(data, type=Fault)
         except msgspec.MsgspecError:
-            e = Failure(what="the process that watches the ranks was ended")
-        self.failed = e.what
+            fault = Fault("RunError", "the process that watches the ranks was ended")
+        self.failed = fault.what
         self.close()
-        raise RunError(e.what, where=e.where, why=e.why, hint=e.hint)
+        raise fault.error
 
 
 def _end(process: subprocess.Popen[bytes], sockets: Sequence[socket.socket], report: int, owner: int) -> None:
@@ -253,14 +254,11 @@ def main() -> int:
         supervise(replace(job, serve=partial(answer, order, of, loader)), order.processes, loader)
     except TapestryError as e:
         with suppress(BrokenPipeError):  # the session is gone
-            os.write(order.report, msgspec.json.encode(Failure(what=e.what, where=e.where, why=e.why, hint=_hint(e))))
+            again = "a session with restart=True (serve --restart) starts the ranks again"
+            fault = Fault("RunError", e.what, e.where, e.why, again if isinstance(e, RunError) else e.hint)
+            os.write(order.report, msgspec.json.encode(fault))
         return 1
     return 0
-
-
-def _hint(e: TapestryError) -> str:
-    """What to try, in a session's terms."""
-    return "a session with restart=True (serve --restart) starts the ranks again" if isinstance(e, RunError) else e.hint
 
 
 def answer(order: Order, of: Sequence[Member], loader: Loader, me: Rank, first: Session, wire: Any) -> None:

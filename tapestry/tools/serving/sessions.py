@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,7 @@ Shapes = Mapping[str, tuple[str, tuple[int, ...]]]
 """Numpy's name of the dtype and the sizes, by name; of what is no array, what it is."""
 
 
-class Session:
+class Session(AbstractContextManager["Session"]):
     """Runs builds of one model as often as it is asked to; it is a context manager, and ends with the process.
 
     Args:
@@ -145,10 +145,6 @@ class Session:
             engine.close()
         self._owned.close()
 
-    def __enter__(self) -> Session:
-        """Itself."""
-        return self
-
     def __exit__(self, *_: object) -> None:
         """Close it."""
         self.close()
@@ -166,9 +162,8 @@ class Session:
         wrong = next((p for p in at if state is not None and not 0 <= p[0] <= state.capacity - p[1]), None)
         if state is not None and wrong is not None:
             why = f"{wrong[1]} cells at {wrong[0]} of {state.capacity}"
-            raise TapestryError(
-                "the caches have no place for this step", why=why, hint="reset(), or a build of a larger capacity"
-            )
+            hint = "reset(), or a build of a larger capacity"
+            raise TapestryError("the caches have no place for this step", why=why, hint=hint)
         try:
             out = self._engine.step(k, checked, wanted, at, fresh)
         except RunError as e:

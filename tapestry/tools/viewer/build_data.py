@@ -21,7 +21,7 @@ from tapestry.ir.expr import Call, Const, Expr, Index
 from tapestry.ir.graph import Block, Graph, Guard, Op, Read
 from tapestry.ir.index import Aff, Floor
 from tapestry.ir.kernel import size
-from tapestry.ir.plan import Mesh, Plan, Strategy
+from tapestry.ir.plan import Mesh, Strategy
 from tapestry.ir.program import Free, Launch, Program, Reduce, Step, Transfer, allocated, device_bytes, transfer_bytes
 from tapestry.ir.syntax.printer import aliases, op_text, signature
 from tapestry.ir.types import itemsize
@@ -41,8 +41,8 @@ Row = dict[str, Any]
 # Distinct operations as data: index spaces, reads as index expressions that the page can evaluate, and what is skipped.
 
 
-_SIDES = {"le": (1, 0, 0), "lt": (1, 0, -1), "ge": (0, 1, 0), "gt": (0, 1, -1)}
-"""An order as ``arg[first] - arg[second] + constant >= 0``, for integers."""
+_SIDES = {"le": (-1, 0), "lt": (-1, -1), "ge": (1, 0), "gt": (1, -1), "eq": (1, 0)}
+"""An order of a and b as ``sign * (a - b) + constant >= 0``, for integers; equality as ``== 0``."""
 
 
 def shape_of(op: Op, graph: Graph) -> Row:
@@ -74,8 +74,8 @@ def _typed(graph: Graph, tensor: str) -> list[Any]:
 
 
 def _read(r: Read, alias: str, graph: Graph, place: dict[str, int]) -> Row:
-    row: Row = {"index": [_aff(e, place) for e in r.index], "text": [str(e) for e in r.index], "alias": alias}
-    row["type"] = _typed(graph, r.tensor)
+    index, text = [_aff(e, place) for e in r.index], list(map(str, r.index))
+    row: Row = {"index": index, "text": text, "alias": alias, "type": _typed(graph, r.tensor)}
     if r.other is not None:
         row["other"] = repr(r.other)
     if r.when:
@@ -86,12 +86,8 @@ def _read(r: Read, alias: str, graph: Graph, place: dict[str, int]) -> Row:
 def _opaque_read(graph: Graph, tensor: str, axes: tuple[int | None, ...]) -> Row:
     """A read of an opaque node: along its dimensions cell by cell, along every other axis whole (null)."""
     index = [None if a is None else [0, [[1, a]]] for a in axes]
-    return {
-        "index": index,
-        "text": ["_" if a is None else str(a) for a in axes],
-        "type": _typed(graph, tensor),
-        "alias": tensor,
-    }
+    text = ["_" if a is None else str(a) for a in axes]
+    return {"index": index, "text": text, "type": _typed(graph, tensor), "alias": tensor}
 
 
 def _aff(e: Aff, place: dict[str, int]) -> list[Any]:
@@ -126,17 +122,10 @@ def _holds(e: Expr) -> Iterator[Guard]:
     if e.fn == "and":
         for a in e.args:
             yield from _holds(a)
-    elif e.fn in _SIDES or e.fn == "eq":
-        sides = [_affine(a) for a in e.args]
-        if sides[0] is None or sides[1] is None:
-            return
-        if e.fn == "eq":
-            yield Guard(sides[0] - sides[1], "eq")
-        else:
-            first, second, constant = _SIDES[e.fn]
-            a, b = sides[first], sides[second]
-            assert a is not None and b is not None
-            yield Guard(a - b + constant, "ge")
+    elif e.fn in _SIDES:
+        (sign, constant), (a, b) = _SIDES[e.fn], map(_affine, e.args)
+        if a is not None and b is not None:
+            yield Guard((a - b) * sign + constant, "eq" if e.fn == "eq" else "ge")
 
 
 def _affine(e: Expr) -> Aff | None:
@@ -151,7 +140,7 @@ def _affine(e: Expr) -> Aff | None:
         return _affine(e.args[0])
     if e.fn not in ("add", "sub"):
         return None
-    a, b = (_affine(x) for x in e.args)
+    a, b = map(_affine, e.args)
     return None if a is None or b is None else a + b if e.fn == "add" else a - b
 
 
@@ -287,8 +276,8 @@ def lanes(timed: Schedule) -> Row:
     shown = first[:most]
     steps: list[Row] = []
     for k, t in enumerate(timed.timed):
-        row: Row = {"step": t.step, "op": t.op, "stream": t.stream}
-        row["begin"], row["end"] = ([None if x != x else x for x in a[k, shown].tolist()] for a in (begin, end))
+        times = {n: [None if x != x else x for x in a[k, shown].tolist()] for n, a in (("begin", begin), ("end", end))}
+        row: Row = {"step": t.step, "op": t.op, "stream": t.stream, **times}
         steps.append(row | ({"by": t.by} if t.by else {}))
     return {"classes": classes[:most], "steps": steps, "left_out": sum(map(len, classes[most:]))}
 
@@ -442,7 +431,7 @@ def _shapes(graph: Graph, alike: Sequence[str]) -> tuple[list[Row], list[int]]:
     shapes: list[Row] = []
     of_op: list[int] = []
     for op, kind in zip(graph.ops, alike, strict=True):
-        key = (kind, tuple(op.ins) if not hasattr(op, "reads") else None)  # type: ignore[union-attr]
+        key = (kind, None if isinstance(op, Block) else tuple(op.ins))
         if key not in numbers:
             numbers[key] = len(shapes)
             shapes.append(shape_of(op, graph))
@@ -458,22 +447,14 @@ def _operations(build: Build, of_op: Sequence[int], launched: Mapping[int, Seque
     out: list[Row] = []
     for i, (op, s) in enumerate(zip(plan.graph.ops, plan.strategies, strict=True)):
         mesh, name = plan.stage(i).mesh, names[i]
+        ins = [r.tensor for r in op.reads] if isinstance(op, Block) else [t for t in op.ins if t]
         rows = [{"split": split_text(op, a, mesh), "seconds_more": t, "pins": _pins(name, a, mesh)} for a, t in others[i]]
         out.append({
-            "name": name, "shape": of_op[i], "text": text_of(op, plan.graph), "ins": _reads(op), "others": rows,
+            "name": name, "shape": of_op[i], "text": text_of(op, plan.graph), "ins": ins, "others": rows,
             "cut": list(s.dims), "ends": list(s.out), "ring": list(s.ring), "pins": _pins(name, s, mesh),
-            "stage": _stage(plan, i), "kernels": launched.get(i, ()),
+            "stage": plan.stage_of[i] if plan.stages else 0, "kernels": launched.get(i, ()),
         })  # fmt: skip
     return out
-
-
-def _reads(op: Op) -> list[str]:
-    """The tensor of every read, by position."""
-    return [r.tensor for r in op.reads] if hasattr(op, "reads") else [t for t in op.ins if t]  # type: ignore[union-attr]
-
-
-def _stage(plan: Plan, i: int) -> int:
-    return plan.stage_of[i] if plan.stages else 0
 
 
 def _pins(name: str, s: Strategy, mesh: Mesh) -> list[str]:
@@ -525,8 +506,7 @@ def _witness(build: Build, e: LawError) -> Row:
     out: Row = {"step": None, "op": None, "device": None, "tensor": None, "cell": None}
     if m := re.search(r"\bstep (\d+)", e.where):
         out["step"] = int(m.group(1))
-        step = build.program.steps[out["step"]]
-        out["op"] = getattr(step, "op", None)
+        out["op"] = getattr(build.program.steps[out["step"]], "op", None)
     if m := re.search(r"\bdevice (\d+)", f"{e.what} {e.where}"):
         out["device"] = int(m.group(1))
     if m := re.search(r"reads '([^']+)'", e.what):

@@ -94,6 +94,20 @@ def polygon(points: Sequence[tuple[float, float]], **attributes: Any) -> str:
     return tag("polygon", points=" ".join(f"{x:.1f},{y:.1f}" for x, y in points), **attributes)
 
 
+def card(
+    x: float, y: float, sizes: tuple[float, float], name: str, note: str, colours: Sequence[str], title: str = ""
+) -> list[str]:
+    """A box with a name, a note below it, and marks in some colours at its foot."""
+    wide, tall = sizes
+    step, middle = (wide - 16) / max(1, len(colours)), y + tall / 2
+    return [
+        rect(x, y, wide, tall, title, class_="card", rx=7),
+        *(rect(x + 8 + k * step, y + tall - 5, step, 3, fill=c) for k, c in enumerate(colours)),
+        words(x + 10, middle - 4, name, class_="name"),
+        words(x + 10, middle + 10, note, class_="note"),
+    ]
+
+
 def colour(device: int) -> str:
     """The colour of a device."""
     return PALETTE[device % len(PALETTE)]
@@ -108,6 +122,15 @@ def ranges(devices: Sequence[int]) -> str:
         else:
             out.append([d, d])
     return ", ".join(str(a) if a == b else f"{a}–{b}" for a, b in out)
+
+
+def by_box(boxes: Sequence[Box | None]) -> dict[Box, list[int]]:
+    """The devices of each box, of those that have one."""
+    out: dict[Box, list[int]] = {}
+    for d, box in enumerate(boxes):
+        if box is not None:
+            out.setdefault(box, []).append(d)
+    return out
 
 
 def tail(text: str, most: int) -> str:
@@ -142,7 +165,7 @@ def derivation(document: Row) -> Drawing:
     parts = [p for r in rows if r["of"] is not None for p in _edge(place[r["of"]], place[r["form"]], _short(r["by"]))]
     again = [e for e in document["again"] if e["of"] in place and e["form"] in place]
     parts += [p for e in again for p in _edge(place[e["of"]], place[e["form"]], "")]
-    parts += [p for r in rows for p in _card(place[r["form"]], r, r["form"] == best, r["form"] == small)]
+    parts += [p for r in rows for p in _form(place[r["form"]], r, r["form"] == best, r["form"] == small)]
     left_out = len(document["forms"]) - len(rows)
     note = f"{len(rows)} of {len(document['forms'])} forms" if left_out else f"{len(rows)} forms"
     tall = len(levels) * FORM_LEVEL + 10
@@ -181,16 +204,10 @@ def _edge(a: tuple[float, float], b: tuple[float, float], by: str) -> list[str]:
     return [*out, words(x1, y1 - 6, by, class_="note", text_anchor="middle")] if by else out
 
 
-def _card(at: tuple[float, float], r: Row, fastest: bool, smallest: bool) -> list[str]:
-    x, y = at[0] - FORM_WIDE / 2, at[1]
+def _form(at: tuple[float, float], r: Row, fastest: bool, smallest: bool) -> list[str]:
     marks = [c for c, on in ((PALETTE[0], fastest), (PALETTE[1], smallest)) if on]
-    step = (FORM_WIDE - 16) / max(1, len(marks))
-    return [
-        rect(x, y, FORM_WIDE, FORM_TALL, title=r["graph"], class_="card", rx=7),
-        *(rect(x + 8 + k * step, y + FORM_TALL - 5, step, 3, fill=c) for k, c in enumerate(marks)),
-        words(x + 10, y + 15, f"{r['form']}: {duration(r['seconds'])}", class_="name"),
-        words(x + 10, y + 29, human(r["peak_bytes"]), class_="note"),
-    ]
+    name, note = f"{r['form']}: {duration(r['seconds'])}", human(r["peak_bytes"])
+    return card(at[0] - FORM_WIDE / 2, at[1], (FORM_WIDE, FORM_TALL), name, note, marks, title=r["graph"])
 
 
 # An operation's index space: its box, the cut, each device's tile, and what one tile reads of every tensor.
@@ -218,14 +235,8 @@ def index_space(op: Op | str, of: object = None, *, device: int | None = None) -
         if at < 0:
             raise TapestryError(f"there is no operation '{op}'", hint="tapestry explain shows their names")
         found, graph = build.plan.graph.ops[at], build.plan.graph
-        steps = (
-            s for s in build.program.steps if getattr(s, "op", None) == at and getattr(s, "mode", "") in ("full", "partial")
-        )
-        boxes: dict[Box, list[int]] = {}
-        for d, box in enumerate(next(steps).blocks):  # type: ignore[union-attr]
-            if box is not None:
-                boxes.setdefault(box, []).append(d)
-        return _drawn(found, graph, boxes, device)
+        launches = (s for s in build.program.steps if isinstance(s, Launch) and s.op == at and s.mode != "finish")
+        return _drawn(found, graph, by_box(next(launches).blocks), device)
     return _drawn(op, of if isinstance(of, Graph) else None, _tiles(op), device)
 
 
@@ -360,9 +371,8 @@ KINDS = ("", "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "halo",
 
 def split_colours(plan: Plan) -> list[str]:
     """A colour for every operation by what is cut; the most frequent cuts have one of their own."""
-    texts = [
-        split_text(op, s, plan.stage(i).mesh) for i, (op, s) in enumerate(zip(plan.graph.ops, plan.strategies, strict=True))
-    ]
+    both = zip(plan.graph.ops, plan.strategies, strict=True)
+    texts = [split_text(op, s, plan.stage(i).mesh) for i, (op, s) in enumerate(both)]
     order = sorted(dict.fromkeys(t for t in texts if t != "none"), key=lambda t: -texts.count(t))
     known = dict(zip(order, PALETTE, strict=False))
     return [known.get(t, NONE) for t in texts]
@@ -387,9 +397,7 @@ def lanes(build: object, *, width: int = 760, most: int = MOST) -> Drawing:
         names = [f"device {ranges(devices)}" if len(devices) == 1 else f"devices {ranges(devices)}", "kernels", "transfers"]
         parts += [words(12, y + 11, names[0][:14], class_="name")]
         parts += [words(LANES_LEFT - 6, y + 11 + n * (ROW + 1), names[n + 1], class_="note", text_anchor="end") for n in (0, 1)]
-        for row in table["steps"]:
-            if row["begin"][k] is not None:
-                parts.append(_bar(b, row, k, (y, scale), colours))
+        parts += [_bar(b, row, k, (y, scale), colours) for row in table["steps"] if row["begin"][k] is not None]
         parts.append(_memory(b, memory, table, (k, devices[0]), (y + 2 * ROW + 6, scale, total)))
         peak = human(b.peak_bytes[devices[0]])
         parts.append(words(LANES_LEFT - 6, y + 2 * ROW + 24, f"memory {peak}", class_="note", text_anchor="end"))
@@ -406,9 +414,8 @@ def _bar(b: Any, row: dict[str, Any], k: int, place: tuple[float, float], colour
     else:
         fill = colours[step.op] if isinstance(step, Launch) else NONE
     title = f"{step_text(step, b.program, b.plan.graph.ops)}: {duration(end - begin)}"
-    return rect(
-        LANES_LEFT + begin * scale, y + row["stream"] * (ROW + 1), max(0.8, (end - begin) * scale), ROW, title, fill=fill
-    )
+    top, wide = y + row["stream"] * (ROW + 1), max(0.8, (end - begin) * scale)
+    return rect(LANES_LEFT + begin * scale, top, wide, ROW, title, fill=fill)
 
 
 def _memory(b: Any, memory: Any, table: Any, which: tuple[int, int], place: tuple[float, float, float]) -> str:
@@ -458,17 +465,16 @@ def graph(build: object) -> Drawing:
             nodes[k].x = left + at * (WIDE + GAP)
     most = max((moved for n in nodes for moved, _ in n.ins.values()), default=0) or 1
     wide = max(map(len, rows.values())) * (WIDE + GAP) + 40
-    parts: list[str] = []
+    edges = [(nodes[j], n, moved, kinds) for n in nodes for j, (moved, kinds) in n.ins.items()]
+    parts = [p for e in edges for p in _edge_of_graph_picture(*e, most, wide / 2)]
     for n in nodes:
-        for j, (moved, kinds) in n.ins.items():
-            parts += _edge_of_graph_picture(nodes[j], n, moved, kinds, most, wide / 2)
-    parts += [p for n in nodes for p in _card_of_graph_picture(n, wide / 2)]
+        at = wide / 2 + n.x - WIDE / 2, n.level * LEVEL + 10
+        parts += card(*at, (WIDE, TALL), tail(n.name, 20), short(n.note, 25), n.colours)
     return drawing(wide, len(rows) * LEVEL + 10, f"the graph of {b.plan.graph.name}", parts)
 
 
-def _nodes(b: object) -> list[_Node]:
+def _nodes(build: Build) -> list[_Node]:
     """Operations and runs of them in program order, with what they read from which."""
-    build = build_of(b)
     plan, colours = build.plan, split_colours(build.plan)
     node_of = list(range(len(plan.graph.ops)))
     runs = {f.first: f for f in format.runs(plan)}
@@ -503,22 +509,9 @@ def _edge_of_graph_picture(a: _Node, b: _Node, moved: float, kinds: set[str], mo
     width = 1.0 if not kinds else 1.5 + 6 * (moved / most) ** 0.5
     out = [tag("path", d=path, class_="moved" if kinds else "edge", stroke_width=width)]
     if kinds:
-        out.append(
-            words((x0 + x1) / 2 + bend * 0.75 + 8, half + 4, f"{', '.join(sorted(kinds))} {human(moved)}", class_="note")
-        )
+        said = f"{', '.join(sorted(kinds))} {human(moved)}"
+        out.append(words((x0 + x1) / 2 + bend * 0.75 + 8, half + 4, said, class_="note"))
     return out
-
-
-def _card_of_graph_picture(n: _Node, middle: float) -> list[str]:
-    x, y = middle + n.x - WIDE / 2, n.level * LEVEL + 10
-    parts = [rect(x, y, WIDE, TALL, class_="card", rx=7)]
-    step = (WIDE - 16) / len(n.colours)
-    parts += [rect(x + 8 + k * step, y + TALL - 5, step, 3, fill=c) for k, c in enumerate(n.colours)]
-    return [
-        *parts,
-        words(x + 10, y + 16, tail(n.name, 20), class_="name"),
-        words(x + 10, y + 30, short(n.note, 25), class_="note"),
-    ]
 
 
 # Who holds what of a tensor: a sheet for every buffer of it, parts in the colours of their devices.
@@ -537,10 +530,7 @@ def tensor(build: object, name: str) -> Drawing:
     made = {n: s for s in program.steps for n in allocated(s)}
     x, y, parts = 20.0, 40.0, [words(20, 20, f"{name}: {t.dtype} {shape_text(t.shape)}, {human(t.nbytes)}", class_="name")]
     for buffer in (v for v in program.buffers.values() if v.tensor == name and v.field is None):
-        held: dict[Box, list[int]] = {}
-        for d, box in enumerate(buffer.boxes):
-            if box is not None:
-                held.setdefault(box, []).append(d)
+        held = by_box(buffer.boxes)
         one = len(held) == 1
         svg, wide, tall = sheet(t.shape, [(k, NONE if one else colour(ds[0])) for k, ds in held.items()], list(held))
         step = made.get(buffer.name)

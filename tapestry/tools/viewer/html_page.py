@@ -126,21 +126,21 @@ def page(folders: Sequence[Path], trace: Path | None = None, say: build_data.Say
     Raises:
         BuildError: a folder is no build; TapestryError: the trace is none of its.
     """
-    sources: list[build_data.Source] = []
-    names = _folder_names(folders)
+    sources: list[Source] = []
+    names = [f.resolve().name for f in folders]
+    if len(set(names)) < len(names):
+        names = list(map(str, folders))
     for folder, name in zip(folders, names, strict=True):
         build, laws = store.read(folder)
         log = folder / store.REWRITES
         rewrites = log.read_bytes() if log.is_file() else b""
         evidence = build.report.get("certificate", {}).get("evidence", ())
         real = measured(trace, build) if trace is not None and not sources else None
-        sources.append(
-            build_data.Source(build=build, name=name, laws=laws, evidence=evidence, rewrites=rewrites, measured=real)
-        )
+        sources.append(Source(build=build, name=name, laws=laws, evidence=evidence, rewrites=rewrites, measured=real))
     return of_sources(sources, say)
 
 
-def of_sources(sources: Sequence[build_data.Source], say: build_data.Say = lambda what: None) -> str:
+def of_sources(sources: Sequence[Source], say: build_data.Say = lambda what: None) -> str:
     """The page of builds in memory."""
     documents = [build_data.document(s, say) for s in sources]
     diff = None
@@ -155,12 +155,6 @@ def write_page(file: Path, text: str) -> None:
     """Write a page, whole or not at all."""
     with new_file(file) as temporary:
         temporary.write_text(text, "utf-8")
-
-
-def _folder_names(folders: Sequence[Path]) -> list[str]:
-    """Short names of folders that are not the same."""
-    names = [f.resolve().name for f in folders]
-    return [str(f) for f in folders] if len(set(names)) < len(names) else names
 
 
 def measured(file: Path, build: store.Build) -> dict[str, Any]:

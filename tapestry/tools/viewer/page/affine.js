@@ -1,9 +1,7 @@
 // Reads evaluated: index expressions at points and over boxes, cells of footprints. Boxes are half-open, as in the plan.
 
-const size = (box) => box.reduce((n, [a, b]) => n * Math.max(0, b - a), 1);
+export const size = (box) => box.reduce((n, [a, b]) => n * Math.max(0, b - a), 1);
 const mod = (a, k) => ((a % k) + k) % k;
-
-export { size };
 
 export function value([constant, terms], point) {
   let out = constant;
@@ -69,12 +67,6 @@ export function clip(box, other) {
 }
 
 export const whole = (shape) => shape.map((n) => [0, n]);
-
-// How many cells of a box are in none of the others': what of a footprint is not held where it is read.
-export function outside(box, held) {
-  const common = clip(box, held);
-  return size(box) - (common ? size(common) : 0);
-}
 
 // The cells that one point of the map dimensions reads, exactly, and whether they count where guards of the body leave points out;
 // null where they are too many to be listed.

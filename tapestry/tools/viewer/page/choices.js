@@ -58,9 +58,8 @@ function search(build) {
 
 function front(build, say) {
   const points = build.report.pareto ?? [];
-  const known = [{ name: "this plan", objective_s: build.report.objective_s, peak_bytes: Math.max(...build.report.peak_bytes), moves: [] }];
   if (!points.length) return h("p", { class: "quiet" }, "compile --pareto makes the front.", others(build));
-  const all = [...points, ...known];
+  const all = [...points, { name: "this plan", objective_s: build.report.objective_s, peak_bytes: Math.max(...build.report.peak_bytes), moves: [] }];
   const [tLow, tHigh] = [0.95, 1.05].map((f, k) => f * Math[k ? "max" : "min"](...all.map((p) => p.objective_s)));
   const [mLow, mHigh] = [0.95, 1.05].map((f, k) => f * Math[k ? "max" : "min"](...all.map((p) => p.peak_bytes)));
   const x = (m) => PLOT.left + ((m - mLow) / (mHigh - mLow || 1)) * (PLOT.width - PLOT.left - 12);

@@ -1,6 +1,6 @@
 // The equivalent forms of a graph and the rewrites between them (`tapestry rules --derive`): how many, how deep, what each costs,
 // what was not followed. A form that is selected shows its text and how it was made.
-import { bytes, count, h, picture, s, saveSvg, seconds, table, text } from "./elements.js";
+import { bytes, count, h, picture, preferred, s, saveSvg, seconds, table, text } from "./elements.js";
 
 const NODE = { width: 132, height: 40 };
 const SHOWN = 160; // forms that are drawn: the cheapest, and those that they were made of
@@ -78,7 +78,7 @@ export function derivations(data, name) {
   const mesh = Object.entries(data.mesh).map(([n, size]) => `${n}=${size}`).join(" ");
   const facts = [["forms", count(data.forms.length)], ["moves, at most", count(data.deepest)], ["other ways", count(data.again.length)], ["not followed", pruned], ["devices", mesh]];
   const key = `blue: fastest, orange: least memory; dashed: another way to a form${left ? `; ${count(left)} dearer forms are in the list alone` : ""}`;
-  document.documentElement.dataset.theme = matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light";
+  document.documentElement.dataset.theme = preferred();
   document.getElementById("page").append(
     h("header", {}, h("h1", {}, name), h("div", { class: "facts" }, facts.map(([label, value]) => h("span", { class: "fact", "data-fact": label }, h("span", { class: "quiet" }, `${label} `), h("b", {}, value))))),
     h("main", { class: "forms" }, h("section", { class: "graph", "aria-label": "graph of rewrites" }, h("p", { class: "legend-box quiet" }, key, h("button", { class: "save", title: "save as SVG", onclick: () => saveSvg(svg) }, "svg")), h("div", { class: "graph-box scroll" }, svg)), h("section", { class: "detail" }, panel)));

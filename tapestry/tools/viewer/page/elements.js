@@ -64,6 +64,7 @@ export const tail = (name, most) => (name.length <= most ? name : `…${name.sli
 // Colours of Okabe and Ito, which colour-blind people tell apart, and more of equal lightness behind them.
 export const PALETTE = ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#8566c9", "#7d8a2e"];
 export const NONE = "#8c959f";
+export const preferred = () => (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");
 export const HALO = "#f0e442"; // the one of them that is no device's
 export const deviceColour = (d) => PALETTE[d % PALETTE.length];
 

@@ -4,13 +4,12 @@ import { cursor, move } from "./cursor.js";
 import { NODE, place, seen } from "./layout.js";
 
 export const openGroups = () => new Map(cursor.open.split(",").filter(Boolean).map((p) => p.split(".").map(Number)));
-const written = (open) => [...open].map(([k, r]) => `${k}.${r}`).join(",");
 
 export function setOpen(group, repetition) {
   const open = openGroups();
   if (repetition === null) open.delete(group);
   else open.set(group, repetition);
-  move({ open: written(open) });
+  move({ open: [...open].map(([k, r]) => `${k}.${r}`).join(",") });
 }
 
 // The drawing of a build's graph; `only` are operations to be marked (what differs between two builds).
@@ -123,11 +122,8 @@ export function movable(svg, laid, holder) {
     apply();
   };
   const whole = () => {
-    const { clientWidth: w, clientHeight: t } = holder;
-    view.scale = Math.min(1.1, w / laid.width, t / laid.height);
-    view.x = laid.width / 2 - w / 2 / view.scale;
-    view.y = laid.height / 2 - t / 2 / view.scale;
-    apply();
+    view.scale = Math.min(1.1, holder.clientWidth / laid.width, holder.clientHeight / laid.height);
+    show({ x: laid.width / 2, y: laid.height / 2 });
   };
   const show = (at) => {
     const { clientWidth: w, clientHeight: t } = holder;
@@ -155,5 +151,5 @@ export function movable(svg, laid, holder) {
     addEventListener("pointermove", drag);
     addEventListener("pointerup", stop);
   });
-  return { fit, whole, zoom, show, inView, apply, view };
+  return { fit, whole, zoom, show, inView };
 }

@@ -10,8 +10,7 @@ export function seen(build, open) {
     if (k < 0) return { id: `o${i}`, ops: [i] };
     const g = build.groups[k];
     if (!open.has(k)) return { id: `g${k}`, group: k };
-    const here = Math.floor((i - g.first) / g.length);
-    const shown = open.get(k);
+    const [here, shown] = [build.repetition(i), open.get(k)];
     if (here === shown) return { id: `o${i}`, ops: [i], parent: k };
     return { id: here < shown ? `b${k}` : `a${k}`, group: k, rest: here < shown ? [0, shown - 1] : [shown + 1, g.times - 1] };
   };

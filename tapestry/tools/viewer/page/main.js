@@ -1,8 +1,8 @@
 // The page: one header, the graph, the panels about the selected operation, the lanes; keys, links and export.
-import { bytes, count, h, saveSvg, seconds, short } from "./elements.js";
+import { bytes, count, h, preferred, saveSvg, seconds, short } from "./elements.js";
 import { cursor, move, onMove, restore } from "./cursor.js";
 import { Build, unpack } from "./model.js";
-import { graph, legend, movable, openGroups } from "./graph.js";
+import { graph, legend, movable, openGroups, setOpen } from "./graph.js";
 import { pointAt, space, chosen } from "./space.js";
 import { tensors } from "./tensors.js";
 import { lanes, zoomBy } from "./lanes.js";
@@ -60,13 +60,7 @@ function search(words) {
 // Make the selected operation be seen in the graph: open its group at its repetition.
 function reveal(i) {
   const build = now();
-  const k = build.groupOf[i];
-  if (k >= 0) {
-    const g = build.groups[k];
-    const open = openGroups();
-    open.set(k, Math.floor((i - g.first) / g.length));
-    move({ open: [...open].map(([a, b]) => `${a}.${b}`).join(",") });
-  }
+  if (build.groupOf[i] >= 0) setOpen(build.groupOf[i], build.repetition(i));
   page.graphs.forEach((g) => centre(g, true));
 }
 
@@ -128,19 +122,14 @@ function drawLanes() {
 }
 
 function theme() {
-  const dark = document.documentElement.dataset.theme === "dark";
-  move({ theme: dark ? "light" : "dark" });
+  move({ theme: document.documentElement.dataset.theme === "dark" ? "light" : "dark" });
 }
 
 function setTheme() {
-  const wanted = cursor.theme || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");
-  document.documentElement.dataset.theme = wanted;
+  document.documentElement.dataset.theme = cursor.theme || preferred();
 }
 
-function help() {
-  const box = page.parts.help;
-  box.hidden = !box.hidden;
-}
+const help = () => page.parts.help.toggleAttribute("hidden");
 
 function build() {
   const p = page.parts;
@@ -160,11 +149,7 @@ function build() {
 // An open layer follows the cursor to its own repetition.
 function follow() {
   const k = now().groupOf[cursor.op];
-  const open = openGroups();
-  if (k < 0 || !open.has(k)) return;
-  const g = now().groups[k];
-  open.set(k, Math.floor((cursor.op - g.first) / g.length));
-  move({ open: [...open].map(([a, b]) => `${a}.${b}`).join(",") });
+  if (k >= 0 && openGroups().has(k)) setOpen(k, now().repetition(cursor.op));
 }
 
 function redraw(changed) {
@@ -215,7 +200,7 @@ function keys(e) {
   const acts = {
     j: () => next(1), k: () => next(-1), ArrowDown: () => (e.shiftKey ? movePoint(1, 0) : next(1)), ArrowUp: () => (e.shiftKey ? movePoint(-1, 0) : next(-1)), ArrowRight: () => movePoint(0, 1), ArrowLeft: () => movePoint(0, -1),
     "]": () => move({ device: Math.min(b.devices - 1, cursor.device + 1) }), "[": () => move({ device: Math.max(-1, cursor.device - 1) }),
-    o: () => (openGroups().has(k) ? move({ open: cursor.open.split(",").filter((x) => !x.startsWith(`${k}.`)).join(",") }) : reveal(cursor.op)),
+    o: () => (openGroups().has(k) ? setOpen(k, null) : reveal(cursor.op)),
     f: () => page.graphs.forEach((g) => g.hand.whole()), "/": () => page.parts.find.focus(), t: theme, "?": help, "+": () => zoomBy(0.5), "-": () => zoomBy(2),
     b: () => page.builds.length > 1 && other(1 - cursor.build), s: () => saveSvg(page.parts.panel.querySelector("svg.picture") ?? page.graphs[0].svg), Escape: () => ((page.parts.help.hidden = true), move({ at: "", device: -1 })),
   };

@@ -52,8 +52,10 @@ export class Build {
     return this.rows.map((_, i) => i).filter(hit);
   }
 
-  mesh_of(i) {
-    return this.stages.length ? this.stages[this.ops[i].stage][1] : this.mesh;
+  // Which repetition of its group an operation is in.
+  repetition(i) {
+    const g = this.groups[this.groupOf[i]];
+    return Math.floor((i - g.first) / g.length);
   }
 
   // Operations are coloured by which dimensions which axes of the mesh cut; the most frequent cuts have a colour of their own.

@@ -18,26 +18,16 @@ export function chosen(build, i) {
   const maps = shape.dims.map((d, k) => ({ d, k })).filter(({ d }) => d[2] === "map");
   const others = shape.dims.map((d, k) => ({ d, k })).filter(({ d }) => d[2] !== "map");
   const order = [...maps].sort((a, b) => rank(b.d) - rank(a.d)).slice(0, others.length ? 2 : 3).map(({ k }) => k);
-  const [row, col] = order.slice(0, 2).sort((a, b) => a - b);
-  const deep = [...others].sort((a, b) => rank(b.d) - rank(a.d))[0]?.k ?? order[2];
   const masked = shape.dims.map((_, k) => k).filter((k) => shape.skips.some((g) => names({ index: [g[0]] }, k)));
-  if (masked.length === 2) {
-    const first = order.find((k) => !masked.includes(k));
-    return { row: pick(cursor.row, masked[0]), col: pick(cursor.col, masked[1]), depth: pick(cursor.depth, first) };
-  }
+  const shown = masked.length === 2;
+  const [row, col] = shown ? masked : order.slice(0, 2).sort((a, b) => a - b);
+  const deep = shown ? order.find((k) => !masked.includes(k)) : [...others].sort((a, b) => rank(b.d) - rank(a.d))[0]?.k ?? order[2];
   return { row: pick(cursor.row, row), col: pick(cursor.col, col), depth: pick(cursor.depth, deep) };
 }
 
 // Devices by tile: those that compute the same are one.
 export function tiles(build, i) {
-  const found = new Map();
-  build.blocks(i).forEach((box, d) => {
-    if (box === null) return;
-    const key = JSON.stringify(box);
-    if (!found.has(key)) found.set(key, { box, devices: [] });
-    found.get(key).devices.push(d);
-  });
-  return [...found.values()];
+  return [...byBox(build.blocks(i))].map(([key, devices]) => ({ box: JSON.parse(key), devices }));
 }
 
 // The point under the pointer, or that the keys have moved; -1 where a dimension is not set.
@@ -103,7 +93,7 @@ function face(build, i, shape, { row, col, depth }, all, tile, point) {
     parts.push(s("circle", { cx: px, cy: py, r: 4, class: "point" }));
   }
   const over = s("rect", { x: ox, y: oy, width, height, class: "hover", "data-face": "" });
-  over.addEventListener("pointermove", (e) => hover(e, over, shape, { row, col }, point));
+  over.addEventListener("pointermove", (e) => move({ at: place(e, over, shape, { row, col }, point).join(".") }));
   over.addEventListener("click", (e) => pick(e, over, shape, { row, col }, all));
   parts.push(over);
   return { parts, width: ox + width + deep + 130, height: oy + height + 42 };
@@ -118,10 +108,6 @@ function place(e, over, shape, { row, col }, point) {
   if (col !== undefined) out[col] = Math.floor(share(e.clientX, box.left, box.width) * shape.dims[col][1]);
   if (row !== undefined) out[row] = Math.floor(share(e.clientY, box.top, box.height) * shape.dims[row][1]);
   return out;
-}
-
-function hover(e, over, shape, axes, point) {
-  move({ at: place(e, over, shape, axes, point).join(".") });
 }
 
 function pick(e, over, shape, axes, all) {
@@ -191,7 +177,7 @@ function operands(build, i, shape, all, tile, lit) {
   return h("div", { class: "operands" }, reads, rows);
 }
 
-const MINI = { most: 150, least: 8 };
+const MINI = { most: 150, least: 8, margin: 12 };
 
 // Two axes of a tensor that are drawn: the longest ones, in their order.
 function drawnAxes(dims) {
@@ -199,20 +185,17 @@ function drawnAxes(dims) {
   return order.length === 2 ? order : order.length === 1 ? [undefined, order[0]] : [undefined, undefined];
 }
 
-function sheet(name, dims, margin = 12) {
+function sheet(name, dims) {
   const [row, col] = drawnAxes(dims);
   const length = (k) => (k === undefined ? MINI.least * 2 : Math.max(MINI.least * 2, Math.min(MINI.most, lengthOf(dims[k], MINI.most) * 0.75)));
   const [width, height] = [length(col), length(row)];
-  const spanOf = (box, k, total) => {
-    if (k === undefined) return [0, total];
-    return box[k].map((v) => (v / dims[k]) * total);
-  };
+  const spanOf = (box, k, total) => (k === undefined ? [0, total] : box[k].map((v) => (v / dims[k]) * total));
   const rect = (box, attributes) => {
     const [[x0, x1], [y0, y1]] = [spanOf(box, col, width), spanOf(box, row, height)];
-    return s("rect", { x: margin + x0, y: margin + y0, width: Math.max(1, x1 - x0), height: Math.max(1, y1 - y0), ...attributes });
+    return s("rect", { x: MINI.margin + x0, y: MINI.margin + y0, width: Math.max(1, x1 - x0), height: Math.max(1, y1 - y0), ...attributes });
   };
-  const svg = picture(`tensor-${name}`, width + 2 * margin, height + 2 * margin);
-  return { svg, rect, width, height };
+  const svg = picture(`tensor-${name}`, width + 2 * MINI.margin, height + 2 * MINI.margin);
+  return { svg, rect };
 }
 
 function operand(build, i, shape, { read, pos, buffer, block, tile, lit }) {

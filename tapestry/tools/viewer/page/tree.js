@@ -1,7 +1,6 @@
 // How partial states become one: a tree with a leaf for every device of a group, in the order in which they are merged.
-import { bytes, count, deviceColour, h, picture, s, text } from "./elements.js";
+import { boxText, bytes, count, deviceColour, h, picture, s, text } from "./elements.js";
 import { cursor } from "./cursor.js";
-import { boxText } from "./elements.js";
 
 const LEAF = { width: 46, height: 24, gap: 8, level: 38 };
 
