@@ -343,7 +343,7 @@ def _pool(t: Text, n: NodeProto) -> Ref:
 
 def _gather(t: Text, n: NodeProto) -> Ref:
     """Cells at places along an axis, whose axes come in its place. Only ONNX counts negative places from the end."""
-    (x, at), axis = _ins(t, n), _attributes(n).get("axis", 0)
+    (x, at), axis = _ins(t, n), int(_attributes(n).get("axis", 0))
     at = t.select(t.compare("LT", at, t.number(0, at.dtype)), t.apply("add", at, t.number(x.shape[axis], at.dtype)), at)
     shape = (*x.shape[:axis], *at.shape, *x.shape[axis + 1 :])
     offset = [*range(axis), *range(axis + len(at.shape), len(shape))]
