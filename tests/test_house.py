@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -319,3 +320,33 @@ def test_every_pin_meets_what_the_package_asks_for():
     lines = [x for x in (ROOT / "constraints.txt").read_text().splitlines() if x and not x.startswith("#")]
     assert all(re.fullmatch(r"[\w.-]+==[\w.]+", x) for x in lines)
     assert any(x.startswith("torch==") for x in lines)
+
+
+def tool_names(file: Path) -> Iterator[tuple[str, str]]:
+    """(module of `tapestry.tools`, name asked of it), by the calls of `tool` in a file and the variables that hold a tool."""
+
+    def module_of(value: ast.expr | None) -> str | None:
+        match value:
+            case ast.Call(func=ast.Name(id="tool"), args=[ast.Constant(value=str(module))]):
+                return module
+            case ast.IfExp(body=body):
+                return module_of(body)
+        return None
+
+    tree = ast.parse(file.read_text())
+    held = {
+        t.id: module for n in ast.walk(tree) if isinstance(n, ast.Assign) and (module := module_of(n.value))
+        for t in n.targets if isinstance(t, ast.Name)
+    }  # fmt: skip
+    for n in ast.walk(tree):
+        if isinstance(n, ast.Attribute):
+            module = held.get(n.value.id) if isinstance(n.value, ast.Name) else module_of(n.value)
+            if module:
+                yield module, n.attr
+
+
+def test_what_is_asked_of_a_tool_is_there():
+    """No type checker sees through a name in a string."""
+    asked = sorted({pair for file in PACKAGE if file.suffix == ".py" for pair in tool_names(file)})
+    assert len(asked) > 8
+    assert [f"{m}.{name}" for m, name in asked if not hasattr(import_module(f"tapestry.tools.{m}"), name)] == []

@@ -43,7 +43,7 @@ def derived(what: str, *, mesh: str, most: int, dot: bool, svg: Path | None, vie
     if view:
         page = tool("viewer.html_page")
         text = page.assemble({"derivations": document, "name": Path(what).name}, f"forms of {Path(what).name} · Tapestry")
-        page.write(view, text)
+        page.write_page(view, text)
 
     def text() -> None:
         print("\n".join(_dot(document) if dot else _listed(document)))
