@@ -545,15 +545,16 @@ def _attentions(rng: np.random.Generator) -> Iterator[Instance]:
 
 
 def _attention(rng: np.random.Generator, keys: int, depth: int, rows: int) -> Instance:
-    outer, group = int(rng.integers(1, 3)), int(rng.integers(1, 3))
-    inner = group * int(rng.integers(1, 3))
+    outer, group = int(rng.integers(1, 3)), int(rng.integers(1, 4))
+    inner = int(rng.integers(1, 2 * group + 2))  # a device may have a part of the last group
+    shared = -(-inner // group)
     gap = int(rng.integers(0, 3))
 
     def heads(n: int, of: int) -> tuple[Array, tuple[int, int, int]]:
         step = depth + gap
         return rng.integers(-1, 2, outer * of * n * step + gap).astype(np.float32), (of * n * step, n * step, step)
 
-    (q, q_at), (k, k_at), (v, v_at) = heads(rows, inner), heads(keys, inner // group), heads(keys, inner // group)
+    (q, q_at), (k, k_at), (v, v_at) = heads(rows, inner), heads(keys, shared), heads(keys, shared)
     own = tuple(int(b) for b in rng.integers(0, 2, 4))  # along which axes the bias varies
     extents = [n if b else 1 for n, b in zip((outer, inner, rows, keys), own, strict=True)]
     mask = (rng.integers(-2, 3, extents) * 128).astype(np.float32)

@@ -164,11 +164,12 @@ void tapestry_attend(const Attention *whole, const Heads *h) {
     int64_t before = h->filled ? h->filled[0] : 0, gap = h->filled ? h->filled[1] - before : 0;
     Attention part = *whole, *a = &part;
     a->keys -= gap;
-    int64_t padded = (a->keys + VL - 1) / VL * VL, alike = a->group * a->rows;
+    int64_t padded = (a->keys + VL - 1) / VL * VL, most = a->group * a->rows;
     const Asked *asked = h->seldom;
-    float *score = tapestry_scratch((alike + 1) * padded), *bias = score + alike * padded;
+    float *score = tapestry_scratch((most + 1) * padded), *bias = score + most * padded;
     for (int64_t i = 0; i < a->outer; i++)
-        for (int64_t j = 0; j < a->inner; j += a->group) {
+        for (int64_t j = 0; j < a->inner; j += a->group) { /* a part of a group may come last */
+            int64_t alike = (a->inner - j < a->group ? a->inner - j : a->group) * a->rows;
             const float *k = h->k + i * a->k[0] + j / a->group * a->k[1], *v = h->v + i * a->v[0] + j / a->group * a->v[1];
             const float *q = h->q + i * a->q[0] + j * a->q[1];
             for (int64_t n = 0; n < a->keys; n++)
