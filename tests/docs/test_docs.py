@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
 import shlex
+from collections.abc import Iterator
+from contextlib import suppress
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 import onnx
@@ -213,3 +219,48 @@ def test_the_machines_differ_in_what_they_plan(tmp_path: Path, monkeypatch: pyte
         plans.add(json.dumps([report["objective_s"], report["transfers"]]))
         assert "193 µs" not in f"{1e6 * report['objective_s']:.0f} µs", name
     assert len(plans) == len(MACHINES)
+
+
+def package_names(tree: ast.AST) -> Iterator[tuple[str, str]]:
+    """(module of the package, name) of what a program imports from it, and asks of the modules that it imports."""
+    modules = dict[str, str]()
+    for n in ast.walk(tree):
+        if isinstance(n, ast.ImportFrom) and n.module and n.module.split(".")[0] == "tapestry":
+            for a in n.names:
+                yield n.module, a.name
+                if find_spec(n.module) and is_module(f"{n.module}.{a.name}"):
+                    modules[a.asname or a.name] = f"{n.module}.{a.name}"
+    for n in ast.walk(tree):
+        if isinstance(n, ast.Attribute) and isinstance(n.value, ast.Name) and n.value.id in modules:
+            yield modules[n.value.id], n.attr
+
+
+@cache
+def is_module(name: str) -> bool:
+    """Whether there is such a module."""
+    try:
+        return find_spec(name) is not None
+    except ModuleNotFoundError:  # what stands before the last dot is no package
+        return False
+
+
+@cache
+def is_there(module: str, name: str) -> bool:
+    """Whether a module has a name, or a package such a module."""
+    return is_module(module) and (is_module(f"{module}.{name}") or hasattr(import_module(module), name))
+
+
+def test_programs_beside_the_package_ask_for_what_is_there():
+    """Python of the pages and notebooks, examples, benchmarks and programs of tests: some of them run seldom, or elsewhere."""
+    texts = {f"{p.name}:{b.start}": b.text for p in pages() for b in p.blocks if b.language == "python" and "…" not in b.text}
+    for path in sorted(ROOT.glob("**/*.ipynb")):
+        if ".venv" not in path.parts:
+            cells = json.loads(path.read_text())["cells"]
+            texts |= {f"{path}:{k}": "".join(c["source"]) for k, c in enumerate(cells) if c["cell_type"] == "code"}
+    texts |= {str(p): p.read_text() for d in ("bench", "examples", "tests") for p in sorted((ROOT / d).rglob("*.py"))}
+    asked = dict[tuple[str, str], str]()
+    for where, text in texts.items():
+        with suppress(SyntaxError):  # a piece of a program
+            asked |= dict.fromkeys(package_names(ast.parse(text)), where)
+    assert len(asked) > 300
+    assert [f"{where}: {m}.{name}" for (m, name), where in asked.items() if not is_there(m, name)] == []
