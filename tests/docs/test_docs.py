@@ -13,6 +13,7 @@ from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from textwrap import dedent
 
 import onnx
 import pytest
@@ -257,7 +258,11 @@ def test_programs_beside_the_package_ask_for_what_is_there():
         if ".venv" not in path.parts:
             cells = json.loads(path.read_text())["cells"]
             texts |= {f"{path}:{k}": "".join(c["source"]) for k, c in enumerate(cells) if c["cell_type"] == "code"}
-    texts |= {str(p): p.read_text() for d in ("bench", "examples", "tests") for p in sorted((ROOT / d).rglob("*.py"))}
+    files = {str(p): p.read_text() for d in ("bench", "examples", "tests") for p in sorted((ROOT / d).rglob("*.py"))}
+    for where, text in files.items():  # also the programs that they have as text
+        strings = (n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Constant) and isinstance(n.value, str))
+        texts |= {f"{where}:{n.lineno}": dedent(n.value) for n in strings if "tapestry" in n.value and "import " in n.value}
+    texts |= files
     asked = dict[tuple[str, str], str]()
     for where, text in texts.items():
         with suppress(SyntaxError):  # a piece of a program

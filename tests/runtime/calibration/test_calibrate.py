@@ -149,10 +149,10 @@ import sys
 from tapestry import flags
 flags.before_torch()
 from tapestry.cli import main
-from tapestry.runtime.calibration import measure, probes
-every = list(probes.probes())
-measure.few_probes = lambda: (p for k in sorted({p.kind for p in every}) for p in [q for q in every if q.kind == k][:2])
-measure.SIZES = (8, 4096, 65536, 1 << 20)
+from tapestry.runtime.calibration import automatic, call_clock
+every = list(call_clock.probes())
+automatic.few_probes = lambda: (p for k in sorted({p.kind for p in every}) for p in [q for q in every if q.kind == k][:2])
+automatic.SIZES = (8, 4096, 65536, 1 << 20)
 sys.exit(main(sys.argv[1:]))
 """
 
