@@ -143,8 +143,8 @@ def defined(kind: str, theirs: Sequence[Runner]) -> list[Runner]:
         return {n: back(a) for n, a in run({n: without(a) for n, a in feeds.items()}).items()}
 
     def of_ends(run: Runner, feeds: Feeds) -> Feeds:
-        x, scale, *_ = feeds
-        most = np.float32(1e6) * float(np.abs(feeds[scale]).min())
+        x, *scale = feeds  # where the scale is a constant of the model, it is about 1
+        most = np.float32(1e6) * (float(np.abs(feeds[scale[0]]).min()) if scale else 1.0)
         return run({**feeds, x: np.clip(feeds[x], -most, most).astype(feeds[x].dtype)})
 
     how = {"MaxPool": of_maximum, "QuantizeLinear": of_ends}.get(kind)
