@@ -143,7 +143,7 @@ def defined(kind: str, theirs: Sequence[Runner]) -> list[Runner]:
         return {n: back(a) for n, a in run({n: without(a) for n, a in feeds.items()}).items()}
 
     def of_ends(run: Runner, feeds: Feeds) -> Feeds:
-        x, *scale = feeds  # where the scale is a constant of the model, it is about 1
+        x, *scale = feeds  # where the scale is a constant of the model, it is not far from 1
         most = np.float32(1e6) * (float(np.abs(feeds[scale[0]]).min()) if scale else 1.0)
         return run({**feeds, x: np.clip(feeds[x], -most, most).astype(feeds[x].dtype)})
 
