@@ -20,6 +20,7 @@ from tapestry.errors import BuildError, TapestryError
 from tapestry.ir.graph import Opaque
 from tapestry.ir.symbolic_plan import Sizes
 from tapestry.lift.file.structure import TEXT
+from tapestry.onnx_eval.opaque_node import is_array
 from tapestry.plugins import tool
 from tapestry.runtime import kept_state
 from tapestry.runtime.feeds import random_feeds
@@ -330,7 +331,7 @@ def _triton_session(
     cache = local_cache(flags.cache_folder(), device, build.precision)
     knobs = build.knobs if chip_name(device, build.target) == plain(build.target) else dict[str, Mapping[str, Any]]()
     target = TritonTarget(device, cache, libraries=libraries, target=build.target, precision=build.precision, knobs=knobs)
-    return Session(build, constants, target, GpuExecutor, weights)
+    return Session(build, constants, target, GpuExecutor, weights, target.host)  # which copies from the host, once
 
 
 def tune(
@@ -343,6 +344,9 @@ def tune(
         libraries: also measure the vendor's library for products; it is used by runs that ask for it.
         again: also kernels that the cache has.
         time_limit: seconds; kernels beyond it keep the model's choice.
+
+    Returns:
+        A row for each kernel; ``passed`` is false where a kernel's default, or all of its candidates, computed wrong values.
 
     Raises:
         TapestryError: there is no GPU, or the interpreter is on.
@@ -360,16 +364,33 @@ def tune(
         precision=build.precision, libraries=libraries, limit=time_limit, again=again, seed=seed,
     )  # fmt: skip
     rows = tuner.tune(build.plan.graph, build.program, cache, how, progress)
-    return {"device": cache.device, "triton": cache.version, "cache": str(cache.folder), "kernels": rows}
+    passed = not any(r.get("wrong") for r in rows)
+    return {"device": cache.device, "triton": cache.version, "cache": str(cache.folder), "kernels": rows, "passed": passed}
 
 
 def run_checked(
     compiled: Compiled, feeds: Values, *, check: bool, progress: Progress = lambda done, total: None
 ) -> tuple[Result, dict[str, Any]]:
-    """Run once; the document is what ``tapestry run --json`` prints."""
-    result = compiled.session.run(feeds, progress)
-    document, where = judged(compiled, feeds, result, check=check), compiled.session.executor.described()
+    """Run; the document is what ``tapestry run --json`` prints.
+
+    ``check`` runs as often as it takes to see every way in which the executor runs: their bits must be the same.
+    """
+    result, executor = compiled.session.run(feeds, progress), compiled.session.executor
+    document = judged(compiled, feeds, result, check=check)
+    for k in range(1, executor.ways if check else 1):
+        outs = compiled.session.run(feeds).outputs
+        if differ := [n for n, a in result.outputs.items() if not _same_bits(a, outs[n])]:
+            document |= {"passed": False, "reason": f"run {k + 1} gave other bits than the first one for {', '.join(differ)}"}
+            break
+    where = executor.described()
     return result, document | ({"gpu": where} if where else {})
+
+
+def _same_bits(a: Any, b: Any) -> bool:
+    """Of two values of an output; values of the host are compared as values."""
+    if is_array(a) and is_array(b) and a.dtype != object:
+        return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+    return interp.compare_outputs(a, b, 0.0).passed
 
 
 def judged(compiled: Compiled, feeds: Values, result: Result, *, check: bool) -> dict[str, Any]:

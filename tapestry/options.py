@@ -46,8 +46,8 @@ class Options:
     limits: Sequence[str] = option(
         "--limit", "upper limits on a plan: energy<=5, money<=1e-6, bytes<=2GiB", (), nargs="+", metavar="TERM<=VALUE")
     topology: str = option(
-        "--topology", "devices and links: auto (this machine, as measured), cpu, h100, h200, a100-pcie, tpu, or a file", "auto",
-        metavar="FILE_OR_PRESET")
+        "--topology", "devices and links: auto (this machine as measured, a GPU target's card), cpu, h100, h200, tpu, … or a "
+        "file", "auto", metavar="FILE_OR_PRESET")
     shapes: Mapping[str, Any] = option(
         "--shape", "size of a symbol (compile: also a range 1..64 or list 128,256), or of an input: x=8x3x224x224", dict,
         nargs="+", metavar="SYMBOL=SIZE", like='{"batch": 8}')

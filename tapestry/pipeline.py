@@ -219,11 +219,15 @@ def asked(options: Options) -> Compilation:
 
 
 def _topology(options: Options, mesh: Mesh, carried: ModelTopology | None) -> Topology:
-    """The topology asked for; ``auto`` is what was measured on this machine, for plans that run on its processor, with the
-    links that the model carries, if any."""
+    """The topology asked for; ``auto`` is what was measured on this machine, for plans that run on its processor, and the
+    target's card for kernels of a GPU, with the links that the model carries, if any."""
     source = options.topology
     if source == AUTO:
         source = automatic(device_count(mesh)) if options.target == "torch-cpu" else "cpu"
+        if options.target.startswith("triton"):
+            from tapestry.codegen.triton.run.tuned import card_of
+
+            source = card_of(options.target)
     memory = parse_bytes(options.memory) if options.memory else None
     found = topology(mesh, source, memory, precision=options.precision, reserve=options.memory_reserve)
     if options.reduce_in not in ("f32", "native"):

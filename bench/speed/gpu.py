@@ -7,12 +7,12 @@ Needs torch (2.11 or newer), triton (3.6 or 3.9), numpy and what Tapestry import
 onnxscript, msgspec, islpy, highspy, sympy, rich and ml_dtypes where they are missing. Neither torchvision, transformers nor
 onnxruntime.
 
-Sections, each in processes of its own that are ended when their time is over; every row is on disk as soon as it is
-measured, and the document is written anew after each section: ``gemm`` (cuBLAS), ``attention`` (flash and cuDNN by torch's
-SDPA), ``rows`` (torch.compile max-autotune, and the bandwidth of a copy), ``conv`` (cuDNN, channels last), ``models``
-(torch.compile max-autotune with CUDA graphs, or reduce-overhead where that takes too long: the row says which). Times are
-medians with the L2 cache flushed; ``ratio`` is the time of the best peer over ours. A row is only timed if its result is
-right.
+Sections, each in processes of its own that are ended when their time is over, or when a row says nothing for a minute: the
+next process goes on behind it. Every row is on disk as soon as it is measured, and the document is written anew after each
+section: ``gemm`` (cuBLAS), ``attention`` (flash and cuDNN by torch's SDPA), ``rows`` (torch.compile max-autotune, and the
+bandwidth of a copy), ``conv`` (cuDNN, channels last), ``models`` (torch.compile reduce-overhead, then max-autotune, in rows of
+their own, as long as there is time). Times are medians with the L2 cache flushed; ``ratio`` is the time of the best peer over
+ours. A row is only timed if its result is right.
 """
 
 from __future__ import annotations
@@ -20,21 +20,57 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from bench.support.record import ROOT, stamp
 
-SECTIONS = {"gemm": 90.0, "attention": 90.0, "rows": 110.0, "conv": 50.0, "models": 200.0}  # seconds, of the budget of 540
+SECTIONS = {"gemm": 80.0, "attention": 70.0, "rows": 80.0, "conv": 40.0, "models": 270.0}  # seconds, of the budget of 540
+IDLE = 60.0  # seconds after which a row hangs: Triton's and Inductor's slowest compile in less; models have their own time
+SECTION = "bench.speed.gpu_section"
+MODES = ("reduce-overhead", "max-autotune")  # of torch.compile, for models: what is sooner there first
 MODELS = ("resnet50 b32", "bert_base b8 s512", "gpt2 b4 s1024", "llama7b_layer b1 s2048")
 TINY_MODELS = ("resnet", "bert", "gpt2", "llama layer")
 TINY = "interpreter, no GPU; times are meaningless and left out"
 Row = dict[str, Any]
+
+
+class Rows:
+    """The file of rows, and when to stop."""
+
+    def __init__(self, section: str, path: Path, seconds: float) -> None:
+        self.section, self.path, self.until = section, path, time.monotonic() + seconds
+        lines = path.read_text().splitlines() if path.exists() else []
+        self.known = {r["case"] for r in map(json.loads, lines) if r["section"] == section}
+
+    def add(self, case: str, row: Row) -> None:
+        """One line; a case's last line counts."""
+        with self.path.open("a") as f:
+            f.write(json.dumps({"section": self.section, "case": case, **row}) + "\n")
+
+    def each(self, case: str, work: Callable[[], Row]) -> None:
+        """Do a case that no process before has begun, as long as there is time."""
+        if case in self.known or time.monotonic() > self.until:
+            return
+        self.add(case, {"passed": False, "failed": "ended its process, or the time was over"})
+        try:
+            row = work()
+        except Exception as e:
+            traceback.print_exc()
+            row = {"passed": False, "failed": f"{type(e).__name__}: {(str(e).splitlines() or [''])[0][:300]}"}
+            if "CUDA error" in str(e) or "illegal memory" in str(e):  # nothing works in this process any more
+                self.add(case, row)
+                sys.exit(3)
+        self.add(case, row)
 
 
 def jobs(args: argparse.Namespace) -> list[tuple[str, str, float]]:
@@ -50,30 +86,27 @@ def jobs(args: argparse.Namespace) -> list[tuple[str, str, float]]:
     return out
 
 
-def child(args: argparse.Namespace, job: tuple[str, str, float], rows: Path, seconds: float, mode: str) -> int:
-    """Run one process of a section; its exit status, or 124 when its time was over."""
-    section, name, _ = job
-    command = [
-        sys.executable,
-        "-m",
-        "bench.speed.gpu_section",
-        section,
-        name,
-        str(rows),
-        str(seconds),
-        mode,
-        str(args.tune),
-    ]
+def child(command: list[str], tiny: bool, rows: Path, seconds: float, idle: float) -> int:
+    """Run one process of a section; its exit status, 124 when its time was over, or 125 when it added no row for too long.
+
+    It is ended with all that it has started: compilers of others would go on beside the next rows.
+    """
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    if args.tiny:
-        env |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    process = subprocess.Popen(command, env=env)
-    try:
-        return process.wait(timeout=seconds)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-        return 124
+    env |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""} if tiny else {}
+    process, size, until = subprocess.Popen(command, env=env, start_new_session=True), -1, time.monotonic() + seconds
+    quiet_since, status = time.monotonic(), None
+    while status is None:
+        now, grown = time.monotonic(), rows.stat().st_size if rows.exists() else 0
+        if grown != size:
+            size, quiet_since = grown, now
+        if now > until or now - quiet_since > idle:
+            status = 124 if now > until else 125
+        with suppress(subprocess.TimeoutExpired):
+            status = process.wait(timeout=0.2) if status is None else status
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    return status
 
 
 def collected(rows: Path) -> list[Row]:
@@ -110,17 +143,16 @@ def run(args: argparse.Namespace) -> list[Row]:
     begun = time.monotonic()
     rows = Path(tempfile.mkdtemp(prefix="tapestry-gpu-")) / "rows.jsonl"
     for job in jobs(args):
-        mode, until = "max-autotune", min(time.monotonic() + job[2], begun + args.budget)
-        while (left := until - time.monotonic()) > 1:
+        section, name, seconds = job
+        modes = list(MODES if section == "models" and not args.tiny else MODES[:1])
+        until = min(time.monotonic() + seconds, begun + args.budget)
+        while modes and (left := until - time.monotonic()) > 1:
             before = len(collected(rows))
-            status = child(
-                args, job, rows, left if mode != "max-autotune" or job[0] != "models" or args.tiny else left * 0.65, mode
-            )
-            if status == 124 and job[0] == "models" and mode == "max-autotune":
-                mode = "reduce-overhead"
-                continue
+            words = (section, name, rows, left, modes[0], args.tune)
+            command = [sys.executable, "-m", SECTION, *map(str, words)]
+            status = child(command, args.tiny, rows, left, left if section == "models" else IDLE)
             if status in (0, 124) or len(collected(rows)) == before:
-                break
+                modes.pop(0)
         write(args.output, document(args, collected(rows), f"up to {job[0]} {job[1]}".rstrip(), time.monotonic() - begun))
     found = collected(rows)
     write(args.output, document(args, found, "complete", time.monotonic() - begun))

@@ -5,11 +5,9 @@ python -m bench gpu_section SECTION MODEL ROWS.jsonl SECONDS MODE TUNE
 
 from __future__ import annotations
 
-import json
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -19,6 +17,7 @@ import onnx
 import torch
 
 from bench.speed import gpu_cases
+from bench.speed.gpu import Rows
 from bench.speed.gpu_cases import Case
 from bench.speed.gpu_models import Whole, wholes
 from tapestry import api
@@ -35,35 +34,6 @@ Row = dict[str, Any]
 Tensor = torch.Tensor
 FLOATS_OF_8_BITS = (torch.float8_e4m3fn, torch.float8_e5m2)
 COPY = 1 << 30  # bytes of the copy whose bandwidth the rows are held against
-
-
-class Rows:
-    """The file of rows, and when to stop."""
-
-    def __init__(self, section: str, path: Path, seconds: float) -> None:
-        self.section, self.path, self.until = section, path, time.monotonic() + seconds
-        lines = path.read_text().splitlines() if path.exists() else []
-        self.known = {r["case"] for r in map(json.loads, lines) if r["section"] == section}
-
-    def add(self, case: str, row: Row) -> None:
-        """One line; a case's last line counts."""
-        with self.path.open("a") as f:
-            f.write(json.dumps({"section": self.section, "case": case, **row}) + "\n")
-
-    def each(self, case: str, work: Callable[[], Row]) -> None:
-        """Do a case that no process before has begun, as long as there is time."""
-        if case in self.known or time.monotonic() > self.until:
-            return
-        self.add(case, {"passed": False, "failed": "ended its process, or the time was over"})
-        try:
-            row = work()
-        except Exception as e:
-            traceback.print_exc()
-            row = {"passed": False, "failed": f"{type(e).__name__}: {(str(e).splitlines() or [''])[0][:300]}"}
-            if "CUDA error" in str(e) or "illegal memory" in str(e):  # nothing works in this process any more
-                self.add(case, row)
-                sys.exit(3)
-        self.add(case, row)
 
 
 def timer() -> Callable[[Callable[[], object]], float]:
@@ -236,7 +206,7 @@ def _plain(name: str) -> str:
 
 def whole_model(name: str, rows: Rows, mode: str) -> None:
     """One model: ours beside torch.compile."""
-    label = name if mode == "max-autotune" else f"{name} ({mode})"
+    label = name if TINY else f"{name} ({mode})"
     rows.known.discard(label)
 
     def work() -> Row:

@@ -4,7 +4,7 @@
 
 Models are the shared exports with every float32 in 16 bits (`support/half_models.py`), without weights, fused for one GPU; and
 one layer of Llama-7B in ONNX's own `Attention` (`gpu_models.llama_layer`). Equal kernels are compiled once. A kernel is the
-first of its candidates without a fault (`run.sound_choice`), else the least bad: ``refused`` says what was passed over. What a
+first of its candidates without a fault (`run.tune.sound`), else the least bad: ``refused`` says what was passed over. What a
 kernel takes is kept in Tapestry's cache by the hash of its source, so that a run that ends at ``--seconds`` is
 gone on with by the next; rows with kernels that are still ``missing`` say so. Launches are those of one run, copies and merges
 of split-K included. Rows that are not asked for stay in bench/results/kernels_static.json. Exits 1 where a kernel does not run.
@@ -62,7 +62,10 @@ def models(name: str, dtype: str) -> Callable[[], onnx.ModelProto] | None:
 
 def kernel_row(found: Sound, ops: int, target: str) -> Row:
     """What one distinct kernel takes, over its passes."""
-    chip, passes = chip_of(target), list(zip(found.made.passes, measured(found.made, target), strict=True))
+    (taken,) = measured([found.made], target, listing=True)
+    if isinstance(taken, Exception):
+        raise taken
+    chip, passes = chip_of(target), list(zip(found.made.passes, taken, strict=True))
     last = passes[-1][1]
     k = found.made.config
     tile = {

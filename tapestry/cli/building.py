@@ -280,7 +280,7 @@ def tune(args: argparse.Namespace) -> Outcome:
         done = api.tune(
             args.build, libraries=args.library, again=args.again, time_limit=args.time_limit, seed=args.seed, progress=report
         )
-    return Outcome(done, lambda: tables.show(tables.tuned(done)))
+    return Outcome(done, lambda: tables.show(tables.tuned(done)), status=0 if done["passed"] else 1)
 
 
 def calibrate(args: argparse.Namespace) -> Outcome:

@@ -101,7 +101,10 @@ class Executor(ABC):
         held: what is alive at the step that is being done.
         measured: what the run has used so far.
         room: bytes that packed weights may take on each device beyond what the plan holds; to be set before the first run.
+        ways: after how many runs every way in which it does the work has been seen.
     """
+
+    ways = 1
 
     def __init__(
         self, graph: Graph, program: Program, target: Target, weights: Source, streamed: frozenset[str] = frozenset(),

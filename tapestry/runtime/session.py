@@ -98,13 +98,15 @@ class OnceRead:
 class Session:
     """Runs a build; weights are checked against their hashes, and read once (streamed ones at every use), in slices.
 
-    ``make`` makes what runs the program; ``weights`` gives slices from elsewhere than the model's files.
+    ``make`` makes what runs the program; ``weights`` gives slices from elsewhere than the model's files; ``source`` makes
+    arrays of inputs and weights, where that is not the target: an executor that copies them to where they go anyway.
     """
 
     def __init__(
-        self, build: Build, constants: bytes, target: T, make: MakeExecutor[T], weights: Slices | None = None
+        self, build: Build, constants: bytes, target: T, make: MakeExecutor[T], weights: Slices | None = None,
+        source: Target | None = None,
     ) -> None:  # fmt: skip
-        self.build, self.constants, self.target = build, constants, target
+        self.build, self.constants, self.target, self.source = build, constants, target, source or target
         self.slices = weights or ModelFiles(build)
         missing = [t for t, w in build.plan.graph.weights.items() if w.file and not w.sha256]
         if missing:
@@ -119,8 +121,8 @@ class Session:
         if self.build.plan.graph.weights[tensor].file == "":
             offset, length = self.build.constants[tensor]
             data = np.frombuffer(self.constants[offset : offset + length], numpy_dtype(t.dtype)).reshape(t.shape)
-            return self.target.from_numpy(np.array(data[_slices(box)]))
-        return self.target.from_numpy(self.slices(tensor, box))
+            return self.source.from_numpy(np.array(data[_slices(box)]))
+        return self.source.from_numpy(self.slices(tensor, box))
 
     def run(self, feeds: Mapping[str, Any], progress: Progress = lambda done, total: None) -> Result:
         """Run once; inputs are read where they are until it returns.
@@ -147,7 +149,7 @@ class Session:
         """Run once on inputs that were checked; only outputs that are wanted are brought together."""
         graph = self.build.plan.graph
         start = time.perf_counter()
-        outs, measured = self.executor.run(_Feeds(checked, self.target), progress, wanted)
+        outs, measured = self.executor.run(_Feeds(checked, self.source), progress, wanted)
         seconds = time.perf_counter() - start
         return Result(
             {t: _row_major(self.target.to_numpy(a, graph.tensors[t].dtype)) for t, a in outs.items()}, measured, seconds
@@ -159,12 +161,12 @@ class _Feeds:
     """Inputs on their way to the target."""
 
     arrays: Mapping[str, Any]
-    target: Target
+    source: Target
 
     def __call__(self, tensor: str, box: Box) -> Any:
         """A box as it is where its elements lie in a row, which nobody writes; else a copy."""
         value = self.arrays[tensor]
-        return self.target.from_numpy(value if isinstance(value, HostValue) else value[_slices(box)])
+        return self.source.from_numpy(value if isinstance(value, HostValue) else value[_slices(box)])
 
 
 def memory_limits(build: Build) -> list[int]:

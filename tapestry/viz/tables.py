@@ -182,10 +182,10 @@ def tuned(document: Mapping[str, Any]) -> RenderableType:
     table = titled(f"Kernels on {document['device']}, triton {document['triton']}", columns, left=("kernel",))
     for row in document["kernels"]:
         if "skipped" in row:
-            table.add_row(row["kernel"], str(row["launches"]), "", "", "", "", row["skipped"])
+            table.add_row(row["kernel"], str(row["launches"]), "", "", "", "", row["wrong"] or row["skipped"])
             continue
         times = ("" if row[k] is None else duration(row[k]) for k in ("default_seconds", "seconds", "library_seconds"))
-        table.add_row(row["kernel"], str(row["launches"]), *times, str(row["tried"]), str(len(row["refused"])))
+        table.add_row(row["kernel"], str(row["launches"]), *times, str(row["tried"]), row["wrong"] or str(len(row["refused"])))
     return table
 
 

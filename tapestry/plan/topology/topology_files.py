@@ -263,7 +263,9 @@ GPUS = {
 CHIP_OF = {
     "h100": "sm90", "h200": "sm90", "a100-pcie": "sm80", "a40": "sm86", "l40s": "sm89", "b200": "sm100", "mi300x": "gfx942",
 }  # fmt: skip
-NVLINK = (Level(8, Link(2e-6, 1 / 4.5e11)), Level(REST, Link(5e-6, 1 / 5.0e10)))
+NETWORK = Level(REST, Link(5e-6, 1 / 5.0e10))
+NVLINK = (Level(8, Link(2e-6, 1 / 4.5e11)), NETWORK)
+PCIE = (Level(REST, Link(4e-6, 1 / 2.5e10)),)  # version 4, 16 lanes: what messages get of its 3.2e10
 RESERVE = 0.08  # of a GPU: contexts and buffers of communication libraries, and what fragments; an estimate
 
 SOURCES = {
@@ -275,7 +277,11 @@ SOURCES = {
     ),
     "h100": Source(GPUS["h100"], NVLINK, reserve=RESERVE),
     "h200": Source(GPUS["h200"], NVLINK, reserve=RESERVE),
-    "a100-pcie": Source(GPUS["a100-pcie"], (Level(REST, Link(4e-6, 1 / 2.5e10)),), reserve=RESERVE),
+    "a100-pcie": Source(GPUS["a100-pcie"], PCIE, reserve=RESERVE),
+    "a40": Source(GPUS["a40"], PCIE, reserve=RESERVE),
+    "l40s": Source(GPUS["l40s"], PCIE, reserve=RESERVE),
+    "b200": Source(GPUS["b200"], (Level(8, Link(2e-6, 1 / 9.0e11)), NETWORK), reserve=RESERVE),  # NVLink 5, as its data sheet
+    "mi300x": Source(GPUS["mi300x"], (Level(8, Link(2e-6, 1 / 4.48e11)), NETWORK), reserve=RESERVE),  # 7 links of 6.4e10
     "tpu": Source(
         Device(memory=32 * GiB, bandwidth=1.2e12, launch=2e-6, vector=4.3e12,
                flops={"bf16": 2.75e14, "f16": 4.6e13, "f32": 4.6e13, "other": 4.3e12}, host=1.6e10),

@@ -84,7 +84,9 @@ class GpuExecutor(Executor):
         self.feeds: list[_Feed] = []
         self.parts: list[Part] = []
         self.measured.packed = [0] * program.devices
-        self.runs = 0
+        self.runs, cuda = 0, target.device.type == "cuda"
+        self.ways = 3 if cuda else 1  # the second run captures, the third one replays alone
+        self.ended = torch.cuda.Event() if cuda else None
         self._bind()
 
     @property
@@ -132,6 +134,8 @@ class GpuExecutor(Executor):
         self, feeds: Source, progress: Progress = silent, wanted: Collection[str] | None = None
     ) -> tuple[dict[str, Array], Measured]:
         """Outputs by name, gathered to the host, and what the run used."""
+        if self.ended is not None:
+            self.ended.synchronize()  # a run before may still read what inputs are put into
         for f in self.feeds:
             value = feeds(f.tensor, f.box)
             if f.stage is None:
@@ -144,6 +148,8 @@ class GpuExecutor(Executor):
             part.run()
             progress(part.steps, len(self.program.steps))
         self.runs += 1
+        if self.ended is not None:
+            self.ended.record()
         return self.outputs(wanted), self.measured
 
     def replay(self) -> None:

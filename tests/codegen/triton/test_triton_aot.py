@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from tapestry.codegen.triton import compile_ahead, generate
-from tapestry.codegen.triton.run.machine_code import rows_of
+from tapestry.codegen.triton import KernelConfig, compile_ahead, generate
+from tapestry.codegen.triton.run.machine_code import measured, rows_of
 from tapestry.codegen.triton.task.primitives import CHIPS
 from tapestry.errors import TapestryError
 from tapestry.ir.graph import Block
@@ -339,7 +339,10 @@ def compile_all(target: str, names: Sequence[str]) -> dict[str, Any]:
 
 
 def in_its_own_process(target: str, cache: Path, names: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(cache)}
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {
+        "TRITON_CACHE_DIR": str(cache),
+        "TAPESTRY_CACHE": str(cache / "own"),
+    }
     return subprocess.run(
         [sys.executable, "-W", "error", "-m", "tests.codegen.triton.test_triton_aot", target, *names],
         env=env,
@@ -404,5 +407,34 @@ def test_interpreter_and_unknown_targets_are_refused() -> None:
         compile_ahead(tk, "sm61")
 
 
+def assembled_once() -> None:
+    """Candidates with functions of one name, beside each other: each is assembled once, and keeps what is said of it."""
+    from triton.backends.nvidia.compiler import CUDABackend
+
+    graph, box = parse("graph g input x: f32[4096] y: f32[4096] = op [i: 4096] reads x[i] body exp(x) output y"), ((0, 4096),)
+    kernel = Kernel(op=0, mode="full", block=box, ins=(box,), outs=(box,))
+    made = [generate(graph, kernel, KernelConfig(cols=n, num_warps=w)) for n, w in ((128, 1), (4096, 1), (1024, 4))]
+    assert len({tk.passes[0].function for tk in made}) == 1
+    runs, assembler = list[str](), CUDABackend.make_cubin
+    CUDABackend.make_cubin = lambda self, src, *more: (runs.append(src), assembler(self, src, *more))[1]
+    found = measured(made, "sm90")
+    assert len(runs) == 3 and measured(made, "sm90") == found and len(runs) == 3, "kept in the user's cache"
+    for tk, taken in zip(made, found, strict=True):
+        (alone,) = compile_ahead(tk, "sm90")
+        assert isinstance(taken, tuple) and taken[0].registers == alone.resources.registers > 0
+    assert len(runs) == 6, "Triton has them in its cache; the assembler is asked once more for what it says"
+    assert len({taken[0].registers for taken in found if isinstance(taken, tuple)}) > 1
+    print("passed")
+
+
+@pytest.mark.slow
+def test_a_kernel_is_assembled_once(tmp_path: Path) -> None:
+    done = in_its_own_process("once", tmp_path)
+    assert done.stdout.split() == ["passed"], done.stderr[-3000:]
+
+
 if __name__ == "__main__":
+    if sys.argv[1] == "once":
+        assembled_once()
+        sys.exit(0)
     print(json.dumps(compile_all(sys.argv[1], sys.argv[2:] or list(CASES))))

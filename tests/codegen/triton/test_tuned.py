@@ -5,18 +5,23 @@ from __future__ import annotations
 import json
 import logging
 from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 import torch
 
+import tapestry
 from tapestry import api, passes
+from tapestry.cli import entry
 from tapestry.codegen import kernel_sources
 from tapestry.codegen.triton import KernelConfig, kernel_key
 from tapestry.codegen.triton.run import tuned
+from tapestry.codegen.triton.run.device_target import TritonTarget
+from tapestry.codegen.triton.run.tune import Trial, choose
 from tapestry.codegen.triton.run.tuned import Cache, Choice, config_from, local_cache
 from tapestry.codegen.triton.run.tuned import _digest as digest
-from tapestry.errors import BuildError
+from tapestry.errors import BuildError, TapestryError
 from tapestry.saved_build import verify_build
 from tests.support.small_models import save
 
@@ -115,3 +120,94 @@ def test_without_a_gpu_nothing_is_looked_up(tmp_path: Path) -> None:
     (tmp_path / "tune").mkdir()
     if not torch.cuda.is_available():
         assert tuned.cache_of_target(tmp_path, "triton:sm90", "ieee") is None
+
+
+WRONG = "wrong: output 0 is off by 2 of 1"
+
+
+def trials(*said: float | str) -> list[Trial]:
+    """The default, then other candidates: their times, or why they are refused."""
+    return [
+        Trial(
+            config=KernelConfig(bm=16 << k), seconds=None if isinstance(s, str) else s, refused=s if isinstance(s, str) else ""
+        )
+        for k, s in enumerate(said)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("said", "reported", "refused"),
+    [
+        ((WRONG, WRONG), WRONG, True), ((WRONG, 1e-3), WRONG, False), ((1e-3, WRONG), "", False),
+        (("does not compile: x", WRONG), WRONG, True), (("does not compile: x", 1e-3), "", False),
+    ],
+)  # fmt: skip
+def test_wrong_values_are_not_kept_quiet(cache: Cache, said, reported: str, refused: bool) -> None:
+    choice, numbers = choose(trials(*said))
+    assert numbers["wrong"] == reported and bool(choice.wrong) == refused
+    cache.write("key", choice, numbers)
+    assert cache.read("key") == choice
+
+
+def test_a_kernel_that_was_found_wrong_is_not_run() -> None:
+    found = api.compile(save("mlp"), target="triton:sm90", time_limit=1)
+    graph = found.build.plan.graph
+    kernel, _ = next(iter(kernel_sources.distinct_kernels(graph, found.build.program).values()))
+    target = TritonTarget(tuned=lambda graph, kernel: Choice(wrong=WRONG))
+    with pytest.raises(TapestryError, match=r"(?s)computed wrong values.*off by 2"):
+        target.kernel(graph, kernel)
+
+
+def test_tune_fails_where_a_kernel_is_wrong(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    row = {"kernel": "y", "launches": 1, "default_seconds": None, "seconds": None, "library_seconds": None, "tried": 1}
+    said = {
+        "device": "H100",
+        "triton": "3.6",
+        "cache": "",
+        "kernels": [{**row, "refused": [], "wrong": WRONG}],
+        "passed": False,
+    }
+    monkeypatch.setattr(api, "tune", lambda *_, **__: said)
+    assert entry.main(["tune", "build"]) == 1
+    assert "off by 2" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_check_runs_as_often_as_the_executor_has_ways() -> None:
+    """On a GPU the third run only replays what the second one captured."""
+    found = api.compile(save("mlp"), time_limit=1)
+    session, feeds, runs = found.session, found.random_feeds(), list[int]()
+    session.executor.ways, run = 3, session.run
+
+    def third_is_off(feeds, progress=lambda done, total: None):
+        runs.append(len(runs))
+        result = run(feeds, progress)
+        return replace(result, outputs={n: a + (len(runs) == 3) for n, a in result.outputs.items()})
+
+    session.run = third_is_off
+    _, document = api.run_checked(found, feeds, check=True)
+    assert not document["passed"] and "run 3 gave other bits" in document["reason"] and len(runs) == 3
+    _, document = api.run_checked(found, feeds, check=False)
+    assert document["passed"] and len(runs) == 4
+
+
+@pytest.mark.parametrize(
+    ("target", "here", "card"),
+    [("triton:sm90", "", "h100"), ("triton:sm90", "NVIDIA H200", "h200"), ("triton", "NVIDIA H100 PCIe", "h100"),
+     ("triton:sm100", "NVIDIA H200", "b200"), ("triton:sm80", "", "a100-pcie"), ("triton:gfx942", "", "mi300x")],
+)  # fmt: skip
+def test_kernels_of_a_gpu_are_planned_for_its_card(target: str, here: str, card: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(here))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: here)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert tuned.card_of(target) == card
+    if not here:
+        assert api.compile(save("mlp"), target=target, time_limit=1).build.topology["name"] == card
+
+
+def test_a_version_where_nothing_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    there = tapestry.__version__
+    monkeypatch.setattr(metadata, "version", missing)
+    assert tapestry.__version__ == there

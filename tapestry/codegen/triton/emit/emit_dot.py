@@ -455,6 +455,7 @@ def tile_order(ax: Axes, tile: str, group: int) -> list[str]:
         return [*lines, f"pid_m = {tile} % {m.tiles}", f"pid_n = {tile} // {m.tiles}"]
     return [
         *lines,
+        f"# {group} x {n.tiles} tiles together: what they share stays in the L2 cache",
         f"first = {tile} // {group * n.tiles} * {group}",
         f"high = tl.minimum({m.tiles} - first, {group})" if m.tiles % group else f"high = {group}",
         f"pid_m = first + {tile} % {group * n.tiles} % high",

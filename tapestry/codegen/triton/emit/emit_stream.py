@@ -140,7 +140,9 @@ def _program(ax: _Axes, grows: bool) -> list[str]:
     lines, row = [], "pid"
     if ax.batch.size > 1:
         lines, row = [f"{ax.batch.name} = pid // {ax.rows.tiles}"], f"pid % {ax.rows.tiles}"
-    return [*lines, f"pid_row = {ax.rows.tiles - 1} - {row}" if grows and ax.rows.tiles > 1 else f"pid_row = {row}"]
+    if grows and ax.rows.tiles > 1:
+        return [*lines, f"pid_row = {ax.rows.tiles - 1} - {row}  # the longest first"]
+    return [*lines, f"pid_row = {row}"]
 
 
 def _scaled(e: Expr, hidden: Const) -> tuple[Expr, float]:
@@ -217,7 +219,7 @@ def _keys_tile(frame: Frame, plan: _Plan, masked: bool) -> list[str]:
         f"{score} = {shown}" if shown != score else "",
         f"{high} = tl.{fn}imum({top}, tl.{fn}({score}, 1))",
         f"{centre} = tl.where({high} == {plan.hidden}, 0.0, {high})",
-        f"{scale} = tl.exp2(({top} - {centre}) * {by!r})",
+        f"{scale} = tl.exp2(({top} - {centre}) * {by!r})  # {by:.4g} = {by / math.log2(math.e):.4g} * log2(e)",
         f"{weights} = tl.exp2({_away(score, centre, by, exact=not half)})",
         *later,
         f"{total} = {total} * {scale} + tl.sum({weights}, 1)",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 
@@ -278,7 +277,7 @@ def _module(made: list[tuple[Frame, Written, Pass]]) -> list[str]:
     for function in (*sources(helpers), *dict.fromkeys(f for held, _, _ in made for f in held.functions)):
         lines += ["", function, ""]
     for _, written, launch in made:
-        lines += ["", "@triton.jit", f"def {launch.function}({', '.join(launch.params)}):"]
+        lines += ["", "@triton.jit", *_wrapped(f"def {launch.function}({', '.join(launch.params)}):")]
         lines += [f"    {c}: tl.constexpr = {v}" for c, v in written.constants]
         lines += [w for line in written.lines for w in _wrapped(f"    {line}")]
         lines += [""]
@@ -286,16 +285,31 @@ def _module(made: list[tuple[Frame, Written, Pass]]) -> list[str]:
 
 
 def _wrapped(line: str) -> list[str]:
-    """A long load or store with each argument in a line of its own."""
-    found = re.match(r"( *)((?:\w+ = )?tl\.(?:load|store)\()(.*)\)(\.to\(\S+\))?$", line)
-    if len(line) <= _WIDTH or not found:
+    """A long statement with each argument of its longest call in a line of its own."""
+    calls = [(first, last) for first, last in _brackets(line) if line[first] == "("]
+    first, last = max(calls, key=lambda c: c[1] - c[0], default=(0, 0))
+    if len(line) <= _WIDTH or last - first < _WIDTH // 4:
         return [line]
-    indent, head, inner, cast = found.groups()
-    parts, depth = [""], 0
-    for c in inner:
-        depth += (c in "([") - (c in ")]")
-        if c == "," and depth == 0:
+    inner, inside, parts = line[first + 1 : last], _brackets(line[first + 1 : last]), [""]
+    for at, c in enumerate(inner):
+        if c == "," and not any(a < at < b for a, b in inside):
             parts.append("")
         else:
             parts[-1] += c
-    return [indent + head, *(f"{indent}    {p.strip()}," for p in parts), f"{indent}){cast or ''}"]
+    indent, comma = len(line) - len(line.lstrip()) + 4, "," if len(parts) > 1 else ""
+    broken = [w for p in parts if p.strip() for w in _wrapped(f"{' ' * indent}{p.strip()}{comma}")]
+    return [line[: first + 1], *broken, f"{' ' * (indent - 4)}{line[last:]}"]
+
+
+def _brackets(text: str) -> list[tuple[int, int]]:
+    """Where the outermost brackets of a line of code open and close."""
+    out, depth, first = list[tuple[int, int]](), 0, 0
+    for at, c in enumerate(text):
+        if c in "([":
+            first = first if depth else at
+            depth += 1
+        elif c in ")]":
+            depth -= 1
+            if depth == 0:
+                out.append((first, at))
+    return out

@@ -6,7 +6,6 @@ On the CPU Triton's interpreter runs them, by the same code path.
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,7 +17,8 @@ from tapestry.codegen.torch_cpu.kernels import Run
 from tapestry.codegen.triton.emit.source import TritonKernel, generate, kernel_key
 from tapestry.codegen.triton.kernel_config import KernelConfig
 from tapestry.codegen.triton.run import launcher
-from tapestry.codegen.triton.run.launcher import Call, Shared, bind, compile_all, here, launch, shared_memory
+from tapestry.codegen.triton.run.launcher import Call, Shared, bind, launch, shared_memory
+from tapestry.codegen.triton.run.machine_code import measured
 from tapestry.codegen.triton.run.tune import sound
 from tapestry.codegen.triton.run.tuned import Choice, Tuned, chip_name, config_from
 from tapestry.codegen.triton.task.lowered import unavailable
@@ -98,8 +98,8 @@ class TritonTarget:
         if self.device.type == "cpu":
             return
         new = {key: k for k in kernels if (key := kernel_key(graph, k)) not in self.made}
-        first = [self._wished(graph, k) or self._generated(graph, k) for k in new.values()]
-        compile_all(first, here(), os.cpu_count() or 1)  # in Triton's cache from here on
+        # compiled once, and what the assembler says is kept: `bind` finds them in Triton's cache, `sound` what they take
+        measured([self._wished(graph, k) or self._generated(graph, k) for k in new.values()], self.target)
         for kernel in new.values():
             self._made(graph, kernel)
 
@@ -111,7 +111,13 @@ class TritonTarget:
 
     def _wished(self, graph: Graph, kernel: Kernel) -> TritonKernel | None:
         """A kernel as it was measured here, or as the build has it."""
-        config = self._choice(graph, kernel).config
+        choice = self._choice(graph, kernel)
+        if choice.wrong:
+            raise TapestryError(
+                "a kernel computed wrong values when it was tuned on this GPU", where=graph.ops[kernel.op].outs[0],
+                why=choice.wrong, hint="compile with --target torch-cpu; or measure it again with tapestry tune --again",
+            )  # fmt: skip
+        config = choice.config
         if config is None and (own := self.knobs.get(kernel_key(graph, kernel))) is not None:
             config = config_from(own)
         return None if config is None else self._generated(graph, kernel, config)

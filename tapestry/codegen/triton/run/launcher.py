@@ -11,13 +11,15 @@ import importlib.util
 import io
 import os
 import re
+import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stdout
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO, cast
 
 import torch
 
@@ -84,18 +86,55 @@ def compiled(
     """A jitted function compiled for a target; ``aligned`` lists the arguments that begin at multiples of 16 bytes."""
     attributes = {(i,): [["tt.divisibility", ALIGNMENT]] for i in aligned}
     source = triton_module("triton.compiler").ASTSource(fn=function, signature=dict(signature), constexprs={}, attrs=attributes)
-    gpu = triton_module("triton.backends.compiler").GPUTarget(*target)
-    return triton_module("triton").compile(source, target=gpu, options=dict(options))
+    return triton_module("triton").compile(source, target=_gpu_target(target), options=dict(options))
 
 
-def assembled(ptx: str, target: Architecture) -> str:
-    """What Triton's assembler prints of a kernel (``-v``), by the command that Triton runs, which throws it away."""
-    nvidia, said = triton_module("triton").knobs.nvidia, io.StringIO()
-    backend = triton_module("triton.compiler").make_backend(triton_module("triton.backends.compiler").GPUTarget(*target))
-    with nvidia.scope(), redirect_stdout(said):
+def _gpu_target(architecture: Architecture) -> Any:
+    return triton_module("triton.backends.compiler").GPUTarget(*architecture)
+
+
+class _ByThread(io.TextIOBase):
+    """Standard output while several threads compile: what a thread prints that has ``parts.said`` is kept there."""
+
+    def __init__(self, otherwise: TextIO) -> None:
+        self.otherwise, self.parts = otherwise, threading.local()
+
+    def write(self, text: str, /) -> int:
+        """Keep it, or print it."""
+        said = getattr(self.parts, "said", None)
+        return (self.otherwise if said is None else said).write(text)
+
+    def flush(self) -> None:
+        """Of what is printed."""
+        self.otherwise.flush()
+
+
+Assembled = tuple[Any, str]  # a compiled pass, and what the assembler printed of it (``ptxas -v``)
+
+
+def assemble_all(passes: Sequence[tuple[TritonKernel, Pass]], architecture: Architecture) -> list[Assembled | Exception]:
+    """Compile several passes beside each other, each once, and keep what the assembler says of them, which Triton throws away.
+
+    What Triton has in its cache already is assembled again, by the command that Triton runs.
+    """
+    nvidia, here = triton_module("triton").knobs.nvidia, _ByThread(sys.stdout)
+
+    def work(tk: TritonKernel, one: Pass) -> Assembled | Exception:
+        here.parts.said = io.StringIO()
+        try:
+            built = compile_pass(tk, one, architecture)
+            if architecture[0] == "cuda" and not here.parts.said.getvalue():
+                backend = triton_module("triton.compiler").make_backend(_gpu_target(architecture))
+                backend.make_cubin(built.asm["ptx"], {}, backend.parse_options({"enable_fp_fusion": False}), architecture[1])
+        except Exception as e:  # whatever a pass of Triton's, or the assembler, stumbles over
+            return e
+        return built, here.parts.said.getvalue()
+
+    for tk, one in passes:
+        load(tk, one=one)  # modules are imported one after another
+    with nvidia.scope(), redirect_stdout(cast("TextIO", here)), ThreadPoolExecutor(os.cpu_count()) as pool:
         nvidia.dump_ptxas_log = True
-        backend.make_cubin(ptx, {}, backend.parse_options({"enable_fp_fusion": False}), target[1])
-    return said.getvalue()
+        return list(pool.map(work, *zip(*passes, strict=True))) if passes else []
 
 
 def tool(name: str) -> Path:
@@ -285,18 +324,6 @@ def _bound(tk: TritonKernel, one: Pass, buffers: tuple[torch.Tensor, ...]) -> Ca
         run(x, y, z, stream(device), function, packed, None, None, None, *values)
 
     return call
-
-
-def compile_all(made: Sequence[TritonKernel], architecture: Architecture, threads: int) -> None:
-    """Fill Triton's own cache with kernels on aligned buffers, several at a time: its passes and ptxas run beside each other.
-
-    A kernel that does not compile is left to `bind`, which says so.
-    """
-    left = [(tk, one) for tk in {tk.source: tk for tk in made}.values() for one in tk.launches]
-    for tk, one in left:
-        load(tk, one=one)  # modules are imported one after another
-    with ThreadPoolExecutor(max(1, threads)) as pool:
-        wait([pool.submit(compile_pass, tk, one, architecture) for tk, one in left])
 
 
 def compile_pass(tk: TritonKernel, one: Pass, architecture: Architecture, aligned: tuple[int, ...] | None = None) -> Any:

@@ -14,7 +14,7 @@ from importlib.metadata import version
 from math import prod
 from pathlib import Path
 from subprocess import SubprocessError
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -22,7 +22,7 @@ from tapestry import flags
 from tapestry.build.store import new_file
 from tapestry.codegen.triton.emit.source import Pass, TritonKernel
 from tapestry.codegen.triton.kernel_config import predicted, roofline, work_of
-from tapestry.codegen.triton.run.launcher import assembled, compile_pass, first_line, interpreted, launch_options, tool
+from tapestry.codegen.triton.run.launcher import Assembled, assemble_all, first_line, interpreted, launch_options, tool
 from tapestry.codegen.triton.task.descriptors import kernel_form
 from tapestry.codegen.triton.task.lowered import points
 from tapestry.codegen.triton.task.primitives import CHIPS, Chip, chip_of, plain
@@ -101,23 +101,29 @@ class Line:
         return self.op.partition(".")[0]
 
 
+def of_assembler(said: str, shared: int) -> Resources:
+    """What ``ptxas -v`` says of a kernel: no instructions, which only a disassembler knows."""
+    return Resources(
+        registers=_number(r"Used (\d+) registers", said), spills=_number(r"(\d+) bytes spill stores", said), shared=shared,
+        stack=_number(r"(\d+) bytes stack frame", said), instructions={}, total=0, messages=messages(said),
+    )  # fmt: skip
+
+
 def of_cuda(cubin: bytes, said: str, shared: int) -> Resources:
-    """Resources of a cubin, by the disassemblers of the Triton wheel and ``said``, what its assembler printed (``-v``)."""
+    """Resources and instructions of a cubin, by the disassembler of the Triton wheel and what its assembler printed."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(cubin)
-        usage = _tool("cuobjdump", "--dump-resource-usage", str(path))
         listing = _tool("nvdisasm", "-c", str(path))
     lines, labels = read_disassembly(listing)
     counts = Counter(line.name for line in lines)
     counts += Counter(f"{line.name}.128" for line in lines if ".128" in line.op)
     moved = [_width(line.op) for line in lines if _GLOBAL.match(line.op)]
     inside = main_loop(lines, labels)
-    return Resources(
-        registers=_number(r"REG:(\d+)", usage), spills=_number(r"(\d+) bytes spill stores", said), shared=shared,
-        stack=_number(r"STACK:(\d+)", usage) + _number(r"LOCAL:(\d+)", usage), instructions=dict(counts), total=len(lines),
+    return replace(
+        of_assembler(said, shared), instructions=dict(counts), total=len(lines),
         global_bytes=sum(moved), wide_bytes=sum(n for n in moved if n == 16), loop=len(inside),
-        loop_mix=dict(Counter(kind_of(line) for line in inside)), thread_loads=thread_loads(lines), messages=messages(said),
+        loop_mix=dict(Counter(kind_of(line) for line in inside)), thread_loads=thread_loads(lines),
     )  # fmt: skip
 
 
@@ -229,7 +235,7 @@ def _tool(name: str, *args: str) -> str:
 # Ahead-of-time compilation, without a GPU, and what the machine code of it says.
 
 
-FORMAT = 2  # of what is kept of a compiled kernel
+FORMAT = 3  # of what is kept of a compiled kernel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -248,56 +254,95 @@ def compile_ahead(tk: TritonKernel, target: str) -> tuple[Compiled, ...]:
     Buffers begin at multiples of 16 bytes.
 
     Raises:
-        TapestryError: unknown target, a kernel with descriptors for a target without, or Triton is in interpreter mode.
+        TapestryError: unknown target, a kernel with descriptors for a target without or that Triton or its assembler fails on,
+            or Triton is in interpreter mode.
+        OSError, SubprocessError: there is no disassembler, or it fails.
     """
+    found = _compiled([tk], target)[0]
+    if isinstance(found, Exception):
+        raise found
+    return tuple(_looked_at(one, each, plain(target)) for one, each in zip(tk.passes, found, strict=True))
+
+
+def measured(made: Sequence[TritonKernel], target: str, listing: bool = False) -> list[tuple[Resources, ...] | Exception]:
+    """What every pass of each kernel takes; in the place of a kernel that cannot be compiled, why (see `compile_ahead`).
+
+    They are compiled once on a machine, several at a time, and kept in the user's cache under the hash of all they depend on.
+
+    Args:
+        listing: count instructions, too, by a disassembler.
+    """
+    out: list[tuple[Resources, ...] | Exception | None] = [None] * len(made)
+    for k, tk in enumerate(made):
+        with suppress(OSError, msgspec.MsgspecError):
+            out[k] = msgspec.json.decode(_kept(tk, target, listing).read_bytes(), type=tuple[Resources, ...])
+    left = [k for k, found in enumerate(out) if found is None]
+    for k, found in zip(left, _compiled([made[k] for k in left], target), strict=True):
+        out[k] = found if isinstance(found, Exception) else _resources(made[k], found, target, listing)
+    return cast("list[tuple[Resources, ...] | Exception]", out)
+
+
+def _resources(tk: TritonKernel, found: Sequence[Assembled], target: str, listing: bool) -> tuple[Resources, ...] | Exception:
     name = plain(target)
-    if interpreted():
-        raise TapestryError("Triton cannot compile in interpreter mode", where=tk.name, hint="unset TRITON_INTERPRET")
-    if not CHIPS[name].descriptors and any(p.descriptors for p in tk.passes):
-        raise TapestryError(
-            f"{name} has no tensor descriptors", where=tk.name, why=f"generated for {tk.target}", hint="generate for the target"
-        )
-    return tuple(_compiled(tk, one, name) for one in tk.passes)
+    try:
+        if listing or CHIPS[name].backend != "cuda":
+            out = tuple(_looked_at(one, each, name).resources for one, each in zip(tk.passes, found, strict=True))
+        else:
+            out = tuple(of_assembler(said, int(built.metadata.shared)) for built, said in found)
+    except (OSError, SubprocessError) as e:  # there is no disassembler, or it fails
+        return e
+    with suppress(OSError), new_file(_kept(tk, target, listing)) as temporary:
+        temporary.write_bytes(msgspec.json.encode(out))
+    return out
 
 
-def _compiled(tk: TritonKernel, one: Pass, name: str) -> Compiled:
-    chip = CHIPS[name]
-    if chip.backend == "hip":  # 64 KiB of shared memory and no asynchronous copies worth three stages
-        one = replace(one, num_stages=min(2, one.num_stages))
-    built = compile_pass(tk, one, (chip.backend, chip.arch, chip.warp))
+def _looked_at(one: Pass, assembled: Assembled, name: str) -> Compiled:
+    built, said = assembled
     shared = int(built.metadata.shared)
-    if chip.backend == "cuda":
-        resources = of_cuda(built.asm["cubin"], assembled(built.asm["ptx"], (chip.backend, chip.arch, chip.warp)), shared)
-    else:
-        resources = of_amd(built.asm["amdgcn"], shared)
+    cuda = CHIPS[name].backend == "cuda"
+    resources = of_cuda(built.asm["cubin"], said, shared) if cuda else of_amd(built.asm["amdgcn"], shared)
     return Compiled(name=one.function, target=name, asm=dict(built.asm), resources=resources)
 
 
-def measured(tk: TritonKernel, target: str) -> tuple[Resources, ...]:
-    """What every pass takes: compiled once on this machine, and kept in the user's cache under the hash of all it depends on.
-
-    Raises:
-        TapestryError: as `compile_ahead`, and for a kernel that Triton or its assembler fails on.
-        OSError, SubprocessError: there are no disassemblers, or they fail.
-    """
-    path = flags.cache_folder() / "machine-code" / f"{_digest(tk, target)}.json"
-    with suppress(OSError, msgspec.MsgspecError):
-        return msgspec.json.decode(path.read_bytes(), type=tuple[Resources, ...])
-    try:
-        found = tuple(c.resources for c in compile_ahead(tk, target))
-    except (TapestryError, OSError, SubprocessError, ModuleNotFoundError):
-        raise
-    except Exception as e:  # whatever a pass of Triton's, or the assembler, stumbles over
-        raise TapestryError("the kernel does not compile", where=tk.name, why=f"{type(e).__name__}: {first_line(e)}") from None
-    with suppress(OSError), new_file(path) as temporary:
-        temporary.write_bytes(msgspec.json.encode(found))
-    return found
+def _compiled(made: Sequence[TritonKernel], target: str) -> list[list[Assembled] | Exception]:
+    """The passes of kernels, all beside each other."""
+    chip, refused = CHIPS[plain(target)], [_refusal(tk, plain(target)) for tk in made]
+    if chip.backend == "hip":  # 64 KiB of shared memory and no asynchronous copies worth three stages
+        made = [replace(tk, passes=tuple(replace(p, num_stages=min(2, p.num_stages)) for p in tk.passes)) for tk in made]
+    todo = [(tk, one) for tk, why in zip(made, refused, strict=True) if why is None for one in tk.passes]
+    found = iter(assemble_all(todo, (chip.backend, chip.arch, chip.warp)))
+    return [why or _whole(tk, [next(found) for _ in tk.passes]) for tk, why in zip(made, refused, strict=True)]
 
 
-def _digest(tk: TritonKernel, target: str) -> str:
+def _refusal(tk: TritonKernel, name: str) -> TapestryError | None:
+    """Why a kernel is not compiled for a target, as `compile_ahead` says."""
+    if interpreted():
+        return TapestryError("Triton cannot compile in interpreter mode", where=tk.name, hint="unset TRITON_INTERPRET")
+    if not CHIPS[name].descriptors and any(p.descriptors for p in tk.passes):
+        why = f"generated for {tk.target}"
+        return TapestryError(f"{name} has no tensor descriptors", where=tk.name, why=why, hint="generate for the target")
+    return None
+
+
+def _whole(tk: TritonKernel, passes: Sequence[Assembled | Exception]) -> list[Assembled] | Exception:
+    """The passes of a kernel, or what it is refused with; what this machine lacks is no fault of the kernel's."""
+    bad = next((p for p in passes if isinstance(p, Exception)), None)
+    if bad is None:
+        return cast("list[Assembled]", [*passes])
+    if isinstance(bad, OSError | SubprocessError | ModuleNotFoundError | TapestryError):
+        return bad
+    return TapestryError("the kernel does not compile", where=tk.name, why=f"{type(bad).__name__}: {first_line(bad)}")
+
+
+def _kept(tk: TritonKernel, target: str, listing: bool) -> Path:
+    """The file with what a kernel takes."""
+    return flags.cache_folder() / "machine-code" / f"{_digest(tk, target, listing)}.json"
+
+
+def _digest(tk: TritonKernel, target: str, listing: bool) -> str:
     """Of what the machine code and its measure depend on."""
     passes = [(p.function, sorted(launch_options(p).items()), sorted(p.signature.items())) for p in tk.passes]
-    about = (FORMAT, plain(target), version("triton"), tk.source, passes)
+    about = (FORMAT, plain(target), version("triton"), tk.source, passes, listing)
     return hashlib.sha256(repr(about).encode()).hexdigest()[:40]
 
 

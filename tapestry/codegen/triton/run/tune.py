@@ -7,12 +7,10 @@ time counts. Times are medians, with the L2 cache flushed before each call.
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from subprocess import SubprocessError
 from typing import Any
 
 import numpy as np
@@ -25,7 +23,7 @@ from tapestry.codegen.torch_cpu.kernels import from_numpy
 from tapestry.codegen.triton.emit.source import TritonKernel, generate
 from tapestry.codegen.triton.kernel_config import KernelConfig, candidates
 from tapestry.codegen.triton.run import launcher
-from tapestry.codegen.triton.run.launcher import Call, bind, compile_all, first_line, here
+from tapestry.codegen.triton.run.launcher import Call, assemble_all, bind, first_line, here
 from tapestry.codegen.triton.run.machine_code import Resources, measured
 from tapestry.codegen.triton.run.tuned import Cache, Choice, chip_name
 from tapestry.codegen.triton.task.descriptors import kernel_form
@@ -47,6 +45,7 @@ Candidates = Callable[[Graph, Kernel], Iterable[KernelConfig]]
 
 TOLERANCE = {"f64": 1e-11, "f32": 2e-5, "f16": 5e-3, "bf16": 4e-2}  # of the largest value; sums of some thousand terms
 COARSE = 100  # times that for products rounded to tf32, and for sums of 8-bit floats on Hopper (`emit_dot.dot_options`)
+WRONG = "wrong:"  # how a refusal begins where a candidate ran and gave other values
 MARGIN = 0.99  # of the default's time: what a candidate must stay under to replace it
 _FATAL = ("CUDA error", "HIP error", "illegal memory", "misaligned address", "launch failure", "device-side assert")
 FLUSH = 256 << 20  # bytes: more than any L2 cache
@@ -143,7 +142,8 @@ def tune(
         left = how.limit - (time.monotonic() - start)
         if known is not None or left <= 0:
             why = "in the cache" if known is not None else "the time limit"
-            rows.append({**row, "skipped": why, "knobs": asdict(known.config) if known and known.config else None})
+            knobs = asdict(known.config) if known and known.config else None
+            rows.append({**row, "skipped": why, "knobs": knobs, "wrong": known.wrong if known else ""})
             continue
         trials = measure(graph, kernel, how, left / (len(found) - done) * 2)
         choice, measured = choose(trials)
@@ -154,7 +154,10 @@ def tune(
 
 
 def choose(trials: Sequence[Trial]) -> tuple[Choice, dict[str, Any]]:
-    """The fastest right candidate, the default unless it is beaten clearly; and the numbers behind it."""
+    """The fastest right candidate, the default unless it is beaten clearly; and the numbers behind it.
+
+    The numbers say what was ``wrong`` with the default's values, the choice if no candidate's were right.
+    """
     ours = [t for t in trials if t.config is not None and t.seconds is not None]
     theirs = next((t.seconds for t in trials if t.config is None), None)
     default = trials[0].seconds if trials else None
@@ -164,27 +167,30 @@ def choose(trials: Sequence[Trial]) -> tuple[Choice, dict[str, Any]]:
     if seconds is not None and default is not None and seconds > MARGIN * default:
         config, seconds = None, default
     faster = theirs is not None and (seconds is None or theirs < MARGIN * seconds)
+    wrong = [t.refused for t in trials if t.config is not None and t.refused.startswith(WRONG)]
     refused = [f"{t.config or 'library'}: {t.refused}" for t in trials if t.refused]
     measured = {
         "seconds": seconds, "default_seconds": default, "library_seconds": theirs, "tried": len(trials), "refused": refused,
+        "wrong": wrong[0] if wrong and (not ours or trials[0].refused == wrong[0]) else "",
     }  # fmt: skip
-    return Choice(config=config, library=faster), measured
+    return Choice(config=config, library=faster, wrong=wrong[0] if wrong and not ours else ""), measured
 
 
 def measure(graph: Graph, kernel: Kernel, how: How, seconds: float = float("inf")) -> list[Trial]:
     """Try a kernel's candidates, the default first; but for that one, none is begun when so many seconds are over.
 
-    They count from where the reference is known and the candidates are compiled: either takes longer than to measure them.
+    They count from the start: the reference on the CPU and compiling take longer than to measure.
 
     Raises:
         TapestryError: the GPU failed, so that nothing after this can be trusted.
     """
+    until = time.monotonic() + seconds
     data = random_data(graph, kernel, how.device, how.seed)
     trials: list[Trial] = []
     wanted = list(how.candidates(graph, kernel))
     if how.device.type != "cpu":
-        compile_all(_generated(graph, kernel, wanted, how), here(), os.cpu_count() or 1)
-    until = time.monotonic() + seconds
+        made = _generated(graph, kernel, wanted, chip_name(how.device), how.precision)
+        assemble_all([(tk, one) for tk in made for one in tk.launches], here())  # in Triton's cache from here on
     for config in wanted:
         if trials and time.monotonic() > until:
             break
@@ -194,12 +200,14 @@ def measure(graph: Graph, kernel: Kernel, how: How, seconds: float = float("inf"
     return trials
 
 
-def _generated(graph: Graph, kernel: Kernel, wanted: Sequence[KernelConfig], how: How) -> list[TritonKernel]:
-    """What the generator makes of config; it may refuse some."""
+def _generated(
+    graph: Graph, kernel: Kernel, wanted: Sequence[KernelConfig], target: str, precision: str
+) -> list[TritonKernel]:  # fmt: skip
+    """What the generator makes of configs; it may refuse some."""
     out: list[TritonKernel] = []
     for config in wanted:
         with suppress(Exception):
-            out.append(generate(graph, kernel, config, target=chip_name(how.device), precision=how.precision))
+            out.append(generate(graph, kernel, config, target=target, precision=precision))
     return out
 
 
@@ -237,14 +245,14 @@ def wrong(data: Data, factor: float = 1.0) -> str:
         have = got.cpu()
         if not want.is_floating_point():
             if not torch.equal(have, want):
-                return f"wrong: output {n} differs in {int((have != want).sum())} cells"
+                return f"{WRONG} output {n} differs in {int((have != want).sum())} cells"
             continue
         a, b = have.double(), want.double()
         scale = float(b[b.isfinite()].abs().max()) if bool(b.isfinite().any()) else 1.0
         tolerance = TOLERANCE[NAMES[want.dtype]] * (factor if want.dtype == torch.float32 else 1.0)
         close = torch.isclose(a, b, rtol=0.0, atol=tolerance * max(scale, 1e-30), equal_nan=True)
         if not bool(close.all()):
-            return f"wrong: output {n} is off by {float((a - b).abs().nan_to_num(float('inf')).max()):.3g} of {scale:.3g}"
+            return f"{WRONG} output {n} is off by {float((a - b).abs().nan_to_num(float('inf')).max()):.3g} of {scale:.3g}"
     return ""
 
 
@@ -347,33 +355,33 @@ def sound(graph: Graph, kernel: Kernel, target: str, precision: str = "ieee", sh
     Raises:
         TapestryError: none of them compiles and fits, with what is wrong with the first.
     """
-    chip, refused = chip_of(target), list[tuple[KernelConfig, str]]()
+    chip = chip_of(target)
     chip = chip if shared is None else replace(chip, shared=shared)
-    best: tuple[int, Sound] | None = None
-    for n, config in enumerate(candidates(kernel_form(graph, kernel, precision), target)):
-        if n >= TRIES and best is not None:
+    wanted = [*candidates(kernel_form(graph, kernel, precision), target)]
+    refused, best = list[tuple[KernelConfig, str]](), None
+    for some in (wanted[:1], wanted[1:TRIES], *([c] for c in wanted[TRIES:])):  # the first one is mostly sound
+        made = _generated(graph, kernel, some, target, precision)
+        for tk, passes in zip(made, measured(made, target), strict=True):
+            found = _faults_of(tk, passes, chip)
+            here = Sound(made=tk, faults=tuple(found), refused=tuple(refused))
+            if not found:
+                return here
+            refused.append((tk.config, "; ".join(f.why for f in found)))
+            if not any(f.fails for f in found) and (best is None or len(found) < len(best.faults)):
+                best = here
+        if best is not None and len(refused) >= TRIES:
             break
-        made = generate(graph, kernel, config, target=target, precision=precision)
-        found = _faults_of(made, target, chip)
-        here = Sound(made=made, faults=tuple(found), refused=tuple(refused))
-        if not found:
-            return here
-        refused.append((config, "; ".join(f.why for f in found)))
-        if not any(f.fails for f in found) and (best is None or len(found) < best[0]):
-            best = len(found), here
     if best is None:
         where, why = graph.ops[kernel.op].outs[0], refused[0][1]
         raise TapestryError(f"none of {len(refused)} candidates for a kernel runs on {target}", where=where, why=why)
-    return best[1]
+    return best
 
 
-def _faults_of(made: TritonKernel, target: str, chip: Chip) -> list[Fault]:
+def _faults_of(made: TritonKernel, found: tuple[Resources, ...] | Exception, chip: Chip) -> list[Fault]:
     """The faults of all passes; none are known where there are no tools to look for them."""
-    try:
-        found = measured(made, target)
-    except (OSError, SubprocessError) as e:
-        log.warning("%s: its machine code cannot be looked at: %s", made.name, e)
+    if isinstance(found, TapestryError):
+        return [Fault(why=f"{found.what}: {found.why}" if found.why else found.what, fails=True)]
+    if isinstance(found, Exception):
+        log.warning("%s: its machine code cannot be looked at: %s", made.name, found)
         return []
-    except TapestryError as e:
-        return [Fault(why=f"{e.what}: {e.why}" if e.why else e.what, fails=True)]
     return [f for one, each in zip(made.passes, found, strict=True) for f in faults(each, one.num_warps, chip)]

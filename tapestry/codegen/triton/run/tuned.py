@@ -22,6 +22,7 @@ from tapestry.codegen.triton.task.primitives import CHIPS, DEFAULT, plain
 from tapestry.errors import TapestryError
 from tapestry.ir.graph import Graph
 from tapestry.ir.kernel import Kernel
+from tapestry.plan.topology.topology_files import CHIP_OF
 
 if TYPE_CHECKING:
     import torch
@@ -64,17 +65,32 @@ def chip_name(device: torch.device, interpreted_as: str = DEFAULT) -> str:
     return older[-1] if older else "sm80"
 
 
+def card_of(target: str) -> str:
+    """The card that a GPU target stands for, as presets of topologies are called: this machine's, if it is of that kind."""
+    import torch
+
+    names = [card for card, chip in CHIP_OF.items() if chip == plain(target)]
+    if torch.cuda.is_available() and chip_name(device := torch.device("cuda")) == plain(target):
+        said = torch.cuda.get_device_name(device).lower()
+        names = [n for n in names if n.partition("-")[0] in said] + names
+    return names[0]
+
+
 log = logging.getLogger("tapestry")
-FORMAT = 1
+FORMAT = 2
 MOST = 1 << 16  # no knob is larger
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """The config of a kernel (``None``: the model's own), and whether the vendor's library was faster still."""
+    """The config of a kernel (``None``: the model's own), and whether the vendor's library was faster still.
+
+    ``wrong`` says in what the kernel computed wrong values with every config that was tried: it is not to be run.
+    """
 
     config: KernelConfig | None = None
     library: bool = False
+    wrong: str = ""
 
 
 Tuned = Callable[[Graph, Kernel], Choice]
@@ -129,6 +145,7 @@ class Cache:
         body: dict[str, Any] = {
             "format": FORMAT, "key": key, "device": self.device, "triton": self.version, "library": choice.library,
             "knobs": asdict(choice.config) if choice.config else None, "measured": dict(measured),
+            "wrong": choice.wrong,
         }  # fmt: skip
         with new_file(self.path(key)) as temporary:
             temporary.write_text(json.dumps({**body, "sha256": _digest(body)}, indent=1))
@@ -171,7 +188,8 @@ def _choice(document: Any, key: str, cache: Cache) -> Choice:
         raise ValueError("its hash is another one")
     if [body["format"], body["key"], body["device"], body["triton"]] != [FORMAT, key, cache.device, cache.version]:
         raise ValueError("it is about another kernel, device or version")
-    return Choice(config=None if body["knobs"] is None else config_from(body["knobs"]), library=body["library"] is True)
+    config = None if body["knobs"] is None else config_from(body["knobs"])
+    return Choice(config=config, library=body["library"] is True, wrong=str(body["wrong"]))
 
 
 def config_from(values: Mapping[str, Any]) -> KernelConfig:
