@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -34,6 +35,16 @@ def in_half(model: onnx.ModelProto, dtype: str) -> onnx.ModelProto:
         if not kept & set(node.output):
             _attributes(node.attribute, dtype)
     return model
+
+
+def rewritten(path: Path, dtype: str, *, with_weights: bool) -> Path:
+    """A model file beside another one, with every f32 in ``dtype``; without weights it only names where they would be."""
+    model, there = onnx.load(path, load_external_data=with_weights), path.with_name(f"{path.stem}.{dtype}.onnx")
+    beside = (
+        {"save_as_external_data": True, "location": f"{there.name}.data", "size_threshold": 1 << 16} if with_weights else {}
+    )
+    onnx.save(in_half(model, dtype), there, **beside)
+    return there
 
 
 def _attributes(attributes: Iterable[onnx.AttributeProto], dtype: str) -> None:
