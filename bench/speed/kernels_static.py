@@ -7,7 +7,8 @@ one layer of Llama-7B in ONNX's own `Attention` (`gpu_models.llama_layer`). Equa
 first of its candidates without a fault (`run.tune.sound`), else the least bad: ``refused`` says what was passed over. What a
 kernel takes is kept in Tapestry's cache by the hash of its source, so that a run that ends at ``--seconds`` is
 gone on with by the next; rows with kernels that are still ``missing`` say so. Launches are those of one run, copies and merges
-of split-K included. Rows that are not asked for stay in bench/results/kernels_static.json. Exits 1 where a kernel does not run.
+of split-K included; copies of weights, which are made once, are not. ``programs`` are those that share a multiprocessor. Rows
+that are not asked for stay in bench/results/kernels_static.json. Exits 1 where a kernel does not run.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import itertools
 import sys
 import time
 from collections.abc import Callable
+from math import prod
 from typing import Any
 
 import onnx
@@ -28,11 +30,15 @@ from bench.support import record
 from bench.support.record import Row
 from bench.support.whole_kernels import distinct, export, fused_graph
 from tapestry.codegen.triton import unavailable
-from tapestry.codegen.triton.run.machine_code import matrix_instruction, measured, occupancy
+from tapestry.codegen.triton.kernel_config import predicted, roofline, work_of
+from tapestry.codegen.triton.run.launcher import done_once
+from tapestry.codegen.triton.run.machine_code import in_flight, matrix_instruction, measured, occupancy
 from tapestry.codegen.triton.run.tune import Sound, sound
+from tapestry.codegen.triton.task.descriptors import kernel_form
 from tapestry.codegen.triton.task.primitives import CHIPS, chip_of
+from tapestry.codegen.triton.task.tiles import on_chip
 from tapestry.errors import TapestryError
-from tapestry.ir.graph import Graph
+from tapestry.ir.graph import Block, Graph
 from tapestry.ir.kernel import Kernel
 
 # model -> sizes of its symbols
@@ -60,12 +66,18 @@ def models(name: str, dtype: str) -> Callable[[], onnx.ModelProto] | None:
     return lambda: export(name.split(maxsplit=1)[0], dtype)
 
 
-def kernel_row(found: Sound, ops: int, target: str) -> Row:
-    """What one distinct kernel takes, over its passes."""
+def kernel_row(graph: Graph, kernel: Kernel, found: Sound, ops: int, target: str) -> Row:
+    """What one distinct kernel takes, over its passes, and its time by the model of the chip beside the roofline's."""
     (taken,) = measured([found.made], target, listing=True)
     if isinstance(taken, Exception):
         raise taken
-    chip, passes = chip_of(target), list(zip(found.made.passes, taken, strict=True))
+    chip, made, passes = chip_of(target), found.made, list(zip(found.made.passes, taken, strict=True))
+    form, main = on_chip(kernel_form(graph, kernel), chip), passes[-1]
+    work = work_of(graph, kernel, form)
+    weights = {k for k, at in enumerate(made.reads) if _block(graph, kernel).reads[at].tensor in graph.weights}
+    each_run = len(made.launches) - len(done_once(made, weights)[0])
+    times = {"roofline_us": roofline(work, form, chip), "predicted_us": predicted(
+        work, form, chip, prod(main[0].grid), in_flight(made, main[0], main[1], chip))}  # fmt: skip
     last = passes[-1][1]
     k = found.made.config
     tile = {
@@ -73,9 +85,11 @@ def kernel_row(found: Sound, ops: int, target: str) -> Row:
     }
     more = {n: v for n in ("split_k", "persistent", "packed", "descriptors") if (v := getattr(k, n)) not in (1, False)}
     return {
-        "kernel": found.made.name, "kind": found.made.kind, "ops": ops, "launches": len(found.made.launches), **tile, **more,
+        "kernel": found.made.name, "kind": found.made.kind, "ops": ops, "launches": each_run,
+        "once": len(made.launches) - each_run, **{k: round(v * 1e6, 2) for k, v in times.items()}, **tile, **more,
         "num_warps": k.num_warps, "num_stages": k.num_stages, "registers": max(r.registers for _, r in passes),
         "spills": max(r.spills for _, r in passes), "shared": max(r.shared for _, r in passes), "loop": last.loop,
+        "programs": min(int(occupancy(r, p.num_warps, chip) * chip.warps) // p.num_warps for p, r in passes),
         "loop_mix": dict(last.loop_mix), "occupancy": round(min(occupancy(r, p.num_warps, chip) for p, r in passes), 3),
         "matrix": next((m for _, r in passes if (m := matrix_instruction(r))), ""),
         "messages": sorted({m for _, r in passes for m in r.messages}), "faults": [f.why for f in found.faults],
@@ -104,9 +118,15 @@ def measure(graph: Graph, target: str, until: float) -> Row:
     }  # fmt: skip
 
 
+def _block(graph: Graph, kernel: Kernel) -> Block:
+    op = graph.ops[kernel.op]
+    assert isinstance(op, Block)
+    return op
+
+
 def _one(graph: Graph, kernel: Kernel, ops: int, target: str, kernels: list[Row], failing: dict[str, str]) -> None:
     try:
-        kernels.append(kernel_row(sound(graph, kernel, target), ops, target))
+        kernels.append(kernel_row(graph, kernel, sound(graph, kernel, target), ops, target))
     except TapestryError as e:
         failing[e.where] = e.why
 

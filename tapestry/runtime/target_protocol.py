@@ -8,7 +8,7 @@ addresses on the CPU) and `BindingTarget` (kernels that are bound to buffers on 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -206,16 +206,27 @@ class RecordingTarget(Protocol):
 
 
 class BindingTarget(Target, Protocol):
-    """A target whose kernels are launched on buffers of fixed addresses (`runtime.one_process.gpu_devices`)."""
+    """A target whose kernels are launched on buffers of fixed addresses (`runtime.one_process.gpu_devices`).
+
+    Attributes:
+        kept: bytes that bound functions hold beyond the buffers: ``fixed`` inputs in another order.
+    """
+
+    kept: int
 
     def prepare(self, graph: Graph, kernels: Sequence[Kernel]) -> None:
         """Compile all that is going to be bound, several kernels at a time."""
         ...
 
     def bind(
-        self, graph: Graph, kernel: Kernel, ins: Sequence[Array | None], states: Sequence[Array], outs: Sequence[Array]
-    ) -> Callable[[], None]:
-        """A function that computes one block from these buffers into ``outs``; it may be captured in a CUDA graph."""
+        self, graph: Graph, kernel: Kernel, ins: Sequence[Array | None], states: Sequence[Array], outs: Sequence[Array],
+        fixed: Collection[int] = (),
+    ) -> Callable[[], None]:  # fmt: skip
+        """A function that computes one block from these buffers into ``outs``; it may be captured in a CUDA graph.
+
+        Args:
+            fixed: the inputs that are there already and never change.
+        """
         ...
 
     def runs_on_host(self, graph: Graph, op: int) -> str:

@@ -57,6 +57,7 @@ class KernelConfig:
         warp_specialize: producer and consumer warps of their own, on sm90 with ``num_warps=4`` only; descriptors are then the
             program's own. Of products; Triton 3.9 does not compile streaming sums so.
         one_loop: a streaming sum masks every tile of keys; else those that every row sees whole have a loop of their own.
+        registers: the most that a thread gets of CUDA's 255: with fewer, more programs share a multiprocessor.
     """
 
     block: int = 1024
@@ -74,6 +75,7 @@ class KernelConfig:
     descriptors: bool = False
     warp_specialize: bool = False
     one_loop: bool = False
+    registers: int = 255
 
 
 # Tiles of the kernels that memory decides: maps, rows, reductions, gathers, scans.
@@ -277,7 +279,7 @@ def _either(form: KernelForm, chip: Chip) -> Iterator[KernelConfig]:
     """Candidates of a contraction on its operands as they are and, where that helps, on copies of them, by predicted time."""
     found = _dot(form, chip)
     if (on_copies := form.packed) is not None and (chip.descriptors or not on_copies.padded):  # else masks cut rows up
-        cost = on_copies.moved / chip.bandwidth + _LAUNCH * len(on_copies.copies)
+        cost = on_copies.moved / chip.bandwidth + _LAUNCH * on_copies.repeated
         more = _dot(on_copies.product, chip)
         found = sorted([*found, *((t + cost, replace(k, packed=True)) for t, k in more)], key=lambda f: f[0])
     return (k for _, k in found[:24])
@@ -329,19 +331,35 @@ def _dot(form: KernelForm, chip: Chip) -> list[tuple[float, KernelConfig]]:
             if parts > 1 and not splits(form, parts, 1 if f else bk):
                 continue
             config = KernelConfig(bm=bm, bn=bn, bk=bk, num_warps=warps, num_stages=stages, split_k=parts)
-            forms = _forms(config, ready, c, form.task, chip, stored)
-            found += [(slow * t, k) for t, k in (_timed(each, form, c, chip) for each in forms)]
+            forms = [*_forms(config, ready, c, form.task, chip, stored)]
+            if half and chip.of_warps and stages == 4:  # a stage less leaves room for another program
+                forms += [replace(each, num_stages=3) for each in forms if not each.persistent]
+            found += [(slow * t, k) for t, k in (_timed(each, form, c, chip, step) for each in forms)]
     return sorted(found, key=lambda f: f[0])
 
 
-def _timed(k: KernelConfig, form: KernelForm, c: Contraction, chip: Chip) -> tuple[float, KernelConfig]:
+def _programs(k: KernelConfig, form: KernelForm, c: Contraction, chip: Chip, step: int) -> int:
+    """Programs that share a multiprocessor, by shared memory (``step`` bytes a stage) and registers.
+
+    A thread has its share of the sums, as much again where much is done behind them, and some 30 registers for addresses and
+    loops (read off kernels for sm90).
+    """
+    if k.persistent or k.warp_specialize:
+        return 1
+    sums = k.bm * k.bn * len(c.pairs) // (chip.warp * k.num_warps)
+    registers = min(k.registers, sums + 30 + min(_after(form), sums))
+    return max(1, min(chip.shared_unit // (k.num_stages * step + 1024), chip.registers // (registers * chip.warp * k.num_warps)))
+
+
+def _timed(k: KernelConfig, form: KernelForm, c: Contraction, chip: Chip, step: int) -> tuple[float, KernelConfig]:
     """Predicted time; a product that is reduced has no persistent grid."""
     if form.folded:
         k = replace(k, persistent=False)
         return _folded_seconds(k, form, form.folded, chip), k
     extents = points(c.batch), points(c.m), points(c.n), points(c.k) * points(c.taps)
     known = replace(k, persistent=False) if k.warp_specialize else k
-    seconds = _dot_seconds(known, extents, c.operand, form.precision, chip, _after(form))
+    beside = _programs(known, form, c, chip, step) if c.operand != "f32" else 1
+    seconds = _dot_seconds(known, extents, c.operand, form.precision, chip, _after(form), beside)
     return seconds * (_UNTRIED if k.warp_specialize else 1.0), k
 
 
@@ -424,12 +442,13 @@ def _stored(form: KernelForm, chip: Chip) -> int:
 
 
 def _dot_seconds(
-    k: KernelConfig, extents: tuple[int, int, int, int], operand: str, precision: str, chip: Chip, after: int = 0
+    k: KernelConfig, extents: tuple[int, int, int, int], operand: str, precision: str, chip: Chip, after: int = 0,
+    programs: int = 1,
 ) -> float:  # fmt: skip
     """Predicted time: whole waves of tiles at the rate that a tile of this shape reaches, against memory's time.
 
     ``after`` are instructions for each result: behind the sums of a multiprocessor's only program, matrix units have nothing
-    to do.
+    to do. Of several ``programs`` one multiplies while another one is behind its sums.
 
     A tile's rate grows with its products per element staged, bm*bn/(bm+bn), up to 128 x 256; descriptors and persistence take
     the addresses and the start of each tile out of the way.
@@ -442,8 +461,10 @@ def _dot_seconds(
     share = -(-depth // k.split_k)
     waves = -(-tiles // chip.units)
     fill = _FILL if k.persistent else _FILL * min(waves, 4)
-    compute = waves * 2 * k.bm * k.bn * -(-share // k.bk) * k.bk / rate + fill
-    compute += waves * k.bm * k.bn * after / (chip.card.vector / 2 / chip.units)
+    products = waves * 2 * k.bm * k.bn * -(-share // k.bk) * k.bk / rate
+    behind = waves * k.bm * k.bn * after / (chip.card.vector / 2 / chip.units)
+    beside = min(programs, -(-tiles // chip.units))
+    compute = max(products, behind) + (min(products, behind) + fill) / beside
     moved = batch * (m * depth + depth * n + m * n) * size
     from_cache = tiles * (k.bm + k.bn) * share * size / (_CACHE * chip.bandwidth)
     reached = min(1.0, _FEW_PROGRAMS + (1 - _FEW_PROGRAMS) * tiles / chip.units)
@@ -475,8 +496,8 @@ def _factor_reads(form: KernelForm, c: Contraction) -> list[Access]:
 _STREAMS = {
     "wide": ((64, 32, 4, 2), (128, 64, 8, 2), (64, 64, 4, 2), (16, 32, 4, 2)),
     "128": (
-        (128, 64, 8, 3), (128, 128, 8, 2), (128, 64, 8, 2), (64, 64, 4, 3), (64, 32, 4, 3), (32, 64, 4, 2), (16, 64, 4, 3),
-        (16, 32, 4, 3),
+        (128, 64, 8, 3), (128, 128, 8, 2), (64, 64, 8, 2), (128, 64, 8, 2), (64, 64, 4, 3), (64, 32, 4, 3), (32, 64, 4, 2),
+        (16, 64, 4, 3), (16, 32, 4, 3),
     ),
     "64": (
         (128, 64, 8, 3), (128, 128, 8, 2), (128, 64, 4, 3), (64, 64, 4, 3), (32, 64, 4, 3), (16, 64, 4, 3), (16, 32, 4, 3),
@@ -494,8 +515,9 @@ def _stream(form: KernelForm, s: Stream, chip: Chip) -> Iterator[KernelConfig]:
     table = _STREAMS["wide" if wide > 128 else "128" if wide > 64 else "64"] if half else _PLAIN["wide" if wide > 64 else "64"]
     if not half and wide > 64 and chip.of_warps:
         table = (table[1], table[0], *table[2:])  # ptxas spills with the other
-    if half and 64 < wide <= 128 and chip.arch == 100:
-        table = (table[1], table[0], *table[2:])  # 128 keys: a program has the multiprocessor's tensor memory for itself
+    if half and 64 < wide <= 128 and chip.arch in (90, 100):
+        # 128 keys: a program has the multiprocessor for itself either way, and does 498 instructions for them, not 2 x 347 (sm90)
+        table = (table[1], table[0], *table[2:])
     if half and 64 < wide <= 128 and chip.backend == "hip":
         table = ((128, 32, 8, 2), *table)  # with more keys the loop with a mask takes every register
     small = {exact_dtype(e) for e in (s.query, s.keys, s.value)} & (FLOAT8 | INT8)

@@ -109,7 +109,8 @@ class GpuExecutor(Executor):
         done = [p for p in self.parts if p.graph is not None]
         return {
             "device": torch.cuda.get_device_name(self.target.device) if cuda else "Triton's interpreter",
-            "arena_bytes": self.arena_bytes, "graphs": len(done), "captured": sum(len(p.calls) for p in done),
+            "arena_bytes": self.arena_bytes, "copied_weights_bytes": self.measured.packed,
+            "graphs": len(done), "captured": sum(len(p.calls) for p in done),
             "calls": sum(len(p.calls) for p in self.parts), "not_captured": self.reasons,
         }  # fmt: skip
 
@@ -160,6 +161,7 @@ class GpuExecutor(Executor):
     # binding: the steps are walked once, and what they do is recorded
 
     def _bind(self) -> None:
+        self.loaded = {s.buffer for s in self.program.steps if isinstance(s, Load)}
         for step in self.program.steps:
             name = step.buffer if isinstance(step, Load) else ""
             if name and (tensor := self.program.buffers[name].tensor) in self.resident:
@@ -207,11 +209,14 @@ class GpuExecutor(Executor):
             return
         ins = [self.array(device, n) if n else None for n in step.ins]
         states, outs = [self.array(device, n) for n in step.states], [self.array(device, n) for n in step.outs]
-        if step.mode == "partial" and states:  # the kernel knows nothing of other parts
-            self.do(self.binding.bind(self.graph, kernel, ins, [], outs))
+        fixed = [
+            k for k, n in enumerate(step.ins) if n and self.program.buffers[n].tensor in self.resident and n in self.loaded
+        ]
+        before, alone = self.binding.kept, step.mode == "partial" and states  # the kernel knows nothing of other parts
+        self.do(self.binding.bind(self.graph, kernel, ins, [] if alone else states, outs, fixed))
+        self.measured.packed[device] += self.binding.kept - before
+        if alone:
             self.merge(self.monoid(step.op), [states, outs], [outs])
-            return
-        self.do(self.binding.bind(self.graph, kernel, ins, states, outs))
 
     def _on_host(self, step: Launch, device: int, kernel: Kernel) -> Call:
         run = self.target.kernel(self.graph, kernel)

@@ -10,22 +10,28 @@ from __future__ import annotations
 import os
 import random
 import sys
+import tempfile
+from functools import partial
 from itertools import permutations
 
 if __name__ == "__main__" and sys.argv[2:] != ["cuda"]:
     os.environ["TRITON_INTERPRET"] = "1"
 
 import numpy as np
+import onnx
 import torch
+from onnx import TensorProto, helper, numpy_helper
 
 from tapestry import api
+from tapestry.codegen.kernel_sources import distinct_kernels
 from tapestry.codegen.torch_cpu import TorchCpu
 from tapestry.codegen.torch_cpu.kernels import from_numpy, to_numpy
 from tapestry.codegen.triton import KernelConfig
 from tapestry.codegen.triton.run import launcher
 from tapestry.codegen.triton.run.device_target import TritonTarget
 from tapestry.codegen.triton.run.tune import How, choose, measure, random_data, wrong
-from tapestry.codegen.triton.run.tuned import find_device
+from tapestry.codegen.triton.run.tuned import Choice, find_device
+from tapestry.codegen.triton.task.descriptors import kernel_form
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.kernel import Kernel, whole
 from tapestry.ir.monoid import MONOIDS
@@ -34,6 +40,7 @@ from tapestry.ir.program import Program
 from tapestry.ir.syntax.parser import parse
 from tapestry.plan.lower import lower
 from tapestry.runtime.one_process.gpu_devices import GpuExecutor
+from tapestry.runtime.session import Session
 from tests.support.small_models import Case, assert_same, case, execute, mesh_of, peak, planned_transfers, random_plan, save
 
 HERE = find_device()
@@ -186,6 +193,31 @@ def check_host() -> None:
     TritonTarget.from_numpy = None  # type: ignore[assignment]
     again = api.open_session(compiled.build, b"".join(compiled.constants.values())).run(compiled.random_feeds())
     assert all(np.array_equal(a, again.outputs[n]) for n, a in there.outputs.items())
+
+
+def check_once() -> None:
+    """Weights in another order are made when kernels are bound; runs after that only read them."""
+    node = helper.make_node("Conv", ["x", "w"], ["y"], pads=[1, 1, 1, 1])
+    w = np.random.default_rng(0).standard_normal((16, 16, 3, 3)).astype(np.float16)
+    x, y = (helper.make_tensor_value_info(n, TensorProto.FLOAT16, (1, 16, 8, 8)) for n in "xy")
+    graph = helper.make_graph([node], "g", [x], [y], [numpy_helper.from_array(w, "w")])
+    with tempfile.TemporaryDirectory() as folder:
+        onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)]), f"{folder}/m.onnx")
+        compiled = api.compile(f"{folder}/m.onnx", target="triton:sm90", time_limit=1)
+        plan = compiled.build.plan
+        (kernel, _), *_ = distinct_kernels(plan.graph, compiled.build.program).values()
+        assert kernel_form(plan.graph, kernel).packed is not None
+        packed = KernelConfig(bm=16, bn=16, bk=16, packed=True)
+        given = partial(Choice, config=packed)
+        target, passes, run = TritonTarget(HERE, tuned=lambda graph, kernel: given()), list[int](), launcher.launch
+        launcher.launch = lambda tk, arrays, between=None, some=None: (passes.append(len(some)), run(tk, arrays, between, some))
+        session = Session(compiled.build, b"", target, GpuExecutor, source=target.host)
+        feeds = compiled.random_feeds()
+        outs = [session.run(feeds).outputs["y"] for _ in range(2)]
+    assert passes == ([1, 2, 2] if HERE.type == "cpu" else []), passes
+    assert session.executor.described()["copied_weights_bytes"] == [w.nbytes]
+    wanted = torch.conv2d(torch.from_numpy(feeds["x"]).double(), torch.from_numpy(w).double(), padding=1)
+    assert all(np.abs(o - wanted.numpy()).max() < 2e-2 for o in outs) and np.array_equal(*outs)
 
 
 def check_merges() -> None:

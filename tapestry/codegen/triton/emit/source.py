@@ -92,6 +92,7 @@ class Pass:
         takes: for each parameter the buffer it is about: a number below ``len(args)`` is one of the caller's arrays, the
             others are scratch buffers in order.
         descriptors: parameters that are tensor descriptors of their buffer.
+        registers: the most that a thread gets.
     """
 
     function: str
@@ -102,6 +103,7 @@ class Pass:
     takes: tuple[int, ...]
     signature: Mapping[str, str]
     descriptors: Mapping[str, Descriptor] = field(default_factory=dict[str, Descriptor])
+    registers: int = 255
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,6 +219,7 @@ def _pass(held: Frame, function: str, written: Written, config: KernelConfig, bu
         function=function, grid=(written.programs,), num_warps=config.num_warps, num_stages=config.num_stages,
         params=tuple(p for p, _, _ in params), takes=tuple(buffers[n] for _, _, n in params),
         signature={p: t for p, t, _ in params}, descriptors={p: d for p, (_, d) in held.descriptors.items()},
+        registers=config.registers,
     )  # fmt: skip
 
 

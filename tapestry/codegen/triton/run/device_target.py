@@ -6,7 +6,8 @@ On the CPU Triton's interpreter runs them, by the same code path.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from tapestry.codegen.torch_cpu.kernels import Run
 from tapestry.codegen.triton.emit.source import TritonKernel, generate, kernel_key
 from tapestry.codegen.triton.kernel_config import KernelConfig
 from tapestry.codegen.triton.run import launcher
-from tapestry.codegen.triton.run.launcher import Call, Shared, bind, launch, shared_memory
+from tapestry.codegen.triton.run.launcher import Call, Shared, bind, done_once, launch, shared_memory
 from tapestry.codegen.triton.run.machine_code import measured
 from tapestry.codegen.triton.run.tune import sound
 from tapestry.codegen.triton.run.tuned import Choice, Tuned, chip_name, config_from
@@ -59,6 +60,7 @@ class TritonTarget:
         self.tuned, self.libraries = tuned, libraries
         self.host = TorchCpu()
         self.shared: Shared = {}
+        self.kept = 0
         self.made: dict[str, TritonKernel] = {}
 
     def runs_on_host(self, graph: Graph, op: int) -> str:
@@ -136,16 +138,22 @@ class TritonTarget:
         return sound(graph, kernel, self.target, self.precision, shared_memory()).made
 
     def bind(
-        self, graph: Graph, kernel: Kernel, ins: Sequence[Tensor | None], states: Sequence[Tensor], outs: Sequence[Tensor]
-    ) -> Call:
-        """A function that computes one block from these buffers into ``outs``."""
+        self, graph: Graph, kernel: Kernel, ins: Sequence[Tensor | None], states: Sequence[Tensor], outs: Sequence[Tensor],
+        fixed: Collection[int] = (),
+    ) -> Call:  # fmt: skip
+        """A function that computes one block from these buffers into ``outs``; what it can make of ``fixed`` inputs, which
+        never change, is made here, as long as that leaves half of the GPU's memory that is free."""
         theirs = self.libraries and self._choice(graph, kernel).library
         if theirs and (call := launcher.bind_library(graph, kernel, ins, outs)) is not None:
             return call
         made = self._made(graph, kernel)
         given = [x for k in made.reads if (x := ins[k]) is not None]
+        there = [at for at, k in enumerate(k for k in made.reads if ins[k] is not None) if k in fixed]
+        _, nbytes = done_once(made, there)
+        there = there if nbytes <= self._room() else []
+        self.kept += nbytes if there else 0
         try:
-            return bind(made, [*given, *states, *outs], self.shared)
+            return bind(made, [*given, *states, *outs], self.shared, there)
         except TapestryError as e:
             other = self._chosen(graph, kernel)
             if other == made:
@@ -153,6 +161,10 @@ class TritonTarget:
             log.warning("%s: what was measured or is in the build does not run here (%s)", made.name, e.why or e.what)
             self.made[kernel_key(graph, kernel)] = other
             return bind(other, [*given, *states, *outs], self.shared)
+
+    def _room(self) -> float:
+        """Bytes that copies of weights may take."""
+        return torch.cuda.mem_get_info(self.device)[0] / 2 if self.device.type == "cuda" else math.inf
 
     def merge(self, monoid: str, states: Sequence[Sequence[Tensor]]) -> list[Tensor]:
         """Merge the states of several devices, in their order."""

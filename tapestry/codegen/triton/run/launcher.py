@@ -14,7 +14,7 @@ import re
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stdout
 from importlib import import_module
@@ -33,6 +33,7 @@ from tapestry.errors import BuildError, TapestryError
 from tapestry.ir.expr import Acc
 from tapestry.ir.graph import Block, Dim, Graph
 from tapestry.ir.kernel import Kernel, shape
+from tapestry.ir.types import itemsize
 
 Tensor = torch.Tensor
 
@@ -41,6 +42,7 @@ Tensor = torch.Tensor
 
 
 Architecture = tuple[str, int | str, int]  # Triton's backend, architecture and threads per warp
+MOST_REGISTERS = 255  # of a thread
 ALIGNMENT = 16  # bytes: of pointers that 128-bit accesses may start at
 
 
@@ -178,8 +180,15 @@ def load(tk: TritonKernel, folder: Path | None = None, one: Pass | None = None) 
     return getattr(loaded, function)
 
 
-def launch(tk: TritonKernel, arrays: Sequence[torch.Tensor]) -> None:
+def launch(
+    tk: TritonKernel, arrays: Sequence[torch.Tensor], between: Sequence[torch.Tensor] | None = None,
+    passes: Sequence[Pass] | None = None,
+) -> None:  # fmt: skip
     """Run a kernel on contiguous buffers, in the order of ``tk.args``; outputs are written in place.
+
+    Args:
+        between: what lives between the passes; new buffers by default.
+        passes: some of them.
 
     Raises:
         TapestryError: CPU tensors without Triton's interpreter.
@@ -193,8 +202,8 @@ def launch(tk: TritonKernel, arrays: Sequence[torch.Tensor]) -> None:
             where=tk.name,
             hint="set TRITON_INTERPRET=1 before triton is imported, or use the torch-cpu target",
         )
-    buffers = [*(aligned(a) for a in arrays), *scratch(tk, arrays[-1].device)]
-    for one in tk.launches:
+    buffers = [*(aligned(a) for a in arrays), *(scratch(tk, arrays[-1].device) if between is None else between)]
+    for one in tk.launches if passes is None else passes:
         function = load(tk, one=one)[one.grid]
         if on_host:
             with corrected():
@@ -251,7 +260,8 @@ def narrow_view(signature: str) -> str:
 
 def launch_options(one: Pass) -> dict[str, Any]:
     """Compiler options: no contraction into fused multiply-adds, so that every device gives the same bits."""
-    return {"num_warps": one.num_warps, "num_stages": one.num_stages, "enable_fp_fusion": False}
+    limit = {"maxnreg": one.registers} if one.registers < MOST_REGISTERS else {}
+    return {"num_warps": one.num_warps, "num_stages": one.num_stages, "enable_fp_fusion": False, **limit}
 
 
 def _own_folder() -> Path:
@@ -265,11 +275,21 @@ Shared = dict[tuple[int, str], "list[torch.Tensor]"]
 _COMPILED: dict[tuple[object, ...], Any] = {}
 
 
-def bind(tk: TritonKernel, arrays: Sequence[torch.Tensor], shared: Shared | None = None) -> Call:
+def done_once(tk: TritonKernel, fixed: Collection[int]) -> tuple[list[Pass], int]:
+    """The passes of a kernel that need not be run again where some of its arguments never change (by their places in
+    ``tk.args``): copies of weights in another order. With the bytes that they leave between the passes."""
+    last = len(tk.args)
+    found = [p for p in tk.launches[:-1] if all(k in fixed or k >= last for k in p.takes)]
+    left = {k - last for p in found for k in p.takes if k >= last}
+    return found, sum(n * itemsize(d) for k, (d, n) in enumerate(tk.scratch) if k in left)
+
+
+def bind(tk: TritonKernel, arrays: Sequence[torch.Tensor], shared: Shared | None = None, fixed: Collection[int] = ()) -> Call:
     """A function that launches a kernel on these buffers (in the order of ``tk.args``), on the stream that is current then.
 
     Compiling and loading happen here, so that the function may be called while a CUDA graph is captured. ``shared`` keeps what
-    lives between a kernel's passes, for all functions that are bound with it and so must not run at the same time.
+    lives between a kernel's passes, for all functions that are bound with it and so must not run at the same time. What depends
+    on ``fixed`` arguments alone is done here, once (`done_once`).
 
     Raises:
         TapestryError: the kernel needs more than the GPU has. Called with arrays on the CPU, the function raises one without
@@ -280,10 +300,16 @@ def bind(tk: TritonKernel, arrays: Sequence[torch.Tensor], shared: Shared | None
     if not tk.launches:
         return lambda: None
     held = tuple(arrays)
-    if interpreted() or held[0].device.type == "cpu":
-        return lambda: launch(tk, held)
-    buffers = (*held, *_between(tk, held[0].device, {} if shared is None else shared))
-    calls = tuple(_bound(tk, one, buffers) for one in tk.launches)
+    once, device = done_once(tk, fixed)[0], held[0].device
+    later = [one for one in tk.launches if one not in once]
+    if interpreted() or device.type == "cpu":
+        kept = scratch(tk, device) if once else None
+        launch(tk, held, kept, once)
+        return lambda: launch(tk, held, kept, later)
+    buffers = (*held, *_between(tk, device, {} if shared is None or once else shared))
+    for one in once:
+        _bound(tk, one, buffers)()
+    calls = tuple(_bound(tk, one, buffers) for one in later)
 
     def call(keep: tuple[torch.Tensor, ...] = buffers) -> None:
         for each in calls:

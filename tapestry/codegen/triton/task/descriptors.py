@@ -215,7 +215,7 @@ def _with_copies(
     tensors, ins, reads = dict(graph.tensors), list(kernel.ins), list(op.reads)
     made: list[tuple[int, KernelForm]] = []
     scratch: list[tuple[str, int]] = []
-    moved, padding = 0, False
+    moved, repeated, padding = 0, 0, False
     for p, (box, order) in copies.items():
         old = tensors[op.reads[p].tensor]
         step = _ALIGN_OF_PACKED_OPERAND // itemsize(old.dtype)
@@ -229,12 +229,16 @@ def _with_copies(
         made.append((p, _copy(old, new, box, held, padded, order)))
         scratch.append((old.dtype, prod(shape(padded))))
         padding = padding or padded != held
-        moved += 2 * prod(shape(box)) * itemsize(old.dtype)
+        if old.name not in graph.weights:  # whose copies are made once
+            repeated += 1
+            moved += 2 * prod(shape(box)) * itemsize(old.dtype)
     changed = replace(
         graph, tensors=tensors, ops=(*graph.ops[: kernel.op], replace(op, reads=tuple(reads)), *graph.ops[kernel.op + 1 :])
     )
     product = classified(lower(changed, replace(kernel, ins=tuple(ins))), found.precision)
-    return PackedOperands(copies=tuple(made), product=product, scratch=tuple(scratch), moved=moved, padded=padding)
+    return PackedOperands(
+        copies=tuple(made), product=product, scratch=tuple(scratch), moved=moved, repeated=repeated, padded=padding
+    )
 
 
 def _copy(old: Tensor, new: Tensor, box: Box, held: Box, padded: Box, order: tuple[int, ...]) -> KernelForm:

@@ -368,7 +368,8 @@ class PackedOperands:
         copies: for each copied read its position and the copy, in order; copy j writes scratch buffer j.
         product: the contraction, with the same read positions.
         scratch: (dtype, elements) of the copies.
-        moved: bytes that the copies read and write.
+        moved: bytes that the copies read and write, at every run; weights are copied once.
+        repeated: copies that every run makes.
         padded: whether some row is longer than what it holds.
     """
 
@@ -376,6 +377,7 @@ class PackedOperands:
     product: KernelForm
     scratch: tuple[tuple[str, int], ...]
     moved: int
+    repeated: int
     padded: bool
 
 
