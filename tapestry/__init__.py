@@ -47,14 +47,7 @@ def __getattr__(name: str) -> Any:
     if name == "draw":
         return tool("viewer.draw")
     if name == "__version__":
-        from importlib import metadata
+        from tapestry.flags import version
 
-        try:
-            return metadata.version("tapestry")
-        except metadata.PackageNotFoundError:  # run from a checkout that nobody installed
-            import tomllib
-            from pathlib import Path
-
-            file = Path(__file__).parents[1] / "pyproject.toml"
-            return tomllib.loads(file.read_text())["project"]["version"] if file.is_file() else "not installed"
+        return version()
     raise AttributeError(name)

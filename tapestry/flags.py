@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import tomllib
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 
 from tapestry.errors import TapestryError
@@ -194,3 +196,12 @@ def interpreted() -> dict[str, str]:
 def interprets() -> bool:
     """Whether Triton interprets kernels in this process."""
     return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def version() -> str:
+    """The package's, of a checkout that nobody installed as well."""
+    try:
+        return metadata.version("tapestry")
+    except metadata.PackageNotFoundError:
+        file = Path(__file__).parents[1] / "pyproject.toml"
+        return tomllib.loads(file.read_text())["project"]["version"] if file.is_file() else "not installed"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import prod
 
 import numpy as np
@@ -36,6 +37,7 @@ from tapestry.rewrites.contractions import FuseContraction, FuseSums, NarrowFact
 from tapestry.rewrites.core.driver import chosen, simplify
 from tapestry.rewrites.core.edit import Tile, evaluated, loaded, tile_of
 from tapestry.rewrites.core.rule import Move
+from tapestry.rewrites.lay_out import LayOut, gathered
 from tapestry.rewrites.maps.inline_map import InlineMap
 
 LOWERINGS = 16  # how many better-looking alternatives are lowered to see whether they fit into memory
@@ -409,9 +411,33 @@ def fused(graph: Graph, machine: Machine, disabled: frozenset[str] = _NONE) -> t
     graph, first = (graph, list[Move]()) if machine.eager else chosen(NarrowFactors(), graph)
     graph, moves = chosen(InlineMap(), graph, accept)
     graph, reduced = chosen(FuseContraction(), graph, accept_product)
+    graph, laid = (graph, list[Move]()) if machine.eager else chosen(LayOut(), graph, partial(_lays_out, graph))
     graph, more = chosen(FuseSums(), graph)
-    found = [*first, *moves, *reduced, *more]
+    found = [*first, *moves, *reduced, *laid, *more]
     return (simplify(graph, disabled=disabled) if found else graph), found
+
+
+def _lays_out(graph: Graph, old: Sequence[Op], new: Sequence[Op]) -> bool:
+    """Whether another order of axes pays: loads of matrix units that go along rows then, a tensor that follows its readers that
+    were laid out anew, or a contraction that another one can be put beside. Only matrix units of 16 bits need rows."""
+    before, after = ([op for op in ops if isinstance(op, Block)] for ops in (old, new))
+    held = graph.tensors.get(before[0].outs[0])
+    if held is None or itemsize(held.dtype) != 2:  # laid out already, or of no 16 bits
+        return False
+    maker, own = after[0], {r.tensor for r in before[0].reads}
+    if len(maker.dims) < len(before[0].dims):
+        sizes = [d.size for d in maker.dims], [d.size for d in maker.reduce]
+        return products(maker) is not None and any(
+            sizes == ([d.size for d in op.dims], [d.size for d in op.reduce]) and own & set(op.inputs) and products(op)
+            for op in graph.ops
+            if isinstance(op, Block) and op.outs != before[0].outs
+        )
+    count = [
+        sum(gathered(r, op) is not None for op in ops[1:] for r in op.reads if r.tensor in made.outs)
+        for ops, made in ((before, before[0]), (after, maker))
+    ]
+    followed = any(t not in graph.tensors for op in before[1:] for t in op.outs)
+    return count[1] < count[0] or (count[1] == count[0] and followed)
 
 
 def seconds(graph: Graph, op: Block, machine: Machine) -> float:

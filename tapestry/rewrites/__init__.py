@@ -17,12 +17,13 @@ from tapestry.rewrites import split as split
 from tapestry.rewrites import tiled_region as tiled_region
 from tapestry.rewrites import fuse_rows as fuse_rows
 from tapestry.rewrites import joined_reductions as joined_reductions
+from tapestry.rewrites import lay_out as lay_out
 from tapestry.rewrites import stream_softmax as stream_softmax
 
 ORDER = (
-    "block_scan", "share", "drop_dead", "compose_views", "drop_results", "inline_map", "fuse_contraction", "route_products",
-    "fuse_epilogue", "fuse_maps", "fuse_nested", "fuse_places", "fuse_product", "fuse_results", "fuse_rows", "fuse_sums",
-    "micro_batch", "narrow_factors", "overlap", "recompute", "select_first", "slice_dilated", "slice_strided", "split",
+    "block_scan", "share", "drop_dead", "compose_views", "drop_results", "inline_map", "lay_out", "fuse_contraction",
+    "route_products", "fuse_epilogue", "fuse_maps", "fuse_nested", "fuse_places", "fuse_product", "fuse_results", "fuse_rows",
+    "fuse_sums", "micro_batch", "narrow_factors", "overlap", "recompute", "select_first", "slice_dilated", "slice_strided", "split",
     "split_reduce", "split_time", "stream_softmax", "unfuse",
 )  # fmt: skip
 

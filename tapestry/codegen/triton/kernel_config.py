@@ -332,8 +332,8 @@ def _dot(form: KernelForm, chip: Chip) -> list[tuple[float, KernelConfig]]:
                 continue
             config = KernelConfig(bm=bm, bn=bn, bk=bk, num_warps=warps, num_stages=stages, split_k=parts)
             forms = [*_forms(config, ready, c, form.task, chip, stored)]
-            if half and chip.of_warps and stages == 4:  # a stage less leaves room for another program
-                forms += [replace(each, num_stages=3) for each in forms if not each.persistent]
+            fewer = half and chip.of_warps and stages == 4  # a stage less leaves room for another program
+            forms += [replace(each, num_stages=3) for each in forms if fewer and not each.persistent]
             found += [(slow * t, k) for t, k in (_timed(each, form, c, chip, step) for each in forms)]
     return sorted(found, key=lambda f: f[0])
 
@@ -348,7 +348,9 @@ def _programs(k: KernelConfig, form: KernelForm, c: Contraction, chip: Chip, ste
         return 1
     sums = k.bm * k.bn * len(c.pairs) // (chip.warp * k.num_warps)
     registers = min(k.registers, sums + 30 + min(_after(form), sums))
-    return max(1, min(chip.shared_unit // (k.num_stages * step + 1024), chip.registers // (registers * chip.warp * k.num_warps)))
+    return max(
+        1, min(chip.shared_unit // (k.num_stages * step + 1024), chip.registers // (registers * chip.warp * k.num_warps))
+    )
 
 
 def _timed(k: KernelConfig, form: KernelForm, c: Contraction, chip: Chip, step: int) -> tuple[float, KernelConfig]:
@@ -516,7 +518,7 @@ def _stream(form: KernelForm, s: Stream, chip: Chip) -> Iterator[KernelConfig]:
     if not half and wide > 64 and chip.of_warps:
         table = (table[1], table[0], *table[2:])  # ptxas spills with the other
     if half and 64 < wide <= 128 and chip.arch in (90, 100):
-        # 128 keys: a program has the multiprocessor for itself either way, and does 498 instructions for them, not 2 x 347 (sm90)
+        # a program has the multiprocessor for itself either way: 498 instructions for 128 keys, not 2 x 347 (sm90)
         table = (table[1], table[0], *table[2:])
     if half and 64 < wide <= 128 and chip.backend == "hip":
         table = ((128, 32, 8, 2), *table)  # with more keys the loop with a mask takes every register

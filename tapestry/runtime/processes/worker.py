@@ -23,7 +23,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
-import tapestry
 from tapestry import flags
 from tapestry.build.store import Build
 from tapestry.errors import RunError, TapestryError
@@ -71,7 +70,7 @@ def world_of(job: Job, device: torch.device) -> dict[str, Any]:
     """All that results depend on and that a rank cannot see of another one."""
     matmul = torch.backends.cuda.matmul
     return {
-        "build": job.identity, "tapestry": tapestry.__version__, "messages": VERSION,
+        "build": job.identity, "tapestry": flags.version(), "messages": VERSION,
         "torch": str(torch.__version__), "byte order": sys.byteorder, "devices": job.build.program.devices,
         "batches": [b.name for b in job.batches], "inputs": sorted({n for b in job.batches for n, _ in b.inputs}),
         "seed": sorted({b.seed for b in job.batches if b.source is None}), "threads": job.threads,

@@ -311,7 +311,7 @@ def _compiled(made: Sequence[TritonKernel], target: str) -> list[list[Assembled]
         made = [replace(tk, passes=tuple(replace(p, num_stages=min(2, p.num_stages)) for p in tk.passes)) for tk in made]
     todo = [(tk, one) for tk, why in zip(made, refused, strict=True) if why is None for one in tk.passes]
     found = iter(assemble_all(todo, (chip.backend, chip.arch, chip.warp)))
-    return [why or _whole(tk, [next(found) for _ in tk.passes]) for tk, why in zip(made, refused, strict=True)]
+    return [why or _or_refused(tk, [next(found) for _ in tk.passes]) for tk, why in zip(made, refused, strict=True)]
 
 
 def _refusal(tk: TritonKernel, name: str) -> TapestryError | None:
@@ -324,7 +324,7 @@ def _refusal(tk: TritonKernel, name: str) -> TapestryError | None:
     return None
 
 
-def _whole(tk: TritonKernel, passes: Sequence[Assembled | Exception]) -> list[Assembled] | Exception:
+def _or_refused(tk: TritonKernel, passes: Sequence[Assembled | Exception]) -> list[Assembled] | Exception:
     """The passes of a kernel, or what it is refused with; what this machine lacks is no fault of the kernel's."""
     bad = next((p for p in passes if isinstance(p, Exception)), None)
     if bad is None:
