@@ -24,9 +24,8 @@ from tapestry.lift.builder import LIFTERS
 from tapestry.lift.operators import conv, elementwise, gather
 from tapestry.lift.operators import shape as shapes
 from tapestry.plan import lower, strategy
-from tapestry.rewrites import slice_strided, tiled_region
+from tapestry.rewrites import inline_map, slice_strided, tiled_region
 from tapestry.rewrites.core import edit
-from tapestry.rewrites.maps import inline_map
 
 
 @dataclass(slots=True)

@@ -37,8 +37,8 @@ from tapestry.rewrites.contractions import FuseContraction, FuseSums, NarrowFact
 from tapestry.rewrites.core.driver import chosen, simplify
 from tapestry.rewrites.core.edit import Tile, evaluated, loaded, tile_of
 from tapestry.rewrites.core.rule import Move
+from tapestry.rewrites.inline_map import InlineMap
 from tapestry.rewrites.lay_out import LayOut, gathered
-from tapestry.rewrites.maps.inline_map import InlineMap
 
 LOWERINGS = 16  # how many better-looking alternatives are lowered to see whether they fit into memory
 NOISE = 1e-3  # parts below this share of the largest one are left out

@@ -11,7 +11,7 @@ from tapestry.rewrites.equations.rule_texts import load_rules as load_rules
 from tapestry.rewrites.equations.rule_texts import register_file
 from tapestry.rewrites import algebra as algebra
 from tapestry.rewrites import contractions as contractions
-from tapestry.rewrites.maps import inline_map as inline_map
+from tapestry.rewrites import inline_map as inline_map
 from tapestry.rewrites import slice_strided as slice_strided
 from tapestry.rewrites import split as split
 from tapestry.rewrites import tiled_region as tiled_region
@@ -23,11 +23,11 @@ from tapestry.rewrites import stream_softmax as stream_softmax
 ORDER = (
     "block_scan", "share", "drop_dead", "compose_views", "drop_results", "inline_map", "lay_out", "fuse_contraction",
     "route_products", "fuse_epilogue", "fuse_maps", "fuse_nested", "fuse_places", "fuse_product", "fuse_results", "fuse_rows",
-    "fuse_sums", "micro_batch", "narrow_factors", "overlap", "recompute", "select_first", "slice_dilated", "slice_strided", "split",
-    "split_reduce", "split_time", "stream_softmax", "unfuse",
+    "fuse_sums", "micro_batch", "narrow_factors", "overlap", "recompute", "select_first", "slice_dilated", "slice_strided",
+    "split", "split_reduce", "split_time", "stream_softmax", "unfuse",
 )  # fmt: skip
 
 for _name in ("fuse_maps", "fuse_places", "select_first"):
-    register_file(Path(__file__).parent / "maps" / f"{_name}.tap")
+    register_file(Path(__file__).parent / f"{_name}.tap")
 for _name in ORDER:  # behind the equations, which are tried first
     RULES[_name] = RULES.pop(_name)

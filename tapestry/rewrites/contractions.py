@@ -43,8 +43,8 @@ from tapestry.rewrites.core.edit import (
     without_casts,
 )
 from tapestry.rewrites.core.rule import Draft, Match, PairRule, Refusal, refuse, register
+from tapestry.rewrites.inline_map import MOST_NODES
 from tapestry.rewrites.joined_reductions import Merged, side_by_side
-from tapestry.rewrites.maps.inline_map import MOST_NODES
 
 
 @register

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -331,11 +331,17 @@ def _dot(form: KernelForm, chip: Chip) -> list[tuple[float, KernelConfig]]:
             if parts > 1 and not splits(form, parts, 1 if f else bk):
                 continue
             config = KernelConfig(bm=bm, bn=bn, bk=bk, num_warps=warps, num_stages=stages, split_k=parts)
-            forms = [*_forms(config, ready, c, form.task, chip, stored)]
-            fewer = half and chip.of_warps and stages == 4  # a stage less leaves room for another program
-            forms += [replace(each, num_stages=3) for each in forms if fewer and not each.persistent]
+            forms = _with_room(_forms(config, ready, c, form.task, chip, stored), half and chip.of_warps)
             found += [(slow * t, k) for t, k in (_timed(each, form, c, chip, step) for each in forms)]
     return sorted(found, key=lambda f: f[0])
+
+
+def _with_room(forms: Iterable[KernelConfig], wanted: bool) -> Iterator[KernelConfig]:
+    """Configs, and where that is wanted those of four stages with three, which leaves room for another program."""
+    for k in forms:
+        yield k
+        if wanted and k.num_stages == 4 and not k.persistent:
+            yield replace(k, num_stages=3)
 
 
 def _programs(k: KernelConfig, form: KernelForm, c: Contraction, chip: Chip, step: int) -> int:
