@@ -44,13 +44,13 @@ class LayOut(MatchRule):
         graph g
         input x: f16[2, 5]
         input w: f16[5, 6]
-        t_laid: f16[2, 6] = op [i: 2, n: 6 | m: 5 sum]
+        t.laid: f16[2, 6] = op [i: 2, n: 6 | m: 5 sum]
           reads x[i, m], w[m, n]
           body cast(x, f32) * cast(w, f32)
           then cast(acc0, f16) * f16(0.5)
         y: f16[2] = op [i: 2 | d: 2 sum]
-          reads t_laid[i, d + 2]
-          body cast(t_laid, f32)
+          reads t.laid[i, d + 2]
+          body cast(t.laid, f32)
           then cast(acc0, f16)
         output y
     legal when: the tensor is no output of the graph, and is made and read by block operations that are not split; axes that are
@@ -96,7 +96,7 @@ def _laid(draft: Draft, at: int, op: Block, readers: dict[int, Op | None], order
             return refuse("the axes are not used together alone", " and ".join(op.dims[a].name for a in axes))
     names: dict[str, str] = {}
     for t in op.outs:
-        names[t] = unused(f"{t}_laid", {*draft.tensors, *names.values()})
+        names[t] = unused(f"{t}.laid", {*draft.tensors, *names.values()})
     moved: dict[int, tuple[Op, ...]] = {}
     for i, reader in readers.items():
         assert isinstance(reader, Block)

@@ -81,7 +81,7 @@ def test_a_plan_for_a_gpu_computes_the_same(make, tmp_path: Path) -> None:
     after, moves = fused(graph, GPU)
     assert any(m.rule == "lay_out" for m in moves)
     plain, _ = fused(graph, Machine(device=GPU.device, eager=True))
-    assert not any(t.endswith("_laid") for t in plain.tensors), "a CPU has its own order of buffers"
+    assert not any(t.endswith(".laid") for t in plain.tensors), "a CPU has its own order of buffers"
     wanted, found = interp.run(graph, data)["y"], interp.run(after, data)["y"]
     assert np.abs(wanted.astype(float) - found.astype(float)).max() <= 4e-3 * np.abs(wanted.astype(float)).max()
 
@@ -89,7 +89,7 @@ def test_a_plan_for_a_gpu_computes_the_same(make, tmp_path: Path) -> None:
 def test_convolutions_read_and_write_channels_last(tmp_path: Path) -> None:
     graph, _ = lifted(network(), tmp_path / "m.onnx")
     after, _ = fused(graph, GPU)
-    assert {after.tensors[t].shape for t in after.tensors if t.endswith("_laid")} == {(2, 5, 4, 6)}
+    assert {after.tensors[t].shape for t in after.tensors if t.endswith(".laid")} == {(2, 5, 4, 6)}
 
 
 def test_scaled_projections_are_put_beside_the_others(tmp_path: Path) -> None:

@@ -4,14 +4,17 @@ The file is run by a reference with its intermediate values kept (`model_values`
 the same name: the operation that writes it is computed at some cells (`cell_sample`) from the reference's values of what it
 reads, and must give the reference's value there (`cell_tolerance`). By induction over the graph, a plan whose operations all do
 computes the model. Tensors that the model does not have (states, parts, results that were fused away) are followed back
-to those that it has; a part whose name begins with a value's is taken for a slice of it where the cells agree.
+to those that it has; one whose name begins with a value's is taken for a slice of it, or for it with its axes in another
+order, where the cells agree.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
+import operator
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -32,10 +35,15 @@ from tapestry.verify.model.counterparts import Counterparts
 from tapestry.verify.model.model_values import LAW, ModelFile, Reader, ReferenceValues, awkward
 
 Array = np.ndarray[Any, Any]
+View = Callable[[Array], Array]
+Claim = tuple[str, View]
+"""A value of the model, and what a tensor of the plan is of it."""
 CELLS, WORK = 192, 1 << 21  # of the first of equal operations: cells, and index points for them
 AGAIN, AGAIN_WORK = 12, 1 << 17  # of every other one
 BEHIND = 8  # index points that a cell which is followed back may take before fewer cells are looked at
 ALL = 1 << 12  # cells of an operation that reads constants which the model does not have
+MOST_AXES = 6  # of an array whose axes may be in any order
+MOSTLY = 0.75  # of the cells, which an order of axes must give to be taken for a tensor's; what is left may be rounding
 DRAWS = 4096  # cells of a random operation
 SECOND_OPINION = 1 << 18  # index points of an operation on awkward numbers for which the slow reference is asked
 
@@ -74,7 +82,8 @@ class _Check:
     compared: Compared
     seed: int
     lenient: bool = False  # of awkward values: where two references differ, nothing is asked
-    claims: dict[str, Array] = field(default_factory=dict[str, Array])
+    claims: dict[str, Claim] = field(default_factory=dict[str, Claim])
+    held: dict[str, Array] = field(default_factory=dict[str, Array])
     values: CellValues = field(init=False)
     makers: dict[str, Op] = field(init=False)
 
@@ -93,7 +102,10 @@ class _Check:
         if name in self.graph.weights:
             return self.read(name)
         if name in self.claims:
-            return self.claims[name]
+            if name not in self.held:
+                base, view = self.claims[name]
+                self.held[name] = view(np.asarray(self.run.values[base]))
+            return self.held[name]
         value = self.run.values.get(name)
         if name in self.run.values and self.graph.tensors[name].on_host:
             return HostValue(value)
@@ -122,6 +134,7 @@ def check(
     counts = Counter[str](facts(graph, model, read))
     own = (graph if lifted is None else lifted) if special and operands else None
     wanted = {t for g in (graph, own) if g for t in g.tensors if t not in g.weights or t not in model.initializers}
+    wanted |= {base for t in graph.tensors for base in _bases(t)}
     run = ReferenceValues(model, feeds, wanted)
     c = _Check(graph, model, run, read, Compared(run.by, counts, run.refused), seed)
     _types(c)
@@ -162,7 +175,7 @@ def _awkward(c: _Check, feeds: Mapping[str, Any], wanted: Collection[str], ops: 
         run = ReferenceValues(c.model, feeds, wanted)
     except (TapestryError, ArithmeticError, ValueError):
         return
-    odd = _Check(c.graph, c.model, run, c.read, Compared(run.by), c.seed, lenient=True)
+    odd = _Check(c.graph, c.model, run, c.read, Compared(run.by), c.seed, lenient=True, claims=c.claims)
     for i in sorted(ops):
         op = c.graph.ops[i]
         if isinstance(op, Block) and all(t in run.values for t in op.outs):
@@ -232,10 +245,11 @@ def _operation(c: _Check, op: Op, first: bool, number: int) -> None:
         _opaque(c, op, number, first)
     elif all(t in c.run.values for t in op.outs):
         _block(c, op, first, number)
-    elif any(t in c.run.values for t in op.outs):
-        _block(c, op, first, number, [k for k, t in enumerate(op.outs) if t in c.run.values])
-    elif not _claimed(c, op, number):
-        c.compared.counts["followed back"] += 1
+    else:
+        if named := [k for k, t in enumerate(op.outs) if t in c.run.values]:
+            _block(c, op, first, number, named)
+        if not _claimed(c, op, first, number, [t for t in op.outs if t not in c.run.values]) and not named:
+            c.compared.counts["followed back"] += 1
 
 
 def _block(c: _Check, op: Block, first: bool, number: int, which: Collection[int] | None = None) -> None:
@@ -260,7 +274,7 @@ def _held(c: _Check, op: Block, k: int, points: Array, made: tuple[Array, Array]
     """One output at some cells: near, or explained by rounding, or what another evaluator says."""
     name = op.outs[k]
     dtype = c.graph.tensors[name].dtype
-    reference = np.asarray(c.run.values[name])[tuple(points.T)].reshape(len(points))
+    reference = np.asarray(c.known(name))[tuple(points.T)].reshape(len(points))
     unit = c.values.unit
     good = same(*made, reference, dtype, unit)
     if good.all():
@@ -279,7 +293,9 @@ def _held(c: _Check, op: Block, k: int, points: Array, made: tuple[Array, Array]
         if not len(bad):
             return
     slow = c.lenient and math.prod(d.size for d in op.space) > SECOND_OPINION
-    other, law = None if slow else c.run.again(name), LawError
+    base, view = c.claims.get(name, (name, np.asarray))
+    other, law = None if slow else c.run.again(base), LawError
+    other = view(other) if is_array(other) and base != name and other.shape == np.shape(c.run.values[base]) else other
     if is_array(other) and other.shape == c.graph.tensors[name].shape:
         there = other[tuple(points[bad].T)].reshape(len(bad))
         agrees = same(made[0][bad], made[1][bad], there, dtype, unit)
@@ -318,54 +334,64 @@ def _drawn_alike(theirs: Any, mine: Any, name: str, op: Op) -> None:
         raise LawError(LAW, f"'{name}' is drawn from another distribution", where=where(op), why=why)
 
 
-def _claimed(c: _Check, op: Block, number: int) -> bool:
-    """Whether all outputs are slices of values that their names begin with, at the cells that were looked at."""
+def _claimed(c: _Check, op: Block, first: bool, number: int, outs: Sequence[str]) -> bool:
+    """Whether outputs are slices of values that their names begin with, at the cells that were looked at, or these with their
+    axes in another order, which most cells show; then all of them are held to it.
+
+    Raises:
+        LawError: some cells differ.
+    """
     rng = np.random.default_rng((c.seed, number))
-    views = [_base(c, t) for t in op.outs]
-    if any(v is None for v in views):
+    bases = {t: next((b for b in _bases(t) if is_array(c.run.values.get(b))), None) for t in outs}
+    if any(b is None for b in bases.values()):
         return False
-    points = cells(op, c.graph, rng, AGAIN, AGAIN_WORK)
+    points = cells(op, c.graph, rng, *((CELLS, WORK) if first else (AGAIN, AGAIN_WORK)))
     c.values.unit, c.values.random = 0.0, False
     made = c.values.block(op, points)
-    found: dict[str, Array] = {}
-    for t, base, values in zip(op.outs, views, made, strict=True):
+    found: dict[str, Claim] = {}
+    for t, base in bases.items():
         assert base is not None
-        view = _slice_around(base, c.graph.tensors[t].shape, points, values, c.graph.tensors[t].dtype, c.values.unit)
-        if view is None:
+        shape, dtype, values = c.graph.tensors[t].shape, c.graph.tensors[t].dtype, made[op.outs.index(t)]
+        whole = np.asarray(c.run.values[base])
+        views = [] if whole.dtype != numpy_dtype(dtype) else [*_slices(whole.shape, shape), *_orders(whole.shape, shape)]
+        right = [same(*values, v(whole)[tuple(points.T)], dtype, c.values.unit).mean() for v in views]
+        best = int(np.argmax(right)) if right else 0
+        if not right or right[best] < (MOSTLY if math.prod(whole.shape) == math.prod(shape) else 1):
             return False
-        found[t] = view
+        found[t] = base, views[best]
     c.claims |= found
     c.compared.counts["cells"] += len(points)
     c.compared.counts["slices"] += len(found)
+    for t in found:
+        k = op.outs.index(t)
+        _held(c, op, k, points, made[k], number)
     return True
 
 
-def _base(c: _Check, name: str) -> Array | None:
-    """The value whose name, up to a dot, a tensor's name begins with."""
+def _bases(name: str) -> Iterator[str]:
+    """The names that a tensor's name begins with, up to a dot, the longest first."""
     while "." in name:
-        name = name.rpartition(".")[0]
-        value = c.run.values.get(name)
-        if is_array(value):
-            return value
-    return None
+        yield (name := name.rpartition(".")[0])
 
 
-def _slice_around(
-    base: Array, shape: tuple[int, ...], points: Array, made: tuple[Array, Array], dtype: str, unit: float
-) -> Array | None:
-    """The part of a value, along one axis, that has some values at some cells."""
-    if base.ndim != len(shape) or base.dtype != numpy_dtype(dtype):
-        return None
-    longer = [a for a, (n, m) in enumerate(zip(base.shape, shape, strict=True)) if n != m]
-    if len(longer) > 1 or any(base.shape[a] < shape[a] for a in longer):
-        return None
-    axis = longer[0] if longer else 0
-    for start in range(base.shape[axis] - shape[axis] + 1) if longer else (0,):
-        place = [points[:, a] + (start if longer and a == axis else 0) for a in range(base.ndim)]
-        if same(*made, base[tuple(place)], dtype, unit).all():
-            part = [slice(start, start + shape[a]) if longer and a == axis else slice(None) for a in range(base.ndim)]
-            return base[tuple(part)]
-    return None
+def _slices(whole: tuple[int, ...], shape: tuple[int, ...]) -> Iterator[View]:
+    """The parts of an array along one axis, of some shape."""
+    longer = [a for a, (n, m) in enumerate(zip(whole, shape, strict=False)) if n != m]
+    if len(whole) != len(shape) or len(longer) > 1 or any(whole[a] < shape[a] for a in longer):
+        return
+    for start in range(whole[longer[0]] - shape[longer[0]] + 1) if longer else (0,):
+        part = [slice(start, start + m) if a in longer else slice(None) for a, m in enumerate(shape)]
+        yield lambda x, part=tuple(part): x[part]
+
+
+def _orders(whole: tuple[int, ...], shape: tuple[int, ...]) -> Iterator[View]:
+    """The array with its axes in another order, neighbours joined where the shape has fewer."""
+    if math.prod(whole) != math.prod(shape) or len(whole) > MOST_AXES:
+        return
+    for order in itertools.permutations(range(len(whole))):
+        ends, wanted = ({*itertools.accumulate(sizes, operator.mul)} for sizes in ([whole[a] for a in order], shape))
+        if wanted <= ends:  # each axis of the shape ends where one of the array's does
+            yield lambda x, order=order: x.transpose(order).reshape(shape)
 
 
 def _opaque(c: _Check, op: Opaque, number: int, first: bool) -> None:
