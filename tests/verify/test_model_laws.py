@@ -7,6 +7,7 @@ import json
 import random
 import shutil
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -18,11 +19,13 @@ from onnx import helper, numpy_helper
 import tapestry
 import tapestry.api
 from tapestry.errors import BuildError, LawError
-from tapestry.ir.expr import Call
+from tapestry.ir.expr import Call, Const, Index, call
 from tapestry.ir.graph import map_exprs
+from tapestry.ir.index import dim
 from tapestry.lift import lift, read_weight
 from tapestry.lift.file.structure import load
 from tapestry.model_evidence import arrays, compare
+from tapestry.plan.alternatives import fused
 from tapestry.rewrites.core.driver import simplify
 from tapestry.runtime.feeds import random_feeds
 from tapestry.saved_build import verify_build
@@ -31,6 +34,7 @@ from tapestry.verify.model.awkward_operands import within_rounding
 from tapestry.verify.model.cell_values import same
 from tapestry.verify.model.counterparts import near
 from tapestry.verify.model.model_values import ModelFile, ReferenceValues
+from tests.rewrites.test_lay_out import GPU, network
 from tests.support.command_line import run
 from tests.support.faults import edited_build, graph_edits
 from tests.support.faults.edited_model import mixed
@@ -276,3 +280,50 @@ def test_no_finite_number_is_near_an_infinite_one() -> None:
     """Nor an infinity near the other one; slack that is infinite excuses nothing."""
     values, reference = np.array([3e38, np.inf, np.inf, 5.0, np.nan]), np.array([np.inf, -np.inf, np.inf, 0.0, np.nan])
     assert same(values, np.array([0, 0, 0, np.inf, 0]), reference, "f32", 0.0).tolist() == [False, False, True, False, True]
+
+
+def laid_out(tmp_path: Path):
+    """A network in float16 as a plan for a GPU has it, channels last, and its comparison with the file."""
+    path = tmp_path / "m.onnx"
+    onnx.save(network(), path)
+    found = lift(path)
+    graph, _ = fused(simplify(found.graph), GPU)
+    assert any(t.endswith(".laid") for t in graph.tensors)
+
+    def compared_with(g):
+        read = partial(_weight, path, g, found.constants)
+        return model_laws.check(g, ModelFile(load(path), path.parent), random_feeds(g, 0), read, special=False).counts
+
+    return graph, compared_with
+
+
+def _weight(path, graph, constants, name):
+    return read_weight(path, graph.weights[name], graph.tensors[name], constants=constants)
+
+
+def test_tensors_with_channels_last_are_the_models(tmp_path):
+    graph, compared_with = laid_out(tmp_path)
+    counts = compared_with(graph)
+    laid = sum(t.endswith(".laid") for t in graph.tensors)
+    assert counts["slices"] == laid and not counts["followed back"]
+
+
+def test_faults_in_tensors_with_channels_last_are_found(tmp_path):
+    """In an operation that makes one, few of its cells are other than the model's; in one that reads it, axes are exchanged."""
+    graph, compared_with = laid_out(tmp_path)
+    at = next(i for i, op in enumerate(graph.ops) if op.outs[0].endswith(".laid"))
+    op = graph.ops[at]
+    (e,) = op.then or op.body
+    far = Index(dim(op.dims[-1].name), "i64")
+    wrong = call("where", call("eq", far, Const(2, "i64")), call("add", e, Const(0.5, "f16")), e)
+    edited = replace(op, **({"then": (wrong,)} if op.then else {"body": (wrong,)}))
+    with pytest.raises(LawError, match="is not the model's"):
+        compared_with(replace(graph, ops=(*graph.ops[:at], edited, *graph.ops[at + 1 :])))
+    reader = next(i for i, o in enumerate(graph.ops) if any(r.tensor == op.outs[0] for r in o.reads))
+    swapped = tuple(
+        replace(r, index=(r.index[0], r.index[2], r.index[1], r.index[3])) if r.tensor == op.outs[0] else r
+        for r in graph.ops[reader].reads
+    )
+    ops = (*graph.ops[:reader], replace(graph.ops[reader], reads=swapped), *graph.ops[reader + 1 :])
+    with pytest.raises(LawError, match="is not the model's"):
+        compared_with(replace(graph, ops=ops))
