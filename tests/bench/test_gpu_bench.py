@@ -20,7 +20,7 @@ def options(tmp_path: Path, **more: object) -> argparse.Namespace:
 
 
 def test_a_row_that_hangs_costs_itself_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "SECTION", "tests.bench.test_gpu")
+    monkeypatch.setattr(gpu, "SECTION", "tests.bench.test_gpu_bench")
     monkeypatch.setattr(gpu, "IDLE", 4.0)
     found = {r["case"]: r["passed"] for r in gpu.run(options(tmp_path))}
     assert found == {"a": True, "hangs": False, "b": True, "dies": False, "c": True}
