@@ -33,7 +33,7 @@ from tapestry.pass_runner import Runner
 from tapestry.rewrites.core.driver import rule_names
 
 FOLDER = record.WORK / "with_book"
-LONG: dict[str, Any] = {"s72": 8, "s53": 4096}
+LONG: dict[str, Any] = {"s72": 8, "s43": 8, "s53": 4096}
 LLAMAS = {"llama_7b": LONG, "llama_70b": LONG}
 ENCODERS = {f"encoder {n}": n for n in (6, 12, 24, 48)}
 MESHES = {"2": "cpu", "2x2": "cpu", "2x4": "cpu", "8": "h100", "8x8": "h100"}

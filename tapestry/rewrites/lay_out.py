@@ -49,8 +49,8 @@ class LayOut(MatchRule):
           body cast(x, f32) * cast(w, f32)
           then cast(acc0, f16) * f16(0.5)
         y: f16[2] = op [i: 2 | d: 2 sum]
-          reads t.laid[i, d + 2]
-          body cast(t.laid, f32)
+          reads a0 = t.laid[i, d + 2]
+          body cast(a0, f32)
           then cast(acc0, f16)
         output y
     legal when: the tensor is no output of the graph, and is made and read by block operations that are not split; axes that are

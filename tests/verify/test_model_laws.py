@@ -34,11 +34,11 @@ from tapestry.verify.model.awkward_operands import within_rounding
 from tapestry.verify.model.cell_values import same
 from tapestry.verify.model.counterparts import near
 from tapestry.verify.model.model_values import ModelFile, ReferenceValues
-from tests.rewrites.test_lay_out import GPU, network
 from tests.support.command_line import run
 from tests.support.faults import edited_build, graph_edits
 from tests.support.faults.edited_model import mixed
 from tests.support.faults.graph_edits_awkward import ALL_EDITS
+from tests.support.half_networks import GPU, network
 from tests.support.small_models import MODELS, N, net
 
 NO_PLACE = {"guard_dropped", "weight_at_another_place", "literal_scaled", "literal_negated"}
