@@ -17,7 +17,7 @@ from tapestry.rewrites.core.driver import apply_moves, simplify
 from tapestry.rewrites.core.rule import RULES, Move
 from tapestry.verify import interp
 from tapestry.verify.rewriting.proofs import UNPROVED, prove_step
-from tests.support.half_networks import GPU, HALF, network, projections
+from tests.support.halo_nets import GPU, HALF, network, projections
 
 
 def lifted(made: onnx.ModelProto, path: Path) -> tuple[Graph, dict[str, np.ndarray]]:

@@ -38,7 +38,7 @@ from tests.support.command_line import run
 from tests.support.faults import edited_build, graph_edits
 from tests.support.faults.edited_model import mixed
 from tests.support.faults.graph_edits_awkward import ALL_EDITS
-from tests.support.half_networks import GPU, network
+from tests.support.halo_nets import GPU, network
 from tests.support.small_models import MODELS, N, net
 
 NO_PLACE = {"guard_dropped", "weight_at_another_place", "literal_scaled", "literal_negated"}

@@ -21,6 +21,7 @@ from tapestry.codegen.triton.run.device_target import TritonTarget
 from tapestry.codegen.triton.run.tune import Trial, choose
 from tapestry.codegen.triton.run.tuned import Cache, Choice, config_from, local_cache
 from tapestry.codegen.triton.run.tuned import _digest as digest
+from tapestry.codegen.triton.task.primitives import CHIPS, GPUS
 from tapestry.errors import BuildError, TapestryError
 from tapestry.saved_build import verify_build
 from tests.support.small_models import save
@@ -200,6 +201,10 @@ def test_kernels_of_a_gpu_are_planned_for_its_card(target: str, here: str, card:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: here)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     assert tuned.card_of(target) == card
+    if here and tuned.chip_name(torch.device("cuda")) == tuned.plain(target):
+        monkeypatch.setitem(CHIPS, "sm90", CHIPS["sm90"])
+        TritonTarget(torch.device("cuda"))
+        assert CHIPS["sm90"].card == GPUS[card]
     if not here:
         assert api.compile(save("mlp"), target=target, time_limit=1).build.topology["name"] == card
 

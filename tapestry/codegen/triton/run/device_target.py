@@ -21,9 +21,9 @@ from tapestry.codegen.triton.run import launcher
 from tapestry.codegen.triton.run.launcher import Call, Shared, bind, done_once, launch, shared_memory
 from tapestry.codegen.triton.run.machine_code import measured
 from tapestry.codegen.triton.run.tune import sound
-from tapestry.codegen.triton.run.tuned import Choice, Tuned, chip_name, config_from
+from tapestry.codegen.triton.run.tuned import Choice, Tuned, card_of, chip_name, config_from
 from tapestry.codegen.triton.task.lowered import unavailable
-from tapestry.codegen.triton.task.primitives import DEFAULT
+from tapestry.codegen.triton.task.primitives import CHIPS, DEFAULT, chip_of
 from tapestry.errors import TapestryError
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.kernel import Kernel, shape
@@ -57,6 +57,8 @@ class TritonTarget:
         self.device = device or torch.device("cpu")
         self.knobs = knobs or {}
         self.target, self.precision = chip_name(self.device, target), precision
+        if self.device.type == "cuda":  # the model of tiles goes by this machine's card: an H100 copies 3.0 TB/s, an H200 4.3
+            CHIPS[self.target] = chip_of(self.target, card_of(self.target))
         self.tuned, self.libraries = tuned, libraries
         self.host = TorchCpu()
         self.shared: Shared = {}
