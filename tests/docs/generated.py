@@ -519,3 +519,33 @@ def exact_stages() -> str:
         f"On {models} models over 2, 4 and 8 devices ({len(both)} cases) it is worse in {worse}; {better}. It takes "
         f"{seconds[len(seconds) // 2]:.2f} s in the median and {seconds[-1]:.1f} s at most."
     )
+
+
+@makes("kernels_static.table")
+def _kernels_static() -> str:
+    """Models in f16 for sm_90: launches, and the times that the model of the chip has of their kernels, added up."""
+    lines: list[list[object]] = []
+    for r in (r for r in rows("kernels_static") if (r["dtype"], r["target"]) == ("f16", "sm90")):
+        ms = [sum(k["ops"] * k[of] for k in r["kernels"]) / 1e3 for of in ("predicted_us", "roofline_us")]
+        shared = sum(k["ops"] for k in r["kernels"] if k["kind"] == "dot" and k["programs"] > 1)
+        products, faulty = sum(k["ops"] for k in r["kernels"] if k["kind"] == "dot"), len(r["spilling"]) + len(r["serialized"])
+        lines.append([r["model"], r["launches"], *(f"{t:.2f}" for t in ms), f"{shared} of {products}", faulty, r["refused"]])
+    heads = "model | launches of a run: | predicted, ms: | roofline, ms: | products of which several share a multiprocessor:"
+    return table(f"{heads} | spilling or serialised: | candidates passed over:", lines)
+
+
+@makes("half_rows.summary")
+def _half_rows() -> str:
+    d = result("half_rows")
+    return f"{d['cases'] - len(d['rows']):,} of {d['cases']:,}"
+
+
+@makes("models_bf16.summary")
+def _models_bf16() -> str:
+    found = rows("models_bf16")
+    run = [r for r in found if "rel_err" in r and r["passed"]]
+    worst = max(run, key=lambda r: r["rel_err"])
+    return (
+        f"{sum(r['passed'] for r in found)} of {len(found)} cases of {len({r['model'] for r in found})} models pass, {len(run)} of "
+        f"them run; the worst relative difference is {worst['rel_err']:.1e} ({worst['model']})"
+    )
