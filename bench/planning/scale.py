@@ -30,7 +30,7 @@ from bench.support import llama_layers, record
 from bench.support.record import Row
 
 FOLDER = record.WORK / "scale"
-SHAPES = {"s72": "8", "s53": "4096"}
+SHAPES = {"s72": "8", "s43": "8", "s53": "4096"}
 MESHES = ("8", "8x8", "8x16x8")
 LAYERS = (1, 2, 4, 8, 16, 32, 80)
 LIMITED = (
