@@ -8,8 +8,9 @@ with a quarter of the memory that one device needs. Every case is a process of i
 at the end of compilation is the compiler's. A result may be further than 1e-4 from onnxruntime only where the ONNX reference
 evaluator is as well; the row says so. Writes bench/results/models.json; exits 1 if a case fails.
 
-With ``--dtype`` every float32 of the exports is of 16 bits (the light models are of opsets without bfloat16), and a result is right where `tapestry run --check` says so; models
-too large to be run here are compiled and verified without weights. Writes bench/results/models_DTYPE.json.
+With ``--dtype`` every float32 of the exports is of 16 bits (the light models are of opsets without bfloat16), and a result is
+right where `tapestry run --check` says so; models too large to be run here are compiled and verified without weights. Writes
+bench/results/models_DTYPE.json.
 """
 
 from __future__ import annotations
