@@ -366,7 +366,7 @@ def _timed(k: KernelConfig, form: KernelForm, c: Contraction, chip: Chip, step: 
         return _folded_seconds(k, form, form.folded, chip), k
     extents = points(c.batch), points(c.m), points(c.n), points(c.k) * points(c.taps)
     known = replace(k, persistent=False) if k.warp_specialize else k
-    beside = _programs(known, form, c, chip, step) if c.operand != "f32" else 1
+    beside = _programs(known, form, c, chip, step) if c.operand != "f32" and chip.of_warps else 1
     seconds = _dot_seconds(known, extents, c.operand, form.precision, chip, _after(form), beside)
     return seconds * (_UNTRIED if k.warp_specialize else 1.0), k
 
