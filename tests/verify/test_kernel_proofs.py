@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from tapestry.codegen.triton import generate
+from tapestry.codegen.triton import KernelConfig, generate
 from tapestry.errors import LawError
 from tapestry.ir.graph import Graph
 from tapestry.ir.kernel import Kernel
@@ -36,13 +36,19 @@ GATED = """graph g
     input y: f32[50, 200]
     z: f32[50, 200] = op [i: 50, n: 200] reads x[i, n], y[i, n] body (x - y) * sigmoid(y)
     output z"""
+SIDE_BY_SIDE = """graph g
+    input x: f16[100, 128] input u: f16[128, 96] input v: f16[128, 96] input a: f16[96] input b: f16[96]
+    p: f16[100, 96], q: f16[100, 96] = op [i: 100, n: 96 | m: 128 sums2] reads x[i, m], u[m, n], v[m, n], a[n], b[n]
+      body cast(x, f32) * cast(u, f32), cast(x, f32) * cast(v, f32)
+      then cast(acc0, f16) + a, (cast(acc1, f16) + b) * f16(0.5)
+    output p, q"""
 CASES = {**CONTRACTIONS, **REDUCTIONS, "attention": SOFTMAX_SUM, "variance": MOMENTS, "gated": GATED}
 
 
-def made(text: str) -> tuple[Graph, Kernel, KernelText]:
+def made(text: str, config: KernelConfig | None = None) -> tuple[Graph, Kernel, KernelText]:
     graph = parse(text)
     kernel = kernel_of(graph)
-    one = generate(graph, kernel)
+    one = generate(graph, kernel, config)
     return graph, kernel, kernel_text_of(graph, kernel, one, "k.py", one.source)
 
 
@@ -71,6 +77,20 @@ def test_a_fault_in_the_text_is_refused(kind: str):
             assert refused.value.law in ("kernel_writes", "kernel_reads", "kernel_value") and "k.py" in refused.value.where
     if not tried:
         pytest.skip("no small kernel has a place for it; the benchmark's have")
+
+
+@pytest.mark.parametrize("descriptors", [False, True])
+def test_programs_that_choose_are_read_under_each_answer(descriptors: bool):
+    """Tiles of several sums: their buffers by branches, and each sum stored in one of its own."""
+    found = made(SIDE_BY_SIDE, KernelConfig(bm=32, bn=32, bk=32, descriptors=descriptors, apart=True))
+    shown = prove(*found)
+    assert shown.value == FORM, shown.why
+    graph, kernel, text = found
+    kind = "desc" if descriptors else "ptr"
+    for old, new in ((f"= v_{kind}", f"= u_{kind}"), ("if which == 0", "if which == 1"), ("// 3  #", "// 2  #")):
+        assert old in text.source
+        with pytest.raises(LawError):
+            prove(graph, kernel, replace(text, source=text.source.replace(old, new, 1)))
 
 
 def test_a_read_past_the_end_is_named():

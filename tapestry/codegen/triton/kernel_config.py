@@ -27,6 +27,7 @@ from tapestry.codegen.triton.task.tiles import (
     plain_results,
     power_of_two,
     row_dims,
+    siblings,
     split_selection,
     transposing_dims,
 )
@@ -57,6 +58,7 @@ class KernelConfig:
         warp_specialize: producer and consumer warps of their own, on sm90 with ``num_warps=4`` only; descriptors are then the
             program's own. Of products; Triton 3.9 does not compile streaming sums so.
         one_loop: a streaming sum masks every tile of keys; else those that every row sees whole have a loop of their own.
+        apart: of sums side by side each has tiles of its own (`tiles.siblings`); else a tile has all of them.
         registers: the most that a thread gets of CUDA's 255: with fewer, more programs share a multiprocessor.
     """
 
@@ -75,6 +77,7 @@ class KernelConfig:
     descriptors: bool = False
     warp_specialize: bool = False
     one_loop: bool = False
+    apart: bool = False
     registers: int = 255
 
 
@@ -277,16 +280,25 @@ _FILL = 1.2e-6  # seconds from a program's start to its first product, and for i
 
 def _either(form: KernelForm, chip: Chip) -> Iterator[KernelConfig]:
     """Candidates of a contraction on its operands as they are and, where that helps, on copies of them, by predicted time."""
-    found = _dot(form, chip)
+    found = _together_or_apart(form, chip)
     if (on_copies := form.packed) is not None and (chip.descriptors or not on_copies.padded):  # else masks cut rows up
         cost = on_copies.moved / chip.bandwidth + _LAUNCH * on_copies.repeated
-        more = _dot(on_copies.product, chip)
+        more = _together_or_apart(on_copies.product, chip)
         found = sorted([*found, *((t + cost, replace(k, packed=True)) for t, k in more)], key=lambda f: f[0])
     return (k for _, k in found[:24])
 
 
-def _dot(form: KernelForm, chip: Chip) -> list[tuple[float, KernelConfig]]:
-    """Candidates of a contraction with their predicted times, the fastest first."""
+def _together_or_apart(form: KernelForm, chip: Chip) -> list[tuple[float, KernelConfig]]:
+    """Candidates of a contraction with their predicted times, the fastest first; of sums side by side, also of each alone."""
+    found = _dot(form, chip)
+    if each := siblings(form):
+        alone = _dot(each.forms[0], chip, len(each.forms))
+        found = sorted([*found, *((t, replace(k, apart=True)) for t, k in alone if k.split_k == 1)], key=lambda f: f[0])
+    return found
+
+
+def _dot(form: KernelForm, chip: Chip, kinds: int = 1) -> list[tuple[float, KernelConfig]]:
+    """Candidates of a contraction with their predicted times, the fastest first, of ``kinds`` like this one in one grid."""
     c, f = form.product, form.folded
     assert c is not None
     held = len(c.pairs) + (_lanes_held(form.task, f) if f else 0)
@@ -331,8 +343,8 @@ def _dot(form: KernelForm, chip: Chip) -> list[tuple[float, KernelConfig]]:
             if parts > 1 and not splits(form, parts, 1 if f else bk):
                 continue
             config = KernelConfig(bm=bm, bn=bn, bk=bk, num_warps=warps, num_stages=stages, split_k=parts)
-            forms = _with_room(_forms(config, ready, c, form.task, chip, stored), half and chip.of_warps)
-            found += [(slow * t, k) for t, k in (_timed(each, form, c, chip, step) for each in forms)]
+            forms = _with_room(_forms(config, ready, c, form.task, chip, stored, flat=kinds == 1), half and chip.arch == 90)
+            found += [(slow * t, k) for t, k in (_timed(each, form, c, chip, step, kinds) for each in forms)]
     return sorted(found, key=lambda f: f[0])
 
 
@@ -359,15 +371,18 @@ def _programs(k: KernelConfig, form: KernelForm, c: Contraction, chip: Chip, ste
     )
 
 
-def _timed(k: KernelConfig, form: KernelForm, c: Contraction, chip: Chip, step: int) -> tuple[float, KernelConfig]:
+def _timed(
+    k: KernelConfig, form: KernelForm, c: Contraction, chip: Chip, step: int, kinds: int
+) -> tuple[float, KernelConfig]:  # fmt: skip
     """Predicted time; a product that is reduced has no persistent grid."""
     if form.folded:
         k = replace(k, persistent=False)
         return _folded_seconds(k, form, form.folded, chip), k
-    extents = points(c.batch), points(c.m), points(c.n), points(c.k) * points(c.taps)
+    extents = points(c.batch), points(c.m), kinds * points(c.n), points(c.k) * points(c.taps)
     known = replace(k, persistent=False) if k.warp_specialize else k
-    beside = _programs(known, form, c, chip, step) if c.operand != "f32" and chip.of_warps else 1
-    seconds = _dot_seconds(known, extents, c.operand, form.precision, chip, _after(form), beside)
+    beside = _programs(known, form, c, chip, step) if c.operand != "f32" and chip.arch == 90 else 1
+    sides = len({a for a, _ in c.pairs}), len({b for _, b in c.pairs})
+    seconds = _dot_seconds(known, extents, c.operand, form.precision, chip, _after(form), beside, sides)
     return seconds * (_UNTRIED if k.warp_specialize else 1.0), k
 
 
@@ -423,18 +438,21 @@ def _folded_seconds(k: KernelConfig, form: KernelForm, f: Folded, chip: Chip) ->
     return max(-(-programs // chip.units) * -(-turns // k.split_k) * max(0.0, each) + _FILL, whole) + second
 
 
-def _forms(config: KernelConfig, ready: bool, c: Contraction, task: Task, chip: Chip, held: int) -> Iterator[KernelConfig]:
+def _forms(
+    config: KernelConfig, ready: bool, c: Contraction, task: Task, chip: Chip, held: int, *, flat: bool
+) -> Iterator[KernelConfig]:  # fmt: skip
     """The same tiles with plain loads, and with descriptors where the chip has them, on a persistent grid where that pays.
 
-    ``held`` are the bytes of shared memory that a persistent program needs: it loads a tile while it stores another.
+    ``held`` are the bytes of shared memory that a persistent program needs: it loads a tile while it stores another. Not where
+    tiles are of different sums (``flat``): Triton 3.6 serialises the products of such a loop.
     """
     if ready and config.bm >= 64 and config.bn >= 16:
         tiles = -(-points(c.m) // config.bm) * -(-points(c.n) // config.bn) * points(c.batch) * config.split_k
         alone = 2 * held > chip.shared  # else another program of the multiprocessor computes while one stores
-        pays = tiles > chip.units and alone and held <= chip.shared and plain_results(task)
+        pays = flat and tiles > chip.units and alone and held <= chip.shared and plain_results(task)
         yield replace(config, descriptors=True, persistent=pays)
         large = config.bm * config.bn >= 128 * 128 and tiles > chip.units and held <= chip.shared
-        if chip.arch == 90 and c.operand in HALVES and points(c.batch) == 1 and large and not task.inner:
+        if flat and chip.arch == 90 and c.operand in HALVES and points(c.batch) == 1 and large and not task.inner:
             yield replace(config, descriptors=True, persistent=True, num_warps=4, warp_specialize=True)
     yield config
 
@@ -451,13 +469,14 @@ def _stored(form: KernelForm, chip: Chip) -> int:
 
 def _dot_seconds(
     k: KernelConfig, extents: tuple[int, int, int, int], operand: str, precision: str, chip: Chip, after: int = 0,
-    programs: int = 1,
+    programs: int = 1, sides: tuple[int, int] = (1, 1),
 ) -> float:  # fmt: skip
     """Predicted time: whole waves of tiles at the rate that a tile of this shape reaches, against memory's time.
 
     ``after`` are instructions for each result: behind the sums of a multiprocessor's only program, matrix units have nothing
     to do. Of several ``programs`` one multiplies while another one is behind its sums.
 
+    Sums side by side have one factor in common; ``sides`` are the numbers of factors, and each product is as wide as a tile.
     A tile's rate grows with its products per element staged, bm*bn/(bm+bn), up to 128 x 256; descriptors and persistence take
     the addresses and the start of each tile out of the way.
     """
@@ -469,15 +488,16 @@ def _dot_seconds(
     share = -(-depth // k.split_k)
     waves = -(-tiles // chip.units)
     fill = _FILL if k.persistent else _FILL * min(waves, 4)
-    products = waves * 2 * k.bm * k.bn * -(-share // k.bk) * k.bk / rate
+    tall, wide = sides
+    products = waves * max(sides) * 2 * k.bm * k.bn * -(-share // k.bk) * k.bk / rate
     behind = waves * k.bm * k.bn * after / (chip.card.vector / 2 / chip.units)
     beside = min(programs, -(-tiles // chip.units))
     compute = max(products, behind) + (min(products, behind) + fill) / beside
-    moved = batch * (m * depth + depth * n + m * n) * size
-    from_cache = tiles * (k.bm + k.bn) * share * size / (_CACHE * chip.bandwidth)
+    moved = batch * (tall * m * depth + depth * wide * n + max(sides) * m * n) * size
+    from_cache = tiles * (tall * k.bm + wide * k.bn) * share * size / (_CACHE * chip.bandwidth)
     reached = min(1.0, _FEW_PROGRAMS + (1 - _FEW_PROGRAMS) * tiles / chip.units)
     memory = max(moved / chip.bandwidth / reached, from_cache)
-    second = 0.0 if k.split_k == 1 else _LAUNCH + 2 * k.split_k * batch * m * n * 4 / chip.bandwidth
+    second = 0.0 if k.split_k == 1 else _LAUNCH + 2 * k.split_k * batch * max(sides) * m * n * 4 / chip.bandwidth
     return max(compute, memory) + second
 
 

@@ -77,7 +77,30 @@ class _Reading(Reading):
 
     # statements
     def body(self, lines: list[ast.stmt], env: dict[str, Any]) -> None:
-        self.block(lines, lambda line: line.lineno, env)
+        for k, line in enumerate(lines):
+            if isinstance(line, ast.If):
+                return self.either(line, lines[k + 1 :], env)
+            self.block([line], lambda line: line.lineno, env)
+        return None
+
+    def either(self, choice: ast.If, rest: list[ast.stmt], env: dict[str, Any]) -> None:
+        """A choice that programs make: what follows is read once under each answer."""
+        match choice.test:
+            case ast.Compare(ast.Name() as name, [ast.Eq()], [ast.Constant(int() as number)]):
+                asked = self.calls.tile(self.value(name, env))
+            case _:
+                raise Unsupported(f"line {choice.lineno}: a choice by more than a number")
+        outside = self.inside
+        for fn, lines in (("eq", choice.body), ("ne", choice.orelse)):
+            self.inside = self.terms.all([outside, self.calls.operator(fn, asked, number).term])
+            if self.inside == self.terms.false:
+                continue  # answered before
+            try:
+                self.body([*lines, *rest], dict(env))
+            except Return:
+                raise Unsupported(f"line {choice.lineno}: a choice between results") from None
+        self.inside = outside
+        env.update(dict.fromkeys(_assigned([choice, *rest])))  # what each answer leaves is not known to what comes after
 
     def statement(self, line: Any, env: dict[str, Any]) -> None:
         match line:

@@ -67,6 +67,46 @@ def test_residuals_in_every_form(form: str) -> None:
         check(text, config=FORMS[form])
 
 
+def siblings(rows: int, columns: int, then: str, *, reads: str = "") -> str:
+    """Three products of one matrix side by side, the first two with biases."""
+    w = f"[48, {columns}]"
+    return f"""graph g input x: f16[{rows}, 48] input u: f16{w} input v: f16{w} input w: f16{w}
+        input a: f16[{columns}] input b: f16[{columns}] input c: f16[{columns}]
+        p: f16[{rows}, {columns}], q: f16[{rows}, {columns}], r: f16[{rows}, {columns}]
+          = op [i: {rows}, n: {columns} | m: 48 sums3] reads x[i, m], u[m, n], v[m, n], w[m, n], a[n], b[n]{reads}
+          body cast(x, f32) * cast(u, f32), cast(x, f32) * cast(v, f32), cast(x, f32) * cast(w, f32)
+          then {then}
+        output p, q, r"""
+
+
+SIBLINGS = {
+    "alike": (siblings(37, 40, "cast(acc0, f16), cast(acc1, f16), cast(acc2, f16)").replace(", a[n], b[n]", ""), "factor"),
+    "a bias each": (siblings(37, 40, "cast(acc0, f16) + a, cast(acc1, f16) + b, cast(acc2, f16) + c", reads=", c[n]"), "term"),
+    "one without": (siblings(37, 40, "(cast(acc0, f16) + a) * f16(0.5), cast(acc1, f16) + b, cast(acc2, f16)"), "factor"),
+    "few rows": (siblings(5, 136, "cast(acc0, f16) + a, cast(acc1, f16) + b, cast(acc2, f16) + c", reads=", c[n]"), "factor"),
+    "in another order": (siblings(37, 40, "cast(acc2, f16) + a, cast(acc0, f16) + b, cast(acc1, f16)"), "factor"),
+}
+
+
+@pytest.mark.parametrize("name", SIBLINGS)
+@pytest.mark.parametrize("descriptors", [False, True])
+def test_sums_side_by_side_have_tiles_of_their_own(name: str, descriptors: bool) -> None:
+    """One loop for all of them, which calls what they differ in the same; results in branches."""
+    text, common = SIBLINGS[name]
+    config = KernelConfig(bm=16, bn=16, bk=16, descriptors=descriptors, apart=True, group=2)
+    made = generate(graph := parse(text), kernel_of(graph), config)
+    assert made.source.count("tl.dot(") == 1 and made.source.count(" else:") == 2 and f"{common}_" in made.source
+    assert made.grid == (3 * -(-points(graph.ops[0].dims[:1]) // 16) * -(-points(graph.ops[0].dims[1:]) // 16),)
+    check(text, config=config)
+
+
+def test_only_sums_with_results_of_their_own_are_taken_apart() -> None:
+    large = parse(siblings(4096, 768, "cast(acc0, f16) + a, cast(acc1, f16) + b, cast(acc2, f16)").replace("48", "768"))
+    assert default_config(kernel_form(large, kernel_of(large))).apart
+    gated = parse(siblings(4096, 768, "cast(acc0, f16) + a, cast(acc1 * sigmoid(acc0), f16) + b, cast(acc2, f16)"))
+    assert not any(k.apart for k in candidates(kernel_form(gated, kernel_of(gated))))
+
+
 def test_more_tiles_than_multiprocessors() -> None:
     """A persistent grid whose programs have several tiles, not all of them equally many."""
     text = matmul("bf16", 16 * 13, 16 * 13, 16)
@@ -87,6 +127,14 @@ def test_descriptors_of_the_program_itself() -> None:
     large = parse(matmul("bf16", 4096, 4096, 4096))
     options = [k.warp_specialize for k in candidates(kernel_form(large, kernel_of(large)))]
     assert True in options and not options[0]
+
+
+def test_a_long_epilogue_leaves_room_for_another_program() -> None:
+    """What stands behind a sum keeps matrix units waiting, unless another program of the multiprocessor has products to do."""
+    after = "cast((f32(0.5) * acc0) * (f32(1.0) + erf(acc0 * f32(0.7071))), f16)"
+    text = matmul("f16", 4096, 3072, 768).replace("cast(max(acc0 + cast(c, f32), 0.0), f16)", after).replace(", c[n]", "")
+    k = default_config(kernel_form(g := parse(text.replace("input c: f16[3072]", "")), kernel_of(g)), "sm90")
+    assert 2 * k.num_stages * (k.bm + k.bn) * k.bk * 2 <= CHIPS["sm90"].shared and k.bm * k.bn < 128 * 128, k
 
 
 def test_rows_that_no_descriptor_can_copy_are_loaded_by_pointers() -> None:
@@ -131,6 +179,18 @@ def test_heads_that_share_keys_are_rows_of_one_tile_when_queries_are_few() -> No
     assert found.streamed is not None and points(found.streamed.rows) == 4
     many = kernel_form(g := parse(attention("bf16", PLAIN, (8, 2), (64, 96), 32)), kernel_of(g))
     assert many.streamed is not None and [d.name for d in many.streamed.rows] == ["i"]
+
+
+@pytest.mark.parametrize(("mask", "shown"), [
+    (CAUSAL.format(d=" + 95"), ""), (CAUSAL.format(d=" + 94"), "index_n"),
+    ("where(and(and(true, ge(index(n), 0)), gt(let0, 0.0)), let0, f32(-inf))", "let0"),
+    ("where(or(lt(index(n), 96), gt(let0, 0.0)), let0, f32(-inf))", ""),
+])  # fmt: skip
+def test_tests_of_places_that_always_hold_are_not_made(mask: str, shown: str) -> None:
+    text = attention("bf16", mask, (8, 2), (3, 96), 32)
+    source = generate(graph := parse(text), kernel_of(graph), KernelConfig(bm=16, bn=16)).source
+    assert "True" not in source and (" >= " in source) == (shown == "index_n"), source
+    check(text, config=KernelConfig(bm=16, bn=16))
 
 
 def test_tiles_that_every_row_sees_have_no_mask() -> None:

@@ -9,7 +9,17 @@ from tapestry.codegen.triton.kernel_config import KernelConfig
 from tapestry.codegen.triton.task.descriptors import TileBox, operand_boxes, part_size, tile_box
 from tapestry.codegen.triton.task.lowered import Access, Check, Task, points, substitute_task
 from tapestry.codegen.triton.task.primitives import HALVES, TRITON_TYPES, Chip, compute, literal, widened
-from tapestry.codegen.triton.task.tiles import Contraction, KernelForm, bare_read, classified, plain_results, shifted
+from tapestry.codegen.triton.task.tiles import (
+    Contraction,
+    KernelForm,
+    Siblings,
+    bare_read,
+    classified,
+    plain_results,
+    shifted,
+    short_reads,
+    siblings,
+)
 from tapestry.codegen.triton.text.folds import reduction
 from tapestry.codegen.triton.text.scope import Axis, Frame, Namer, Printer, Scope, View, Written
 from tapestry.ir.expr import Acc, Arg, Call, Const, Expr, Index, arg_positions, call, walk
@@ -109,6 +119,7 @@ class Axes:
     m_0: str
     n_0: str
     outer: Axis | None = None  # what tiles go through one after another, of a product that is reduced
+    sums: tuple[int, int] = (1, 1)  # how many sums have rows, or columns, of tiles of their own
 
     @property
     def scalars(self) -> list[tuple[Axis, str]]:
@@ -130,9 +141,13 @@ def product_axes(namer: Namer, c: Contraction, config: KernelConfig, tile: tuple
 
 def emit_dot(frame: Frame, op: KernelForm, config: KernelConfig, chip: Chip) -> Written:
     """``acc[m, n] += a[m, k] * b[k, n]`` for each batch point, then ``then`` (``full``) or the sums (``partial``)."""
+    own = Selected(frame, found) if config.apart and (found := siblings(op)) else None
+    sums = [(frame, op)] if own is None else own.sums
+    frame, op = sums[0]
     task, namer, c = frame.task, frame.namer, op.product
     assert c is not None
     ax = product_axes(namer, c, config, ("BM", "BN"))
+    ax.sums = (1, 1) if own is None else own.along
     accs = tuple(namer.take("acc") for _ in task.body)
     boxes = operand_boxes(task, c) if config.descriptors and chip.descriptors else None
     loads, rows, columns = operands(frame, c, ax, boxes, config)
@@ -142,11 +157,13 @@ def emit_dot(frame: Frame, op: KernelForm, config: KernelConfig, chip: Chip) -> 
     zeros = zero_points(frame, c, rows, columns) if c.operand == "i8" else ZeroPoints()
     after = [*zeros.after(frame, ax, accs), *_as_floats(task, c, accs, half)]
     held = "int32" if c.operand == "i8" else "float16" if half else "float32"
-    ahead, results = _epilogue(frame, op, ax, accs, config, boxes is not None, early=chip.arch == 90)
-    epilogue = [*after, *results]
+    ahead, results = _epilogues(sums, ax, accs, config, boxes is not None, early=chip.arch == 90)
+    selected, stored = ([], results[0]) if own is None else own.lines(ax, results)
+    epilogue = [*after, *stored]
     inner = k_loop(frame, ax, (*(() if boxes else ax.k.lines), *loads, *steps, *zeros.steps), boxes is not None)
     tile = [*ax.m.lines, *ax.n.lines, *ahead, *inner, *epilogue]
     once = [
+        *selected,
         *ax.batch.lines,
         *([f"{ax.m.name} = pid_m * BM + tl.arange(0, BM)"] if mentions(tile, ax.m.name) else []),
         *ax.m.lines,
@@ -158,10 +175,55 @@ def emit_dot(frame: Frame, op: KernelForm, config: KernelConfig, chip: Chip) -> 
         *inner,
         *epilogue,
     ]
-    tiles = ax.batch.tiles * ax.m.tiles * ax.n.tiles
+    tiles = ax.batch.tiles * ax.m.tiles * ax.n.tiles * len(sums)
     programs = min(tiles, chip.units) if config.persistent else tiles
     lines = _grid(frame, ax, config, once, tiles, programs)
     return Written(constants=(("BM", config.bm), ("BN", config.bn), ("BK", config.bk)), lines=tuple(lines), programs=programs)
+
+
+class Selected:
+    """Sums side by side, of which each has tiles of its own: all through one loop, which calls what they differ in the same.
+
+    Attributes:
+        sums: the kernel of each sum alone, with names that are common where it can be.
+        along: how many sums share the rows, and the columns, of the grid.
+    """
+
+    def __init__(self, frame: Frame, found: Siblings) -> None:
+        self.frame, self.buffers, count = frame, dict[str, list[str]](), len(found.forms)
+        self.along = (1, count) if found.side else (count, 1)
+        outs = dict(zip((a.tensor for a in frame.task.outs), frame.outs, strict=True))
+        self.sums = [
+            (replace(frame, task=f.task, reads=dict(frame.reads), outs=[outs[a.tensor] for a in f.task.outs]), f)
+            for f in found.forms
+        ]
+        for wish, positions in (("factor", found.factors), *(("term", same) for same in found.shared)):
+            if len(set(positions)) > 1:
+                name = frame.namer.take(wish)
+                self.buffers[name] = [frame.reads[p] for p in positions]
+                for (own, _), p in zip(self.sums, positions, strict=True):
+                    own.reads[p] = name
+
+    def lines(self, ax: Axes, results: list[list[str]]) -> tuple[list[str], list[str]]:
+        """Lines that say which sum a tile is of and what its buffers are; those of the results of that sum alone."""
+        held, which, chosen = self.frame, self.frame.namer.take("which"), [list[str]() for _ in self.sums]
+        for name, buffers in self.buffers.items():
+            boxes = {p: d for p, (n, d) in held.descriptors.items() if n == name}
+            for own, buffer in zip(chosen, buffers, strict=True):
+                own += [f"{param} = {held.descriptor(buffer, d)}" for param, d in boxes.items()]
+                own += [f"{name}_ptr = {buffer}_ptr"] if name in held.pointers else []
+            for param in boxes:
+                del held.descriptors[param]
+            for names in (held.pointers, held.operands):
+                names.update(buffers if name in names else ())
+        tiles, at = (ax.m.tiles, "pid_m") if self.along[0] > 1 else (ax.n.tiles, "pid_n")
+        head = [f"{which} = {at} // {tiles}  # of the sums", f"{at} = {at} % {tiles}"]
+        return [*head, *_branches(which, chosen)], _branches(which, results)
+
+
+def _branches(which: str, bodies: list[list[str]]) -> list[str]:
+    heads = [f"{'elif' if k else 'if'} {which} == {k}:" for k in range(len(bodies) - 1)]
+    return [line for head, body in zip((*heads, "else:"), bodies, strict=True) for line in (head, *(f"    {b}" for b in body))]
 
 
 def mentions(lines: list[str], name: str) -> bool:
@@ -321,26 +383,40 @@ def _outer(box: TileBox, scalars: View, narrow: str) -> list[str]:
     return [f"({text}){narrow}" if narrow and not text.isdigit() else text]
 
 
-def _epilogue(
-    frame: Frame, op: KernelForm, ax: Axes, accs: tuple[str, ...], config: KernelConfig, descriptors: bool, *, early: bool
-) -> tuple[list[str], list[str]]:
-    """Lines that load what results need besides the sums, where it is short; lines that compute the results and store them.
+def _epilogues(
+    sums: list[tuple[Frame, KernelForm]], ax: Axes, accs: tuple[str, ...], config: KernelConfig, descriptors: bool, *,
+    early: bool,
+) -> tuple[list[str], list[list[str]]]:  # fmt: skip
+    """Lines that load what results need besides sums, where it is short; for each sum, lines that store its results.
 
     A bias is loaded before the sum (``early``): behind it, ptxas moves the rounding of the sums across the wait for Hopper's
     matrix units, to have work until the bias is there, and then lets every product wait for the one before (C7514).
     """
+    axes: list[tuple[Axis, str]] = [(ax.batch, ""), (ax.m, "[:, None]"), (ax.n, "[None, :]")]
+    short = [{f.reads[p]: p for p in (short_reads(op) if early else ())} for f, op in sums]
+    ahead, loaded, stores = list[str](), dict[str, str](), list[list[str]]()
+    for (frame, op), found in zip(sums, short, strict=True):
+        last = Scope(frame, View(axes, frame.task.ranges), accs)
+        for name, p in found.items():
+            if name in loaded:
+                last.known(p, loaded[name])
+            elif all(name in names for names in short):
+                loaded[name] = last.leaf(Arg(p, frame.task.reads[p].dtype))
+        ahead += last.lines
+        last.lines.clear()
+        _store_results(frame, op, ax, config, last, descriptors)
+        stores.append(last.lines)
+    return ahead, stores
+
+
+def _store_results(frame: Frame, op: KernelForm, ax: Axes, config: KernelConfig, last: Scope, descriptors: bool) -> None:
+    """What becomes of the sums that ``last`` has, stored."""
     task, c = frame.task, op.product
     assert c is not None
-    last = Scope(frame, View([(ax.batch, ""), (ax.m, "[:, None]"), (ax.n, "[None, :]")], task.ranges), accs)
-    for p in sorted(arg_positions(task.then)) if early else ():
-        if not all(task.read_dims(p) & {d.name for d in dims} for dims in (c.m, c.n)):
-            last.leaf(Arg(p, task.reads[p].dtype))
-    ahead = last.lines.copy()
-    last.lines.clear()
     if descriptors:
         _whole_tiles(frame, c, ax, config, last)
     exprs = task.then if task.mode == "full" else task.body
-    values = last.results(exprs) if task.mode == "full" else accs
+    values = last.results(exprs) if task.mode == "full" else last.accs
     for access, name, value, out in zip(task.outs, frame.outs, values, exprs, strict=True):
         box = tile_box(access, c.m, c.n, task.ranges) if descriptors else None
         if box is None or box.transposed or access.dtype not in HALVES:
@@ -355,7 +431,6 @@ def _epilogue(
         tile = (value if value.isidentifier() else f"({value})") if summed else f"tl.broadcast_to({value}, (BM, BN))"
         tile += f".to({TRITON_TYPES[access.dtype]}){shape}"
         last.lines.append(f"{param}.store([{', '.join(coordinates)}], {tile})")
-    return ahead, last.lines
 
 
 def _whole_tiles(frame: Frame, c: Contraction, ax: Axes, config: KernelConfig, last: Scope) -> None:
@@ -444,22 +519,22 @@ def _grid(frame: Frame, ax: Axes, config: KernelConfig, once: list[str], tiles: 
 def tile_order(ax: Axes, tile: str, group: int) -> list[str]:
     """Which tile it is: batch outermost, and ``group`` rows of tiles at a time so that b's tiles are reused."""
     lines: list[str] = []
-    m, n = ax.m, ax.n
+    m, n = ax.m.tiles * ax.sums[0], ax.n.tiles * ax.sums[1]
     if ax.batch.size > 1:
-        lines += [f"{ax.batch.name} = {tile} // {m.tiles * n.tiles}", f"tile = {tile} % {m.tiles * n.tiles}"]
+        lines += [f"{ax.batch.name} = {tile} // {m * n}", f"tile = {tile} % {m * n}"]
         tile = "tile"
-    if m.tiles == 1 or n.tiles == 1:
-        one = ("0", tile) if m.tiles == 1 else (tile, "0")
+    if m == 1 or n == 1:
+        one = ("0", tile) if m == 1 else (tile, "0")
         return [*lines, f"pid_m = {one[0]}", f"pid_n = {one[1]}"]
-    if m.tiles <= group:
-        return [*lines, f"pid_m = {tile} % {m.tiles}", f"pid_n = {tile} // {m.tiles}"]
+    if m <= group:
+        return [*lines, f"pid_m = {tile} % {m}", f"pid_n = {tile} // {m}"]
     return [
         *lines,
-        f"# {group} x {n.tiles} tiles together: what they share stays in the L2 cache",
-        f"first = {tile} // {group * n.tiles} * {group}",
-        f"high = tl.minimum({m.tiles} - first, {group})" if m.tiles % group else f"high = {group}",
-        f"pid_m = first + {tile} % {group * n.tiles} % high",
-        f"pid_n = {tile} % {group * n.tiles} // high",
+        f"# {group} x {n} tiles together: what they share stays in the L2 cache",
+        f"first = {tile} // {group * n} * {group}",
+        f"high = tl.minimum({m} - first, {group})" if m % group else f"high = {group}",
+        f"pid_m = first + {tile} % {group * n} % high",
+        f"pid_n = {tile} % {group * n} // high",
     ]
 
 

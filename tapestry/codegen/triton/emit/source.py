@@ -28,7 +28,7 @@ from tapestry.ir.types import itemsize
 _FIELDS = {
     "map": ("block", "rows", "cols"), "rows": ("rows", "cols"), "reduce": ("rows", "cols", "split_k"), "scan": ("rows", "cols"),
     "nest": ("rows", "cols"), "gather": ("rows", "cols"),
-    "dot": ("bm", "bn", "bk", "group", "persistent", "packed", "split_k", "descriptors", "warp_specialize"),
+    "dot": ("bm", "bn", "bk", "group", "persistent", "packed", "split_k", "descriptors", "warp_specialize", "apart"),
     "folded": ("bm", "bn", "bk", "group", "packed", "split_k", "descriptors"),
     "stream": ("bm", "bn", "split_k", "descriptors", "warp_specialize", "one_loop"),
 }  # fmt: skip

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from tapestry.errors import TapestryError
-from tapestry.ir.expr import Acc, Expr, Index, arg_positions, rewrite
+from tapestry.ir.expr import Acc, Call, Const, Expr, Index, arg_positions, rewrite
 from tapestry.ir.graph import Block, Dim, Graph, Guard, Inner, Opaque, Read
 from tapestry.ir.index import Aff, Floor, Mod, Ranges, const, dim, dims_of, span, substitute
 from tapestry.ir.kernel import Box, Kernel, strides
@@ -118,7 +118,7 @@ def lower(graph: Graph, kernel: Kernel, *, without: Guard | None = None) -> Task
     ranges = {d.name: d.size for d in local}
 
     def moved(e: Expr) -> Expr:
-        return substitute_indices(e, shift, ranges)
+        return without_certain_tests(substitute_indices(e, shift, ranges), ranges)
 
     body = () if kernel.mode == "finish" else tuple(map(moved, op.body))
     inner = () if kernel.mode == "finish" else tuple(replace(s, body=moved(s.body)) for s in op.inner)
@@ -197,6 +197,41 @@ def substitute_access(access: Access, env: Mapping[str, Aff], ranges: Ranges | N
 def substitute_indices(e: Expr, env: Mapping[str, Aff], ranges: Ranges | None = None) -> Expr:
     """An expression with dimensions replaced by index expressions over others, of the extents ``ranges``."""
     return rewrite(e, lambda x: Index(substitute(x.aff, env, ranges), x.dtype) if isinstance(x, Index) else x)
+
+
+_TRUE = Const(True, "bool")
+_LEAST = {"ge": 0, "gt": 1}  # of the difference
+
+
+def without_certain_tests(e: Expr, ranges: Ranges) -> Expr:
+    """An expression without tests of places that hold in the whole block, such as the causal mask of keys that all rows see.
+
+    Those that hold nowhere stay: which tiles a loop visits is read off them.
+    """
+    known: dict[int, Expr] = {}
+
+    def of(e: Expr) -> Expr:
+        if isinstance(e, Call) and id(e) not in known:
+            known[id(e)] = _certain(replace(e, args=tuple(map(of, e.args))), ranges)
+        return known.get(id(e), e)
+
+    return of(e)
+
+
+def _certain(e: Call, ranges: Ranges) -> Expr:
+    first, *others = e.args
+    if (fn := {"le": "ge", "lt": "gt"}.get(e.fn, e.fn)) in _LEAST:
+        a, b = (_place(x) for x in (e.args if fn == e.fn else e.args[::-1]))
+        return _TRUE if a is not None and b is not None and span(a - b, ranges)[0] >= _LEAST[fn] else e
+    if e.fn in ("and", "or") and _TRUE in e.args:
+        return _TRUE if e.fn == "or" else others[0] if first == _TRUE else first
+    return others[0] if e.fn == "where" and first == _TRUE else e
+
+
+def _place(e: Expr) -> Aff | None:
+    return (
+        e.aff if isinstance(e, Index) else const(int(e.value)) if isinstance(e, Const) and e.dtype in ("i32", "i64") else None
+    )
 
 
 def substitute_task(task: Task, env: Mapping[str, Aff], ranges: Ranges | None = None) -> Task:

@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 
 from tapestry.codegen.triton.task.lowered import Task, points, split_groups
 from tapestry.codegen.triton.task.primitives import EXACT_IN, HALVES, Chip, common_operand, compute
-from tapestry.ir.expr import Arg, Call, Const, Expr, Let, arg_positions, distinct, uncast
+from tapestry.ir.expr import Acc, Arg, Call, Const, Expr, Let, arg_positions, distinct, rewrite, uncast, walk
 from tapestry.ir.graph import Dim
 from tapestry.ir.index import Aff, dims_of
-from tapestry.ir.monoid import MONOIDS, Moments, number
+from tapestry.ir.monoid import MONOIDS, Moments, number, sums
 from tapestry.ir.recognise import (
     INT8,
     Attention,
@@ -330,6 +330,66 @@ def transposing_dims(task: Task) -> tuple[int, int] | None:
             if step == 1:
                 along[k] = along.get(k, 0) + points(task.dims)
     return (max(along, key=lambda k: along[k]), ends[0]) if along else None
+
+
+# Sums side by side, such as the three products of an attention's input, whose results have nothing to do with each other.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Siblings:
+    """Each sum of a contraction as a kernel of its own; one loop fits them all.
+
+    Attributes:
+        side: of which factor there is one for each sum: 0, the rows', or 1, the columns'.
+        factors: the read of each sum that is that factor.
+        shared: reads of results, such as biases, that all sums have, through the same projection: for each sum one.
+    """
+
+    forms: tuple[KernelForm, ...]
+    side: int
+    factors: list[int]
+    shared: list[list[int]]
+
+
+def siblings(form: KernelForm) -> Siblings | None:
+    """The sums of a contraction one by one, where they differ in one factor and in what becomes of them alone."""
+    task, c = form.task, form.product
+    if form.kind != "dot" or c is None or not c.more or task.mode != "full" or c.operand == "i8":
+        return None
+    made = [{x.field for x in walk(e) if isinstance(x, Acc)} for e in task.then]
+    side = 0 if len({a for a, _ in c.pairs}) > 1 else 1
+    read = [bare_read(pair[side]) for pair in c.pairs]
+    factors = [p for p in read if p is not None]
+    if len({pair[1 - side] for pair in c.pairs}) > 1 or len(factors) < len(read) or any(len(fields) != 1 for fields in made):
+        return None
+    same = {replace(task.reads[p], tensor="") for p in factors}
+    if len(same) > 1 or set().union(*made) != set(range(len(read))):
+        return None
+    forms = tuple(_alone(form, c, f, [k for k, fields in enumerate(made) if f in fields]) for f in range(len(read)))
+    short = [short_reads(f) for f in forms]
+    projections = [[replace(task.reads[p], tensor="") for p in found] for found in short]
+    shared = list(map(list, zip(*short, strict=True))) if all(p == projections[0] for p in projections) else []
+    return Siblings(forms=forms, side=side, factors=factors, shared=shared)
+
+
+def _alone(form: KernelForm, c: Contraction, field: int, outs: list[int]) -> KernelForm:
+    """One of the sums, and what becomes of it."""
+    task, (a, b) = form.task, c.pairs[field]
+    then = tuple(rewrite(task.then[k], lambda x: Acc(0, x.dtype) if isinstance(x, Acc) else x) for k in outs)
+    used = arg_positions((task.body[field], *then))
+    alone = replace(
+        task, body=(task.body[field],), then=then, outs=tuple(task.outs[k] for k in outs), monoid=sums(1),
+        reads={p: r for p, r in task.reads.items() if p in used},
+    )  # fmt: skip
+    return replace(form, task=alone, product=replace(c, a=a, b=b, more=()), packed=None)
+
+
+def short_reads(form: KernelForm) -> list[int]:
+    """Reads of the results of a product that do not vary along both of its sides, such as a bias."""
+    c, task = form.product, form.task
+    assert c is not None
+    found = sorted(arg_positions(task.then))
+    return [p for p in found if not all(task.read_dims(p) & {d.name for d in dims} for dims in (c.m, c.n))]
 
 
 # In which form a kernel is emitted, from its index space, projections and monoid alone.
