@@ -273,7 +273,6 @@ _CACHE = 2.5
 # assumption, not a measurement: it prefers many small tiles where memory decides (16 x 4096 x 4096).
 _FEW_PROGRAMS = 0.25
 _GATHERED = 2.5e12  # FLOP/s of a multiprocessor whose operands come one element at a time: loads decide, not matrix units
-_UNTRIED = 1.05  # what nobody has measured yet comes after what is as good by the model
 _SHORT = 24  # instructions for each result that are done beside a sum in every register (`tiles.instructions`)
 _FILL = 1.2e-6  # seconds from a program's start to its first product, and for its epilogue
 
@@ -285,7 +284,9 @@ def _either(form: KernelForm, chip: Chip) -> Iterator[KernelConfig]:
         cost = on_copies.moved / chip.bandwidth + _LAUNCH * on_copies.repeated
         more = _together_or_apart(on_copies.product, chip)
         found = sorted([*found, *((t + cost, replace(k, packed=True)) for t, k in more)], key=lambda f: f[0])
-    return (k for _, k in found[:24])
+    best = [k for _, k in found[:24]]
+    yield next(k for k in best if not k.warp_specialize)  # which nothing has measured
+    yield from best
 
 
 def _together_or_apart(form: KernelForm, chip: Chip) -> list[tuple[float, KernelConfig]]:
@@ -382,8 +383,7 @@ def _timed(
     known = replace(k, persistent=False) if k.warp_specialize else k
     beside = _programs(known, form, c, chip, step) if c.operand != "f32" and chip.arch == 90 else 1
     sides = len({a for a, _ in c.pairs}), len({b for _, b in c.pairs})
-    seconds = _dot_seconds(known, extents, c.operand, form.precision, chip, _after(form), beside, sides)
-    return seconds * (_UNTRIED if k.warp_specialize else 1.0), k
+    return _dot_seconds(known, extents, c.operand, form.precision, chip, _after(form), beside, sides), k
 
 
 def _after(form: KernelForm) -> int:

@@ -357,7 +357,7 @@ def sound(graph: Graph, kernel: Kernel, target: str, precision: str = "ieee", sh
     """
     chip = chip_of(target)
     chip = chip if shared is None else replace(chip, shared=shared)
-    wanted = [*candidates(kernel_form(graph, kernel, precision), target)]
+    wanted = [k for k in candidates(kernel_form(graph, kernel, precision), target) if not k.warp_specialize]  # never measured
     refused, best = list[tuple[KernelConfig, str]](), None
     for some in (wanted[:1], wanted[1:TRIES], *([c] for c in wanted[TRIES:])):  # the first one is mostly sound
         made = _generated(graph, kernel, some, target, precision)
