@@ -32,7 +32,7 @@ from bench.support.whole_kernels import distinct, export, fused_graph
 from tapestry.codegen.triton import unavailable
 from tapestry.codegen.triton.kernel_config import predicted, roofline, work_of
 from tapestry.codegen.triton.run.launcher import done_once
-from tapestry.codegen.triton.run.machine_code import in_flight, matrix_instruction, measured, occupancy
+from tapestry.codegen.triton.run.machine_code import in_flight, matrix_instruction, measured, merges_parts, occupancy
 from tapestry.codegen.triton.run.tune import Sound, sound
 from tapestry.codegen.triton.task.descriptors import kernel_form
 from tapestry.codegen.triton.task.primitives import CHIPS, chip_of
@@ -72,7 +72,7 @@ def kernel_row(graph: Graph, kernel: Kernel, found: Sound, ops: int, target: str
     if isinstance(taken, Exception):
         raise taken
     chip, made, passes = chip_of(target), found.made, list(zip(found.made.passes, taken, strict=True))
-    form, main = on_chip(kernel_form(graph, kernel), chip), passes[-1]
+    form, main = on_chip(kernel_form(graph, kernel), chip), passes[-2 if merges_parts(made) else -1]
     work = work_of(graph, kernel, form)
     weights = {k for k, at in enumerate(made.reads) if _block(graph, kernel).reads[at].tensor in graph.weights}
     each_run = len(made.launches) - len(done_once(made, weights)[0])

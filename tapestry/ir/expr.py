@@ -235,6 +235,16 @@ def count_calls(exprs: tuple[Expr, ...]) -> int:
     return count(exprs, lambda x: isinstance(x, Call) and PRIMITIVES[x.fn].flops > 0)
 
 
+# instructions that an element takes on a GPU, of primitives that take far more than one
+LONG = {"erf": 30, "tanh": 16, "sin": 60, "cos": 60, "tan": 90, "pow": 90, "log1p": 24, "expm1": 24, "exp": 4, "log": 8,
+        "sqrt": 8, "div": 10, "sigmoid": 12}  # fmt: skip
+
+
+def instructions(exprs: tuple[Expr, ...]) -> int:
+    """About how many instructions an element of some expressions takes."""
+    return sum(LONG.get(x.fn, 1) for x in distinct(exprs) if isinstance(x, Call))
+
+
 # Philox4x32-10, the counter-based generator (Salmon, Moraes, Dror and Shaw, SC'11), on numpy arrays.
 
 

@@ -13,7 +13,7 @@ from math import prod
 
 import numpy as np
 
-from tapestry.ir.expr import Call, Expr, uncast, walk
+from tapestry.ir.expr import LONG, Call, Expr, uncast, walk
 from tapestry.ir.graph import Block, Graph, Op
 from tapestry.ir.plan import Layout, MeshAxis, Plan, Stage, Strategy, stages_refused, still
 from tapestry.ir.program import peak_bytes
@@ -447,7 +447,8 @@ def seconds(graph: Graph, op: Block, machine: Machine) -> float:
     row = kept(op.monoid, op.dims, op.reduce, op.body)  # what is kept is picked, not summed
     point = (*op.point[:-1], row.value) if row else op.point
     calls = {e for x in (*point, *op.then) for e in walk(x) if isinstance(e, Call) and e.fn != "cast"}
-    exact = sum(evaluated(op, e, tile) for e in calls - (set() if machine.eager else _multiplied(op)))
+    took = {} if machine.eager else LONG
+    exact = sum(evaluated(op, e, tile) * took.get(e.fn, 1) for e in calls - (set() if machine.eager else _multiplied(op)))
     from_memory = sum(prod(d.size for d in op.dims) * itemsize(graph.tensors[t].dtype) for t in op.outs)
     from_cache = 0
     for t in op.inputs:

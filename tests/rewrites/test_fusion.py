@@ -213,6 +213,18 @@ def test_long_sequences_rotate_keys_once() -> None:
     assert kernels(1, 4096) == ["qr", "kr"]
 
 
+@pytest.mark.parametrize(("fn", "kept"), [("cos", False), ("neg", True)])
+def test_what_takes_many_instructions_is_not_computed_for_every_head(fn: str, kept: bool) -> None:
+    """A table of angles that all heads share: its cosines are read, its negatives made again."""
+    graph = parse(f"""graph g
+        input x: f16[32, 2048, 128]
+        input a: f16[2048, 128]
+        c: f16[2048, 128] = op [i: 2048, m: 128] reads a[i, m] body {fn}(a)
+        y: f16[32, 2048, 128] = op [b: 32, i: 2048, m: 128] reads x[b, i, m], c[i, m] body x * c
+        output y""")
+    assert [m.at for m in fused(graph, GPU)[1]] == ["c"] * kept
+
+
 TILED = """graph g
     input x: f32[8, 300, 32]
     input w: f32[32, 256]

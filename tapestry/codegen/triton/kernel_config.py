@@ -22,7 +22,6 @@ from tapestry.codegen.triton.task.tiles import (
     Stream,
     centred,
     exact_dtype,
-    instructions,
     on_chip,
     plain_results,
     power_of_two,
@@ -31,7 +30,7 @@ from tapestry.codegen.triton.task.tiles import (
     split_selection,
     transposing_dims,
 )
-from tapestry.ir.expr import Call, Index, arg_positions, count_calls, walk
+from tapestry.ir.expr import Call, Index, arg_positions, count_calls, instructions, walk
 from tapestry.ir.graph import Block, Dim, Graph, Read
 from tapestry.ir.index import Aff, bounds, dims_of, evaluate
 from tapestry.ir.kernel import Box, Kernel, size

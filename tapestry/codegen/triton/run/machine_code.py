@@ -383,10 +383,10 @@ def rows_of(
     work = work_of(graph, kernel, found)
     config = asdict(made.config)
     out: list[dict[str, Any]] = []
-    copies = len(made.passes) - 1 - _in_parts(made)
+    copies = len(made.passes) - 1 - merges_parts(made)
     for k, (one, each) in enumerate(zip(made.passes, compiled, strict=True)):
         last = one is made.passes[-1]
-        kind = "copy" if k < copies else f"{made.kind} in parts" if not last else "merge" if _in_parts(made) else made.kind
+        kind = "copy" if k < copies else f"{made.kind} in parts" if not last else "merge" if merges_parts(made) else made.kind
         row = {"kernel": stem if last else f"{stem}.{k}", **_machine(made, one, each.resources, chip), "kind": kind}
         row |= {
             "mode": kernel.mode,
@@ -401,12 +401,12 @@ def rows_of(
         row |= {"flops": work.flops, "matrix_flops": work.matrix_flops, "bytes": work.bytes} if last else {}
         row |= {"scratch_bytes": scratch_bytes(made), "roofline_s": roofline(work, found, chip)} if last else {}
         out.append(row)
-    main = out[-2 if _in_parts(made) else -1]  # what the merge of parts reads is little
+    main = out[-2 if merges_parts(made) else -1]  # what the merge of parts reads is little
     out[-1] |= {"predicted_s": predicted(work, found, chip, prod(main["grid"]), main["in_flight"]), "refused": list(refused)}
     return out
 
 
-def _in_parts(made: TritonKernel) -> bool:
+def merges_parts(made: TritonKernel) -> bool:
     """Whether the last pass merges the states that the one before it wrote."""
     return len(made.passes) > 1 and made.passes[-2].function.startswith(f"{made.name}_parts")
 
@@ -424,8 +424,9 @@ def _machine(made: TritonKernel, one: Pass, found: Resources, chip: Chip) -> dic
 def in_flight(made: TritonKernel, one: Pass, found: Resources, chip: Chip) -> int:
     """Bytes that all resident programs load at once: by threads, and by descriptors a stage less than there are."""
     resident = int(occupancy(found, one.num_warps, chip) * chip.warps) // one.num_warps
-    loaded = [d for p, d in one.descriptors.items() if re.search(rf"\b{p}\.load\(", made.source)]
-    boxes = sum(prod(d.block) * itemsize(d.dtype) for d in loaded) * max(1, one.num_stages - 1)
+    names = dict(re.findall(r"^ +(\w+) = (\w+)$", made.source, re.MULTILINE))  # of what a program chose among several
+    loaded = {p: one.descriptors.get(names.get(p, p)) for p in re.findall(r"\b(\w+)\.load\(", made.source)}
+    boxes = sum(prod(d.block) * itemsize(d.dtype) for d in loaded.values() if d) * max(1, one.num_stages - 1)
     each = found.thread_loads * chip.warp * one.num_warps + boxes
     return min(prod(one.grid), chip.units * resident) * each
 

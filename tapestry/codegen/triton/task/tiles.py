@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from tapestry.codegen.triton.task.lowered import Task, points, split_groups
 from tapestry.codegen.triton.task.primitives import EXACT_IN, HALVES, Chip, common_operand, compute
-from tapestry.ir.expr import Acc, Arg, Call, Const, Expr, Let, arg_positions, distinct, rewrite, uncast, walk
+from tapestry.ir.expr import Acc, Arg, Call, Const, Expr, Let, arg_positions, instructions, rewrite, uncast, walk
 from tapestry.ir.graph import Dim
 from tapestry.ir.index import Aff, dims_of
 from tapestry.ir.monoid import MONOIDS, Moments, number, sums
@@ -70,16 +70,6 @@ class Contraction:
 
 
 SUMMED = frozenset({"f32", "f16", "bf16", "i32"})  # dtypes of sums that matrix units make
-
-
-# instructions that an element takes, of those that take far more than one
-_LONG = {"erf": 30, "tanh": 16, "sin": 60, "cos": 60, "tan": 90, "pow": 90, "log1p": 24, "expm1": 24, "exp": 4, "log": 8,
-         "sqrt": 8, "div": 10, "sigmoid": 12}  # fmt: skip
-
-
-def instructions(exprs: tuple[Expr, ...]) -> int:
-    """About how many instructions an element of some expressions takes."""
-    return sum(_LONG.get(x.fn, 1) for x in distinct(exprs) if isinstance(x, Call))
 
 
 def plain_results(task: Task) -> bool:
