@@ -56,7 +56,7 @@ class KernelConfig:
         descriptors: tiles copied by tensor descriptors (TMA) where strides and alignment allow.
         warp_specialize: producer and consumer warps of their own, on sm90 with ``num_warps=4`` only; descriptors are then the
             program's own. Of products; Triton 3.9 does not compile streaming sums so.
-        one_loop: a streaming sum masks every tile of keys; else those that every row sees whole have a loop of their own.
+        one_loop: a streaming sum masks every tile of keys; else those that some row does not see, which come before the loop.
         apart: of sums side by side each has tiles of its own (`tiles.siblings`); else a tile has all of them.
         registers: the most that a thread gets of CUDA's 255: with fewer, more programs share a multiprocessor.
     """
@@ -566,7 +566,7 @@ def _stream(form: KernelForm, s: Stream, chip: Chip) -> Iterator[KernelConfig]:
         ready = chip.descriptors and half
         for split in sorted({1, *parts}, reverse=tall < chip.units):
             yield replace(base, split_k=split, descriptors=ready)
-            if half and _hides_keys(s):  # Triton 3.6 serialises the products of two loops
+            if half and _hides_keys(s):
                 yield replace(base, split_k=split, descriptors=ready, one_loop=True)
             if ready:
                 yield replace(base, split_k=split)

@@ -33,6 +33,7 @@ OPERATORS: dict[type[ast.AST], str] = {
     ast.BitAnd: "and", ast.BitOr: "or", ast.BitXor: "xor", ast.Lt: "lt", ast.LtE: "le", ast.Gt: "gt", ast.GtE: "ge",
     ast.LShift: "shl", ast.RShift: "shr", ast.Eq: "eq", ast.NotEq: "ne",
 }  # fmt: skip
+OPPOSITE = {"eq": "ne", "lt": "ge"}
 OF_LITERALS = ("add", "sub", "mul", "truediv", "floordiv", "mod")
 
 
@@ -86,13 +87,13 @@ class _Reading(Reading):
     def either(self, choice: ast.If, rest: list[ast.stmt], env: dict[str, Any]) -> None:
         """A choice that programs make: what follows is read once under each answer."""
         match choice.test:
-            case ast.Compare(ast.Name() as name, [ast.Eq()], [ast.Constant(int() as number)]):
-                asked = self.calls.tile(self.value(name, env))
+            case ast.Compare(left, [ast.Eq() | ast.Lt() as op], [right]):
+                asked, bound, yes = self.calls.tile(self.value(left, env)), self.value(right, env), OPERATORS[type(op)]
             case _:
-                raise Unsupported(f"line {choice.lineno}: a choice by more than a number")
+                raise Unsupported(f"line {choice.lineno}: a choice by {ast.unparse(choice.test)}")
         outside = self.inside
-        for fn, lines in (("eq", choice.body), ("ne", choice.orelse)):
-            self.inside = self.terms.all([outside, self.calls.operator(fn, asked, number).term])
+        for fn, lines in ((yes, choice.body), (OPPOSITE[yes], choice.orelse)):
+            self.inside = self.terms.all([outside, self.calls.operator(fn, asked, bound).term])
             if self.inside == self.terms.false:
                 continue  # answered before
             try:

@@ -195,10 +195,30 @@ def test_tests_of_places_that_always_hold_are_not_made(mask: str, shown: str) ->
 
 
 def test_tiles_that_every_row_sees_have_no_mask() -> None:
+    """Those that need one come first, written out; there is one loop."""
     source = generate(graph := parse(STREAMS["causal"]), kernel_of(graph), KernelConfig(bm=16, bn=16)).source
-    first, second = source.split("for n_0 in tl.range(")[1:]
+    before, after = source.split("for n_0 in tl.range(")
+    masked, rest = before.split("if n_0 < n_end:")[1], after.split("top = highest")[0]
     assert "int64" not in source, "places are compared in as many bits as indices have"
-    assert 'float("-inf")' not in first.split("tl.maximum")[0] and "tl.where(" in second.split("tl.maximum")[0]
+    assert "tl.where(" in masked.split("tl.maximum")[0] and 'float("-inf")' not in rest.split("tl.maximum")[0]
+
+
+@pytest.mark.parametrize(("d", "tiles"), [("", 2), (" + 3", 3), (" + 15", 2), (" - 1", 2), (" - 2", 3)])
+@pytest.mark.parametrize("keys", [64, 70])
+def test_tiles_that_some_rows_see_are_counted(d: str, tiles: int, keys: int) -> None:
+    """Of 32 rows and 16 keys: two where they begin alike, else three."""
+    text = attention("f32", CAUSAL.format(d=d), (2, 2), (keys, keys), 8)
+    config = KernelConfig(bm=32, bn=16)
+    source = generate(graph := parse(text), kernel_of(graph), config).source
+    assert source.count("if n_0 < n_end:") == tiles and "tl.range(0, n_clear, BN)" in source
+    check(text, config=config)
+
+
+def test_many_tiles_with_a_mask_are_not_written_out() -> None:
+    text = attention("f32", CAUSAL.format(d=""), (2, 2), (70, 70), 8)
+    source = generate(graph := parse(text), kernel_of(graph), KernelConfig(bm=64, bn=16)).source
+    assert " if " not in source and "tl.range(0, n_end, BN)" in source
+    check(text, config=KernelConfig(bm=64, bn=16))
 
 
 @pytest.mark.sampled(1)
@@ -208,7 +228,7 @@ def test_scores_that_are_rounded_skip_what_the_mask_hides(dtype: str) -> None:
     rounded = f"cast(cast({CAUSAL.format(d='')}, {dtype}), f32)"
     text = attention(dtype, rounded, (2, 1), (70, 70), 16)
     source = generate(graph := parse(text), kernel_of(graph), KernelConfig(bm=16, bn=16)).source
-    assert source.count("for n_0 in tl.range(") == 2 and "0.125" not in re.sub("#.*", "", source.split("@triton.jit")[1])
+    assert "n_clear" in source and "0.125" not in re.sub("#.*", "", source.split("@triton.jit")[1])
     check(text, config=KernelConfig(bm=16, bn=16))
     added = attention(dtype, f"cast(cast((let0 * 0.25), {dtype}) + {dtype}(1.5), f32)", (2, 1), (33, 50), 16)
     check(added, config=KernelConfig(bm=16, bn=16))

@@ -177,19 +177,24 @@ def _loaded(
     return factor(scope, e, along, operand, wish), scope.lines
 
 
+_BEFORE = 3  # tiles with a mask that are written out
+
+
 def _loops(frame: Frame, plan: _Plan, keys: KeyRange) -> list[str]:
-    """The loop over tiles that need no mask, if there are any, and the loop over the others."""
-    lines: list[str] = []
-    spans = [(keys.first, keys.end, True)]
-    if keys.clear and not plan.config.one_loop:
-        spans = [(keys.first, keys.clear, False), (keys.clear, keys.end, True)]
-    for first, end, masked in spans:
-        body = _keys_tile(frame, plan, masked)
-        # one loop of a kernel at most: two are more than Triton 3.9's pass takes
-        special = ", warp_specialize=True" if plan.config.warp_specialize and (not masked or len(spans) == 1) else ""
-        lines.append(f"for {plan.ax.start} in tl.range({first}, {end}, BN{special}):")
-        lines += [f"    {line}" for line in body if line]
-    return lines
+    """Tiles that need a mask, then the loop over the others; where that is not known, one loop, in which all have one.
+
+    Triton 3.6 and 3.9 serialise products (C7515) where tiles with a mask come second, or are a loop of their own.
+    """
+    first, end, apart = keys.first, keys.end, bool(keys.clear) and not plan.config.one_loop
+    before: list[str] = []
+    if apart and keys.masked <= _BEFORE:
+        body = [f"    {line}" for line in _keys_tile(frame, plan, True) if line]
+        for k in range(keys.masked):
+            before += [f"{plan.ax.start} = {keys.clear}" + f" + {k} * BN" * (k > 0), f"if {plan.ax.start} < {keys.end}:", *body]
+        end = keys.clear
+    special = ", warp_specialize=True" if plan.config.warp_specialize else ""
+    head, body = f"for {plan.ax.start} in tl.range({first}, {end}, BN{special}):", _keys_tile(frame, plan, not before)
+    return [*before, head, *(f"    {line}" for line in body if line)]
 
 
 def _keys_tile(frame: Frame, plan: _Plan, masked: bool) -> list[str]:

@@ -577,6 +577,7 @@ class KeyRange:
         first, end: bounds of the keys that any row may see; ``first`` is a multiple of the tile.
         clear: the end of the tiles in which every row sees every key (from ``first`` on); ``""`` where there are none.
         grows: whether later rows see more keys.
+        masked: the most tiles between ``clear`` and ``end``.
     """
 
     lines: tuple[str, ...]
@@ -584,6 +585,7 @@ class KeyRange:
     end: str
     clear: str
     grows: bool
+    masked: int
 
 
 def key_range(frame: Frame, attention: Attention, batch: Axis, rows: Axis, key: Axis, tile: str) -> KeyRange:
@@ -592,13 +594,14 @@ def key_range(frame: Frame, attention: Attention, batch: Axis, rows: Axis, key: 
     lines: list[str] = []
     highs, lows, clears = list[str](), list[str](), list[str]()
     guards, whole = _guards(attention.score, attention.weights.hidden(attention.score.dtype))
-    scalars = View([(batch, "")], frame.task.ranges)
+    scalars, masked = View([(batch, "")], frame.task.ranges), 1
     for e in guards:  # e >= 0 wherever the score is not hidden
         found = _solved(e, rows, key, scalars, tile)
         if found is None:
             whole = False
             continue
         highest, lowest_, b = found
+        masked = max(masked, _partly_seen(e, rows, key))
         # // truncates: for a negative reach that is one key more than needed, never one less
         if b < 0:
             highs.append(f"{_over(highest, -b)} + 1")  # key <= reach / -b
@@ -621,7 +624,17 @@ def key_range(frame: Frame, attention: Attention, batch: Axis, rows: Axis, key: 
         lines.append(f"{clear} = {key.size // key.block * key.block}")
         lines += [f"{clear} = tl.minimum({clear}, ({v}) // {key.tile} * {key.tile})" for v in clears]
     grows = any("pid_row" in h for h in highs)
-    return KeyRange(lines=tuple(lines), first=first, end=end, clear=clear, grows=grows)
+    return KeyRange(lines=tuple(lines), first=first, end=end, clear=clear, grows=grows, masked=masked)
+
+
+def _partly_seen(e: Aff, rows: Axis, key: Axis) -> int:
+    """The most tiles of keys that some row of a tile sees and another one does not, by ``e >= 0``."""
+    b = abs(e.coef(key.dims[0].name))
+    steps = [(abs(e.coef(d.name)), d.size) for d in rows.dims]
+    reach = steps[0][0] * (rows.block - 1) if len(steps) == 1 else sum(a * (n - 1) for a, n in steps)
+    if len(steps) == 1 and steps[0][0] == b == 1 and len(e.terms) == 2 and rows.block % key.block == 0:
+        return -(-(rows.block + e.const - (e.const + 1) // key.block * key.block) // key.block)  # tiles begin alike
+    return 1 + -(-(reach // b + 1) // key.block)
 
 
 def _solved(e: Aff, rows: Axis, key: Axis, scalars: View, tile: str) -> tuple[str, str, int] | None:
