@@ -174,6 +174,16 @@ def test_one_loop_over_keys_that_some_row_sees(name: str, parts: int) -> None:
     check(STREAMS[name], config=config)
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "f16", "f32"])
+@pytest.mark.parametrize(("low", "first"), [("-3.3895313892515355e38", 40), ("-3.4028234663852886e38", 96), ("-65504.0", 40)])
+def test_keys_that_are_added_the_least_number(dtype: str, low: str, first: int) -> None:
+    """As exporters write masks: whole tiles of a row may have it, and a row that sees nothing has the mean of the values."""
+    shown = f"(let0 * 0.125) + where(ge(index(n), {first}), 0.0, f32({low}))"
+    text = attention(dtype, shown, (2, 2), (37, 96), 16)
+    check(text, config=KernelConfig(bm=16, bn=16))
+    check(text, config=KernelConfig(bm=16, bn=64))  # the last one before the loop
+
+
 def test_heads_that_share_keys_are_rows_of_one_tile_when_queries_are_few() -> None:
     graph = parse(STREAMS["one query for eight heads"])
     found = kernel_form(graph, kernel_of(graph))

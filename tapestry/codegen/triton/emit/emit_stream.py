@@ -39,6 +39,7 @@ from tapestry.codegen.triton.task.tiles import (
     Folded,
     KernelForm,
     Stream,
+    exact_dtype,
     power_of_two,
     row_dims,
     split_selection,
@@ -225,7 +226,7 @@ def _keys_tile(frame: Frame, plan: _Plan, masked: bool) -> list[str]:
         f"{high} = tl.{fn}imum({top}, tl.{fn}({score}, 1))",
         f"{centre} = tl.where({high} == {plan.hidden}, 0.0, {high})",
         f"{scale} = tl.exp2(({top} - {centre}) * {by!r})  # {by:.4g} = {by / math.log2(math.e):.4g} * log2(e)",
-        f"{weights} = tl.exp2({_away(score, centre, by, exact=not half)})",
+        f"{weights} = tl.exp2({_away(score, centre, by, exact=not half or not _moderate(plan.score))})",
         *later,
         f"{total} = {total} * {scale} + tl.sum({weights}, 1)",
         f"{acc} = tl.dot({weights}{half}, {values}, {acc} * {scale}[:, None], {plan.how[1]})",
@@ -238,10 +239,19 @@ def _keys_tile(frame: Frame, plan: _Plan, masked: bool) -> list[str]:
 
 def _away(score: str, centre: str, by: float, *, exact: bool) -> str:
     """The exponents of weights: one instruction for each score where weights are rounded to 16 bits; else nothing is rounded
-    before the difference is made."""
+    before the difference is made, and of the least numbers there are, as masks add them, it is finite."""
     if exact:
         return f"({score} - {centre}[:, None]) * {by!r}"
     return f"tl.fma({score}, {by!r}, ({centre} * {-by!r})[:, None])"
+
+
+def _moderate(e: Expr) -> bool:
+    """Whether a score is far from the ends of f32, or infinite, as far as what is added to the products says."""
+    if isinstance(e, Const):
+        return not 1e30 < abs(float(e.value)) < float("inf")
+    if isinstance(e, Call) and e.fn != "cast":
+        return all(map(_moderate, e.args[e.fn == "where" :]))
+    return isinstance(e, Let | Index) or exact_dtype(e) not in ("f32", "bf16")
 
 
 def _centre(frame: Frame, plan: _Plan) -> list[str]:

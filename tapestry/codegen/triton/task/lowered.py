@@ -221,17 +221,18 @@ def without_certain_tests(e: Expr, ranges: Ranges) -> Expr:
 def _certain(e: Call, ranges: Ranges) -> Expr:
     first, *others = e.args
     if (fn := {"le": "ge", "lt": "gt"}.get(e.fn, e.fn)) in _LEAST:
-        a, b = (_place(x) for x in (e.args if fn == e.fn else e.args[::-1]))
+        a, b = (place_of(x) for x in (e.args if fn == e.fn else e.args[::-1]))
         return _TRUE if a is not None and b is not None and span(a - b, ranges)[0] >= _LEAST[fn] else e
     if e.fn in ("and", "or") and _TRUE in e.args:
         return _TRUE if e.fn == "or" else others[0] if first == _TRUE else first
     return others[0] if e.fn == "where" and first == _TRUE else e
 
 
-def _place(e: Expr) -> Aff | None:
-    return (
-        e.aff if isinstance(e, Index) else const(int(e.value)) if isinstance(e, Const) and e.dtype in ("i32", "i64") else None
-    )
+def place_of(e: Expr) -> Aff | None:
+    """An integer that is an index or a number; ``None`` for any other."""
+    if isinstance(e, Index):
+        return e.aff
+    return const(int(e.value)) if isinstance(e, Const) and e.dtype in ("i32", "i64") else None
 
 
 def substitute_task(task: Task, env: Mapping[str, Aff], ranges: Ranges | None = None) -> Task:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from math import prod
 
 from tapestry.codegen.triton.task.descriptors import Descriptor
-from tapestry.codegen.triton.task.lowered import Access, Check, Task, points
+from tapestry.codegen.triton.task.lowered import Access, Check, Task, place_of, points
 from tapestry.codegen.triton.task.primitives import HALVES, TRITON_TYPES, cast_text, compute, literal, row, typed
 from tapestry.codegen.triton.text.device_functions import HELPERS
 from tapestry.ir.expr import Acc, Arg, Call, Const, Expr, Index, Let, walk
@@ -706,14 +706,8 @@ def _conditions(test: Expr) -> Iterator[Aff | None]:
     if not isinstance(test, Call) or test.fn not in ("ge", "le", "gt", "lt"):
         yield None
         return
-    a, b = _affine(test.args[0]), _affine(test.args[1])
+    a, b = place_of(test.args[0]), place_of(test.args[1])
     if a is None or b is None:
         yield None
         return
     yield {"ge": a - b, "le": b - a, "gt": a - b - 1, "lt": b - a - 1}[test.fn]
-
-
-def _affine(e: Expr) -> Aff | None:
-    if isinstance(e, Index):
-        return e.aff
-    return Aff((), int(e.value)) if isinstance(e, Const) and e.dtype in ("i64", "i32") else None
