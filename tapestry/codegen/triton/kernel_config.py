@@ -314,11 +314,15 @@ def _dot(form: KernelForm, chip: Chip, kinds: int = 1) -> list[tuple[float, Kern
     tall_enough = 64 if (half or form.precision != "ieee") and chip.arch in (90, 100) and m >= 64 and n >= 64 else 16
     table = [row for row in _table(form, half) if row[0] >= tall_enough]
     fewest = min(bm * bn for bm, bn, *_ in table)
-    # no room in registers: for what becomes of the sums, for running sums beside the accumulators (`emit_dot.dot_options`)
-    crowded = _after(form) > (_SHORT // 2 if chip.arch == 100 else _SHORT) or (c.operand == "f8" and chip.arch in (89, 90))
+    # no room in registers: for what becomes of the sums, for operands that are widened in them, for running sums beside the
+    # accumulators (`emit_dot.dot_options`)
+    crowded = _after(form) > (_SHORT // 2 if chip.arch == 100 else _SHORT) or (
+        chip.of_warps and not c.kinds <= {c.operand, "f32"}
+    )
+    crowded = crowded or (c.operand == "f8" and chip.arch in (89, 90))
     found: list[tuple[float, KernelConfig]] = []
     for bm, bn, bk, stages, warps in table:
-        bk = bk * 2 // size if half else bk
+        bk = 64 if rough else bk * 2 // size if half else bk  # of elements one by one each has a register
         bk = min(least if c.masked else min(bk, 32) if c.taps and not smooth else bk, max(least, power_of_two(points(c.k))))
         if (bm > max(16, power_of_two(m)) or bn > max(16, power_of_two(n))) and (bm, bn) != table[-1][:2]:
             continue

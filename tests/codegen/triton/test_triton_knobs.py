@@ -217,7 +217,7 @@ def test_tiles_that_every_row_sees_have_no_mask() -> None:
 @pytest.mark.parametrize("keys", [64, 70])
 def test_tiles_that_some_rows_see_are_counted(d: str, tiles: int, keys: int) -> None:
     """Of 32 rows and 16 keys: two where they begin alike, else three."""
-    text = attention("f32", CAUSAL.format(d=d), (2, 2), (keys, keys), 8)
+    text = attention("f16", CAUSAL.format(d=d), (2, 2), (keys, keys), 8)
     config = KernelConfig(bm=32, bn=16)
     source = generate(graph := parse(text), kernel_of(graph), config).source
     assert source.count("if n_0 < n_end:") == tiles and "tl.range(0, n_clear, BN)" in source
@@ -225,7 +225,7 @@ def test_tiles_that_some_rows_see_are_counted(d: str, tiles: int, keys: int) -> 
 
 
 def test_many_tiles_with_a_mask_are_not_written_out() -> None:
-    text = attention("f32", CAUSAL.format(d=""), (2, 2), (70, 70), 8)
+    text = attention("f16", CAUSAL.format(d=""), (2, 2), (70, 70), 8)
     source = generate(graph := parse(text), kernel_of(graph), KernelConfig(bm=64, bn=16)).source
     assert " if " not in source and "tl.range(0, n_end, BN)" in source
     check(text, config=KernelConfig(bm=64, bn=16))

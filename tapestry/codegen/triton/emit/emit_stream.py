@@ -34,7 +34,7 @@ from tapestry.codegen.triton.task.lowered import (
     substitute_indices,
     substitute_task,
 )
-from tapestry.codegen.triton.task.primitives import TRITON_TYPES, Chip, literal
+from tapestry.codegen.triton.task.primitives import HALVES, TRITON_TYPES, Chip, literal
 from tapestry.codegen.triton.task.tiles import (
     Folded,
     KernelForm,
@@ -186,9 +186,9 @@ def _loops(frame: Frame, plan: _Plan, keys: KeyRange) -> list[str]:
 
     Triton 3.6 and 3.9 serialise products (C7515) where tiles with a mask come second, or are a loop of their own.
     """
-    first, end, apart = keys.first, keys.end, bool(keys.clear) and not plan.config.one_loop
-    before: list[str] = []
-    if apart and keys.masked <= _BEFORE:
+    first, end, before = keys.first, keys.end, list[str]()
+    # without matrix units a mask is little beside its products, and code twice as long spills
+    if keys.clear and keys.masked <= _BEFORE and not plan.config.one_loop and plan.s.weighted in HALVES:
         body = [f"    {line}" for line in _keys_tile(frame, plan, True) if line]
         for k in range(keys.masked):
             before += [f"{plan.ax.start} = {keys.clear}" + f" + {k} * BN" * (k > 0), f"if {plan.ax.start} < {keys.end}:", *body]
