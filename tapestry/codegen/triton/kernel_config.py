@@ -302,27 +302,22 @@ def _dot(form: KernelForm, chip: Chip, kinds: int = 1) -> list[tuple[float, Kern
     c, f = form.product, form.folded
     assert c is not None
     held = len(c.pairs) + (_lanes_held(form.task, f) if f else 0)
-    m, n = points(c.m), points(c.n)
+    m, n, crowded = points(c.m), points(c.n), _crowded(form, c, chip)
     half, ready = c.operand != "f32", chip.descriptors and operand_boxes(form.task, c) is not None
     size, smooth = operand_size(c.operand), _smooth(form, c)
     rough = half and not c.masked and not (ready or aligned(form.task, c))
     least = 16 if size > 1 else 32  # points of k that a matrix instruction takes
     tall, wide = len({a for a, _ in c.pairs}), len({b for _, b in c.pairs})  # distinct factors on either side
-    gathered = rough or (half and not ready and not (smooth if size == 1 else _runs(form, c)))  # elements one by one
-    slow = max(3.0, chip.rate(c.operand, form.precision) / chip.units / _GATHERED) if gathered else 1.0
+    slow = 1.0
+    if rough or (half and not ready and not (smooth if size == 1 else _runs(form, c))):  # elements one by one
+        slow = max(3.0, chip.rate(c.operand, form.precision) / chip.units / _GATHERED)
     # wgmma and tcgen05 take 64 rows at least
     tall_enough = 64 if (half or form.precision != "ieee") and chip.arch in (90, 100) and m >= 64 and n >= 64 else 16
     table = [row for row in _table(form, half) if row[0] >= tall_enough]
     fewest = min(bm * bn for bm, bn, *_ in table)
-    # no room in registers: for what becomes of the sums, for operands that are widened in them, for running sums beside the
-    # accumulators (`emit_dot.dot_options`)
-    crowded = _after(form) > (_SHORT // 2 if chip.arch == 100 else _SHORT) or (
-        chip.of_warps and not c.kinds <= {c.operand, "f32"}
-    )
-    crowded = crowded or (c.operand == "f8" and chip.arch in (89, 90))
     found: list[tuple[float, KernelConfig]] = []
     for bm, bn, bk, stages, warps in table:
-        bk = 64 if rough else bk * 2 // size if half else bk  # of elements one by one each has a register
+        bk = bk * 2 // size if half and not (rough and chip.of_warps) else bk  # elements one by one have a register each
         bk = min(least if c.masked else min(bk, 32) if c.taps and not smooth else bk, max(least, power_of_two(points(c.k))))
         if (bm > max(16, power_of_two(m)) or bn > max(16, power_of_two(n))) and (bm, bn) != table[-1][:2]:
             continue
@@ -333,11 +328,11 @@ def _dot(form: KernelForm, chip: Chip, kinds: int = 1) -> list[tuple[float, Kern
         most = (128 * 256 if held == 1 or chip.arch in (90, 100) else 128 * 128) if half else 64 * 64 * 2
         if bm * bn * held > max(most, bm * bn if held == 1 else fewest * held):
             continue  # each sum has an accumulator of its own, and each lane of a product that taps are merged into
-        if crowded and bm * bn * held > 64 * 32 * warps and bm * bn > fewest:
-            continue
-        stages = min(stages, 2) if chip.backend == "hip" else stages
-        if c.operand == "i8" and chip.of_warps and bm * bn * len(c.pairs) > 128 * 128:
+        if (crowded and bm * bn * held > 64 * 32 * warps and bm * bn > fewest) or (
+            c.operand == "i8" and chip.of_warps and bm * bn * len(c.pairs) > 128 * 128
+        ):
             continue  # ptxas spills
+        stages = min(stages, 2) if chip.backend == "hip" else stages
         step = (bm * tall + bn * wide) * bk * size
         stages = max(min(stages, 2), min(stages, chip.shared // step))
         if (shared := stages * step) > chip.shared and chip.backend != "hip":
@@ -350,6 +345,15 @@ def _dot(form: KernelForm, chip: Chip, kinds: int = 1) -> list[tuple[float, Kern
             forms = _with_room(_forms(config, ready, c, form.task, chip, stored, flat=kinds == 1), half and chip.arch == 90)
             found += [(slow * t, k) for t, k in (_timed(each, form, c, chip, step, kinds) for each in forms)]
     return sorted(found, key=lambda f: f[0])
+
+
+def _crowded(form: KernelForm, c: Contraction, chip: Chip) -> bool:
+    """Whether registers have no room: for what becomes of the sums, for operands that are widened in them, for running sums
+    beside the accumulators (`emit_dot.dot_options`)."""
+    widened = chip.of_warps and not c.kinds <= {c.operand, "f32"}
+    return (
+        widened or _after(form) > (_SHORT // 2 if chip.arch == 100 else _SHORT) or (c.operand == "f8" and chip.arch in (89, 90))
+    )
 
 
 def _with_room(forms: Iterable[KernelConfig], wanted: bool) -> Iterator[KernelConfig]:
@@ -386,7 +390,7 @@ def _timed(
     known = replace(k, persistent=False) if k.warp_specialize else k
     beside = _programs(known, form, c, chip, step) if c.operand != "f32" and chip.arch == 90 else 1
     sides = len({a for a, _ in c.pairs}), len({b for _, b in c.pairs})
-    return _dot_seconds(known, extents, c.operand, form.precision, chip, _after(form), beside, sides), k
+    return _dot_seconds(known, extents, c.operand, form.precision, chip, _after(form), beside, *sides), k
 
 
 def _after(form: KernelForm) -> int:
@@ -472,14 +476,14 @@ def _stored(form: KernelForm, chip: Chip) -> int:
 
 def _dot_seconds(
     k: KernelConfig, extents: tuple[int, int, int, int], operand: str, precision: str, chip: Chip, after: int = 0,
-    programs: int = 1, sides: tuple[int, int] = (1, 1),
+    programs: int = 1, tall: int = 1, wide: int = 1,
 ) -> float:  # fmt: skip
     """Predicted time: whole waves of tiles at the rate that a tile of this shape reaches, against memory's time.
 
     ``after`` are instructions for each result: behind the sums of a multiprocessor's only program, matrix units have nothing
     to do. Of several ``programs`` one multiplies while another one is behind its sums.
 
-    Sums side by side have one factor in common; ``sides`` are the numbers of factors, and each product is as wide as a tile.
+    Sums side by side have one factor in common and ``tall`` or ``wide`` others; each product is as wide as a tile.
     A tile's rate grows with its products per element staged, bm*bn/(bm+bn), up to 128 x 256; descriptors and persistence take
     the addresses and the start of each tile out of the way.
     """
@@ -491,16 +495,15 @@ def _dot_seconds(
     share = -(-depth // k.split_k)
     waves = -(-tiles // chip.units)
     fill = _FILL if k.persistent else _FILL * min(waves, 4)
-    tall, wide = sides
-    products = waves * max(sides) * 2 * k.bm * k.bn * -(-share // k.bk) * k.bk / rate
+    products = waves * max(tall, wide) * 2 * k.bm * k.bn * -(-share // k.bk) * k.bk / rate
     behind = waves * k.bm * k.bn * after / (chip.card.vector / 2 / chip.units)
     beside = min(programs, -(-tiles // chip.units))
     compute = max(products, behind) + (min(products, behind) + fill) / beside
-    moved = batch * (tall * m * depth + depth * wide * n + max(sides) * m * n) * size
+    moved = batch * (tall * m * depth + depth * wide * n + max(tall, wide) * m * n) * size
     from_cache = tiles * (tall * k.bm + wide * k.bn) * share * size / (_CACHE * chip.bandwidth)
     reached = min(1.0, _FEW_PROGRAMS + (1 - _FEW_PROGRAMS) * tiles / chip.units)
     memory = max(moved / chip.bandwidth / reached, from_cache)
-    second = 0.0 if k.split_k == 1 else _LAUNCH + 2 * k.split_k * batch * max(sides) * m * n * 4 / chip.bandwidth
+    second = 0.0 if k.split_k == 1 else _LAUNCH + 2 * k.split_k * batch * max(tall, wide) * m * n * 4 / chip.bandwidth
     return max(compute, memory) + second
 
 
