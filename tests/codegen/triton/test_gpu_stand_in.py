@@ -16,11 +16,6 @@ from tests.support.paths import ROOT, SHARED
 pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="the stand-in is compiled with cc")
 
 
-# kernels without a candidate that is free of both, of those that are tried: an attention that rotates its queries itself spills 1.5 KB
-# with 64 rows or more of them
-FAULTS = {(f"llama_7b {tokens}", chip): 2 for tokens in (2048, 8192) for chip in ("sm90", "sm100")}
-
-
 def check(*args: str) -> str:
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "tests.support.programs.stand_in_checks", *args]
@@ -46,11 +41,10 @@ def test_a_candidate_that_does_not_run_ends_nothing() -> None:
     ("f16", "llama_layer 8192"), ("bf16", "vit_base"), ("f16", "unet"), ("bf16", "resnet50"),
 ])  # fmt: skip
 def test_real_models_are_bound_and_launched(target: str, dtype: str, name: str) -> None:
-    """Every kernel at its real size by the GPU runtime; and none spills or is serialised but those that are known."""
+    """Every kernel at its real size by the GPU runtime; and none spills or is serialised."""
     if not (SHARED / "models").is_dir() and name.split(maxsplit=1)[0] != "llama_layer":
         pytest.skip("the exported models are not beside the checkout")
-    (faults,) = re.findall(r"^faults: (\d+)", check("models", target, dtype, name), re.MULTILINE)
-    assert int(faults) <= FAULTS.get((name, target), 0)
+    assert re.findall(r"^faults: (\d+)", check("models", target, dtype, name), re.MULTILINE) == ["0"]
 
 
 LISTING = """
