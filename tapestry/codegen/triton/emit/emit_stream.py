@@ -246,9 +246,9 @@ def _away(score: str, centre: str, by: float, *, exact: bool) -> str:
 
 
 def _moderate(e: Expr) -> bool:
-    """Whether a score is far from the ends of f32, or infinite, as far as what is added to the products says."""
+    """Whether a score is infinite or keeps some digits behind the point in f32, as far as what is added to the products says."""
     if isinstance(e, Const):
-        return not 1e30 < abs(float(e.value)) < float("inf")
+        return not 1e6 < abs(float(e.value)) < float("inf")
     if isinstance(e, Call) and e.fn != "cast":
         return all(map(_moderate, e.args[e.fn == "where" :]))
     return isinstance(e, Let | Index) or exact_dtype(e) not in ("f32", "bf16")
