@@ -148,16 +148,18 @@ def _rows(task: Task) -> KernelConfig:
 
 
 def _reduce(form: KernelForm, chip: Chip) -> KernelConfig:
-    """Tiles of a reduction: about 2048 elements (1024 with several fields), long along what lies contiguous in memory."""
+    """Tiles of a reduction: about 2048 elements (1024 with several fields, 4 KB with a centre), along what lies contiguous."""
     task = form.task
     rows, cols = points(task.dims), points(task.reduce)
-    lanes = 2048 if len(task.body) == 1 else 1024
+    along = {d.name for d in task.reduce}
+    size = max((itemsize(a.dtype) for p, a in task.reads.items() if task.read_dims(p) & along), default=4)
+    # states of lanes are in registers; of states with a centre rows have one, and lanes only what they read
+    lanes = 4096 // size if centred(task) else 2048 if len(task.body) == 1 else 1024
     if task.monoid and not MONOIDS[task.monoid].commutative:
         return KernelConfig(rows=min(128, power_of_two(rows)), cols=1, num_stages=1)  # lanes would merge out of order
     along_rows = _moved_along(task, task.dims) > _moved_along(task, task.reduce)
     width = min(power_of_two(cols), 32 if along_rows else lanes)
     height = min(power_of_two(rows), max(1, lanes // max(1, width)))
-    size = max((itemsize(a.dtype) for a in task.reads.values()), default=4)
     least, wanted = (64 // size, 2 * chip.units) if along_rows else (8, chip.units)  # whole sectors of memory
     while height > least and -(-rows // height) < wanted:
         height //= 2

@@ -138,6 +138,20 @@ def test_a_long_epilogue_leaves_room_for_another_program() -> None:
     assert 2 * k.num_stages * (k.bm + k.bn) * k.bk * 2 <= CHIPS["sm90"].shared and k.bm * k.bn < 128 * 128, k
 
 
+@pytest.mark.parametrize("columns", [300, 1024])
+def test_sums_beside_a_centred_state_are_folded_with_it(columns: int) -> None:
+    """Cross-entropy: an exponential for each element, none for each merge of two lanes."""
+    text = f"""graph g input x: bf16[37, {columns}] input t: i64[37]
+        y: f32[37] = op [i: 37 | n: {columns} logsumexp.sum] reads x[i, n], t[i]
+          body cast(x, f32), 1.0, where(eq(t, index(n)), cast(x, f32), 0.0)
+          then log(acc1) + (acc0 - acc2)
+        output y"""
+    for config in (None, KernelConfig(rows=4, cols=128), KernelConfig(rows=2, cols=1024)):
+        source = generate(graph := parse(text), kernel_of(graph), config).source
+        assert "tl.reduce(" not in source and source.count("tl.exp2(") == 1, source
+        check(text, config=config)
+
+
 def test_rows_that_no_descriptor_can_copy_are_loaded_by_pointers() -> None:
     for text in (matmul("bf16", 33, 21, 37), matmul("f32", 16, 16, 16)):
         made = generate(graph := parse(text), kernel_of(graph), KernelConfig(bm=16, bn=16, bk=16, descriptors=True))

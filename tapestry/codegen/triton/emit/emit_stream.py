@@ -246,7 +246,7 @@ def _away(score: str, centre: str, by: float, *, exact: bool) -> str:
 
 
 def _moderate(e: Expr) -> bool:
-    """Whether a score is infinite or keeps some digits behind the point in f32, as far as what is added to the products says."""
+    """Whether a score is infinite or keeps digits behind the point in f32, as far as what is added to the products says."""
     if isinstance(e, Const):
         return not 1e6 < abs(float(e.value)) < float("inf")
     if isinstance(e, Call) and e.fn != "cast":

@@ -9,7 +9,7 @@ from tapestry.codegen.triton.task.primitives import EXACT_IN, HALVES, Chip, comm
 from tapestry.ir.expr import Acc, Arg, Call, Const, Expr, Let, arg_positions, instructions, rewrite, uncast, walk
 from tapestry.ir.graph import Dim
 from tapestry.ir.index import Aff, dims_of
-from tapestry.ir.monoid import MONOIDS, Moments, number, sums
+from tapestry.ir.monoid import MONOIDS, ByPrimitive, Moments, Monoid, Product, number, sums
 from tapestry.ir.recognise import (
     INT8,
     Attention,
@@ -280,12 +280,18 @@ def row_dims(task: Task) -> tuple[tuple[Dim, ...], tuple[Dim, ...]] | None:
     return (rows, columns) if columns else None
 
 
-def centred(task: Task) -> bool:
-    """Whether the states of a task refer to a centre that is computed first, for all lanes of a tile at once."""
+def centred(task: Task) -> Monoid | None:
+    """The monoid of the states that refer to a centre, which is computed first, for all lanes of a tile at once.
+
+    They are all of the task's states or the first of them, with sums beside them. ``None``: there are none.
+    """
     if task.monoid is None or any(compute(e.dtype) not in ("f32", "f64") for e in task.body):
-        return False
-    counts = exponential(task.monoid, sums=1) is not None and task.body[1] == number(1, task.body[1].dtype)
-    return counts or isinstance(MONOIDS[task.monoid].structure, Moments)
+        return None
+    whole = MONOIDS[task.monoid]
+    first, *others = whole.structure.parts if isinstance(whole.structure, Product) else (whole,)
+    counts = exponential(first.name, sums=1) is not None and task.body[1] == number(1, task.body[1].dtype)
+    fits = counts or isinstance(first.structure, Moments)
+    return first if fits and all(p.structure == ByPrimitive("add") for p in others) else None
 
 
 def without_columns(task: Task) -> Task:

@@ -8,11 +8,13 @@ moments it is the parallel axis theorem. Other monoids are folded by their ``com
 
 from __future__ import annotations
 
+import math
+
 from tapestry.codegen.triton.task.primitives import TRITON_TYPES, compute, literal
 from tapestry.codegen.triton.task.tiles import centred
 from tapestry.codegen.triton.text.scope import Axis, Frame, Scope, combine_source
 from tapestry.ir.expr import Acc, Arg, Call, Const, Expr, Let, walk
-from tapestry.ir.monoid import MONOIDS, number
+from tapestry.ir.monoid import MONOIDS, Monoid, number
 from tapestry.ir.recognise import Exponential, exponential, only_sums
 
 
@@ -20,8 +22,8 @@ def reduction(frame: Frame, tile: Scope, cols: Axis, accs: tuple[str, ...]) -> t
     """Lines before the loop over tiles, lines that merge one tile (after the scope's own), and lines after the loop."""
     values = tile.printer.all(frame.task.body)
     inside = tile.view.laid(cols, cols.inside()) if cols.ragged else ""
-    if centred(frame.task):
-        start, lines = _centred(frame, values, inside, cols, accs, once=cols.tiles == 1)
+    if (first := centred(frame.task)) is not None:
+        start, lines = _centred(frame, first, values, inside, cols, accs, once=cols.tiles == 1)
         return start, lines, []
     values = [_only(inside, v, z) for v, z in zip(values, identity(frame), strict=True)]
     types = state_types(frame)
@@ -39,16 +41,18 @@ def _fills(frame: Frame, tile: Scope, e: Expr) -> bool:
 
 
 def _centred(
-    frame: Frame, values: list[str], inside: str, cols: Axis, accs: tuple[str, ...], *, once: bool
+    frame: Frame, first: Monoid, values: list[str], inside: str, cols: Axis, accs: tuple[str, ...], *, once: bool
 ) -> tuple[list[str], list[str]]:  # fmt: skip
-    """The state of a tile, centre first; merged row by row where there are several tiles."""
-    task, namer = frame.task, frame.namer
+    """The state of a tile, centre first, and sums beside it; merged row by row where there are several tiles."""
+    namer, n = frame.namer, len(first.fields)
     own = accs if once else tuple(namer.take(f"{a}_tile") for a in accs)
     count = "COLS" if not inside else str(cols.size) if cols.tiles == 1 else ""
-    if (weights := exponential(task.monoid, sums=1)) is not None:
-        lines = _weights(frame, weights, values, inside, own)
+    if (weights := exponential(first.name, sums=1)) is not None:
+        lines = _weights(frame, weights, values[:n], inside, own[:n])
     else:
-        lines = _moments(frame, values, inside, own, count)
+        lines = _moments(frame, values[:n], inside, own[:n], count)
+    spread = [_only(inside, f"tl.broadcast_to({v}, (ROWS, COLS))") for v in values[n:]]
+    lines += [f"{a} = tl.sum({v}, axis=1)" for a, v in zip(own[n:], spread, strict=True)]
     if once:
         return [], lines
     return _zeros(frame, accs, "(ROWS,)"), [*lines, _merge(frame, accs, list(own))]
@@ -61,8 +65,8 @@ def tile_reduction(frame: Frame, tile: Scope, cols: Axis, accs: tuple[str, ...],
     """
     values = tile.printer.all(frame.task.body)
     inside = tile.view.laid(cols, cols.inside()) if cols.ragged else ""
-    if centred(frame.task):
-        return _centred(frame, values, inside, cols, accs, once=once)
+    if (first := centred(frame.task)) is not None:
+        return _centred(frame, first, values, inside, cols, accs, once=once)
     own = accs if once else tuple(frame.namer.take(f"{a}_tile") for a in accs)
     kept = [_only(inside, v, z) for v, z in zip(values, identity(frame), strict=True)]
     spread = [
@@ -116,8 +120,8 @@ def _weights(frame: Frame, weights: Exponential, values: list[str], inside: str,
     top, total = own
     held = frame.namer.take("lanes")
     wide = f"tl.broadcast_to({values[0]}, (ROWS, COLS))"
-    away = f"{held} - {top}[:, None]" if weights.rate == 1 else f"({held} - {top}[:, None]) * {weights.rate!r}"
-    shares = f"tl.where({held} == {top}[:, None], 1.0, tl.exp({away}))"
+    away = f"({held} - {top}[:, None]) * {weights.rate * math.log2(math.e)!r}"
+    shares = f"tl.where({held} == {top}[:, None], 1.0, tl.exp2({away}))"  # exp keeps what is below 1e-38: three instructions
     hidden = literal(weights.hidden("f32").value, "f32")
     return [
         f"{held} = {_only(inside, wide, hidden)}",
