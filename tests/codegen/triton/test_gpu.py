@@ -28,7 +28,7 @@ def process(*args: str | Path, interpret: bool = False, **env: str) -> subproces
 
 @pytest.mark.slow
 @pytest.mark.parametrize("where", WHERE)
-@pytest.mark.parametrize("name", ["models", "streamed", "library", "tune", "rng", "merges", "host", "once"])
+@pytest.mark.parametrize("name", ["models", "streamed", "library", "tune", "rng", "merges", "host", "once", "forms"])
 def test_check(name: str, where: str) -> None:
     done = process("-m", "tests.support.programs.gpu_checks", name, where)
     assert done.returncode == 0 and done.stdout.endswith("passed\n"), done.stdout[-2000:] + done.stderr[-4000:]

@@ -174,6 +174,39 @@ def check_tune() -> None:
     assert wrong(data)
 
 
+SIDE_BY_SIDE = """graph g input x: f16[{m}, 128] input u: f16[128, {n}] input v: f16[128, {n}] input a: f16[{n}]
+    p: f16[{m}, {n}], q: f16[{m}, {n}] = op [i: {m}, n: {n} | m: 128 sums2] reads x[i, m], u[m, n], v[m, n], a[n]
+      body cast(x, f32) * cast(u, f32), cast(x, f32) * cast(v, f32)
+      then cast(acc0, f16) + a, cast(acc1, f16) * f16(0.5)
+    output p, q"""
+ATTENTION = """graph g input q: {d}[2, {k}, 64] input k: {d}[2, {k}, 64] input v: {d}[2, {k}, 64]
+    y: {d}[2, {k}, 64] = op [b: 2, i: {k}, e: 64 | n: {k} softsum] reads q[b, i, m], k[b, n, m], v[b, n, e]
+      let [m: 64 sum] cast(q, f32) * cast(k, f32) body {score}, 1.0, cast(v, f32) then cast((acc2 / acc1), {d})
+    output y"""
+CAUSAL = "where(ge(index(i - n), 0), (let0 * 0.125), f32(-inf))"
+PADDED = "(let0 * 0.125) + where(ge(index(n), 150), 0.0, f32(-3.3895313892515355e38))"
+LOSS = """graph g input x: bf16[37, {n}] input t: i64[37]
+    y: f32[37] = op [i: 37 | n: {n} logsumexp.sum] reads x[i, n], t[i]
+      body cast(x, f32), 1.0, where(eq(t, index(n)), cast(x, f32), 0.0) then log(acc1) + (acc0 - acc2)
+    output y"""
+
+
+def check_forms() -> None:
+    """Ways to write a kernel that real models have, by descriptors and by pointers: sums in tiles of their own, a causal mask
+    before the loop, a mask of the least numbers, a cross-entropy."""
+    tiles = [KernelConfig(bm=64, bn=64, bk=64, descriptors=d, apart=True) for d in (False, True)]
+    streams = [KernelConfig(bm=64, bn=n, descriptors=d) for n in (64, 32) for d in (False, True)]
+    wanted = [(SIDE_BY_SIDE.format(m=m, n=n), tiles) for m, n in ((256, 192), (77, 72))]
+    wanted += [
+        (ATTENTION.format(d=d, k=k, score=s), streams) for d in ("f16", "bf16") for k in (256, 203) for s in (CAUSAL, PADDED)
+    ]
+    wanted += [(LOSS.format(n=n), [KernelConfig(cols=1024), KernelConfig(rows=4, cols=256)]) for n in (1024, 1001)]
+    for text, configs in wanted:
+        graph, how = parse(text), How(device=HERE, timer=lambda call: 1.0, candidates=lambda g, k, configs=configs: configs)
+        refused = [f"{t.config}: {t.refused}" for t in measure(graph, kernel_of(graph), how) if t.refused]
+        assert not refused, (text, refused)
+
+
 def check_rng() -> None:
     """Random numbers are the CPU target's, bit for bit, however each operation is cut."""
     c = case("noise")
