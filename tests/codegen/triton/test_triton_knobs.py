@@ -88,6 +88,7 @@ SIBLINGS = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", SIBLINGS)
 @pytest.mark.parametrize("descriptors", [False, True])
 def test_sums_side_by_side_have_tiles_of_their_own(name: str, descriptors: bool) -> None:
@@ -188,6 +189,7 @@ def test_one_loop_over_keys_that_some_row_sees(name: str, parts: int) -> None:
     check(STREAMS[name], config=config)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", ["bf16", "f16", "f32"])
 @pytest.mark.parametrize(("low", "first"), [("-3.3895313892515355e38", 40), ("-3.4028234663852886e38", 96), ("-65504.0", 40)])
 def test_keys_that_are_added_the_least_number(dtype: str, low: str, first: int) -> None:
@@ -227,6 +229,7 @@ def test_tiles_that_every_row_sees_have_no_mask() -> None:
     assert "tl.where(" in masked.split("tl.maximum")[0] and 'float("-inf")' not in rest.split("tl.maximum")[0]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("d", "tiles"), [("", 2), (" + 3", 3), (" + 15", 2), (" + 31", 2)])
 @pytest.mark.parametrize("keys", [64, 70])
 def test_tiles_that_some_rows_see_are_counted(d: str, tiles: int, keys: int) -> None:
