@@ -499,7 +499,7 @@ def _dot_seconds(
     fill = _FILL if k.persistent else _FILL * min(waves, 4)
     products = waves * max(tall, wide) * 2 * k.bm * k.bn * -(-share // k.bk) * k.bk / rate
     behind = waves * k.bm * k.bn * after / (chip.card.vector / 2 / chip.units)
-    beside = min(programs, -(-tiles // chip.units))
+    beside = max(1, min(programs, waves))
     compute = max(products, behind) + (min(products, behind) + fill) / beside
     moved = batch * (tall * m * depth + depth * wide * n + max(tall, wide) * m * n) * size
     from_cache = tiles * (tall * k.bm + wide * k.bn) * share * size / (_CACHE * chip.bandwidth)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from dataclasses import replace
 
 os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton; ahead-of-time tests run in processes of their own
 
@@ -106,6 +107,14 @@ def test_only_sums_with_results_of_their_own_are_taken_apart() -> None:
     assert default_config(kernel_form(large, kernel_of(large))).apart
     gated = parse(siblings(4096, 768, "cast(acc0, f16) + a, cast(acc1 * sigmoid(acc0), f16) + b, cast(acc2, f16)"))
     assert not any(k.apart for k in candidates(kernel_form(gated, kernel_of(gated))))
+
+
+def test_a_product_of_nothing_has_settings() -> None:
+    empty = parse(matmul("f16", 64, 64, 64, batch="3"))
+    kernel = kernel_of(empty)
+    none = replace(kernel, block=((1, 1), *kernel.block[1:]), outs=(((1, 1), *kernel.outs[0][1:]),))
+    for target in CHIPS:
+        assert generate(empty, none, target=target).launches == ()
 
 
 def test_more_tiles_than_multiprocessors() -> None:
