@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from tapestry.codegen.triton.task.lowered import Task, points, split_groups
 from tapestry.codegen.triton.task.primitives import EXACT_IN, HALVES, Chip, common_operand, compute
-from tapestry.ir.expr import Acc, Arg, Call, Const, Expr, Let, arg_positions, instructions, rewrite, uncast, walk
+from tapestry.ir.expr import Acc, Arg, Call, Const, Expr, Let, arg_positions, distinct, instructions, rewrite, uncast
 from tapestry.ir.graph import Dim
 from tapestry.ir.index import Aff, dims_of
 from tapestry.ir.monoid import MONOIDS, ByPrimitive, Moments, Monoid, Product, number, sums
@@ -352,7 +352,7 @@ def siblings(form: KernelForm) -> Siblings | None:
     task, c = form.task, form.product
     if form.kind != "dot" or c is None or not c.more or task.mode != "full" or c.operand == "i8":
         return None
-    made = [{x.field for x in walk(e) if isinstance(x, Acc)} for e in task.then]
+    made = [{x.field for x in distinct((e,)) if isinstance(x, Acc)} for e in task.then]
     side = 0 if len({a for a, _ in c.pairs}) > 1 else 1
     read = [bare_read(pair[side]) for pair in c.pairs]
     factors = [p for p in read if p is not None]
