@@ -12,7 +12,7 @@ from math import prod
 
 import numpy as np
 
-from tapestry.codegen.triton.task.descriptors import aligned, most_parts, operand_boxes, splits
+from tapestry.codegen.triton.task.descriptors import aligned, most_parts, operand_boxes, splits, stream_boxes
 from tapestry.codegen.triton.task.lowered import Access, Task, points
 from tapestry.codegen.triton.task.primitives import HALVES, Chip, chip_of, compute, operand_size
 from tapestry.codegen.triton.task.tiles import (
@@ -55,7 +55,7 @@ class KernelConfig:
         split_k: parts of the reduced dimension that become programs of their own; a second pass merges their states.
         descriptors: tiles copied by tensor descriptors (TMA) where strides and alignment allow.
         warp_specialize: producer and consumer warps of their own, on sm90 with ``num_warps=4`` only; descriptors are then the
-            program's own. Of products; Triton 3.9 does not compile streaming sums so.
+            program's own. Never a default. Triton 3.6 compiles streaming sums so that load by descriptors alone, 3.9 none.
         one_loop: a streaming sum masks every tile of keys; else those that some row does not see, which come before the loop.
         apart: of sums side by side each has tiles of its own (`tiles.siblings`); else a tile has all of them.
         registers: the most that a thread gets of CUDA's 255: with fewer, more programs share a multiprocessor.
@@ -560,6 +560,7 @@ def _stream(form: KernelForm, s: Stream, chip: Chip) -> Iterator[KernelConfig]:
     if half and wide > 64 and not chip.descriptors and small:
         table = tuple(row for row in table if row[0] <= 64)  # what is widened to f16 passes through registers
     tall = points(s.batch) * -(-points(s.rows) // table[0][0])
+    boxed = all(stream_boxes(form.task, s)) and not arg_positions((s.score,))  # descriptors alone load in the loop
     for bm, bn, warps, stages in table:
         if bm > rows and bm > 16:
             continue
@@ -579,6 +580,9 @@ def _stream(form: KernelForm, s: Stream, chip: Chip) -> Iterator[KernelConfig]:
                 yield replace(base, split_k=split, descriptors=ready, one_loop=True)
             if ready:
                 yield replace(base, split_k=split)
+        if ready and boxed and chip.arch == 90 and bm == 128 and (bm, bn) == table[0][:2]:
+            special = replace(base, num_warps=4, num_stages=2, descriptors=True, one_loop=_hides_keys(s))
+            yield replace(special, warp_specialize=True)  # the first thing that is tuned
 
 
 def _hides_keys(s: Stream) -> bool:

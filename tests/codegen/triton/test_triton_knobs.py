@@ -140,6 +140,17 @@ def test_descriptors_of_the_program_itself() -> None:
         assert True in options and not options[0]
 
 
+@pytest.mark.parametrize("score", [PLAIN, CAUSAL.format(d="")])
+def test_attention_with_warps_that_load_is_tuned_first_and_no_default(score: str) -> None:
+    text = attention("bf16", score, (2, 2), (70, 70), 64)
+    check(text, config=KernelConfig(bm=16, bn=16, descriptors=True, warp_specialize=True, one_loop=True))
+    large = parse(text.replace("70", "4096"))
+    special = [k.warp_specialize for k in candidates(kernel_form(large, kernel_of(large)))]
+    assert not special[0] and any(special[:4])
+    small = parse(text.replace("70", "40"))  # two groups of warps have 128 rows
+    assert not any(k.warp_specialize for k in candidates(kernel_form(small, kernel_of(small))))
+
+
 def test_a_long_epilogue_leaves_room_for_another_program() -> None:
     """What stands behind a sum keeps matrix units waiting, unless another program of the multiprocessor has products to do."""
     after = "cast((f32(0.5) * acc0) * (f32(1.0) + erf(acc0 * f32(0.7071))), f16)"
