@@ -9,7 +9,7 @@ TORCH := $(shell sed -n '/^torch==/p' constraints.txt)
 WORKERS := -n auto --maxprocesses 4
 TESTS ?=
 
-.PHONY: setup demo test test-all lint format docs bench clean
+.PHONY: setup demo test test-all installed dist lint format docs bench clean
 
 setup: $(STAMP)
 
@@ -34,6 +34,15 @@ test: setup
 # every case of every test, but those that need a GPU
 test-all: setup
 	@$(BIN)/python -m pytest -m 'not gpu' $(WORKERS) $(TESTS)
+
+# a wheel and an sdist
+dist: setup
+	@rm -rf dist
+	@$(BIN)/hatchling build -d dist
+
+# each of them in a fresh environment, from an empty folder
+installed: dist
+	@$(BIN)/python -m tests.installed dist/*.whl dist/*.tar.gz
 
 lint: setup
 	@$(BIN)/ruff check .

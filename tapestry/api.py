@@ -163,18 +163,23 @@ class Compiled:
         parts = (self.build, self.constants, self.kernels, self.laws, self.rewrites, self.evidence, files)
         store.write(Path(folder), *parts, more=sized_builds.files_of(self.sized) if self.sized else {})
 
-    def at(self, sizes: Mapping[str, int]) -> Compiled:
+    def at(self, sizes: Mapping[str, Any]) -> Compiled:
         """The plan at one size of each symbol that has several: formulas are evaluated, and kernels bound when it first runs.
 
         Raises:
             TapestryError: it is not for these sizes.
         """
+        return self._at(self.sizes(sizes))
+
+    def sizes(self, given: Mapping[str, Any]) -> Sizes:
+        """Sizes by symbol as the plans of all sizes know them.
+
+        Raises:
+            TapestryError: the build is for one size, or not for these.
+        """
         if self.sized is None:
             raise TapestryError("the build is for one size", where=self.build.model, hint="compile with --shape SYMBOL=1..64")
-        unknown = next((s for s in (*sizes, *self.sized.symbols) if s not in sizes or s not in self.sized.symbols), None)
-        if unknown is not None:
-            raise TapestryError(f"'{unknown}' is not said, or is no symbol", hint=f"give {', '.join(self.sized.symbols)}")
-        return self._at(self.sized.held(tuple(sizes[s] for s in self.sized.symbols)))
+        return self.sized.held(self.sized.named(given))
 
     def at_inputs(self, feeds: Values) -> Compiled:
         """The plan at the sizes of some inputs; of a build for one size the build itself.

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn, TextIO, cast
 
+from tapestry.errors import TapestryError
 from tapestry.options import flags
 
 FORMATS = (
@@ -97,9 +98,28 @@ class Parser(argparse.ArgumentParser):
             out.append(f"{option}={word}" if option else word)
         return super().parse_known_args(out, namespace)
 
-    def error(self, message: str) -> NoReturn:
-        """End with status 2."""
-        self.exit(2, f"{self.prog}: error: {message}\n" + f"  try: {self.prog} --help\n" * ("\n" not in message))
+    def error(self, message: str, hint: str = "") -> NoReturn:
+        """Refuse the command line.
+
+        Raises:
+            TapestryError: always.
+        """
+        raise TapestryError(f"error: {message}", where=self.prog, hint=hint or f"{self.prog} --help")
+
+
+def shapes(items: list[str]) -> dict[str, str]:
+    """``--shape symbol=size …``.
+
+    Raises:
+        TapestryError: an item has no name or no size.
+    """
+    out: dict[str, str] = {}
+    for item in items:
+        name, eq, value = item.rpartition("=")
+        if not eq or not name:
+            raise TapestryError(f"'{item}' is not symbol=size", where="--shape", hint="batch=8, or input=8x3x224x224")
+        out[name] = value
+    return out
 
 
 def build(p: argparse.ArgumentParser) -> None:
@@ -197,7 +217,8 @@ def run_arguments(p: argparse.ArgumentParser) -> None:
     """What is run, on what, and how long silence is borne."""
     build(p)
     moved_model(p)
-    p.add_argument("--input", action="append", default=[], metavar="NAME=FILE.npy")
+    p.add_argument("--input", action="append", default=[], metavar="NAME=FILE.npy", help="an input, as numpy.save wrote it")
+    flags(p, "shapes")
     text = "folders or .npz files, one batch each; finished ones are skipped"
     p.add_argument("--inputs", nargs="+", type=Path, default=[], metavar="DIR_OR_NPZ", help=text)
     p.add_argument("--output", type=Path, metavar="DIR", help="write every output as a .npy file")

@@ -11,6 +11,8 @@ from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from difflib import get_close_matches
 
+from tapestry import quoting
+
 
 class TapestryError(Exception):
     """What went wrong, where, why (a witness), and what to try.
@@ -37,7 +39,7 @@ class TapestryError(Exception):
             lines.append(f"  because: {self.why}")
         if self.hint:
             lines.append(f"  try: {self.hint}")
-        return "\n".join(lines)
+        return quoting.lines("\n".join(lines))
 
 
 @contextmanager

@@ -7,7 +7,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ class Request:
 
     folder: Path
     model: Path | None = None
+    shapes: Mapping[str, str] = field(default_factory=dict[str, str])
     inputs: Sequence[str] = ()
     stream: Sequence[Path] = ()
     output: Path | None = None
@@ -56,7 +57,8 @@ def request(args: argparse.Namespace) -> Request:
     if args.inputs and args.input:
         raise TapestryError("--input is one batch, --inputs are many", where="--inputs")
     return Request(
-        folder=args.build, model=args.model, inputs=args.input, stream=args.inputs, output=args.output, seed=args.seed,
+        folder=args.build, model=args.model, shapes=arguments.shapes(args.shapes),
+        inputs=args.input, stream=args.inputs, output=args.output, seed=args.seed,
         weights=args.weights, timeout=args.timeout, trace=args.trace, threads=args.threads,
         recompute=getattr(args, "on_loss", "restart") == "recompute",
     )  # fmt: skip
@@ -75,11 +77,13 @@ def _single(r: Request, names: Sequence[str], output: Path | None, count: int = 
 
 
 def _at_inputs(compiled: api.Compiled, r: Request) -> api.Compiled:
-    """A build for several sizes at those of the inputs that are given, the first ones of a stream; else as it was made.
+    """A build for several sizes at those that are asked for, or of the first inputs that are given; else as it was made.
 
     Raises:
         TapestryError: it is not for these sizes.
     """
+    if r.shapes:
+        return compiled.planned(compiled.sizes(r.shapes))
     if compiled.sized is None or not (r.inputs or r.stream):
         return compiled
     if r.stream:

@@ -106,6 +106,19 @@ class SizedBuild:
             raise TapestryError(f"no given input has the axis '{missing}'", hint=f"give {' or '.join(where)}")
         return self.held(tuple(found[s][0] for s in self.symbols))
 
+    def named(self, sizes: Mapping[str, Any]) -> Sizes:
+        """The symbols' sizes in order, from sizes by name.
+
+        Raises:
+            TapestryError: a symbol is missing, or unknown, or its size no number.
+        """
+        unknown = next((s for s in (*sizes, *self.symbols) if s not in sizes or s not in self.symbols), None)
+        if unknown is not None:
+            raise TapestryError(f"'{unknown}' is not said, or is no symbol", hint=f"give {', '.join(self.symbols)}")
+        if (wrong := next((n for n in sizes.values() if not str(n).isdecimal()), None)) is not None:
+            raise TapestryError(f"'{wrong}' is not one size", where="--shape", hint=f"{self.symbols[0]}=8")
+        return tuple(int(sizes[s]) for s in self.symbols)
+
     def held(self, sizes: Sizes) -> Sizes:
         """The same sizes, if they are among those that were asked for.
 

@@ -10,7 +10,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from tapestry import arguments, options
-from tapestry.cli.outcome import Outcome, bar, shapes
+from tapestry.arguments import shapes
+from tapestry.cli.outcome import Outcome, bar
 from tapestry.errors import TapestryError, some
 from tapestry.plugins import tool
 
@@ -190,7 +191,10 @@ def run(args: argparse.Namespace) -> Outcome:
     compiled = api.load(args.build, args.model)
     compiled.libraries = args.library
     given = _inputs(args.input)
-    compiled = compiled.at_inputs(given) if given else compiled
+    if args.shapes:
+        compiled = compiled.at(shapes(args.shapes))
+    elif given:
+        compiled = compiled.at_inputs(given)
     feeds = compiled.random_feeds(args.seed) | given
     random = made_up(compiled.build.plan.graph, given, args.seed, _tell)
     with bar(args, "run") as report:

@@ -13,12 +13,13 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any, TextIO
 
 from tapestry import arguments
 from tapestry.cli import building, outcome, rewriting
 from tapestry.cli.outcome import Outcome
-from tapestry.errors import BuildError, RunError, TapestryError, absent, refusing, similar
+from tapestry.errors import BuildError, ModelError, RunError, TapestryError, absent, refusing, similar
 from tapestry.plugins import tool
 
 FLAG = re.compile(r"--[a-z-]+")
@@ -77,7 +78,11 @@ def main(argv: list[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):  # a terminal that has no such letter gets another one
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
-    args = parsed(argv)
+    words = sys.argv[1:] if argv is None else argv
+    try:
+        args = parsed(words)
+    except TapestryError as e:
+        return _failed(e, str(e), sys.stdout if "--json" in words else None)
     level = logging.ERROR if args.quiet else logging.INFO if args.verbose else logging.WARNING
     logging.basicConfig(level=level, format="%(message)s", stream=sys.stderr)
     with arguments.one_document(args.json, for_good=argv is None) as out:
@@ -86,22 +91,27 @@ def main(argv: list[str] | None = None) -> int:
 
 def _run(args: argparse.Namespace, out: TextIO, *, last: bool) -> int:
     """The exit status of a command, ``last`` of all that the process does."""
+
+    def failed(e: TapestryError) -> int:
+        return _failed(e, f"tapestry {args.name}: {e}", out if args.json else None)
+
     try:
+        _look(args)
         _load_operators(args)
         with _reading(args):
             return _command(args.name)(args).end(args, out)
     except TapestryError as e:
-        status = _failed(args, out, e)
+        status = failed(e)
         return _leave(status) if isinstance(e, RunError) and last else status
     except ModuleNotFoundError as e:
-        return _failed(args, out, absent(e))
+        return failed(absent(e))
     except MemoryError:
-        return _failed(args, out, TapestryError("out of memory", hint="a smaller --shape, or more memory"))
+        return failed(TapestryError("out of memory", hint="a smaller --shape, or more memory"))
     except BrokenPipeError:  # the reader of our output went away
         os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())  # nothing must be written to the pipe at exit
         return 141
     except OSError as e:
-        return _failed(args, out, TapestryError(e.strerror or str(e), where=str(e.filename or "")))
+        return failed(TapestryError(e.strerror or str(e), where=str(e.filename or "")))
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
@@ -113,13 +123,16 @@ def _command(name: str) -> Command:
     return getattr(tool(command), name.replace("-", "_")) if isinstance(command, str) else command
 
 
-def parsed(argv: list[str] | None) -> argparse.Namespace:
-    """The arguments; a command or a flag that there is not ends the process with status 2 and the name of a similar one."""
-    words = sys.argv[1:] if argv is None else argv
+def parsed(words: Sequence[str]) -> argparse.Namespace:
+    """The arguments of a command line.
+
+    Raises:
+        TapestryError: there is no such command or flag; with the name of a similar one.
+    """
     parser = command_parser(words)
     if words and not words[0].startswith("-") and words[0] not in COMMANDS:
         tip = similar(words[0], COMMANDS) or "tapestry --help lists the commands"
-        parser.error(f"there is no command '{words[0]}'\n  try: {tip}")
+        parser.error(f"there is no command '{words[0]}'", tip)
     args, unknown = parser.parse_known_args(words)
     if unknown:
         of_command = argparse.ArgumentParser()
@@ -127,7 +140,7 @@ def parsed(argv: list[str] | None) -> argparse.Namespace:
             add(of_command)
         flags = FLAG.findall(of_command.format_help())
         tip = similar(unknown[0].partition("=")[0], flags, 0) or f"tapestry {args.name} --help"
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}\n  try: {tip}")
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}", tip)
     return args
 
 
@@ -137,11 +150,17 @@ def command_parser(words: Sequence[str] = ()) -> argparse.ArgumentParser:
     common.add_argument(
         "--json", action="store_true", help="one JSON document on standard output, everything else on standard error"
     )
-    common.add_argument("-q", "--quiet", action="store_true")
-    common.add_argument("-v", "--verbose", action="store_true")
+    common.add_argument("-q", "--quiet", action="store_true", help="print errors, and what was asked for, alone")
+    common.add_argument("-v", "--verbose", action="store_true", help="print more: notes, and rows that are folded else")
     parser = arguments.Parser(prog="tapestry", description="ONNX models to verified, sharded plans and Triton kernels")
     text = "show the version and exit; with -v also the plug-ins, and whether they load"
     parser.add_argument("--version", action=_Version, nargs=0, const={"-v", "--verbose"} & {*words}, help=text)
+    if "--print-completion" in words:
+        import shtab
+
+        shtab.add_argument_to(parser, "--print-completion")
+    else:
+        parser.add_argument("--print-completion", metavar="SHELL", help="print completions for bash, zsh or tcsh, and exit")
     sub = parser.add_subparsers(dest="name", required=True, metavar="COMMAND")
     for name, (_, groups, text) in COMMANDS.items():
         p = sub.add_parser(name, parents=[common], help=text, description=text, allow_abbrev=False)
@@ -177,12 +196,27 @@ def _reading(args: argparse.Namespace) -> AbstractContextManager[None]:
     return refusing(BuildError, what, str(args.build), hint)
 
 
-def _failed(args: argparse.Namespace, out: TextIO, e: TapestryError) -> int:
-    print(f"tapestry {args.name}: {e}", file=sys.stderr)
-    if args.json:
+def _failed(e: TapestryError, text: str, out: TextIO | None) -> int:
+    """Say an error, to ``out`` as a document."""
+    print(text, file=sys.stderr)
+    if out is not None:
         kind, parts = type(e).__name__, {k: getattr(e, k) for k in ("what", "where", "pointer", "why", "hint")}
         arguments.print_json({"error": str(e), "kind": kind, **parts}, out)
     return e.status
+
+
+def _look(args: argparse.Namespace) -> None:
+    """Say that a file is not there before anything heavy is imported.
+
+    Raises:
+        TapestryError: as who reads it would.
+    """
+    build, model = getattr(args, "build", None), getattr(args, "model", None)
+    if isinstance(build, Path) and not os.path.lexists(build):
+        hint = "tapestry compile MODEL -o BUILD"
+        raise BuildError("not a build directory: there is no such folder", where=str(build), hint=hint)
+    if isinstance(model, Path) and not os.path.lexists(model):
+        raise ModelError("cannot read the model", where=str(model), why="No such file or directory", hint="check the path")
 
 
 def _leave(status: int) -> int:

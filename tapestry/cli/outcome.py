@@ -13,7 +13,6 @@ from types import FrameType
 from typing import TextIO
 
 from tapestry.arguments import print_json
-from tapestry.errors import TapestryError
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,21 +44,6 @@ def bar(args: argparse.Namespace, title: str) -> AbstractContextManager[Callable
     from tapestry.viz import progress
 
     return progress.bar(title, quiet=args.quiet or args.json)
-
-
-def shapes(items: list[str]) -> dict[str, str]:
-    """``--shape symbol=size …``.
-
-    Raises:
-        TapestryError: an item has no name or no size.
-    """
-    out: dict[str, str] = {}
-    for item in items:
-        name, eq, value = item.rpartition("=")
-        if not eq or not name:
-            raise TapestryError(f"'{item}' is not symbol=size", where="--shape", hint="batch=8, or input=8x3x224x224")
-        out[name] = value
-    return out
 
 
 # What ``tapestry --version -v`` says of plug-ins.

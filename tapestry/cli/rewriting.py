@@ -9,7 +9,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tapestry.cli.outcome import Outcome, shapes
+from tapestry.arguments import shapes
+from tapestry.cli.outcome import Outcome
 from tapestry.errors import TapestryError, similar, some
 from tapestry.plugins import tool
 

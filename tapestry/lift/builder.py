@@ -35,6 +35,7 @@ from tapestry.lift.file.protos import (
 )
 from tapestry.lift.file.structure import opsets_of
 from tapestry.onnx_eval.opaque_node import RANDOM
+from tapestry.quoting import printable
 
 DTYPE_OF: dict[int, str] = {
     TensorProto.DOUBLE: "f64", TensorProto.FLOAT: "f32", TensorProto.FLOAT16: "f16", TensorProto.BFLOAT16: "bf16",
@@ -571,7 +572,7 @@ def emit_opaque(n: Node, why: str, dims: Sequence[Dim] = (), in_axes: Axes = {},
         outs=tuple(t.name for t in outs), ins=tuple(ins), kind=n.kind, node=proto.SerializeToString(deterministic=True),
         opsets=tuple(sorted((d, v) for d, v in n.b.opsets.items() if d in domains)), dims=tuple(dims),
         in_axes=tuple(tuple(in_axes.get(k, none)) for k in range(len(ins))),
-        out_axes=tuple(tuple(out_axes.get(k, none)) for k, o in enumerate(n.outs) if o), source=(n.source,), why=why,
+        out_axes=tuple(tuple(out_axes.get(k, none)) for k, o in enumerate(n.outs) if o), source=(n.source,), why=printable(why),
     )  # fmt: skip
     n.b.emit(op, outs)
 

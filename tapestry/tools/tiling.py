@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tapestry.cli.outcome import Outcome, shapes
+from tapestry.arguments import shapes
+from tapestry.cli.outcome import Outcome
 from tapestry.errors import TapestryError
 from tapestry.interop.tile_patterns import SUPPRESSED, Change, Tiling, exact, naive, slide_slips
 from tapestry.ir.kernel import shape

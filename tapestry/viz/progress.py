@@ -102,7 +102,7 @@ def passes(names: Sequence[str], *, quiet: bool, every: float = EVERY) -> Genera
 def bar(title: str, *, quiet: bool) -> Generator[Callable[..., None]]:
     """A bar; call it with (done, total) and, if the title changes, the new one."""
     console = Console(stderr=True)
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=quiet or not console.is_terminal) as progress:
         task = progress.add_task(title, total=None)
 

@@ -204,7 +204,7 @@ def calibrated(document: Mapping[str, Any], path: Path) -> RenderableType:
 
 def show(thing: RenderableType, *, stderr: bool = False) -> None:
     """Print to the terminal (or as plain text into a file)."""
-    console = Console(stderr=stderr, highlight=False, soft_wrap=False)
+    console = Console(stderr=stderr, highlight=False, soft_wrap=False, markup=False, emoji=False)
     with console.capture() as text:
         console.print(thing)
     said = text.get() if console.is_terminal else "".join(f"{line.rstrip()}\n" for line in text.get().splitlines())

@@ -14,6 +14,7 @@ from tapestry.ir.index import Aff, const, dim, floordiv, modulo
 from tapestry.ir.monoid import MONOIDS, number
 from tapestry.ir.syntax.printer import INFIX
 from tapestry.ir.types import DTYPES, FLOATS, HOST, Tensor, Weight
+from tapestry.quoting import printable
 
 # Tokens of IR text and of rule texts, and errors that point at one: file, line, column and what was expected there.
 
@@ -124,6 +125,13 @@ class Tokens:
         except json.JSONDecodeError as e:
             raise self.wrong(f"the string does not read: {e.msg}") from None
 
+    def printable(self) -> str:
+        """Read a quoted string that is one line on any terminal."""
+        text = self.string()
+        if not text.isprintable():
+            raise self.wrong(f"a text with signs that cannot be printed: {printable(text)}")
+        return text
+
     def integer(self) -> int:
         """Read an integer, with a sign or without."""
         sign = -1 if self.take("-") else 1
@@ -134,7 +142,7 @@ class Tokens:
 
     def name(self) -> str:
         """Read a name, quoted or plain."""
-        return self.string() if self.next.kind == "string" else self.kind("ident", "a name")
+        return self.printable() if self.next.kind == "string" else self.kind("ident", "a name")
 
     def literal(self) -> float | int | bool:
         """Read a number, ``true``, ``false``, ``inf`` or ``nan``."""
@@ -220,7 +228,7 @@ class Parser(Tokens):
             self.at -= 1
             raise self.fail("a dtype")
         shape: list[int] = []
-        about = self.string() if dtype == HOST else ""
+        about = self.printable() if dtype == HOST else ""
         if dtype != HOST:
             self.need("[")
             while not self.take("]"):
@@ -306,9 +314,9 @@ class Parser(Tokens):
         source: list[str] = []
         splits: list[Split] = []
         if self.take("from"):
-            source.append(self.string())
+            source.append(self.printable())
             while self.take(","):
-                source.append(self.string())
+                source.append(self.printable())
         if self.take("split"):
             while True:
                 dim_name = self.kind("ident", "a dimension")
@@ -449,11 +457,11 @@ class Parser(Tokens):
         self.need("node")
         node = base64.b64decode(self.string())
         self.need("opsets")
-        opsets = [(self.string(), self.integer())]
+        opsets = [(self.printable(), self.integer())]
         while self.take(","):
-            opsets.append((self.string(), self.integer()))
+            opsets.append((self.printable(), self.integer()))
         self.need("why")
-        why = self.string()
+        why = self.printable()
         source, splits = self.tail()
         return Opaque(
             outs=outs, ins=tuple(t for t, _ in ins), kind=kind, node=node, opsets=tuple(opsets), dims=dims, why=why,

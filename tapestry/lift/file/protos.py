@@ -7,13 +7,16 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, cast
 
+from google.protobuf.message import Message
 from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TypeProto, helper
 
 from tapestry.ir.graph import Names
+from tapestry.quoting import printable
 
 STANDARD = ("", "ai.onnx")  # both names of ONNX's own operator domain
 MICROSOFT = "com.microsoft"  # onnxruntime's own
 ML = "ai.onnx.ml"
+NO_NAMES = frozenset({"external_data", "doc_string", "metadata_props", "producer_name", "producer_version", "raw_data"})
 # notes on nodes, as metadata or as attributes
 SOURCE = "tapestry.source"  # the node of the file that this one comes from
 WHY_NOT = "tapestry.not_linear"  # why the states of a loop are no linear recurrences
@@ -133,6 +136,27 @@ KNOWN = {
 LONGEST = 1 << 14  # characters of one node's metadata
 
 
+def name_printably(message: Message) -> None:
+    """Make every name in a model printable: of nodes, tensors, symbols, functions, domains. Texts that are no names stay.
+
+    Names that differ in signs without a shape alone stay different, unless one is written as another one's escapes: then
+    a name is defined twice, which `check_structure` refuses.
+    """
+    for field, value in message.ListFields():
+        if field.name in NO_NAMES:
+            continue
+        if isinstance(value, str):
+            if not value.isprintable():
+                setattr(message, field.name, printable(value))
+        elif field.type == field.TYPE_STRING:
+            for k, text in enumerate(value):
+                if not text.isprintable():
+                    value[k] = printable(text)
+        elif field.type == field.TYPE_MESSAGE:
+            for part in (value,) if isinstance(value, Message) else value:
+                name_printably(part)
+
+
 def read_names(model: ModelProto) -> Names:
     """The author's names in a file, as it was written."""
     scopes = {source_of(n): found for n in model.graph.node if (found := _scope(n))}
@@ -183,4 +207,4 @@ def _listed(node: NodeProto, key: str) -> list[str]:
     except (ValueError, SyntaxError, RecursionError, MemoryError):
         return []
     listed = cast("list[Any]", found) if isinstance(found, list) else []
-    return listed if all(isinstance(x, str) for x in listed) else []
+    return [printable(x) for x in listed] if all(isinstance(x, str) for x in listed) else []

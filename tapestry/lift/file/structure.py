@@ -20,7 +20,16 @@ from tapestry.errors import ModelError
 from tapestry.ir.graph import Graph
 from tapestry.ir.syntax.parser import parse
 from tapestry.lift.file.external_data import check_file, check_inline, check_overlaps, densify, parse_place, tensor_bytes
-from tapestry.lift.file.protos import captured, model_nodes, nested, node_name, replace_nodes, static_shape, subgraphs
+from tapestry.lift.file.protos import (
+    captured,
+    model_nodes,
+    name_printably,
+    nested,
+    node_name,
+    replace_nodes,
+    static_shape,
+    subgraphs,
+)
 from tapestry.onnx_eval.reference_fixes import EVALUATORS
 
 TEXT = ".tap"  # files of IR text
@@ -58,6 +67,7 @@ def load(path: Path) -> ModelProto:
         model.opset_import.add(version=1)
     if not model.opset_import:
         raise ModelError("the model does not say its opset", where=str(path), why="opset_import is empty")
+    name_printably(model)
     densify(model)
     return model
 

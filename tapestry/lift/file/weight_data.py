@@ -24,6 +24,7 @@ from tapestry.ir.types import PACKED, Tensor, Weight, numpy_dtype
 from tapestry.lift.file.external_data import check_inline, open_inside
 from tapestry.lift.file.protos import is_standard
 from tapestry.lift.file.structure import TEXT, load
+from tapestry.quoting import printable
 
 # Where the tensors of an ONNX file lie in it, without reading them: a walk over the protobuf's fields by their lengths.
 #
@@ -77,14 +78,14 @@ def _constant(data: mmap.mmap, node: Range) -> dict[str, Stored]:
         inside = dict(_fields(data, attribute))
         lo, hi = inside.get(ATTRIBUTE_NAME, (0, 0))
         if data[lo:hi] == b"value" and ATTRIBUTE_TENSOR in inside:
-            return {text[OUTPUT].decode(errors="replace"): _tensor(data, inside[ATTRIBUTE_TENSOR])[1]}
+            return {printable(text[OUTPUT].decode(errors="replace")): _tensor(data, inside[ATTRIBUTE_TENSOR])[1]}
     return {}
 
 
 def _tensor(data: mmap.mmap, place: Range) -> tuple[str, Stored]:
     found = dict(_fields(data, place))
     lo, hi = found.get(TENSOR_NAME, (0, 0))
-    return data[lo:hi].decode(errors="replace"), Stored(place, found.get(RAW_DATA))
+    return printable(data[lo:hi].decode(errors="replace")), Stored(place, found.get(RAW_DATA))
 
 
 def _fields(data: mmap.mmap, place: Range) -> Iterator[tuple[int, Range]]:

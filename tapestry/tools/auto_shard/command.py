@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from contextlib import ExitStack
 
-from tapestry.cli.outcome import Outcome, bar, shapes
+from tapestry.arguments import shapes
+from tapestry.cli.outcome import Outcome, bar
 from tapestry.errors import TapestryError
 
 

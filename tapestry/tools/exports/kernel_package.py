@@ -24,6 +24,7 @@ from tapestry.errors import TapestryError
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.kernel import Kernel, shape, size
 from tapestry.ir.states import state_box
+from tapestry.quoting import docstring
 from tapestry.tools.exports.shipped import checking, launching
 from tapestry.tools.exports.shipped.launching import Buffer
 
@@ -93,7 +94,7 @@ def export_kernels(build: Build, folder: Path) -> dict[str, Any]:
             {"name": name, "form": source.kind, "inputs": len(buffers[0]), "outputs": len(buffers[1]), "case": bool(case)}
         )
     table = ", ".join(f'"{r["name"]}": ({r["name"]}, _{r["name"]})' for r in rows)
-    head = HEAD.format(model=Path(build.model).name, target=build.target, package=package)
+    head = HEAD.format(model=docstring(Path(build.model).name), target=build.target, package=package)
     files["__init__.py"] = "\n".join([head, *lines, f"OPERATORS = {{{table}}}", ""]).encode()
     count = sum(r["case"] for r in rows)
     coarser = f', "float32": {TF32}' if build.precision == "tf32" else ""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from tapestry.cli.outcome import Outcome, shapes
+from tapestry.arguments import shapes
+from tapestry.cli.outcome import Outcome
 
 
 def prove(args: argparse.Namespace) -> Outcome:

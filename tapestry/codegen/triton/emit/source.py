@@ -20,6 +20,7 @@ from tapestry.ir.graph import Block, Graph
 from tapestry.ir.kernel import Box, Kernel, size
 from tapestry.ir.syntax.printer import op_text
 from tapestry.ir.types import itemsize
+from tapestry.quoting import printable
 
 # Comments at the head of a kernel: nodes, operation, block, projections, bytes, FLOPs, precision and config.
 
@@ -57,7 +58,7 @@ def header(graph: Graph, kernel: Kernel, found: KernelForm, name: str, config: K
         lines.append(f"math   {math}")
     shown = (*_FIELDS[found.kind], "num_warps", "num_stages")
     lines.append(f"knobs  {', '.join(f'{n} {v}' for n, v in asdict(config).items() if n in shown)} for {target}")
-    return [f"# {line}".rstrip() for line in lines]
+    return [f"# {printable(line)}".rstrip() for line in lines]
 
 
 def precision_text(found: KernelForm) -> str | None:
