@@ -12,11 +12,12 @@ from dataclasses import replace
 
 import numpy as np
 
+from tapestry.ir.footprint import Boxes, hull
 from tapestry.ir.graph import Block, Graph, Op
 from tapestry.ir.monoid import MONOIDS
 from tapestry.ir.plan import Mesh, Strategy, coordinates, shares
 from tapestry.ir.program import Message, Shared
-from tapestry.plan.strategy import Boxes, hull, op_boxes
+from tapestry.plan.strategy import op_boxes
 from tapestry.rewrites.core.edit import read_dims
 
 

@@ -15,15 +15,15 @@ import numpy as np
 
 from tapestry.errors import PlanError
 from tapestry.interop.placement import layout_of_boxes
-from tapestry.ir.graph import Block, Graph, Guard, Op, Read
-from tapestry.ir.index import Aff, Floor, Mod, bounds, dims_of
+from tapestry.ir.footprint import Boxes, hull
+from tapestry.ir.graph import Block, Graph, Op
+from tapestry.ir.index import dims_of
 from tapestry.ir.kernel import Box
 from tapestry.ir.monoid import MONOIDS
 from tapestry.ir.plan import Layout, Mesh, Strategy, coordinates, may_cut, shares
 from tapestry.ir.states import varies
 from tapestry.rewrites.split import splittable
 
-Boxes = np.ndarray  # int64 [devices, rank, 2]: half-open boxes, one per device
 MAX_STRATEGIES = 1024  # of one operation: what three mesh axes offer, and part of what four do
 WINDOW = 16  # points; a reduced dimension under that, beside a larger one, is taken for a window: cut only when pinned
 SCATTERS = 3  # output axes, the longest ones, along which a reduction that is cut may be scattered
@@ -237,41 +237,6 @@ def read_box(op: Op, graph: Graph, k: int, block: Box) -> Box:
         spans = {d.name: (points[:, i, 0], points[:, i, 1] - 1) for i, d in enumerate(op.space)}
         found = hull(op.reads[k], spans, graph.tensors[op.reads[k].tensor].shape, 1)
     return tuple((int(lo), int(hi)) for lo, hi in found[0])
-
-
-def hull(read: Read, box: Mapping[str, tuple[np.ndarray, np.ndarray]], shape: tuple[int, ...], n: int) -> Boxes:
-    """What a read touches over a box of inclusive intervals, clipped to its tensor, for n devices."""
-    out = np.zeros((n, len(shape), 2), np.int64)
-    box = _tightened(read, box)
-    for i, e in enumerate(read.index):
-        whole, div = _under_guards(e, read.when)
-        lo, hi = bounds(whole, box)
-        out[:, i, 0] = np.minimum(np.maximum(-(-np.asarray(lo) // div), 0), shape[i])  # (np.clip takes much longer)
-        out[:, i, 1] = np.maximum(np.minimum(np.asarray(hi) // div + 1, shape[i]), out[:, i, 0])
-    return out
-
-
-def _tightened(read: Read, box: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> Mapping[str, tuple[np.ndarray, np.ndarray]]:
-    """The block without the points of a dimension at which a guard cannot hold, whatever the other dimensions are."""
-    used = frozenset(a for e in read.index for a, _ in e.terms if isinstance(a, str))
-    out = dict(box)
-    for g in read.when:
-        for name, c in g.aff.terms:
-            if g.op != "ge" or not isinstance(name, str) or name not in used:
-                continue
-            rest = np.asarray(bounds(g.aff - Aff(((name, c),)), box)[1])  # at most: where the guard holds, c * name >= -rest
-            lo, hi = out[name]
-            out[name] = (np.maximum(lo, -(rest // c)), hi) if c > 0 else (lo, np.minimum(hi, rest // -c))
-    return out
-
-
-def _under_guards(e: Aff, when: tuple[Guard, ...]) -> tuple[Aff, int]:
-    """(a, d) with e = a/d wherever the guards hold: one of them may say that the argument of a floor divides."""
-    for atom, coef in e.terms:
-        if isinstance(atom, Floor) and Guard(Aff(((Mod(atom.arg, atom.div), 1),)), "eq") in when:
-            rest = Aff(tuple(t for t in e.terms if t[0] != atom), e.const)
-            return rest * atom.div + atom.arg * coef, atom.div
-    return e, 1
 
 
 def _opaque_footprints(op: Op, graph: Graph, block: Boxes) -> Iterator[tuple[int, str, Boxes]]:

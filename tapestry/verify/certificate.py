@@ -29,7 +29,7 @@ from tapestry.ir.states import native
 from tapestry.ir.syntax.printer import signature
 from tapestry.ir.types import DTYPES, FLOATS, HOST, itemsize
 from tapestry.verify import exchange, monoid_laws
-from tapestry.verify.exchange import Boxes, Breach, Lists, Parts, Spans, first, spans_of
+from tapestry.verify.exchange import Boxes, Breach, Hulls, Lists, Parts, Spans, first, spans_of
 
 Array = np.ndarray[Any, Any]
 
@@ -288,6 +288,18 @@ def check(
         r.law("memory", has is None or peak <= has, f"device {d} needs {peak:,} bytes of {has}")
         r.law("memory", stated_peak is None or stated_peak[d] == peak, f"device {d} needs {peak:,} bytes, not what is stated")
     return dict(r.lists.laws)
+
+
+def check_memory(graph: Graph, program: Program, *, native_sums: bool) -> None:
+    """Check that a program of a build that somebody else may have written stays inside its buffers, and computes its graph.
+
+    All laws of the graph and of the steps, with footprints by interval arithmetic; not its peak, its cuts or its claims.
+
+    Raises:
+        LawError: a law does not hold.
+    """
+    laws.check(graph)
+    _walk(_Replay(graph, program, Hulls(), frozenset(graph.weights), native_sums), None)
 
 
 def check_boxes(graph: Graph, program: Program, lists: Lists) -> None:

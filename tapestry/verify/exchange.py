@@ -12,6 +12,7 @@ import numpy as np
 
 from tapestry.errors import LawError
 from tapestry.ir import space
+from tapestry.ir.footprint import hull
 from tapestry.ir.graph import Block, Graph, Op
 from tapestry.ir.kernel import Box, size, whole
 from tapestry.ir.laws import where
@@ -225,6 +226,19 @@ class Lists:
         if key not in self._images:
             self._images[key] = factor.image(box)
         return self._images[key]
+
+
+class Hulls(Lists):
+    """The same questions, with footprints by interval arithmetic: in milliseconds, and a hull that is too large is refused."""
+
+    def footprint(self, op: Op, graph: Graph, k: int, points: Spans) -> Spans:
+        """Hulls of what each device reads of read ``k``, clipped to the tensor."""
+        if not isinstance(op, Block):
+            return super().footprint(op, graph, k, points)
+        read, n = op.reads[k], len(points.there)
+        box = {d.name: (points.lo[:, i], points.hi[:, i] - 1) for i, d in enumerate(op.space)}
+        found = hull(read, box, graph.tensors[read.tensor].shape, n)
+        return Spans(found[..., 0], found[..., 1], ~points.empty)
 
 
 def spans_of(boxes: Sequence[Box | None], rank: int, law: str, step: str, sized: bool = False) -> Spans:
