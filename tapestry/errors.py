@@ -95,9 +95,13 @@ class LawError(TapestryError):
 
     Args:
         law: the law's name, as in ``certificate.json``.
+
+    Attributes:
+        rewrites: the rules that broke it, as ``rule@result`` where only that result is another one.
     """
 
     status = 1
+    rewrites: frozenset[str] = frozenset()
 
     def __init__(self, law: str, what: str, *, where: str = "", why: str = "") -> None:
         super().__init__(f"law '{law}' is broken: {what}", where=where, why=why)

@@ -27,6 +27,11 @@ def plugins() -> bool:
     return os.environ.get("TAPESTRY_PLUGINS", "1") != "0"
 
 
+def strict() -> bool:
+    """``TAPESTRY_STRICT=1``: a rewrite whose proof fails ends the compilation; otherwise it is left undone."""
+    return os.environ.get("TAPESTRY_STRICT", "0") != "0"
+
+
 def c_compiler() -> str:
     """``CC``: the command of the C compiler, with its first arguments."""
     return os.environ.get("CC") or "cc"

@@ -41,7 +41,7 @@ from tapestry.plan.task import STEPS, Task, staging
 from tapestry.plan.topology import shared
 from tapestry.plugins import tool
 from tapestry.rewrites.core import driver
-from tapestry.rewrites.core.rule import RULES, Move, parse_move
+from tapestry.rewrites.core.rule import LEFT_OUT, RULES, Move, leaving_out, parse_move
 from tapestry.sharding import annotation_constraints
 from tapestry.sharding.annotation_constraints import constraints, with_apart
 from tapestry.sharding.annotations import staged
@@ -158,7 +158,8 @@ def constrain(c: Compilation) -> Compilation:
         inputs, outputs = {**given.inputs, **inputs}, {**given.outputs, **outputs}
     return c.made(graph=graph, constraints=Constraints(
         given=given, inputs=inputs, outputs=outputs, layouts=options.layouts, pins=options.pins, cuts=cuts,
-        moves=given.moves if given else (), rewritable=not options.pins and not given and not options.exact and not cuts,
+        moves=(*map(driver.without, sorted(LEFT_OUT.get())), *(given.moves if given else ())),
+        rewritable=not options.pins and not given and not options.exact and not cuts,
     ))  # fmt: skip
 
 
@@ -195,7 +196,8 @@ def replayed(c: Compilation, moves: Sequence[Move]) -> Graph:
     """
     disabled = driver.disabled_by(moves)
     begin = c.whole if c.whole and STEPS in disabled else c.lifted
-    return driver.replay(driver.simplify(begin.graph, disabled=disabled) if disabled else c.graph, moves)
+    with leaving_out(disabled):
+        return driver.replay(driver.simplify(begin.graph, disabled=disabled) if disabled else c.graph, moves)
 
 
 def search_of(build: store.Build) -> Mapping[str, Any]:

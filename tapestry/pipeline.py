@@ -7,16 +7,17 @@ and all that follow give programs, with rings for gathers where those are better
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tapestry import build_report, passes
+from tapestry import build_report, flags, passes
 from tapestry.build import store
 from tapestry.compilation import Compilation
-from tapestry.errors import TapestryError, some
+from tapestry.errors import LawError, TapestryError, some
 from tapestry.interop.instance_map import ModelTopology
 from tapestry.ir.graph import Graph
 from tapestry.ir.plan import PARTS, Mesh, MeshAxis, device_count
@@ -33,12 +34,13 @@ from tapestry.plan.topology import Topology, default_mesh, linked, parse_bytes, 
 from tapestry.plugins import entry_points as plugins
 from tapestry.rewrites import load_rules
 from tapestry.rewrites.core.driver import disabled_by, rule_names
-from tapestry.rewrites.core.rule import parse_move
+from tapestry.rewrites.core.rule import RULES, leaving_out, parse_move
 from tapestry.runtime.calibration.automatic import AUTO, automatic
 from tapestry.sharding import annotations
 from tapestry.sharding import annotations as file_mesh
 from tapestry.sharding.annotations import Annotations
 
+log = logging.getLogger("tapestry")
 # fmt: off
 PASSES = (
     Pass(passes.read_model,           "lift",     "the file is checked before anything is made of it"),
@@ -133,7 +135,16 @@ def finished(runner: Runner, more: Mapping[str, Any] | None = None) -> Compiled:
     Raises:
         LawError: a plan that does not pass is never returned.
     """
-    runner.run(_passes_between(passes.verify, None))
+    left = frozenset[str]()
+    while True:
+        try:
+            runner.run(_passes_between(passes.verify, None))
+            break
+        except LawError as e:
+            left = _wrong(e, runner.at, left)
+        with leaving_out(left):
+            runner.run(_passes_between(passes.simplify, passes.resume, _passes(runner.at.options)))
+            searched(runner, runner.at.options)
     at, build = runner.at, build_report.build_of(runner.at)
     document = {**build_report.document(runner, build), **(more or {})}
     document["plugins"] = [p.data() for p in sorted(runner.plugins)]
@@ -145,6 +156,25 @@ def finished(runner: Runner, more: Mapping[str, Any] | None = None) -> Compiled:
         build=replace(build, report=document), constants=constants, kernels=at.kernels, laws=at.laws,
         rewrites=at.rewrites.log, evidence=evidence, printed=runner.printed,
     )  # fmt: skip
+
+
+def _wrong(e: LawError, at: Compilation, left: frozenset[str]) -> frozenset[str]:
+    """What to leave out, too: a rule where its proof failed; everywhere if it was left out somewhere before.
+
+    Raises:
+        LawError: no proof of a rule failed, or the rule is left out everywhere; or all of them are errors.
+    """
+    if not e.rewrites and not flags.strict():  # a law of the plan, which a rewrite may have broken
+        try:
+            passes.prove_rewrites(at)
+        except LawError as behind:
+            e = behind if behind.rewrites else e
+    rule = next((place.partition("@")[0] for place in e.rewrites), "")
+    new = frozenset({rule}) if any(place.startswith(f"{rule}@") for place in left) else e.rewrites
+    if flags.strict() or rule not in RULES or new <= left:
+        raise e
+    log.warning("a rewrite is wrong; it is left undone, and the search begins again without %s: %s", ", ".join(sorted(new)), e)
+    return left | new
 
 
 def graph_again(options: Options, build: store.Build) -> Graph:

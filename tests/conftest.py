@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from xdist.workermanage import WorkerController
 
 os.environ["TAPESTRY_TOPOLOGY"] = "cpu"  # what this machine measures is no test's business
+os.environ["TAPESTRY_STRICT"] = "1"  # a rule that proposes what its proof refuses is our mistake
 os.environ["OPENBLAS_NUM_THREADS"] = "1"  # numpy's products here are small, and there is a test on every core
 settings.register_profile("tapestry", deadline=None)  # a first call pays for imports
 settings.load_profile("tapestry")

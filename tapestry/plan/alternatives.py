@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from math import prod
 
 import numpy as np
@@ -389,7 +388,7 @@ class Machine:
 
 
 def fused(graph: Graph, machine: Machine, disabled: frozenset[str] = _NONE) -> tuple[Graph, list[Move]]:
-    """The graph with every fusion that pays, and the moves that lead there; ``disabled``: simplifications that are left out."""
+    """The graph with every fusion that pays, and the moves that lead there; ``disabled``: rules that are left out."""
     prices: dict[Block, float] = {}
 
     def price(op: Block) -> float:
@@ -406,14 +405,17 @@ def fused(graph: Graph, machine: Machine, disabled: frozenset[str] = _NONE) -> t
         if any(itemsize(graph.tensors[maker.reads[k].tensor].dtype) < 2 for k in maker.body_reads()):
             return False  # products of 8 bits have kernels of their own
         own = [products_seconds(o, machine) for o in (maker, one)]
-        return not machine.eager and reduced_seconds(graph, one, machine) + own[1] < price(maker) + price(op) + own[0]
+        return reduced_seconds(graph, one, machine) + own[1] < price(maker) + price(op) + own[0]
 
-    graph, first = (graph, list[Move]()) if machine.eager else chosen(NarrowFactors(), graph)
-    graph, moves = chosen(InlineMap(), graph, accept)
-    graph, reduced = chosen(FuseContraction(), graph, accept_product)
-    graph, laid = (graph, list[Move]()) if machine.eager else chosen(LayOut(), graph, partial(_lays_out, graph))
-    graph, more = chosen(FuseSums(), graph)
-    found = [*first, *moves, *reduced, *laid, *more]
+    def lays_out(old: Sequence[Op], new: Sequence[Op]) -> bool:
+        return _lays_out(graph, old, new)
+
+    found, inlining, sums = list[Move](), (InlineMap(), accept), (FuseSums(), None)
+    kernels = (NarrowFactors(), None), inlining, (FuseContraction(), accept_product), (LayOut(), lays_out), sums
+    for rule, wanted in (inlining, sums) if machine.eager else kernels:
+        if rule.name not in disabled:
+            graph, moves = chosen(rule, graph, wanted)
+            found += moves
     return (simplify(graph, disabled=disabled) if found else graph), found
 
 

@@ -172,10 +172,14 @@ def _keeping(op: Block, tensor: str) -> Block | Refusal:
         x = next(e for out in op.then for e in walk(out) if isinstance(e, Arg) and e.pos == again[0])
         wide = "f32" if x.dtype in FLOATS - {"f64"} else x.dtype  # a sum in 16 bits rounds more, for all that the law sees
         at = call("eq", Index(dim(over[0].name)), Index(dim(d.name)))
-        own, again_at = call("where", at, cast(Arg(first[0], x.dtype), wide), number(0, wide)), Acc(len(op.body), wide)
-        then = tuple(rewrite(e, lambda leaf: cast(again_at, x.dtype) if leaf == x else leaf) for e in op.then)
+        own = call("where", at, cast(Arg(first[0], x.dtype), wide), number(0, wide))
+        then = tuple(_picked(e, x, Acc(len(op.body), wide)) for e in op.then)
         return prune(replace(op, monoid=f"{op.monoid}.sum", body=(*op.body, own), then=then))
     return refuse("an element is not read at its own place")
+
+
+def _picked(e: Expr, x: Arg, own: Acc) -> Expr:
+    return rewrite(e, lambda leaf: cast(own, x.dtype) if leaf == x else leaf)
 
 
 # Contractions that share a factor become one operation with several sums side by side: QKV, gate and up.

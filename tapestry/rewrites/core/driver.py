@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from tapestry.errors import LawError, TapestryError, similar, some
 from tapestry.ir.graph import Graph, Op, Opaque, Rewrite
-from tapestry.rewrites.core.rule import RULES, Accept, Draft, MatchRule, Move, Phase, Rule
+from tapestry.rewrites.core.rule import RULES, Accept, Draft, MatchRule, Move, Phase, Rule, left_out
 from tapestry.verify.rewriting.proofs import UNPROVED, prove_step
 
 # The one place through which every rewrite of a graph goes: it is logged there, and a user's rule is proved there.
@@ -33,6 +33,8 @@ def apply_moves(graph: Graph, moves: Iterable[Move]) -> Graph:
             hint = similar(move.rule, sorted(RULES)) or "`tapestry rules` lists them"
             raise TapestryError(f"no rule named '{move.rule}'", hint=hint)
         rule = RULES[move.rule]
+        if left_out(rule.name, (move.at,)):
+            raise TapestryError("the rule is left out there: its proof failed", where=str(move))
         graph = logged(rule, graph, rule.apply(graph, move), str(move))
     return graph
 
@@ -65,7 +67,7 @@ def swept(rule: Rule, graph: Graph) -> Graph:
     Raises:
         LawError: a user's rule does not say the same somewhere.
     """
-    return logged(rule, graph, rule.sweep(graph), rule.name)
+    return graph if left_out(rule.name, ()) else logged(rule, graph, rule.sweep(graph), rule.name)
 
 
 def chosen(rule: MatchRule, graph: Graph, accept: Accept | None = None) -> tuple[Graph, list[Move]]:

@@ -14,7 +14,9 @@ import heapq
 import inspect
 import re
 from bisect import insort
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal, Protocol, TypeVar, get_args, runtime_checkable
 
@@ -140,6 +142,26 @@ class Sized(Protocol):
 
 
 RULES: dict[str, Rule] = {}
+LEFT_OUT: ContextVar[frozenset[str]] = ContextVar("LEFT_OUT", default=frozenset())
+"""Rules whose proof failed in this compilation, as ``rule@result`` where it failed for that result: they do nothing there."""
+
+
+@contextmanager
+def leaving_out(rules: frozenset[str]) -> Generator[None]:
+    """Inside, `LEFT_OUT` has these as well."""
+    token = LEFT_OUT.set(LEFT_OUT.get() | rules)
+    try:
+        yield
+    finally:
+        LEFT_OUT.reset(token)
+
+
+def left_out(rule: str, results: Iterable[str]) -> bool:
+    """Whether a rule may not make these results."""
+    there = LEFT_OUT.get()
+    return bool(there) and not there.isdisjoint((rule, *(f"{rule}@{t}" for t in results)))
+
+
 R = TypeVar("R", bound=type)
 
 
@@ -355,6 +377,13 @@ class MatchRule(Rule):
         """
         raise NotImplementedError
 
+    def _offered(self, draft: Draft, at: int, move: Move | None) -> Iterator[Candidate | Refusal]:
+        for found in self.candidates(draft, at, move):
+            if isinstance(found, Refusal) or not left_out(
+                self.name, (t for o in found[1].ops.values() for x in o for t in x.outs)
+            ):
+                yield found
+
     def named(self, op: Op) -> str:
         """The tensor by which a move names an operation."""
         return op.outs[0]
@@ -368,7 +397,7 @@ class MatchRule(Rule):
     def found(self, draft: Draft, at: int) -> Iterator[Move | Refusal]:
         """Where the rule applies, and refusals, at one position of a graph that is not rewritten meanwhile."""
         op, given = draft.ops(at)[-1], set[Params]()
-        for result in self.candidates(draft, at, None):
+        for result in self._offered(draft, at, None):
             if isinstance(result, Refusal):
                 yield replace(result, rule=self.name, at=self.named(op))
             elif result[0] not in given:
@@ -384,7 +413,7 @@ class MatchRule(Rule):
         draft, at = Draft(graph, live=self.live), graph.find(move.at)
         if at < 0:
             raise TapestryError(f"no operation writes '{move.at}'", where=str(move))
-        results = list(self.candidates(draft, at, move))
+        results = list(self._offered(draft, at, move))
         match = next((r[1] for r in results if not isinstance(r, Refusal)), None)
         refusal = next((r for r in results if isinstance(r, Refusal)), None)
         if match is None and refusal is not None:
@@ -405,7 +434,7 @@ class MatchRule(Rule):
                 draft = Draft(draft.graph() or graph, live=self.live)
                 at = draft.makers[move.at]
             found = (
-                next((r[1] for r in self.candidates(draft, at, move) if not isinstance(r, Refusal)), None) if at >= 0 else None
+                next((r[1] for r in self._offered(draft, at, move) if not isinstance(r, Refusal)), None) if at >= 0 else None
             )
             if found is not None:
                 draft.put(found)
@@ -422,7 +451,7 @@ class MatchRule(Rule):
         taken = set[int]()
         positions = range(len(graph.ops))
         for at in reversed(positions) if self.backwards else positions:
-            results = self.candidates(draft, at, None)
+            results = self._offered(draft, at, None)
             while (result := next(results, None)) is not None:
                 op = draft.op(at)
                 if op is None or isinstance(result, Refusal) or taken & result[1].ops.keys():
@@ -436,7 +465,7 @@ class MatchRule(Rule):
                     taken |= match.ops.keys()
                     continue
                 draft.put(match)
-                results = self.candidates(draft, at, None) if self.again else results
+                results = self._offered(draft, at, None) if self.again else results
         if not moves:
             return graph, moves
         if not self.at_once:

@@ -252,13 +252,14 @@ def prove_change(change: Change) -> Counter[str]:
         raise LawError(
             "access_unchanged", f"'{odd}' is another tensor than before", where=change.step.by, why=f"{was[odd]}, {now[odd]}"
         )
-    out, cuts = Counter[str](), set[str]()
+    out, cuts, broken = Counter[str](), set[str](), dict[str, LawError]()
     for t in (t for t in change.come if t in change.gone):
         try:
             found = _result(change, t, cuts)
         except LawError as e:
             if t in change.needed:
-                raise _placed(e, _where(change, t)) from None
+                broken[t] = _placed(e, _where(change, t))
+                cuts.add(t)  # what reads it may be right
             continue
         if UNPROVED not in found.kinds:
             cuts.add(t)
@@ -266,6 +267,9 @@ def prove_change(change: Change) -> Counter[str]:
             out[str(found)] += 1
             if UNPROVED in found.kinds:
                 log.info(f"not proved: '{t}' of {change.step.by}: {'; '.join(found.notes)}")
+    for first in broken.values():
+        first.rewrites = frozenset(f"{change.step.by.partition('@')[0]}@{t}" for t in broken)
+        raise first
     return out if change.needed else Counter({UNREAD: 1})
 
 

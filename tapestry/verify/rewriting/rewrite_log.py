@@ -57,15 +57,25 @@ def proved(begin: Graph, steps: Iterable[Rewrite]) -> tuple[bytes, Counter[str]]
     """Prove every step from a graph on; the log as it is stored, and how many results were shown by what.
 
     Raises:
-        LawError: as `prove_step`.
+        LawError: as `prove_step`, of the first rule that breaks a law, with all places where it does.
     """
+    broken: LawError | None = None
     parts = [f"{HEAD}{digest({op.outs[0]: (op, begin) for op in begin.ops})}\n"]
     shown = Counter[str]()
     for s in steps:
         change = Change.of(s)
-        shown += prove_change(change)
+        try:
+            shown += prove_change(change)
+        except LawError as e:
+            rule = s.by.partition("@")[0]
+            e.rewrites = e.rewrites or frozenset({rule})
+            broken = broken or e
+            if all(place.partition("@")[0] == rule for place in broken.rewrites):  # others may be wrong by what it made
+                broken.rewrites |= e.rewrites
         before, after = (_part(g, change, own) for g, own in ((s.before, change.gone), (s.after, change.come)))
         parts.append(f"step {json.dumps(s.by)}{' exact' if s.exact else ''}\n{to_text(before)}=>\n{to_text(after)}")
+    if broken is not None:
+        raise broken
     return gzip.compress("".join(parts).encode(), mtime=0), shown
 
 
