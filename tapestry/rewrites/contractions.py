@@ -22,7 +22,7 @@ from tapestry.ir.recognise import (
     selection,
 )
 from tapestry.ir.states import as_scan
-from tapestry.ir.types import FLOAT8, FLOATS, Tensor
+from tapestry.ir.types import FLOAT8, FLOATS, Tensor, itemsize
 from tapestry.rewrites.core.edit import (
     fresh_dim,
     inline,
@@ -101,7 +101,7 @@ class FuseContraction(PairRule):
         if no := _refused(draft, op, maker):
             return no
         (tensor,) = maker.outs
-        whole = _keeping(op, tensor)
+        whole = _keeping(op, maker)
         if isinstance(whole, Refusal):
             return refuse(f"'{tensor}' is used again after the reduction: {whole.reason}")
         mine = [k for k, r in enumerate(whole.reads) if r.tensor == tensor]
@@ -153,8 +153,12 @@ def _again(op: Block, maker: Block, mine: list[int]) -> Refusal | None:
     return None
 
 
-def _keeping(op: Block, tensor: str) -> Block | Refusal:
-    """The reduction with elements that ``then`` reads again as a state that picks them; why that cannot be."""
+def _keeping(op: Block, maker: Block) -> Block | Refusal:
+    """The reduction with elements that ``then`` reads again as a state that picks them; why that cannot be.
+
+    The state, which is a sum, is of the widest type of the others: it would round more otherwise, for all that the law sees.
+    """
+    (tensor,) = maker.outs
     again = [k for k in sorted(op.then_reads()) if op.reads[k].tensor == tensor]
     first = [k for k in sorted(op.body_reads()) if op.reads[k].tensor == tensor]
     over = [d for d in op.reduce if d.size > 1]
@@ -170,7 +174,8 @@ def _keeping(op: Block, tensor: str) -> Block | Refusal:
         if d.size != over[0].size or d.name in dims_read(op, Arg(first[0], "f32")) or there != op.reads[again[0]]:
             continue
         x = next(e for out in op.then for e in walk(out) if isinstance(e, Arg) and e.pos == again[0])
-        wide = "f32" if x.dtype in FLOATS - {"f64"} else x.dtype  # a sum in 16 bits rounds more, for all that the law sees
+        sums = [e.dtype for e in (*op.body, *maker.body) if e.dtype in FLOATS and x.dtype in FLOATS]
+        wide = max([x.dtype, *sums], key=itemsize)
         at = call("eq", Index(dim(over[0].name)), Index(dim(d.name)))
         own = call("where", at, cast(Arg(first[0], x.dtype), wide), number(0, wide))
         then = tuple(_picked(e, x, Acc(len(op.body), wide)) for e in op.then)

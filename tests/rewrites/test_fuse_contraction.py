@@ -26,11 +26,12 @@ from tapestry.lift import lift, read_weight
 from tapestry.plan.alternatives import Machine, fused
 from tapestry.plan.lower import lower
 from tapestry.plan.topology.topology_files import SOURCES
-from tapestry.rewrites.core.driver import simplify
+from tapestry.rewrites.core.driver import apply_moves, simplify
 from tapestry.rewrites.core.rule import RULES, Move, Refusal
 from tapestry.rewrites.core.rule_check import same
 from tapestry.runtime.feeds import random_feeds
 from tapestry.verify import certificate, interp
+from tapestry.verify.rewriting.proofs import prove_step
 from tests.support.small_models import FOLDER, Case, N, assert_same, execute, f32, i64, mesh_of, net, random_plan
 from tests.support.triton_kernels import check, compare, kernel_of, poisoned_lanes, run_kernel  # noqa: F401
 
@@ -191,6 +192,12 @@ CASES = {
           let [m: 64 sum] cast(x, f32) * cast(w, f32)
           body 1.0, let0 + cast(s, f32), 0.0, where(eq(index(n), index(j)), let0 + cast(s, f32), 0.0)
           then cast((((acc3 - acc1) / sqrt((acc2 / acc0))) * cast(g, f32)) + cast(r, f32), f16)
+        output y""",
+    "norm of rounded rows": """graph g input x: bf16[21, 64] input w: bf16[64, 72]
+        y: bf16[21, 72] = op [i: 21, j: 72 | n: 72 moments.sum] reads x[i, m], w[m, n]
+          let [m: 64 sum] cast(x, f32) * cast(w, f32)
+          body 1.0, cast(cast(let0, bf16), f32), 0.0, where(eq(index(n), index(j)), cast(cast(let0, bf16), f32), 0.0)
+          then cast((cast(cast(acc3, bf16), f32) - acc1) / sqrt(acc2 / acc0), bf16)
         output y""",
     "taps and columns": """graph g input x: f16[4, 20, 3, 32] input w: f16[32, 80]
         y: f32[4, 20] = op [b: 4, i: 20 | t: 3 max, n: 80 max] reads x[b, i, t, m], w[m, n]
@@ -384,3 +391,21 @@ def test_every_shape_has_a_tile(target: str, precision: str) -> None:
         graph = parse(text)
         found = kernel_form(graph, kernel_of(graph), precision)
         assert found.kind == "folded" and list(candidates(found, target)), (text, target)
+
+
+@pytest.mark.parametrize("dtype", ["f32", "bf16", "f16", "f64"])
+@pytest.mark.parametrize("again", ["cast(u, f64)", "cast(u, f32)", "u"])
+def test_what_is_kept_of_a_row_is_not_rounded_more(dtype: str, again: str) -> None:
+    graph = parse(f"""graph g input x: {dtype}[64, 32] input w: {dtype}[32, 72]
+        t: {dtype}[64, 72] = op [i: 64, n: 72 | m: 32 sum] reads x[i, m], w[m, n] body cast(x, f64) * cast(w, f64) then cast(acc0, {dtype})
+        y: {dtype}[64, 72] = op [i: 64, j: 72 | n: 72 moments] reads t[i, n], u = t[i, j] body f64(1.0), cast(t, f64), f64(0.0)
+          then cast({again}, {dtype}) * cast(acc1, {dtype}) output y""")
+    (move,) = RULE.find(graph)
+    assert isinstance(move, Move), move
+    after = apply_moves(graph, [move])
+    assert after.log is not None and prove_step(after.log)
+
+
+def test_a_fusion_is_left_out_by_name() -> None:
+    graph = behind(2, 8)
+    assert chosen(graph) == ["fuse_contraction"] and fused(graph, GPU, frozenset({"fuse_contraction"})) == (graph, [])
