@@ -25,6 +25,10 @@ __all__ = [
 flags.before_numpy()
 
 
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
 def __getattr__(name: str) -> Any:
     """Load the interface when it is first used: ``tapestry --help`` must not wait for torch and onnx."""
     if name in ("Compiled", "compile", "from_pretrained", "load"):

@@ -18,13 +18,24 @@ from tapestry.codegen.triton.task.primitives import plain
 from tapestry.doors.choices import Opened, files_of
 from tapestry.errors import BuildError, TapestryError
 from tapestry.ir.graph import Opaque
-from tapestry.ir.symbolic_plan import Sizes
+from tapestry.ir.symbolic_plan import Sizes, formula_of, text_of
+from tapestry.ir.types import DTYPES, Tensor
 from tapestry.lift.file.structure import TEXT
-from tapestry.onnx_eval.opaque_node import is_array
+from tapestry.onnx_eval.opaque_node import HostValue, is_array
 from tapestry.plugins import tool
 from tapestry.runtime import kept_state
 from tapestry.runtime.feeds import random_feeds
-from tapestry.runtime.session import MakeExecutor, Result, Session, SizedSessions, Slices, largest_constant, shapes_of
+from tapestry.runtime.session import (
+    MakeExecutor,
+    Result,
+    Session,
+    SizedSessions,
+    Slices,
+    as_torch,
+    has_torch,
+    largest_constant,
+    shapes_of,
+)  # fmt: skip
 from tapestry.runtime.target_protocol import Progress, Target
 from tapestry.sizes.sized_compile import SizedOpener
 from tapestry.verify import interp
@@ -38,6 +49,17 @@ if TYPE_CHECKING:  # a build is loaded and run without the compiler
 Array = np.ndarray[Any, Any]
 Values = Mapping[str, Any]
 """Inputs or outputs by name: arrays, and lists and dictionaries for what is no tensor."""
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Port:
+    """What an input or an output is: sizes are numbers or follow from symbols; of no tensor, ``dtype`` is its ONNX type."""
+
+    dtype: str
+    shape: tuple[int | str, ...]
+
+    def __repr__(self) -> str:
+        return f"{self.dtype}[{', '.join(map(str, self.shape))}]"
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -110,7 +132,8 @@ class Compiled:
 
     def check(self, feeds: Values | None = None) -> dict[str, Any]:
         """Run (on random inputs if none are given) and compare with onnxruntime: what ``tapestry run --check --json`` says."""
-        return run_checked(self, self.random_feeds() if feeds is None else feeds, check=True)[1]
+        given = self.random_feeds() if feeds is None else self._by_name(feeds)
+        return run_checked(self.at_inputs(given), given, check=True)[1]
 
     def verify(self) -> dict[str, int]:
         """Every law checked once more, from the files that `save` writes: how often, by law.
@@ -226,11 +249,48 @@ class Compiled:
         return self._session
 
     def run(self, feeds: Mapping[str, Any]) -> dict[str, Any]:
-        """Outputs by name, like an onnxruntime session: arrays, and lists for sequences."""
+        """Outputs by name, like an onnxruntime session: arrays, and lists for sequences; torch's tensors (on the CPU) where an
+        input is one."""
+        outs = self.at_inputs(self._by_name(feeds)).session.run(feeds).outputs
+        return {n: as_torch(a) for n, a in outs.items()} if any(map(has_torch, feeds.values())) else outs
+
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        """Run on inputs in the order of `inputs`, or by name: one output alone, several in a tuple; by name where the module
+        gives them so."""
+        names = self.build.plan.graph.inputs
+        if len(args) > len(names):
+            what = f"{len(args)} inputs, and the model has {len(names)}"
+            raise TapestryError(what, hint=f"the inputs are {', '.join(names)}")
+        if twice := [n for n in names[: len(args)] if n in named]:
+            raise TapestryError(f"input '{twice[0]}' is given twice", hint="by its place or by its name")
+        outs = self.run({**dict(zip(names, args, strict=False)), **named})
+        return outs if self.report.get("by_name") else next(iter(outs.values())) if len(outs) == 1 else tuple(outs.values())
+
+    @property
+    def inputs(self) -> dict[str, Port]:
+        """What the plan takes, by name and in order."""
+        return self._ports(self.build.plan.graph.inputs)
+
+    @property
+    def outputs(self) -> dict[str, Port]:
+        """What the plan gives, by name and in order."""
+        return self._ports(self.build.plan.graph.outputs)
+
+    def _ports(self, names: Sequence[str]) -> dict[str, Port]:
+        symbols = self.sized.symbols if self.sized else ()
+        tensors = (self.sized.regions[0].plan.graph if self.sized else self.build.plan.graph).tensors
+
+        def one(t: Tensor) -> Port:
+            sizes = (int(n) if formula_of(n) is None else text_of(n, symbols) for n in t.shape)
+            return Port(t.about.partition("[")[0] if t.on_host else DTYPES[t.dtype][1], tuple(sizes))
+
+        return {n: one(tensors[n]) for n in names}
+
+    def _by_name(self, feeds: Values) -> Values:
         if not isinstance(cast(object, feeds), Mapping):
             first = next(iter(self.build.plan.graph.inputs), "x")
             raise TapestryError(f"inputs are given by name, not as a {type(feeds).__name__}", hint=f"run({{'{first}': …}})")
-        return self.at_inputs(feeds).session.run(feeds).outputs
+        return feeds
 
     def random_feeds(self, seed: int = 0) -> dict[str, Any]:
         """Random inputs that the model accepts."""
@@ -253,6 +313,8 @@ def compile(model: Any, *example_inputs: Any, **choices: Unpack[Choices]) -> Com
 
     done, source, sized = compiling.planned(model, compiling.with_inputs(choices, example_inputs))
     build = done.build if (state := choices.get("state")) is None else _with_state(done.build, state)
+    if source.named:
+        build = replace(build, report={**build.report, "by_name": True})
     parts = (build, done.constants, done.kernels, done.laws, done.rewrites, done.evidence, done.printed)
     return Compiled(*parts, source=source, sized=sized)
 
@@ -382,10 +444,12 @@ def run_checked(
 
     ``check`` runs as often as it takes to see every way in which the executor runs: their bits must be the same.
     """
-    result, executor = compiled.session.run(feeds, progress), compiled.session.executor
+    checked = compiled.session.checked(feeds)
+    feeds = {n: a.value if isinstance(a, HostValue) else a for n, a in checked.items()}  # as the reference takes them
+    result, executor = compiled.session.compute(checked, progress), compiled.session.executor
     document = judged(compiled, feeds, result, check=check)
     for k in range(1, executor.ways if check else 1):
-        outs = compiled.session.run(feeds).outputs
+        outs = compiled.session.compute(checked).outputs
         if differ := [n for n, a in result.outputs.items() if not _same_bits(a, outs[n])]:
             document |= {"passed": False, "reason": f"run {k + 1} gave other bits than the first one for {', '.join(differ)}"}
             break

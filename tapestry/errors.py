@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from difflib import get_close_matches
 
 from tapestry import quoting
+from tapestry.options import in_python
 
 
 class TapestryError(Exception):
@@ -32,6 +33,10 @@ class TapestryError(Exception):
         self.pointer = ""  # a JSON pointer (RFC 6901) to the part of a document that it is of
 
     def __str__(self) -> str:
+        return in_python(self.text())
+
+    def text(self) -> str:
+        """The error as the command line prints it, where options are flags."""
         lines = [self.what if not self.where else f"{self.where}: {self.what}"]
         if self.pointer:
             lines.append(f"  at: {self.pointer}")

@@ -249,7 +249,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             document = _ranked(request(args), args.check)
         except TapestryError as e:
-            print(f"tapestry.runtime: {e}", file=sys.stderr)
+            print(f"tapestry.runtime: {e.text()}", file=sys.stderr)
             return e.status
         except KeyboardInterrupt:
             print("tapestry.runtime: interrupted", file=sys.stderr)

@@ -6,6 +6,7 @@ Flags, defaults and what the keywords of Python become follow from the fields. L
 from __future__ import annotations
 
 import argparse
+import re
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
@@ -106,6 +107,29 @@ class Options:
 
 DECLARED: Mapping[str, Field[Any]] = {f.name: f for f in fields(Options)}
 FLAGS = tuple(name for name, f in DECLARED.items() if f.metadata)
+
+
+_KEYWORDS = {f.metadata["flag"]: f for f in DECLARED.values() if f.metadata}
+_VALUE = r"[^\s;()]*(?:[=:@<\d]|auto|native|torch-cpu|[A-Z]{3,})[^\s;()]*(?<![.,:'])"
+_FLAG = re.compile(rf"(?<![\w-])(--[a-z]+(?:-[a-z]+)*)(?: ({_VALUE}))?")
+
+
+def in_python(text: str) -> str:
+    """What is said of flags, said of keywords: ``--shape batch=8`` is ``shapes={"batch": 8}``."""
+
+    def one(m: re.Match[str]) -> str:
+        f, value = _KEYWORDS.get(m[1]), m[2] or ""
+        if f is None:
+            return m[0]
+        if isinstance(f.default, bool):
+            return f"{f.name}={not f.default}{value and ' '}{value}"
+        key, _, size = value.rpartition("=")
+        quoted = [v if v.isdigit() else f'"{v}"' for v in (size, value)]
+        if f.name == "shapes":
+            return f'shapes={{"{key}": {quoted[0]}}}' if key else f"shapes{value and ' '}{value}"
+        return f"{f.name}={quoted[1]}" if value else f.name
+
+    return _FLAG.sub(one, text)
 
 
 def flags(p: argparse.ArgumentParser, *names: str) -> None:

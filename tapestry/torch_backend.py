@@ -9,7 +9,9 @@ import torch
 from torch import fx
 
 from tapestry import api
+from tapestry.doors.torch_export import warn_of_training
 from tapestry.errors import TapestryError
+from tapestry.runtime.session import as_torch
 
 Key = tuple[tuple[Any, ...], ...]
 
@@ -36,6 +38,8 @@ def backend(graph: fx.GraphModule, _example_inputs: Sequence[Any], **options: An
     Args:
         options: of `tapestry.compile` (``torch.compile(..., options={"devices": 4})`` arrives as ``options``).
     """
+    if _made_for_inference(graph):
+        warn_of_training()
     names = [n.name for n in graph.graph.nodes if n.op == "placeholder"]
     settings: dict[str, Any] = {"topology": "cpu"} | options.get("options", {})
     plans: dict[Key, tuple[api.Compiled, _Bound]] = {}  # with the parameters, which a key knows by identity
@@ -51,10 +55,23 @@ def backend(graph: fx.GraphModule, _example_inputs: Sequence[Any], **options: An
             plans[key] = api.compile(bound, example_inputs=fed, **settings), bound
         fed = [a for a in arguments if isinstance(a, torch.Tensor) and not isinstance(a, torch.nn.Parameter)]
         plan, _ = plans[key]
-        feeds = dict(zip(plan.build.plan.graph.inputs, (a.detach().cpu().numpy() for a in fed), strict=True))
-        return tuple(torch.as_tensor(a) for a in plan.run(feeds).values())
+        return tuple(map(as_torch, plan.run(dict(zip(plan.inputs, fed, strict=True))).values()))
 
     return run
+
+
+def _made_for_inference(graph: fx.GraphModule) -> bool:
+    """Write out of a traced graph what it does in training alone, as ``eval()`` would; whether there is any."""
+    found = False
+    for n in graph.graph.nodes:
+        normal = n.normalized_arguments(graph, normalize_to_only_use_kwargs=True) if n.op == "call_function" else None
+        said: dict[str, Any] = dict(normal.kwargs if normal else n.kwargs)
+        own = "running_mean" in said and said["running_mean"] is None  # a norm by the batch, in both modes
+        on = {k: type(v)() for k in ("training", "train", "dropout_p", "use_input_stats") if (v := said.get(k)) and not own}
+        if n.op == "call_function" and on:
+            n.args, n.kwargs, found = () if normal else n.args, said | on, True
+    graph.recompile()
+    return found
 
 
 def _argument_key(a: Any) -> tuple[Any, ...]:

@@ -82,7 +82,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         args = parsed(words)
     except TapestryError as e:
-        return _failed(e, str(e), sys.stdout if "--json" in words else None)
+        return _failed(e, e.text(), sys.stdout if "--json" in words else None)
     level = logging.ERROR if args.quiet else logging.INFO if args.verbose else logging.WARNING
     logging.basicConfig(level=level, format="%(message)s", stream=sys.stderr)
     with arguments.one_document(args.json, for_good=argv is None) as out:
@@ -93,7 +93,7 @@ def _run(args: argparse.Namespace, out: TextIO, *, last: bool) -> int:
     """The exit status of a command, ``last`` of all that the process does."""
 
     def failed(e: TapestryError) -> int:
-        return _failed(e, f"tapestry {args.name}: {e}", out if args.json else None)
+        return _failed(e, f"tapestry {args.name}: {e.text()}", out if args.json else None)
 
     try:
         _look(args)
@@ -201,7 +201,7 @@ def _failed(e: TapestryError, text: str, out: TextIO | None) -> int:
     print(text, file=sys.stderr)
     if out is not None:
         kind, parts = type(e).__name__, {k: getattr(e, k) for k in ("what", "where", "pointer", "why", "hint")}
-        arguments.print_json({"error": str(e), "kind": kind, **parts}, out)
+        arguments.print_json({"error": e.text(), "kind": kind, **parts}, out)
     return e.status
 
 

@@ -78,7 +78,7 @@ def opened(folder: Path, example_inputs: Any = None, batch: int = 1, sequence: i
         for data in path.parent.glob("*.bin"):
             data.replace(folder / data.name)
         path.replace(final)
-    return Opened(final)
+    return Opened(final, named=torch_export.returns_by_name(program))
 
 
 def architecture(folder: Path) -> torch.nn.Module:

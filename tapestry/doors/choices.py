@@ -41,10 +41,11 @@ class Opened:
         path: the file.
         owned: whether it lies in a folder of ours, which is removed with this object.
         weights: whether its data is there; a module on the meta device has none.
+        named: whether it is a torch module's that gives its outputs by name.
     """
 
-    def __init__(self, path: Path, *, owned: bool = False, weights: bool = True) -> None:
-        self.path, self.owned, self.weights = path, owned, weights
+    def __init__(self, path: Path, *, owned: bool = False, weights: bool = True, named: bool = False) -> None:
+        self.path, self.owned, self.weights, self.named = path, owned, weights, named
         if owned:
             weakref.finalize(self, shutil.rmtree, path.parent, ignore_errors=True)
 
@@ -73,7 +74,7 @@ def opened_source(model: Any, example_inputs: Any = None, dynamic_shapes: Any = 
         program = torch_export.exported(model, example_inputs, dynamic_shapes) if is_module else model
         folder = Path(tempfile.mkdtemp(prefix="tapestry-model-"))
         there = torch_export.write_onnx(program, folder / NAME, dynamic_shapes=dynamic_shapes)
-        return Opened(folder / NAME, owned=True, weights=there)
+        return Opened(folder / NAME, owned=True, weights=there, named=torch_export.returns_by_name(program))
     return _model_file(model)
 
 

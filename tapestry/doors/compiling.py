@@ -5,6 +5,7 @@ A module of its own, so that loading and running a build imports no compiler.
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,12 @@ from tapestry.doors.choices import Choices, Opened, check_keywords, opened_sourc
 from tapestry.errors import TapestryError
 from tapestry.lift.own_operators import load_operators
 from tapestry.options import several
+from tapestry.plan.topology.topology_files import CHIP_OF
 from tapestry.plugins import tool
 from tapestry.sizes.sized_compile import asked as asked_sizes
 from tapestry.sizes.sized_compile import compile_sizes
+
+log = logging.getLogger("tapestry")
 
 
 def with_inputs(choices: Choices, positional: tuple[Any, ...]) -> Choices:
@@ -49,6 +53,8 @@ def planned(model: Any, choices: Choices) -> tuple[pipeline.Compiled, Opened, Si
     source = opened_source(model, choices.get("example_inputs"), choices.get("dynamic_shapes"))
     progress = choices.get("progress", lambda phase, name: None)
     asked = options(source, choices)
+    if (chip := CHIP_OF.get(asked.topology)) and asked.target == "torch-cpu":
+        log.warning("planned for %s, with kernels for torch-cpu: target triton:%s makes the GPU's", asked.topology, chip)
     machine_count = tool("machines")
     machines = machine_count.asked_of(asked.max_devices, asked.objective, asked.limits, mesh=asked.mesh is not None)
     sizes = asked_sizes(source.path, asked.shapes)

@@ -28,6 +28,7 @@ from torch.distributed import distributed_c10d
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ExportGraphSignature, InputSpec
 from torch.fx import Graph, Node
+from torch.nn.modules.dropout import _DropoutNd  # pyright: ignore[reportPrivateUsage]
 from torch.utils import _pytree as pytree
 
 from tapestry.errors import ModelError, TapestryError
@@ -307,8 +308,28 @@ def exported(module: torch.nn.Module, example_inputs: Any, dynamic_shapes: Any =
     first = next(iter(module.parameters()), None)
     if first is not None and first.is_meta:
         values, named = pytree.tree_map_only(torch.Tensor, lambda t: t.to("meta"), (values, named))
+    if any(map(_differs_in_training, module.modules())):
+        warn_of_training(type(module).__name__)
     with _inference(module), _settled(module, (values, named)), _explained(module):
         return torch.export.export(module, values, named, dynamic_shapes=dynamic_shapes, strict=False)
+
+
+def warn_of_training(what: str = "the module") -> None:
+    """Say that a module is not compiled in the mode that it is in."""
+    text = "is in training mode and is compiled as in eval(): without dropout, batch norm by its running statistics"
+    warnings.warn(f"{what} {text}; call .eval() first if that is meant", UserWarning, stacklevel=2)
+
+
+_DROPPING = (_DropoutNd, torch.nn.MultiheadAttention, torch.nn.RNNBase)
+
+
+def _differs_in_training(m: torch.nn.Module) -> bool:
+    """Whether a module, without those in it, computes something else in training, the mode that it is in."""
+    if not m.training or not type(m).__module__.startswith("torch.nn."):
+        return m.training and "training" in getattr(getattr(type(m).forward, "__code__", None), "co_names", ())
+    rates = getattr(m, "p", 0.0), getattr(m, "dropout", 0.0)
+    dropped = any(isinstance(p, int | float) and p > 0 for p in rates) and isinstance(m, _DROPPING)
+    return dropped or isinstance(m, torch.nn.RReLU) or getattr(m, "running_mean", None) is not None
 
 
 @contextmanager
@@ -405,6 +426,7 @@ def write_onnx(
         for key in LONG:  # nine tenths of the file
             node.metadata_props.pop(key, None)
     _name_symbols(model, dynamic_shapes)
+    _name_outputs(model, program)
     _tie(model)
     own: list[ir.Value] = []
     absent = 0
@@ -488,14 +510,55 @@ def _name_symbols(model: ir.Model, dynamic_shapes: Any) -> None:
     names: dict[str | None, str] = {}
     for name, axes in given.items():
         shape = named[name].shape if name in named else None
-        for axis, size in cast("Mapping[int, Any]", axes).items() if shape is not None and isinstance(axes, Mapping) else ():
-            symbol: Any = shape[axis] if shape is not None else None
+        pairs = cast("Any", axes.items() if isinstance(axes, Mapping) else enumerate(axes or ()))
+        for axis, size in pairs if shape is not None else ():
+            symbol: Any = shape[axis] if shape is not None and axis in range(len(shape)) else None
             if isinstance(symbol, ir.SymbolicDim) and hasattr(size, "__name__"):
                 names[symbol.value] = size.__name__
     for value in (*model.graph.inputs, *(v for node in model.graph for v in node.outputs)):
         for k, d in enumerate(value.shape or ()):
             if value.shape is not None and isinstance(d, ir.SymbolicDim) and d.value in names:
                 value.shape[k] = ir.SymbolicDim(names[d.value])
+
+
+def returns_by_name(program: ExportedProgram) -> bool:
+    """Whether the module gives its outputs by name, in a dictionary or an object of that kind."""
+    kind = program.call_spec.out_spec.type if program.call_spec.out_spec else None
+    return isinstance(kind, type) and issubclass(kind, Mapping)
+
+
+def _name_outputs(model: ir.Model, program: ExportedProgram) -> None:
+    """Outputs get the names under which the module gives them; those without are ``output``, or ``output_0`` and so on."""
+    graph, spec = model.graph, program.call_spec.out_spec
+    given = program.graph_signature.user_outputs
+    named = [n for n, o in zip(_output_names(spec, ""), given, strict=False) if o is not None] if spec else []
+    if len(named) != len(graph.outputs):
+        return
+    made = dict.fromkeys(v for node in graph for v in node.outputs)
+    taken = {v.name for v in graph.inputs} | set(graph.initializers) | set(named)
+    for v in (v for v in made if v not in graph.outputs):
+        v.name = _fresh(v.name or "value", taken)
+    taken -= set(named) - {v.name for v in graph.inputs} - set(graph.initializers)
+    for k, (v, name) in enumerate(zip(tuple(graph.outputs), named, strict=True)):
+        if v not in made:  # an input or a weight as it is, or an output that is given twice
+            copy = ir.node("Identity", [v], outputs=[ir.Value(shape=v.shape, type=v.type)])
+            graph.append(copy)
+            graph.outputs[k] = copy.outputs[0]
+        made.pop(v, None)
+        graph.outputs[k].name = _fresh(f"output_{name}" if name in taken else name, taken)
+
+
+def _output_names(spec: pytree.TreeSpec, path: str) -> Generator[str]:
+    """A name for each leaf: the keys that lead to it."""
+    if spec.is_leaf():
+        yield path or "output"
+        return
+    said = spec.context if isinstance(spec.context, list | tuple) else ()
+    found = [getattr(c, "_fields", c) for c in (spec.context, *cast("Sequence[Any]", said))]
+    keys = next((c for c in found if isinstance(c, list | tuple) and len(cast("Sequence[Any]", c)) == spec.num_children), None)
+    for k, child in enumerate(spec.children()):
+        key = str(keys[k]) if keys else str(k) if path else f"output_{k}"
+        yield from _output_names(child, f"{path}_{key}" if path else key)
 
 
 def _tie(model: ir.Model) -> None:

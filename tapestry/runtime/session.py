@@ -11,6 +11,7 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 from weakref import WeakValueDictionary
 
+import ml_dtypes
 import numpy as np
 
 from tapestry.build.sized_builds import SizedBuild
@@ -211,13 +212,37 @@ def as_numpy(value: Any) -> Array:
     if isinstance(value, np.ndarray):
         return cast(Array, value)
     if hasattr(value, "detach"):  # torch's
-        tensor = value.detach().cpu()
-        if str(tensor.dtype) == "torch.bfloat16":
-            import torch
-
-            return tensor.view(torch.int16).numpy().view(numpy_dtype("bf16"))
-        return tensor.numpy()
+        tensor = value.detach().cpu().resolve_conj().resolve_neg()
+        kind = getattr(ml_dtypes, str(tensor.dtype).removeprefix("torch."), None)  # what numpy lacks
+        return tensor.numpy() if kind is None else tensor.view(_bits(tensor.itemsize)).numpy().view(kind)
     return cast(Array, np.from_dlpack(value) if hasattr(value, "__dlpack__") else np.asarray(value))
+
+
+def as_torch(value: Any) -> Any:
+    """A result as torch has it, over the same memory where that may be written; what torch has no type for as it is."""
+    if isinstance(value, list):
+        return [as_torch(v) for v in cast("list[Any]", value)]
+    import torch
+
+    if not isinstance(value, np.ndarray) or not hasattr(torch, value.dtype.name):
+        return value
+    array = cast("Array", value if value.flags.writeable else value.copy())
+    kind = getattr(torch, value.dtype.name)
+    if not hasattr(ml_dtypes, value.dtype.name):
+        return torch.from_numpy(array)
+    return torch.from_numpy(array.view(f"i{kind.itemsize}")).view(kind)
+
+
+def has_torch(value: Any) -> bool:
+    """Whether a value is torch's tensor, or has one in it."""
+    some = isinstance(value, list | tuple) and any(map(has_torch, cast("list[Any]", value)))
+    return some or (hasattr(value, "detach") and hasattr(value, "resolve_conj"))
+
+
+def _bits(size: int) -> Any:
+    import torch
+
+    return {1: torch.int8, 2: torch.int16}[size]
 
 
 def shapes_of(feeds: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -244,8 +269,8 @@ def host_value(value: Any, t: Tensor) -> Any:
     if isinstance(value, list | tuple) != sequence or value is None:
         raise TapestryError(f"input '{t.name}' is {type(value).__name__}, not {t.about}")
     if sequence:
-        return [_strings(np.asarray(v)) for v in value]
-    return _strings(np.asarray(value))
+        return [_strings(as_numpy(v)) for v in value]
+    return _strings(as_numpy(value))
 
 
 def _strings(a: Array) -> Array:
