@@ -66,7 +66,7 @@ def _made_for_inference(graph: fx.GraphModule) -> bool:
     for n in graph.graph.nodes:
         normal = n.normalized_arguments(graph, normalize_to_only_use_kwargs=True) if n.op == "call_function" else None
         said: dict[str, Any] = dict(normal.kwargs if normal else n.kwargs)
-        own = "running_mean" in said and said["running_mean"] is None  # a norm by the batch, in both modes
+        own = said.get("running_mean", 1) is None or said.get("p", 1) == 0  # the same in both modes: no statistics, no dropout
         on = {k: type(v)() for k in ("training", "train", "dropout_p", "use_input_stats") if (v := said.get(k)) and not own}
         if n.op == "call_function" and on:
             n.args, n.kwargs, found = () if normal else n.args, said | on, True

@@ -512,7 +512,7 @@ def _name_symbols(model: ir.Model, dynamic_shapes: Any) -> None:
         shape = named[name].shape if name in named else None
         pairs = cast("Any", axes.items() if isinstance(axes, Mapping) else enumerate(axes or ()))
         for axis, size in pairs if shape is not None else ():
-            symbol: Any = shape[axis] if shape is not None and axis in range(len(shape)) else None
+            symbol: Any = cast("Any", shape)[axis] if axis in range(len(shape or ())) else None
             if isinstance(symbol, ir.SymbolicDim) and hasattr(size, "__name__"):
                 names[symbol.value] = size.__name__
     for value in (*model.graph.inputs, *(v for node in model.graph for v in node.outputs)):
@@ -553,9 +553,10 @@ def _output_names(spec: pytree.TreeSpec, path: str) -> Generator[str]:
     if spec.is_leaf():
         yield path or "output"
         return
-    said = spec.context if isinstance(spec.context, list | tuple) else ()
-    found = [getattr(c, "_fields", c) for c in (spec.context, *cast("Sequence[Any]", said))]
-    keys = next((c for c in found if isinstance(c, list | tuple) and len(cast("Sequence[Any]", c)) == spec.num_children), None)
+    said: Any = cast("Any", spec).context  # keys, a named tuple's class, or keys among others
+    some: list[Any] = [said, *(cast("Any", said) if isinstance(said, list | tuple) else ())]
+    found: list[Any] = [getattr(c, "_fields", c) for c in some]
+    keys: Any = next((c for c in found if isinstance(c, list | tuple) and len(cast("Any", c)) == spec.num_children), None)
     for k, child in enumerate(spec.children()):
         key = str(keys[k]) if keys else str(k) if path else f"output_{k}"
         yield from _output_names(child, f"{path}_{key}" if path else key)

@@ -224,19 +224,18 @@ def as_torch(value: Any) -> Any:
         return [as_torch(v) for v in cast("list[Any]", value)]
     import torch
 
-    if not isinstance(value, np.ndarray) or not hasattr(torch, value.dtype.name):
+    kind = getattr(torch, value.dtype.name, None) if is_array(value) else None
+    if kind is None:
         return value
-    array = cast("Array", value if value.flags.writeable else value.copy())
-    kind = getattr(torch, value.dtype.name)
-    if not hasattr(ml_dtypes, value.dtype.name):
-        return torch.from_numpy(array)
-    return torch.from_numpy(array.view(f"i{kind.itemsize}")).view(kind)
+    bits: Any = value if value.flags.writeable else value.copy()
+    if not hasattr(ml_dtypes, bits.dtype.name):
+        return cast("Any", torch).from_numpy(bits)
+    return cast("Any", torch).from_numpy(bits.view(f"i{bits.itemsize}")).view(kind)
 
 
 def has_torch(value: Any) -> bool:
     """Whether a value is torch's tensor, or has one in it."""
-    some = isinstance(value, list | tuple) and any(map(has_torch, cast("list[Any]", value)))
-    return some or (hasattr(value, "detach") and hasattr(value, "resolve_conj"))
+    return any(map(has_torch, cast("Any", value))) if isinstance(value, list | tuple) else hasattr(value, "resolve_conj")
 
 
 def _bits(size: int) -> Any:

@@ -8,6 +8,7 @@ the region shrinks, and what it leaves is another one.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -61,7 +62,9 @@ def asked(model: Path, shapes: Mapping[str, Any]) -> Asked | None:
     if unknown is not None:
         what = f"'{unknown}' is no symbol of the model"
         why = f"its symbols are {', '.join(sorted(symbols))}" if symbols else f"it has none; its inputs are {', '.join(inputs)}"
-        raise TapestryError(what, where="--shape", why=why)
+        traced = any(re.fullmatch(r"s\d+", s) for s in symbols)
+        hint = "with an ExportedProgram give its dynamic_shapes too: it keeps no names of sizes" if traced else ""
+        raise TapestryError(what, where="--shape", why=why, hint=hint)
     some, fixed = (
         {s: _sizes_of_symbol(s, value) for s, value in found.items()},
         {s: v for s, v in shapes.items() if s not in found},
