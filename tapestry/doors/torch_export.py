@@ -329,7 +329,7 @@ def _differs_in_training(m: torch.nn.Module) -> bool:
         return m.training and "training" in getattr(getattr(type(m).forward, "__code__", None), "co_names", ())
     rates = getattr(m, "p", 0.0), getattr(m, "dropout", 0.0)
     dropped = any(isinstance(p, int | float) and p > 0 for p in rates) and isinstance(m, _DROPPING)
-    return dropped or isinstance(m, torch.nn.RReLU) or getattr(m, "running_mean", None) is not None
+    return dropped or getattr(m, "running_mean", None) is not None
 
 
 @contextmanager
@@ -556,7 +556,8 @@ def _output_names(spec: pytree.TreeSpec, path: str) -> Generator[str]:
     said: Any = cast("Any", spec).context  # keys, a named tuple's class, or keys among others
     some: list[Any] = [said, *(cast("Any", said) if isinstance(said, list | tuple) else ())]
     found: list[Any] = [getattr(c, "_fields", c) for c in some]
-    keys: Any = next((c for c in found if isinstance(c, list | tuple) and len(cast("Any", c)) == spec.num_children), None)
+    fit: list[Any] = [c for c in found if isinstance(c, list | tuple) and len(cast("Any", c)) == spec.num_children]
+    keys = fit[0] if fit else None
     for k, child in enumerate(spec.children()):
         key = str(keys[k]) if keys else str(k) if path else f"output_{k}"
         yield from _output_names(child, f"{path}_{key}" if path else key)

@@ -214,7 +214,11 @@ def as_numpy(value: Any) -> Array:
     if hasattr(value, "detach"):  # torch's
         tensor = value.detach().cpu().resolve_conj().resolve_neg()
         kind = getattr(ml_dtypes, str(tensor.dtype).removeprefix("torch."), None)  # what numpy lacks
-        return tensor.numpy() if kind is None else tensor.view(_bits(tensor.itemsize)).numpy().view(kind)
+        if kind is not None:
+            import torch
+
+            return tensor.view(torch.int8 if tensor.itemsize == 1 else torch.int16).numpy().view(kind)
+        return tensor.numpy()
     return cast(Array, np.from_dlpack(value) if hasattr(value, "__dlpack__") else np.asarray(value))
 
 
@@ -236,12 +240,6 @@ def as_torch(value: Any) -> Any:
 def has_torch(value: Any) -> bool:
     """Whether a value is torch's tensor, or has one in it."""
     return any(map(has_torch, cast("Any", value))) if isinstance(value, list | tuple) else hasattr(value, "resolve_conj")
-
-
-def _bits(size: int) -> Any:
-    import torch
-
-    return {1: torch.int8, 2: torch.int16}[size]
 
 
 def shapes_of(feeds: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:

@@ -145,7 +145,6 @@ class Own(nn.Module):
         (nn.Sequential(nn.Linear(16, 8), nn.Dropout()), True),
         (nn.Sequential(nn.Linear(16, 8), nn.BatchNorm1d(8)), True),
         (Own(), True),
-        (nn.RReLU(), True),
         (nn.Sequential(nn.Linear(16, 8), nn.Dropout(0.0), nn.LayerNorm(8)), False),
         (nn.InstanceNorm1d(8), False),
     ],
