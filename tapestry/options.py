@@ -23,7 +23,7 @@ TYPES = {"int": int, "float": float, "Path": Path, "str": str}
 def option(flag: str, help: str, default: Any = None, *, like: str = "", **how: Any) -> Any:
     """A field with a flag; a list where its default is ``()``, and a switch to the contrary where that is a truth. In errors,
     ``like`` or else the form of its value says what Python takes; the rest is for `argparse`."""
-    like = like or " or ".join(how.get("choices", ())) or how.get("metavar", "a whole number").replace("%%", "%")
+    like = like or " or ".join(how.get("choices", ())) or how.get("metavar", "a whole number")
     said = {"flag": flag, "like": like, "how": {"help": help, **how}}
     return field(default_factory=dict[str, Any], metadata=said) if default is dict else field(default=default, metadata=said)
 
@@ -55,7 +55,7 @@ class Options:
     memory: str | None = option("--memory", "memory of each device: a hard limit", metavar="16GiB")
     memory_reserve: str | None = option(
         "--memory-reserve", "memory of each device that stays free (default: 8%% for GPU presets; 0 if --memory or a file "
-        "gives the memory)", metavar="8%%|2GiB")
+        "gives the memory)", metavar="8%|2GiB")
     target: str = option("--target", "torch-cpu, or a GPU: triton:sm90, …", "torch-cpu", like='"torch-cpu" or "triton:sm90"')
     precision: str = option("--precision", "precision of float32 products in kernels", "ieee", metavar="ieee|tf32x3|tf32")
     accumulate: str | None = option("--accumulate", "type that sums products of f16 (f32)", choices=("f32", "f16"))

@@ -14,7 +14,7 @@ from tapestry.codegen.triton.emit.source import TritonKernel
 from tapestry.codegen.triton.run.tuned import config_from
 from tapestry.codegen.triton.task.primitives import DEFAULT
 from tapestry.errors import BuildError
-from tapestry.ir.graph import Graph, Op
+from tapestry.ir.graph import Block, Graph, Op
 from tapestry.ir.kernel import Box, Kernel
 from tapestry.ir.program import Launch, Program
 from tapestry.ir.syntax.printer import signature
@@ -61,7 +61,9 @@ def kernels_of_steps(graph: Graph, program: Program, every: bool = False) -> tup
                 kernel = Kernel(op=step.op, mode=step.mode, block=block, ins=boxes, outs=tuple(_box(b[d]) for b in outs))
                 exact = (kinds[step.op], replace(kernel, op=0))
                 if exact not in keys:
-                    keys[exact] = kernel_key(graph, kernel)
+                    # an opaque node has no text to name it by: it is itself, over these blocks
+                    text = isinstance(graph.ops[step.op], Block)
+                    keys[exact] = kernel_key(graph, kernel) if text else repr(exact)
                     found.setdefault(keys[exact], kernel)
                 made.append(keys[exact])
             alike[same] = made[0] if made else ""

@@ -41,6 +41,7 @@ from tapestry.ir.monoid import parts_of
 from tapestry.ir.recognise import only_sums, part, sides
 from tapestry.ir.states import as_scan, layered
 from tapestry.ir.types import HOST, STORED, numpy_dtype
+from tapestry.ir.types import Tensor as TensorType
 from tapestry.onnx_eval import opaque_node
 from tapestry.plan.strategy import read_box
 
@@ -85,7 +86,7 @@ def build(graph: Graph, kernel: Kernel, how: How = PLAIN) -> CpuKernel:
     """What computes a block, by the tables below; nothing of its shape is worked out again when it runs."""
     op = graph.ops[kernel.op]
     if isinstance(op, Opaque):
-        return CpuKernel(plain=_opaque(op, graph, kernel), way="the node, as the model has it")
+        return CpuKernel(plain=_opaque(op, graph, kernel), way=f"{node_library(op, graph)}, the node as the model has it")
     return _first(AS_A_WHOLE, Asked(op, graph, kernel, how, (op, graph)))
 
 
@@ -438,6 +439,23 @@ def _opaque(op: Opaque, graph: Graph, kernel: Kernel) -> Run:
         return [from_numpy(a) for a in kept]
 
     return run
+
+
+def node_library(op: Opaque, graph: Graph) -> str:
+    """The library that a run asks first for a node; both where that is known by its host values alone."""
+    expected = [(graph.tensors[t].dtype, graph.tensors[t].shape) for t in op.outs]
+
+    def asked(host: Any) -> str:
+        arrays = [None if not t else host if (of := graph.tensors[t]).on_host else _no_cells(of) for t in op.ins]
+        return opaque_node.engine(op, arrays, expected)
+
+    either = opaque_node.HostValue(np.empty(0)), opaque_node.HostValue([])
+    return " or ".join(dict.fromkeys(map(asked, either)))
+
+
+def _no_cells(t: TensorType) -> Any:
+    """An array of a tensor's type and shape that takes no memory."""
+    return np.broadcast_to(np.empty((), numpy_dtype(t.dtype)), t.shape)
 
 
 _BITS = frozenset(numpy_dtype(d).name for d in STORED)

@@ -231,7 +231,10 @@ def _quantities(
     for tensor, boxes, counts in reads:
         cells = np.minimum(sizes(boxes), sizes(final)) if picks else sizes(boxes)
         found[tensor] = found.get(tensor, 0) + (cells if counts is None else cells * counts)
-    for tensor, several in ((t, [b for u, b, _ in reads if u == t]) for t in found):
+    looks: dict[str, list[Boxes]] = {}
+    for tensor, boxes, _ in reads:
+        looks.setdefault(tensor, []).append(boxes)
+    for tensor, several in looks.items():
         if len(several) > 1:  # what overlaps is read from memory once
             found[tensor] = np.minimum(found[tensor], _hull(several))
     if isinstance(op, Block):

@@ -123,8 +123,8 @@ class ProvableKernel:
 
 def cpu_kernel_of(graph: Graph, kernel: Kernel, name: str) -> ProvableKernel:
     """A kernel as the CPU target runs it in one thread: a function in C, a call of one of ours, or operators of torch."""
-    if not isinstance(graph.ops[kernel.op], Block):
-        return ProvableKernel("ONNX node", why="the node runs as the model has it")
+    if not isinstance(op := graph.ops[kernel.op], Block):
+        return ProvableKernel(by := kernels.node_library(op, graph), why=f"{by} runs the node as the model has it")
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -353,7 +353,7 @@ def _claimed(c: _Check, op: Block, first: bool, number: int, outs: Sequence[str]
         best = int(np.argmax(right)) if right else 0
         if not right or right[best] < (MOSTLY if math.prod(whole.shape) == math.prod(shape) else 1):
             return False
-        reference = views[best](whole)[tuple(points.T)]
+        reference = np.asarray(views[best](whole)[tuple(points.T)]).reshape(len(points))  # of rank 0 it is a scalar
         bad = np.flatnonzero(~same(*values, reference, dtype, c.values.unit))
         if not explained(c.values, op, op.outs.index(t), points[bad], reference[bad], dtype, number).all():
             return False

@@ -428,6 +428,16 @@ class TooMuch(Exception):
     """The cells asked for depend on more points than may be computed."""
 
 
+class _Deep(Exception):
+    """Cells that are asked for far inside of others: they are computed first, and the others from the start."""
+
+    def __init__(self, tensor: str, flat: Array) -> None:
+        super().__init__(tensor)
+        self.wanted = tensor, flat
+
+
+NESTED = 32  # operations followed back inside each other: Python's stack holds some 100 of them
+
 Place = tuple[tuple[int, ...], Array, Array, Array]
 """Of a read: the shape of its values, which are inside the tensor, the distinct cells, which of them each value inside is."""
 
@@ -447,8 +457,9 @@ class Cells(CellValues):
         the same for every draw, so they are found once."""
         super().__init__(graph, lambda tensor: None, wide=wide, plain=True, real=real)
         self.order, self.draw, self.most, self.places = order, draw, most, places
-        self.points = self.met = 0
+        self.points = self.met = self.depth = 0
         self.asked: dict[str, list[Array]] = {}
+        self.before: dict[tuple[str, bytes], Array] = {}  # cells that were asked for too far inside of others
 
     def cells(self, tensor: str, flat: Array) -> Array:
         """Values of some cells of a tensor, given by their row-major positions.
@@ -456,6 +467,23 @@ class Cells(CellValues):
         Raises:
             TooMuch: they depend on too many points; LawError: a read leaves its tensor.
         """
+        wanted = [(tensor, flat)]
+        while wanted:
+            self.depth = 0
+            try:
+                made = self._cells(*wanted[-1])
+            except _Deep as e:
+                wanted.append(e.wanted)
+                continue
+            name, at = wanted.pop()
+            self.before[name, at.tobytes()] = made
+        return self.before.pop((tensor, flat.tobytes()))
+
+    def _cells(self, tensor: str, flat: Array) -> Array:
+        if self.depth >= NESTED and tensor in self.makers:
+            if (tensor, flat.tobytes()) not in self.before:
+                raise _Deep(tensor, flat)
+            return self.before[tensor, flat.tobytes()]
         t = self.graph.tensors[tensor]
         dtype = numpy_dtype(t.dtype, self.wide)
         if tensor not in self.makers:
@@ -466,7 +494,10 @@ class Cells(CellValues):
             raise TooMuch
         self._count(len(flat) * prod(d.size for d in (*op.reduce, *op.inner_dims)))
         coords = np.stack(np.unravel_index(flat, t.shape), axis=1) if t.shape else np.zeros((len(flat), 0), int)
-        return self.block(op, coords)[op.outs.index(tensor)][0].astype(dtype)
+        self.depth += 1
+        made = self.block(op, coords)[op.outs.index(tensor)][0].astype(dtype)
+        self.depth -= 1
+        return made
 
     def read(self, op: Block, pos: int, env: Mapping[str, Array]) -> Array:
         r = op.reads[pos]
@@ -477,7 +508,7 @@ class Cells(CellValues):
         self.met += 1
         out = np.full(shape, 0 if r.other is None else r.other, numpy_dtype(t.dtype, self.wide))
         if len(wanted):
-            out[valid] = self.cells(r.tensor, wanted)[back]
+            out[valid] = self._cells(r.tensor, wanted)[back]
         return out
 
     def _place(self, op: Block, r: Read, env: Mapping[str, Array]) -> Place:
