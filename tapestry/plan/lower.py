@@ -83,6 +83,8 @@ class _Lowering:
     used: dict[str, int] = field(default_factory=dict[str, int])
     boxes: dict[str, Boxes] = field(default_factory=dict[str, Boxes])
     needs: list[list[tuple[int, str, Boxes]]] = field(default_factory=list[list[tuple[int, str, Boxes]]])
+    numbers: dict[str, int] = field(default_factory=dict[str, int])  # of the next buffer of a name
+    exactly: dict[tuple[str, bytes], str] = field(default_factory=dict[tuple[str, bytes], str])  # buffers by what they hold
 
     def sources(self) -> None:
         """Load what no operation writes: in its fixed layout, or else each distinct footprint of its readers.
@@ -134,19 +136,24 @@ class _Lowering:
     def buffer(self, tensor: str, boxes: Boxes, *, part: int | None = None, dtype: str = "", tag: str = "") -> str:
         """Declare a buffer; without ``part`` it holds the tensor itself."""
         base = tensor if part is None else f"{tensor}.state{part}{tag}"
-        name, k = base, 1
+        name, k = base, self.numbers.get(base, 1)  # of thousands of parts of one tensor none is tried again
         while name in self.buffers:
             name, k = f"{base}.{k}", k + 1
+        self.numbers[base] = k
         kept = _tuples(boxes)
         dtype = dtype or self.plan.graph.tensors[tensor].dtype
         self.buffers[name] = Buffer(name=name, tensor=tensor, dtype=dtype, boxes=kept, field=part)
         self.boxes[name] = boxes
         if part is None:
             self.held.setdefault(tensor, []).append(name)
+            self.exactly.setdefault((tensor, boxes.tobytes()), name)
         return name
 
     def covering(self, tensor: str, boxes: Boxes) -> str | None:
         """A buffer that holds every device's footprint; the tightest one."""
+        same = self.exactly.get((tensor, boxes.tobytes()))
+        if same is not None and tensor not in self.plan.streamed:  # no other is tighter, and none of these is let go
+            return same
         names = self.held.get(tensor)
         at = self.known.tightest([self.boxes[b] for b in names], boxes) if names else -1
         return names[at] if names and at >= 0 else None
@@ -276,6 +283,7 @@ class _Lowering:
             return found
         dst = self.buffer(tensor, boxes)
         self.held[tensor].remove(dst)  # what comes by is for this operation alone
+        self.exactly = {k: name for k, name in self.exactly.items() if name != dst}
         messages = ring_attention.passed_on(boxes, self.plan.mesh, axis)
         self.steps.append(Transfer(kind="permute", src=src, dst=dst, messages=messages))
         return dst

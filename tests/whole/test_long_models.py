@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
+from dataclasses import fields
 
 import numpy as np
+import onnx
 import pytest
 from onnx import TensorProto as T
 from onnx import helper, numpy_helper
@@ -12,7 +14,10 @@ from onnx import helper, numpy_helper
 import tapestry
 from tapestry.errors import ModelError
 from tapestry.ir.graph import Block, Opaque
+from tapestry.ir.syntax.parser import parse
+from tapestry.options import Options
 from tapestry.rewrites.core.edit import MOST_ATOMS, too_long
+from tapestry.verify.rewriting.normal_form import Cells, Draw
 from tests.support.command_line import run
 from tests.support.small_models import N
 
@@ -89,3 +94,47 @@ def test_a_long_loop_of_a_constant_factor_takes_linear_work(tmp_path):
 def test_a_loop_of_more_steps_than_memory_has_stays_a_loop(tmp_path):
     graph = tapestry.compile(loop(tmp_path, 10**18), devices=2, time_limit=1.0).build.plan.graph
     assert [op.kind for op in graph.ops if isinstance(op, Opaque)] == ["Loop"]
+
+
+def test_rewrites_of_a_long_chain_are_compared_without_recursion():
+    """Cells far from the inputs: operations inside each other, more than Python's stack holds."""
+    ends = [f"t{k}" for k in range(400)]
+    pairs = zip(ends, ends[1:], strict=False)
+    ops = [f"{b}: f32[4] = op [i: 4]\n  reads {a}[i]\n  body abs({a})" for a, b in pairs]
+    graph = parse("graph g\ninput t0: f32[4]\n" + "\n".join(ops) + f"\noutput {ends[-1]}\n")
+    cells = Cells(graph, {"t0": 0}, Draw("range"), True, 1 << 20, [])
+    x = Cells(graph, {"t0": 0}, Draw("range"), True, 1 << 20, []).cells("t0", np.arange(4))
+    assert np.array_equal(cells.cells(ends[-1], np.arange(4)), abs(x))
+
+
+def test_a_reduction_to_rank_0_beside_one_to_rank_1(tmp_path):
+    axes = numpy_helper.from_array(np.array([0, 1]), "axes")
+    nodes = [N("ReduceMax", ["x", "axes"], ["a"], keepdims=1), N("ReduceMin", ["x", "axes"], ["y"], keepdims=0)]
+    path = written(tmp_path, nodes, inits=[axes])
+    model = onnx.load(path)
+    model.graph.output.append(helper.make_tensor_value_info("a", T.FLOAT, [1, 1]))
+    onnx.save(model, path)
+    same_as_the_reference(path, tmp_path)
+
+
+def test_kernels_of_a_build_with_an_opaque_node_name_its_library(tmp_path):
+    k = numpy_helper.from_array(np.array([2]), "k")
+    path = written(tmp_path, [N("TopK", ["x", "k"], ["v", "i"]), N("Relu", ["v"], ["y"])], inits=[k])
+    tapestry.compile(path, devices=2).save(tmp_path / "b")
+    for command, said in (("explain", "onnxruntime, the node as the model has it"), ("verify", "onnxruntime runs the node")):
+        status, out, err = run(command, tmp_path / "b", "--kernels")
+        assert status == 0, err
+        assert said in out
+
+
+def test_a_split_into_many_parts_is_lowered_in_linear_work(tmp_path):
+    """Each part reads a box of its own of one tensor; buffers are found by what they hold."""
+    n = 300
+    parts = [f"p{k}" for k in range(n)]
+    nodes = [N("Split", ["x"], parts, axis=0, num_outputs=n), N("Neg", [parts[-1]], ["y"])]
+    assert same_as_the_reference(written(tmp_path, nodes, (n, 2)), tmp_path).outputs == ("y",)
+
+
+def test_help_has_single_percent_signs():
+    shown = [f.metadata["how"].get("metavar") or "" for f in fields(Options) if "how" in f.metadata]
+    assert "8%|2GiB" in shown and not any("%%" in text for text in shown)
