@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from dataclasses import fields
 
@@ -99,7 +100,7 @@ def test_a_loop_of_more_steps_than_memory_has_stays_a_loop(tmp_path):
 def test_rewrites_of_a_long_chain_are_compared_without_recursion():
     """Cells far from the inputs: operations inside each other, more than Python's stack holds."""
     ends = [f"t{k}" for k in range(400)]
-    pairs = zip(ends, ends[1:], strict=False)
+    pairs = itertools.pairwise(ends)
     ops = [f"{b}: f32[4] = op [i: 4]\n  reads {a}[i]\n  body abs({a})" for a, b in pairs]
     graph = parse("graph g\ninput t0: f32[4]\n" + "\n".join(ops) + f"\noutput {ends[-1]}\n")
     cells = Cells(graph, {"t0": 0}, Draw("range"), True, 1 << 20, [])

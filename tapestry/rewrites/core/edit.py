@@ -242,6 +242,8 @@ def read_dims(read: Read) -> frozenset[str]:
 def prune(op: Block) -> Block:
     """The operation without the reads that nothing uses."""
     kept = sorted(arg_positions(op.point + op.then))
+    if len(kept) == len(op.reads):
+        return op
     leaf = with_args({}, {old: new for new, old in enumerate(kept)})
     return map_exprs(replace(op, reads=tuple(op.reads[k] for k in kept)), lambda e: rewrite(e, leaf))
 
