@@ -8,22 +8,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack, cast
 
-import msgspec
 import numpy as np
 
 from tapestry import flags
 from tapestry.build import sized_builds, store
 from tapestry.build.sized_builds import SizedBuild
-from tapestry.codegen.triton.task.primitives import plain
-from tapestry.doors.choices import Opened, files_of
 from tapestry.errors import BuildError, TapestryError
 from tapestry.ir.graph import Opaque
 from tapestry.ir.symbolic_plan import Sizes, formula_of, text_of
 from tapestry.ir.types import DTYPES, Tensor
-from tapestry.lift.file.structure import TEXT
 from tapestry.onnx_eval.opaque_node import HostValue, is_array
 from tapestry.plugins import tool
-from tapestry.runtime import kept_state
 from tapestry.runtime.feeds import random_feeds
 from tapestry.runtime.session import (
     MakeExecutor,
@@ -36,15 +31,12 @@ from tapestry.runtime.session import (
     largest_constant,
     shapes_of,
 )  # fmt: skip
-from tapestry.runtime.target_protocol import Progress, Target
-from tapestry.sizes.sized_compile import SizedOpener
-from tapestry.verify import interp
-from tapestry.verify.model.model_values import ModelFile
-from tapestry.viz.format import duration, human
 
 if TYPE_CHECKING:  # a build is loaded and run without the compiler
-    from tapestry.doors.choices import Choices
+    from tapestry.doors.choices import Choices, Opened
+    from tapestry.runtime.target_protocol import Progress, Target
     from tapestry.tools.viewer.html_page import Page
+    from tapestry.verify.model.model_values import ModelFile
 
 Array = np.ndarray[Any, Any]
 Values = Mapping[str, Any]
@@ -105,6 +97,8 @@ class Compiled:
 
     def __repr__(self) -> str:
         r, mesh = self.report, ", ".join(f"{a.name}={a.size}" for a in self.build.plan.mesh)
+        from tapestry.viz.format import duration, human
+
         peak, name = human(max(self.build.peak_bytes)), Path(self.build.model).name
         found = f"objective {duration(r['objective_s'])}, gap {r['gap']:.2%}, at most {peak} on a device"
         return f"<tapestry plan of {name}: {r['ops']} operations over {mesh or 'one device'}, {found}, for {self.build.target}>"
@@ -182,7 +176,11 @@ class Compiled:
             bundle: whether the model and its weights are copied into it; by default where the model had no file of its own.
         """
         bundle = self.source is not None and self.source.owned if bundle is None else bundle
-        files = files_of(Path(self.build.model)) if bundle else ()
+        files: Sequence[str] = ()
+        if bundle:
+            from tapestry.doors.choices import files_of
+
+            files = files_of(Path(self.build.model))
         parts = (self.build, self.constants, self.kernels, self.laws, self.rewrites, self.evidence, files)
         store.write(Path(folder), *parts, more=sized_builds.files_of(self.sized) if self.sized else {})
 
@@ -219,6 +217,8 @@ class Compiled:
     def _sessions(self) -> SizedSessions:
         assert self.sized is not None
         if self._sizes is None:
+            from tapestry.sizes.sized_opener import SizedOpener
+
             self._sizes = SizedSessions(self.sized, SizedOpener())
         return self._sizes
 
@@ -338,6 +338,10 @@ def from_pretrained(
 
 def _with_state(build: store.Build, asked: str) -> store.Build:
     """The build with the caches that its sessions keep, held to the model."""
+    import msgspec
+
+    from tapestry.runtime import kept_state
+
     found = kept_state.established(asked, Path(build.model), build.plan.graph)
     return replace(build, report={**build.report, "state": msgspec.to_builtins(found)})
 
@@ -392,6 +396,7 @@ def _triton_session(
     """A session on a GPU, or in Triton's interpreter; a rank gets kernels on arrays, not bound ones."""
     from tapestry.codegen.triton.run.device_target import TritonTarget
     from tapestry.codegen.triton.run.tuned import chip_name, find_device, local_cache
+    from tapestry.codegen.triton.task.primitives import plain
     from tapestry.runtime.one_process.gpu_devices import GpuExecutor
 
     device = find_device()
@@ -461,6 +466,8 @@ def _same_bits(a: Any, b: Any) -> bool:
     """Of two values of an output; values of the host are compared as values."""
     if is_array(a) and is_array(b) and a.dtype != object:
         return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+    from tapestry.verify import interp
+
     return interp.compare_outputs(a, b, 0.0).passed
 
 
@@ -483,9 +490,11 @@ def compared(compiled: Compiled, feeds: Values, outs: Values, *, check: bool) ->
     rows = {n: {**_described(a), "max_abs_err": None, "rel_err": None} for n, a in outs.items()}
     document: dict[str, Any] = {"outputs": rows, "reference": None, "passed": True}
     if check:
-        allowed, model = interp.tolerances(compiled.build.plan.graph), Path(compiled.build.model)
         from tapestry import model_evidence
+        from tapestry.lift.file.structure import TEXT
+        from tapestry.verify import interp
 
+        allowed, model = interp.tolerances(compiled.build.plan.graph), Path(compiled.build.model)
         if model.suffix == TEXT:
             _check(None, feeds, outs, allowed, document, ("tapestry.verify.interp", model_evidence.text_outputs(model, feeds)))
             return document
@@ -522,6 +531,8 @@ def _check(
     reference: tuple[str, Values] | None = None,
 ) -> None:  # fmt: skip
     """Compare with the reference. Where that fails, ask how far two references are from each other, and say so."""
+    from tapestry.verify import interp
+
     document["reference"], expected = reference or interp.reference(cast("ModelFile", model), feeds)
     spread: dict[str, float] | None = None
     for name, a in outs.items():

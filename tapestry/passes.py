@@ -41,7 +41,7 @@ from tapestry.plan.task import STEPS, Task, staging
 from tapestry.plan.topology import shared
 from tapestry.plugins import tool
 from tapestry.rewrites.core import driver
-from tapestry.rewrites.core.rule import LEFT_OUT, RULES, Move, leaving_out, parse_move
+from tapestry.rewrites.core.rule import LEFT_OUT, Move, leaving_out, parse_move, rule_table
 from tapestry.sharding import annotation_constraints
 from tapestry.sharding.annotation_constraints import constraints, with_apart
 from tapestry.sharding.annotations import staged
@@ -137,7 +137,7 @@ def simplify(c: Compilation) -> Compilation:
     plan leaves out users' rules that may change rounding."""
     if c.annotations and not staged(c.annotations):
         return c.made(graph=c.lifted.graph)
-    loose = frozenset(r.name for r in RULES.values() if not r.built_in and not r.exact)
+    loose = frozenset(r.name for r in rule_table().values() if not r.built_in and not r.exact)
     return c.made(graph=driver.simplify(c.lifted.graph, disabled=c.without | loose if c.options.exact else c.without))
 
 

@@ -32,9 +32,9 @@ from tapestry.plan.search.planner import start_of
 from tapestry.plan.search.priced_plan import PricedPlan, TooBig
 from tapestry.plan.topology import Topology, default_mesh, linked, parse_bytes, parse_mesh, topology
 from tapestry.plugins import entry_points as plugins
-from tapestry.rewrites import load_rules
 from tapestry.rewrites.core.driver import disabled_by, rule_names
-from tapestry.rewrites.core.rule import RULES, leaving_out, parse_move
+from tapestry.rewrites.core.rule import leaving_out, parse_move, rule_table
+from tapestry.rewrites.equations.rule_texts import load_rules
 from tapestry.runtime.calibration.automatic import AUTO, automatic
 from tapestry.sharding import annotations
 from tapestry.sharding import annotations as file_mesh
@@ -171,7 +171,7 @@ def _wrong(e: LawError, at: Compilation, left: frozenset[str]) -> frozenset[str]
             e = behind if behind.rewrites else e
     rule = next((place.partition("@")[0] for place in e.rewrites), "")
     new = frozenset({rule}) if any(place.startswith(f"{rule}@") for place in left) else e.rewrites
-    if flags.strict() or rule not in RULES or new <= left:
+    if flags.strict() or rule not in rule_table() or new <= left:
         raise e
     log.warning("a rewrite is wrong; it is left undone, and the search begins again without %s: %s", ", ".join(sorted(new)), e)
     return left | new

@@ -171,8 +171,8 @@ def emit_kernels(folder: Path, output: Path, target: str, report: Callable[[int,
     Raises:
         TapestryError: the target is unknown, or the output is a folder with other things in it.
     """
-    from tapestry.codegen.triton import compile_ahead, kernel_key
-    from tapestry.codegen.triton.run.machine_code import rows_of, summary
+    from tapestry.codegen.triton.emit.source import kernel_key
+    from tapestry.codegen.triton.run.machine_code import compile_ahead, rows_of, summary
     from tapestry.codegen.triton.run.tune import sound
 
     build, _ = store.read(folder)

@@ -294,24 +294,24 @@ def calibrate(args: argparse.Namespace) -> Outcome:
     flags.before_torch()
     from tapestry.codegen.torch_cpu import TorchCpu
     from tapestry.plan.topology import device_data, parse_mesh, topology
-    from tapestry.runtime.calibration import automatic, rate_fit
-    from tapestry.runtime.calibration.automatic import ROUNDS, agreed, write
+    from tapestry.runtime.calibration import automatic, measuring, rate_fit
     from tapestry.runtime.calibration.call_clock import memory_bytes
+    from tapestry.runtime.calibration.measuring import ROUNDS, agreed, write
     from tapestry.viz import tables
 
     place = flags.world()
     if args.auto and (place.world > 1 or args.device or args.from_trace or args.threads):
         raise TapestryError("it is measured as a plan of N devices runs here", where="--auto", hint="with --processes N alone")
     output, processes = automatic.place(args.processes) if args.auto else (args.output, args.processes)
-    most, seconds = (ROUNDS, args.seconds or automatic.SECONDS) if args.auto else (1, args.seconds or automatic.START_SECONDS)
+    most, seconds = (ROUNDS, args.seconds or automatic.SECONDS) if args.auto else (1, args.seconds or measuring.START_SECONDS)
     given = device_data(topology(parse_mesh("2"), args.device).device) if args.device else None
     with bar(args, "calibrate") as report:
         if args.from_trace:
             document = rate_fit.from_trace(args.from_trace, memory_bytes())
         elif place.world > 1:
-            document = automatic.on_rank(TorchCpu, place, args.threads, seconds=seconds, given=given, say=report)
+            document = measuring.on_rank(TorchCpu, place, args.threads, seconds=seconds, given=given, say=report)
         else:
-            how = partial(automatic.calibrate, TorchCpu, processes, args.threads, seconds=seconds, given=given, say=report)
+            how = partial(measuring.calibrate, TorchCpu, processes, args.threads, seconds=seconds, given=given, say=report)
             document = agreed(how, most)
     if document is None:  # rank 0 writes
         return Outcome({}, lambda: None)

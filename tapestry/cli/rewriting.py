@@ -24,9 +24,9 @@ def opt(args: argparse.Namespace) -> Outcome:
     from tapestry.ir.graph import changes
     from tapestry.ir.syntax.ir_document import to_document
     from tapestry.ir.syntax.printer import to_text
-    from tapestry.rewrites import load_rules
     from tapestry.rewrites.core.driver import SIMPLIFIED, apply_moves, simplify
     from tapestry.rewrites.core.rule import parse_move
+    from tapestry.rewrites.equations.rule_texts import load_rules
     from tapestry.verify.rewriting.proofs import prove_steps, shown_text
 
     if args.replay is not None:
@@ -94,8 +94,8 @@ def _replayed(args: argparse.Namespace) -> Outcome:
 
 def rules(args: argparse.Namespace) -> Outcome:
     """``tapestry rules``: the rules, or where they do not apply to a model."""
-    from tapestry.rewrites import RULES, load_rules
-    from tapestry.rewrites.core.rule import Refusal
+    from tapestry.rewrites.core.rule import Refusal, rule_table
+    from tapestry.rewrites.equations.rule_texts import load_rules
 
     if args.check:
         return _checked(args.check)
@@ -108,10 +108,10 @@ def rules(args: argparse.Namespace) -> Outcome:
         return laboratory.ablated(args.ablate, shapes(args.shapes))
     if laboratory:
         return laboratory.discovered(args.discover, shapes(args.shapes), args.terms)
-    if args.rule is not None and args.rule not in RULES:
-        hint = similar(args.rule, sorted(RULES)) or "`tapestry rules` lists them"
+    if args.rule is not None and args.rule not in rule_table():
+        hint = similar(args.rule, sorted(rule_table())) or "`tapestry rules` lists them"
         raise TapestryError(f"there is no rule '{args.rule}'", hint=hint)
-    chosen = [RULES[args.rule]] if args.rule else list(RULES.values())
+    chosen = [rule_table()[args.rule]] if args.rule else list(rule_table().values())
     if args.refused:
         from tapestry.ir.author_names import tensor_names
         from tapestry.lift import lift

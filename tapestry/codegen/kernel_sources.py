@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from tapestry.codegen.torch_cpu import kernels
-from tapestry.codegen.torch_cpu.c.blocks_c import PLAIN, How
-from tapestry.codegen.triton import generate, kernel_key, unavailable
-from tapestry.codegen.triton.emit.source import TritonKernel
+from tapestry.codegen.triton.emit.source import TritonKernel, generate, kernel_key
 from tapestry.codegen.triton.run.tuned import config_from
+from tapestry.codegen.triton.task.lowered import unavailable
 from tapestry.codegen.triton.task.primitives import DEFAULT
 from tapestry.errors import BuildError
 from tapestry.ir.graph import Block, Graph, Op
@@ -19,6 +17,9 @@ from tapestry.ir.kernel import Box, Kernel
 from tapestry.ir.program import Launch, Program
 from tapestry.ir.syntax.printer import signature
 from tapestry.rewrites.core.edit import is_view
+
+if TYPE_CHECKING:
+    from tapestry.codegen.torch_cpu.c.blocks_c import How
 
 Configs = Mapping[str, Mapping[str, Any]]
 """KernelConfig as data, by `kernel_key` of the kernel that they are for."""
@@ -110,9 +111,12 @@ def triton_sources(
     return {name: made.source for name, (_, made) in named_kernels(graph, program, target, precision, knobs).items()}
 
 
-def chosen_kernels(graph: Graph, program: Program, target: str, how: How = PLAIN) -> list[dict[str, Any]]:
+def chosen_kernels(graph: Graph, program: Program, target: str, how: How | None = None) -> list[dict[str, Any]]:
     """What computes each distinct kernel on this machine: ``kernel`` (its first output), ``launches``, ``way``, and what was
     ``tried`` before that, each with ``why`` it refused."""
+    from tapestry.codegen.torch_cpu import kernels
+    from tapestry.codegen.torch_cpu.c.blocks_c import PLAIN
+
     rows: list[dict[str, Any]] = []
     found, of_step = kernels_of_steps(graph, program, every=True)
     counts = Counter(of_step.values())
@@ -127,7 +131,7 @@ def chosen_kernels(graph: Graph, program: Program, target: str, how: How = PLAIN
         if target.startswith("triton") and not why:
             rows.append({**row, "way": "a Triton kernel"})
             continue
-        made = kernels.build(graph, kernel, how)
+        made = kernels.build(graph, kernel, how or PLAIN)
         refusals = ((("a Triton kernel", why),) if why else ()) + made.tried
         tried = [{"way": way, "why": because} for way, because in refusals]
         rows.append({**row, "way": made.way, "tried": tried})

@@ -24,7 +24,7 @@ from tapestry.plan.solver.budget import Budget, Meter
 from tapestry.plan.solver.pairs import PROVED, proved
 from tapestry.plan.topology import Topology
 from tapestry.rewrites.core.driver import SIMPLIFIED, Cone, Cones, apply_legal, rules_of, simplify
-from tapestry.rewrites.core.rule import RULES, Draft, Move, Param, Refusal, Rule, Sized
+from tapestry.rewrites.core.rule import Draft, Move, Param, Refusal, Rule, Sized, rule_table
 from tapestry.rewrites.equations.build import Equation
 
 # Derivations by the book of equations: what several of them in a row make of a region of the graph, by price on one device.
@@ -225,7 +225,7 @@ class Book:
 
     def _applied(self, graph: Graph, move: Move) -> Graph | None:
         try:
-            new = simplify(RULES[move.rule].apply(graph, move), disabled=self.disabled, cones=self.cones)
+            new = simplify(rule_table()[move.rule].apply(graph, move), disabled=self.disabled, cones=self.cones)
         except TapestryError:
             return None
         return replace(new, log=None)

@@ -26,16 +26,16 @@ from tapestry.lift.file.weight_data import read_checked
 from tapestry.onnx_eval.opaque_node import HostValue, is_array
 from tapestry.plan.topology import from_data
 from tapestry.runtime.feeds import check_indices, index_bounds
-from tapestry.runtime.target_protocol import Measured, Progress, Source, Target
 
 if TYPE_CHECKING:
     from tapestry.runtime.executor import Executor
+    from tapestry.runtime.target_protocol import Measured, Progress, Source, Target
 
 Array = np.ndarray[Any, Any]
 
 
 NO_WEIGHTS = "compile again without --no-weights, or a module whose weights are not on the meta device"
-T = TypeVar("T", bound=Target)
+T = TypeVar("T", bound="Target")
 Slices = Callable[[str, Box], Array]
 """Data of a weight: (tensor, box) to a copy."""
 MakeExecutor: TypeAlias = "Callable[[Graph, Program, T, Source, frozenset[str]], Executor]"

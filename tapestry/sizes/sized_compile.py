@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
-from tapestry import flags, model_evidence, pipeline
+from tapestry import model_evidence, pipeline
 from tapestry.build import store
 from tapestry.build.sized_builds import SizedBuild, SizedRegion
 from tapestry.errors import ModelError, TapestryError
@@ -23,8 +23,6 @@ from tapestry.lift import onnx_to_graph as lift
 from tapestry.lift.file.structure import TEXT
 from tapestry.lift.sizes.model_sizes import SameModel, Sum, follow, given_sizes, same_model
 from tapestry.pass_runner import Report
-from tapestry.runtime.session import MakeExecutor, OnceRead, Session, Slices
-from tapestry.runtime.target_protocol import Target
 from tapestry.sizes.sized_plans import OtherPlan, PlanAtSizes, fixed, settled, without
 from tapestry.verify.sized_laws import SizedLawError
 
@@ -322,37 +320,3 @@ def _near(free: Sequence[int], made_at: Sizes, region: Region | None) -> list[Si
     out = [tuple(n + (j == k) for j, n in enumerate(made_at)) for k in free]
     most = tuple(n + 2 * (k in free) if region is None else region.along(k)[-1] for k, n in enumerate(made_at))
     return [*out, most] if free else []
-
-
-# Opening sessions of one build at several sizes, on one copy of its weights.
-
-
-class SizedOpener:
-    """Opens sessions of one build at several sizes, all on one copy of its weights, packed ones included.
-
-    Args:
-        make: the executor, where it is a rank's.
-        weights: slices from elsewhere than the model's files.
-    """
-
-    def __init__(self, make: MakeExecutor[Target] | None = None, weights: Slices | None = None) -> None:
-        self.once, self.make, self.weights = OnceRead(), make, weights
-        self.packed: dict[Hashable, Any] = {}
-
-    def __call__(self, build: store.Build, constants: bytes, compiles: bool, equal: Mapping[tuple[int, int], int]) -> Session:
-        """A session with its kernels bound; they are compiled now, or are there. ``equal`` launches are one function."""
-        flags.before_torch()
-        from tapestry.codegen.torch_cpu import How, TorchCpu, compile_waiting
-        from tapestry.runtime.one_process.logical_devices import LocalExecutor
-
-        class Executor(LocalExecutor):
-            reads_late = True
-
-        slices = self.once.of(build, self.weights)
-        session = Session(build, constants, TorchCpu(build.exact, How(True, compiles)), self.make or Executor, slices)
-        assert isinstance(session.executor, LocalExecutor)
-        session.executor.packed, session.executor.equal = self.packed, equal
-        session.executor.bind()
-        if compiles:
-            compile_waiting()
-        return session

@@ -11,7 +11,7 @@ import pytest
 
 from tapestry.codegen.torch_cpu.base import closures
 from tapestry.codegen.torch_cpu.torch_ops import layers
-from tapestry.codegen.triton import generate
+from tapestry.codegen.triton.emit.source import generate
 from tapestry.ir.expr import Expr, call
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.kernel import Kernel, whole

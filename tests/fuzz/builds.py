@@ -52,7 +52,7 @@ def edited(document: dict[str, Any], rng: random.Random) -> tuple[dict[str, Any]
     """A copy with one edit, and what that was."""
     out = copy.deepcopy(document)
     part = rng.choice(["program"] * 6 + [k for k in out if k not in OTHER_VALUES])
-    found = [p for p in places(out[part])] or [()]
+    found = list(places(out[part])) or [()]
     *path, last = (part, *rng.choice(found))
     holder = out
     for key in path:

@@ -12,8 +12,9 @@ from tapestry.errors import LawError, TapestryError
 from tapestry.ir.graph import Graph
 from tapestry.ir.plan import Arrival, Layout, Mesh, MeshAxis, Plan, Stage, Strategy, device_count
 from tapestry.plan.strategy import strategies, tensor_boxes
+from tapestry.rewrites import RULES
 from tapestry.rewrites.core.driver import apply_moves, simplify
-from tapestry.rewrites.core.rule import RULES, Move, Sized, parse_move
+from tapestry.rewrites.core.rule import Move, Sized, parse_move
 from tests.fuzz import awkward
 
 MESHES = ((1,), (2,), (2,), (3,), (3,), (4,), (5,), (8,), (2, 2), (2, 2), (2, 3), (3, 2), (4, 2), (1, 3), (2, 2, 2), (2, 3, 2))

@@ -13,7 +13,7 @@ from tapestry import rewrites
 from tapestry.ir.syntax import parser
 from tapestry.ir.syntax.parser import parse
 from tapestry.ir.syntax.printer import to_text
-from tapestry.rewrites.core.rule import RULES
+from tapestry.rewrites import RULES
 from tapestry.rewrites.equations import pattern
 from tapestry.rewrites.equations.conditions import MEASURES, PROPERTIES
 from tapestry.rewrites.equations.rule_texts import WORDS, load_rules

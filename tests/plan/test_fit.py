@@ -28,9 +28,10 @@ from tapestry.plan.search.problem import build, load_seconds
 from tapestry.plan.simulate import simulate
 from tapestry.plan.solver.budget import Budget
 from tapestry.plan.topology import topology
+from tapestry.rewrites import RULES
 from tapestry.rewrites import split as splitting
 from tapestry.rewrites.core.driver import apply_moves
-from tapestry.rewrites.core.rule import RULES, Move
+from tapestry.rewrites.core.rule import Move
 from tapestry.rewrites.split import time_move
 from tapestry.rewrites.tiled_region import batch_move
 from tapestry.saved_build import verify_build

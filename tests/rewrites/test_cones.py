@@ -9,8 +9,9 @@ from tapestry.ir.syntax.printer import to_text
 from tapestry.plan.solver.budget import Meter
 from tapestry.plan.structural_search import Book
 from tapestry.plan.topology import parse_mesh, topology
+from tapestry.rewrites import RULES
 from tapestry.rewrites.core.driver import Cones, rules_of, simplify
-from tapestry.rewrites.core.rule import RULES, MatchRule, Move, Refusal
+from tapestry.rewrites.core.rule import MatchRule, Move, Refusal
 from tapestry.rewrites.core.rule_check import documented
 from tapestry.rewrites.equations.build import Equation
 

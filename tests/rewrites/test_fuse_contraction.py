@@ -16,7 +16,9 @@ import onnx
 import pytest
 from onnx import TensorProto as T
 
-from tapestry.codegen.triton import KernelConfig, candidates, default_config, generate, kernel_form
+from tapestry.codegen.triton.emit.source import generate
+from tapestry.codegen.triton.kernel_config import KernelConfig, candidates, default_config
+from tapestry.codegen.triton.task.descriptors import kernel_form
 from tapestry.errors import TapestryError
 from tapestry.ir import laws
 from tapestry.ir.graph import Block, Graph
@@ -26,8 +28,9 @@ from tapestry.lift import lift, read_weight
 from tapestry.plan.alternatives import Machine, fused
 from tapestry.plan.lower import lower
 from tapestry.plan.topology.topology_files import SOURCES
+from tapestry.rewrites import RULES
 from tapestry.rewrites.core.driver import apply_moves, simplify
-from tapestry.rewrites.core.rule import RULES, Move, Refusal
+from tapestry.rewrites.core.rule import Move, Refusal
 from tapestry.rewrites.core.rule_check import same
 from tapestry.runtime.feeds import random_feeds
 from tapestry.verify import certificate, interp

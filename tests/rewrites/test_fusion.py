@@ -16,7 +16,7 @@ import torch
 from onnx import TensorProto as T
 
 from bench.speed import inductor
-from tapestry.codegen.triton import unavailable
+from tapestry.codegen.triton.task.lowered import unavailable
 from tapestry.ir import laws
 from tapestry.ir.graph import Block, Graph, Guard
 from tapestry.ir.index import const, dim
@@ -26,9 +26,10 @@ from tapestry.lift import lift, read_weight
 from tapestry.plan.alternatives import Machine, fused, seconds
 from tapestry.plan.lower import lower
 from tapestry.plan.topology.topology_files import SOURCES
+from tapestry.rewrites import RULES
 from tapestry.rewrites.core.driver import apply_moves, simplify
 from tapestry.rewrites.core.edit import implied, loaded, recomputed, tile_of
-from tapestry.rewrites.core.rule import RULES, Move, Refusal
+from tapestry.rewrites.core.rule import Move, Refusal
 from tapestry.rewrites.core.rule_check import same_dependences, same_values
 from tapestry.runtime.feeds import random_feeds
 from tapestry.verify import certificate, interp

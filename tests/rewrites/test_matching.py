@@ -12,10 +12,10 @@ from tapestry.ir.graph import Block
 from tapestry.ir.monoid import MONOIDS
 from tapestry.ir.syntax.parser import parse
 from tapestry.ir.syntax.printer import to_text
-from tapestry.rewrites import stream_softmax
+from tapestry.rewrites import RULES, stream_softmax
 from tapestry.rewrites.core.driver import simplify
 from tapestry.rewrites.core.edit import constant
-from tapestry.rewrites.core.rule import RULES, Draft, Match, Move, OpRule, Refusal, refuse
+from tapestry.rewrites.core.rule import Draft, Match, Move, OpRule, Refusal, refuse
 from tapestry.rewrites.core.rule_check import random_feeds, same
 
 CHAIN = """graph chain

@@ -18,8 +18,9 @@ from tapestry.lift import read_weight
 from tapestry.onnx_eval.ort_session import ort_session
 from tapestry.plan.lower import lower
 from tapestry.plan.strategy import strategies
+from tapestry.rewrites import RULES
 from tapestry.rewrites.core.driver import simplify
-from tapestry.rewrites.core.rule import RULES, Refusal
+from tapestry.rewrites.core.rule import Refusal
 from tapestry.rewrites.core.rule_check import random_feeds, same, same_dependences
 from tapestry.verify import certificate, interp
 from tests.support.attention.attention_runs import close

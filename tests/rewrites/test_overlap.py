@@ -23,8 +23,9 @@ from tapestry.onnx_eval.ort_session import ort_session
 from tapestry.plan.search.planner import search
 from tapestry.plan.strategy import Pin
 from tapestry.plan.topology import parse_mesh, topology
+from tapestry.rewrites import RULES
 from tapestry.rewrites.core.driver import apply_moves
-from tapestry.rewrites.core.rule import RULES, Move, Refusal, parse_move
+from tapestry.rewrites.core.rule import Move, Refusal, parse_move
 from tapestry.rewrites.core.rule_check import RuleCase, check_rule
 from tapestry.verify import certificate, interp
 from tests.support.lifting import build, data, node

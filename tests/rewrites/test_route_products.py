@@ -16,7 +16,8 @@ from tapestry.errors import TapestryError
 from tapestry.ir.recognise import routed
 from tapestry.ir.syntax.parser import parse
 from tapestry.ir.syntax.printer import to_text
-from tapestry.rewrites.core.rule import RULES, Refusal, parse_move
+from tapestry.rewrites import RULES
+from tapestry.rewrites.core.rule import Refusal, parse_move
 from tests.support.lifting import build, data, node
 from tests.support.triton_kernels import check, poisoned_lanes, source_of  # noqa: F401 (a fixture for every test here)
 

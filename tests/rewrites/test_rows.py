@@ -6,7 +6,8 @@ import torch
 
 from tapestry.codegen.torch_cpu.base.contract import regrouped
 from tapestry.codegen.torch_cpu.kernels import build
-from tapestry.codegen.triton import KernelConfig, generate
+from tapestry.codegen.triton.emit.source import generate
+from tapestry.codegen.triton.kernel_config import KernelConfig
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.kernel import Kernel, whole
 from tapestry.ir.plan import MeshAxis, Plan
@@ -17,8 +18,9 @@ from tapestry.ir.syntax.printer import to_text
 from tapestry.plan.cost.compute import layered_flops
 from tapestry.plan.lower import lower
 from tapestry.plan.strategy import strategies
+from tapestry.rewrites import RULES
 from tapestry.rewrites.core.driver import simplify
-from tapestry.rewrites.core.rule import RULES, Refusal
+from tapestry.rewrites.core.rule import Refusal
 from tapestry.rewrites.core.rule_check import random_feeds, same
 from tapestry.verify import certificate, interp
 from tests.support.attention.attention_runs import close, run_cpu

@@ -15,8 +15,9 @@ from tapestry.ir.syntax.parser import parse
 from tapestry.ir.syntax.printer import to_text
 from tapestry.plan.search.planner import search
 from tapestry.plan.topology import parse_mesh, topology
+from tapestry.rewrites import RULES
 from tapestry.rewrites.core.driver import apply_moves
-from tapestry.rewrites.core.rule import RULES, Move, Refusal, Rule, parse_move
+from tapestry.rewrites.core.rule import Move, Refusal, Rule, parse_move
 from tapestry.rewrites.core.rule_check import RuleCase, check_rule, documented, random_feeds, same
 from tapestry.rewrites.equations.rule_texts import load_rules
 from tapestry.rewrites.split import halo, refusals, splittable

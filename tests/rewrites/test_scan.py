@@ -22,8 +22,9 @@ from tapestry.plan.cost.compute import work
 from tapestry.plan.search.planner import search
 from tapestry.plan.strategy import Pin
 from tapestry.plan.topology import parse_mesh, topology
+from tapestry.rewrites import RULES
 from tapestry.rewrites.core.driver import apply_moves, simplify
-from tapestry.rewrites.core.rule import RULES, parse_move
+from tapestry.rewrites.core.rule import parse_move
 from tapestry.rewrites.core.rule_check import RuleCase, check_rule, same_values
 from tapestry.verify import certificate, interp
 from tests.support.lifting import agree, build, data, evaluate, lift_model, node
@@ -110,7 +111,7 @@ output y
 
 
 def test_a_scan_longer_than_a_tile_carries_its_state() -> None:
-    from tapestry.codegen.triton import KernelConfig
+    from tapestry.codegen.triton.kernel_config import KernelConfig
 
     for guard in GUARDS.values():
         graph = parse(running("affine", guard, size=37))

@@ -12,8 +12,8 @@ from tapestry.ir.graph import Block, Graph
 from tapestry.ir.syntax.parser import parse
 from tapestry.ir.syntax.printer import to_text
 from tapestry.lift import lift, read_weight
+from tapestry.rewrites import RULES
 from tapestry.rewrites.core.driver import simplify
-from tapestry.rewrites.core.rule import RULES
 from tapestry.verify import interp
 from tests.support.small_models import FOLDER, MODELS, N, assert_same, case, f32, i64, net, save
 

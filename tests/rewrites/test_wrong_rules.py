@@ -13,7 +13,8 @@ import tapestry
 from tapestry.errors import LawError
 from tapestry.ir.expr import Call, Const, call
 from tapestry.ir.graph import Block, Dim, Graph
-from tapestry.rewrites.core.rule import RULES, Draft, Match, Move, OpRule, Refusal, Rule, left_out
+from tapestry.rewrites import RULES
+from tapestry.rewrites.core.rule import Draft, Match, Move, OpRule, Refusal, Rule, left_out
 from tests.support.command_line import run
 
 TEXT = """graph g

@@ -15,7 +15,9 @@ import numpy as np
 import pytest
 import torch
 
-from tapestry.codegen.triton import KernelConfig, generate, launch
+from tapestry.codegen.triton.emit.source import generate
+from tapestry.codegen.triton.kernel_config import KernelConfig
+from tapestry.codegen.triton.run.launcher import launch
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.index import bounds
 from tapestry.ir.kernel import Box, Kernel, whole

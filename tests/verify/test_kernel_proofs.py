@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from tapestry.codegen.triton import KernelConfig, generate
+from tapestry.codegen.triton.emit.source import generate
+from tapestry.codegen.triton.kernel_config import KernelConfig
 from tapestry.errors import LawError
 from tapestry.ir.graph import Graph
 from tapestry.ir.kernel import Kernel

@@ -16,8 +16,9 @@ from tapestry.ir.graph import Graph, Rewrite, changes
 from tapestry.ir.syntax.parser import parse
 from tapestry.ir.syntax.printer import to_text
 from tapestry.lift import lift
+from tapestry.rewrites import RULES
 from tapestry.rewrites.core.driver import apply_moves, simplify
-from tapestry.rewrites.core.rule import RULES, parse_move
+from tapestry.rewrites.core.rule import parse_move
 from tapestry.rewrites.core.rule_check import documented
 from tapestry.saved_build import replay_rewrites
 from tapestry.verify.rewriting import proofs, rewrite_log

@@ -15,7 +15,7 @@ from onnx import helper
 
 import tapestry
 from tapestry.errors import BuildError, LawError, TapestryError
-from tapestry.rewrites.core.rule import RULES
+from tapestry.rewrites import RULES
 from tapestry.runtime.executor import write_outputs
 from tests.support.command_line import attention_build, document, run
 from tests.support.paths import EXAMPLES

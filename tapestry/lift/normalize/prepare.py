@@ -6,23 +6,15 @@ size of every folded value is bounded before it is computed, since a 121-byte mo
 
 from __future__ import annotations
 
-import importlib
 import logging
 import math
-import sys
 import warnings
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
-from threading import get_ident
-from types import ModuleType
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
 import onnx
-import onnx_ir as ir
 from onnx import FunctionProto, GraphProto, ModelProto, NodeProto, TensorProto, TypeProto, helper, numpy_helper
-from onnx_ir.passes import common as passes
-from onnxscript import optimizer
 
 from tapestry.errors import ModelError
 from tapestry.lift.builder import Prepared, about, find
@@ -58,77 +50,12 @@ from tapestry.lift.normalize.inference import (
     rewrite_scales,
     slice_sizes,
 )
+from tapestry.lift.normalize.libraries import ir, optimizer, passes
 from tapestry.lift.normalize.unroll import LEVELS, STEPS, StepTypes, unroll
 from tapestry.lift.own_operators import own_types
 from tapestry.onnx_eval.opaque_node import RANDOM
 from tapestry.onnx_eval.ort_session import inlined
 from tapestry.onnx_eval.reference_fixes import HALVES, SUMMING
-
-# onnx_ir, its passes and onnxscript's optimizer, without waiting for sympy, which takes longer to load than all the rest.
-#
-# They use it for sizes that are symbols; the models that come here have numbers. It is loaded when something of it is used.
-
-
-__all__ = ["ir", "optimizer", "passes"]
-
-LIBRARIES = ("onnx_ir", "onnx_ir.passes.common", "onnxscript.optimizer")
-
-
-class _Later(ModuleType):
-    """Stands for a module until something of it is used; what is only named while others are imported is a function of it."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self.importing = get_ident()
-
-    def __getattr__(self, name: str) -> Any:
-        named = self.importing == get_ident() and sys.modules.get(self.__name__) is self and not name.startswith("_")
-        return self.function(name) if named else getattr(self.real(), name)
-
-    def function(self, name: str) -> Callable[..., Any]:
-        """A function that loads the module when it is called."""
-        return lambda *arguments: getattr(self.real(), name)(*arguments)
-
-    def real(self) -> ModuleType:
-        """The module itself."""
-        self.leave()
-        return importlib.import_module(self.__name__)
-
-    def leave(self) -> None:
-        """Imports get the module itself from now on."""
-        if sys.modules.get(self.__name__) is self:
-            del sys.modules[self.__name__]
-
-
-@contextmanager
-def _later(name: str) -> Generator[None]:
-    """A module that what is imported within names is not loaded before it is used."""
-    if name in sys.modules:
-        yield
-        return
-    later = sys.modules[name] = _Later(name)
-    try:
-        yield
-    finally:
-        later.leave()
-
-
-def _without_waiting() -> bool:
-    """Whether the libraries can be imported while all they name of sympy are functions; else they are as if never imported."""
-    before = set(sys.modules)
-    try:
-        with _later("sympy"):
-            for name in LIBRARIES:
-                importlib.import_module(name)
-    except (ImportError, AttributeError, TypeError):
-        for name in set(sys.modules) - before:
-            if name.split(".")[0] in ("onnx_ir", "onnxscript"):
-                del sys.modules[name]
-        return False
-    return True
-
-
-WITHOUT_WAITING = _without_waiting()
 
 # Sequences that only stand between a tensor and its pieces, as torch's exporter writes ``split`` and ``unbind``.
 

@@ -141,7 +141,18 @@ class Sized(Protocol):
         ...
 
 
-RULES: dict[str, Rule] = {}
+TABLE: dict[str, Rule] = {}
+WAITING: list[Callable[[], None]] = []
+"""What fills the table before it is first used."""
+
+
+def rule_table() -> dict[str, Rule]:
+    """The table of rules by name, in the order in which they are tried."""
+    while WAITING:
+        WAITING.pop()()
+    return TABLE
+
+
 LEFT_OUT: ContextVar[frozenset[str]] = ContextVar("LEFT_OUT", default=frozenset())
 """Rules whose proof failed in this compilation, as ``rule@result`` where it failed for that result: they do nothing there."""
 
@@ -170,11 +181,13 @@ def register(rule: R) -> R:
     instance = rule()
     if not isinstance(instance, Rule):
         raise TapestryError(f"{rule.__name__} is not a rule", hint="a subclass of Rule, with name, phase, find and apply")
-    if instance.name in RULES:
-        raise TapestryError(f"a rule named '{instance.name}' is registered already", hint="another name")
+    table = TABLE if instance.built_in else rule_table()
+    if instance.name in table:
+        whose = "the package's own" if table[instance.name].built_in else "registered already"
+        raise TapestryError(f"there is a rule named '{instance.name}', {whose}", hint="another name")
     if instance.phase not in (phases := get_args(Phase)):
         raise TapestryError(f"rule '{instance.name}' has no phase '{instance.phase}'", hint=f"one of {', '.join(phases)}")
-    RULES[instance.name] = instance
+    table[instance.name] = instance
     return rule
 
 

@@ -15,7 +15,7 @@ from tapestry.ir.graph import changes
 from tapestry.ir.syntax.parser import parse
 from tapestry.plugins import entry_points as plugins
 from tapestry.rewrites.core.driver import apply_moves
-from tapestry.rewrites.core.rule import RULES, parse_move, register
+from tapestry.rewrites.core.rule import parse_move, register, rule_table
 from tapestry.rewrites.core.rule_check import documented
 from tapestry.rewrites.equations.build import Equation, rounding
 from tapestry.rewrites.equations.conditions import MEASURES, PROPERTIES
@@ -73,9 +73,9 @@ def load_rules(path: str | Path) -> dict[str, Proof | None]:
         raise TapestryError("no such file of rules", where=name, hint=similar(name, plugins.names(KIND)))
     if path.suffix == ".tap":
         return _load_equations(path)
-    there = set(RULES)
+    there = set(rule_table())
     _import(path.resolve())
-    return dict.fromkeys(n for n in RULES if n not in there)
+    return dict.fromkeys(n for n in rule_table() if n not in there)
 
 
 def _of_plugin(name: str) -> dict[str, Proof | None]:
@@ -83,7 +83,7 @@ def _of_plugin(name: str) -> dict[str, Proof | None]:
     found = plugins.get(KIND, name)
     if name not in _BROUGHT:
         if isinstance(found, ModuleType):
-            made = dict.fromkeys(n for n, r in RULES.items() if type(r).__module__ == found.__name__)
+            made = dict.fromkeys(n for n, r in rule_table().items() if type(r).__module__ == found.__name__)
         else:
             made = load_rules(Path(found)) if isinstance(found, str | Path) and Path(found).is_file() else {}
         if not made:
@@ -97,12 +97,12 @@ def _load_equations(path: Path) -> dict[str, Proof | None]:
     for text in parse_rules(path.read_text(encoding="utf-8"), str(path), WORDS):
         register(equation(text, f"tapestry_rules_{path.stem}"))
         try:
-            rule = RULES[text.name]
+            rule = rule_table()[text.name]
             assert isinstance(rule, Equation)
             assert rule.doc
             out[text.name] = prove_moves(rule, np.random.default_rng(0))
         except TapestryError:
-            del RULES[text.name]
+            del rule_table()[text.name]
             raise
     return out
 
@@ -146,13 +146,13 @@ def checked(path: Path) -> list[Checked]:
     out = list[Checked]()
     for name, proof in load_rules(path).items():
         if proof is not None:
-            rule = RULES[name]
+            rule = rule_table()[name]
             assert isinstance(rule, Equation)
             shown, bound = dict(proof.shown), rounding(rule.rule)
             out.append(Checked(name, str(path), "random instances", proof.instances, proof.moves, shown, proof.kind, bound))
             continue
         try:
-            before, move, _ = documented(RULES[name])
+            before, move, _ = documented(rule_table()[name])
         except TapestryError:
             out.append(Checked(name, str(path), "examples", 0, 0, {}))
             continue

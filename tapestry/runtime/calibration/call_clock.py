@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import base64
 import os
-import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from importlib.metadata import version
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -235,11 +233,6 @@ def memory_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def versions() -> dict[str, str]:
-    """What measurements depend on beside the number of processes and threads."""
-    return {"torch": version("torch"), "cpu": cpu_model(), "cores": str(os.cpu_count() or 1)}
-
-
 def last_cache() -> int:
     """Bytes of the largest cache of a core, as Linux says it; 32 MiB where it says nothing."""
     try:
@@ -247,16 +240,6 @@ def last_cache() -> int:
         return max((int(t.removesuffix("K")) << 10 for t in found if t.endswith("K")), default=LAST_CACHE)
     except (OSError, ValueError):
         return LAST_CACHE
-
-
-def cpu_model() -> str:
-    """The processor's name, as Linux says it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    named = (v.strip() for k, _, v in (x.partition(":") for x in lines) if k.strip() == "model name")
-    return next(named, platform.machine())
 
 
 # Operations to measure, as texts of the IR in the forms that plans have: a class of kernels at several sizes.

@@ -22,7 +22,7 @@ from tapestry.plan.solver.budget import Meter
 from tapestry.plan.structural_search import Book
 from tapestry.plan.topology import Topology
 from tapestry.rewrites.core.driver import rules_of, simplify
-from tapestry.rewrites.core.rule import RULES, Move, register
+from tapestry.rewrites.core.rule import Move, register, rule_table
 from tapestry.rewrites.equations import instances
 from tapestry.rewrites.equations.build import Equation, rounding
 from tapestry.rewrites.equations.instances import instance, proof_of, prove_moves
@@ -115,10 +115,10 @@ class Discovery:
 
     def found(self) -> list[Found]:
         """All of them; those that save something on a model first, by how much."""
-        new, table = dict[str, _New](), dict(RULES)
+        new, table = dict[str, _New](), dict(rule_table())
         try:
             for name in self.without:
-                RULES.pop(name)
+                rule_table().pop(name)
             for family in self.families:
                 for before, after in self._candidates(family):
                     name = f"found_{len(new) + 1}"
@@ -126,17 +126,17 @@ class Discovery:
                     if sides is not None:
                         new[name] = _New(family, before, after, sides)
             for name in list(new):
-                rule = RULES.pop(name)
+                rule = rule_table().pop(name)
                 if any(derives(*sides) for sides in (new[name].sides, new[name].sides[::-1])):
                     del new[name]
                     self.counts["derived by others"] += 1
                 else:
-                    RULES[name] = rule
+                    rule_table()[name] = rule
             self.counts["new"] = len(new)
             out = [self._made(name, found) for name, found in new.items()]
         finally:
-            RULES.clear()
-            RULES.update(table)
+            rule_table().clear()
+            rule_table().update(table)
         return sorted(out, key=lambda f: -max((s.before - s.after for s in f.savings), default=0.0))
 
     def _candidates(self, family: Family) -> Iterator[tuple[Term, Term]]:
@@ -176,7 +176,7 @@ class Discovery:
             try:
                 return (before, after) if _shown(text) else None
             except TapestryError:  # what one side reads, the other does not: NaN would be lost
-                RULES.pop(text.name, None)
+                rule_table().pop(text.name, None)
                 self.counts["refuted on instances"] += 1
                 return None
         self.counts["not met"] += 1
@@ -227,7 +227,7 @@ def _shown(text: RuleText) -> Mapping[str, int]:
     Raises:
         TapestryError: none meets its conditions, or it is refuted.
     """
-    RULES.pop(text.name, None)
+    rule_table().pop(text.name, None)
     register(rule := equation(text))
     return dict(prove_moves(rule(), np.random.default_rng(0), enough=6).shown)
 
@@ -235,7 +235,7 @@ def _shown(text: RuleText) -> Mapping[str, int]:
 def derives(begin: Graph, end: Graph) -> bool:
     """Whether `STEPS` equations of the book in a row lead from one graph to another, up to views and the order of operands."""
     forms, seen = [begin], {to_text(begin)}
-    rules = [r for r in RULES.values() if isinstance(r, Equation) and r.phase in ("algebra", "request")]
+    rules = [r for r in rule_table().values() if isinstance(r, Equation) and r.phase in ("algebra", "request")]
     for step in range(STEPS + 1):
         later = list[Graph]()
         for graph in forms:

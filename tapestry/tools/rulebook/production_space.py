@@ -21,7 +21,7 @@ from tapestry.plan.search.problem import Problem, Tables, build
 from tapestry.plan.structural_search import LATER, WORSE, Book
 from tapestry.plan.topology import Topology
 from tapestry.rewrites.core.driver import SIMPLIFIED, apply_moves, rules_of, simplify
-from tapestry.rewrites.core.rule import RULES, Move, Refusal, Sized
+from tapestry.rewrites.core.rule import Move, Refusal, Sized, rule_table
 from tapestry.rewrites.split import split_move, splittable, time_move
 
 TREES = ((2, 2), (4, 2), (4, 4))  # parts of a reduction, and fan-in of the merges
@@ -134,7 +134,7 @@ class ProductionSpace:
 
     def _rewrites(self, graph: Graph) -> Iterator[Move]:
         """What the rules find that the search of plans tries, and what is behind a reduction apart."""
-        for rule in (RULES["epilogue_apart"], *(r for r in rules_of("search") if r.name not in self.book.disabled)):
+        for rule in (rule_table()["epilogue_apart"], *(r for r in rules_of("search") if r.name not in self.book.disabled)):
             found = rule.sized(graph, 2) if isinstance(rule, Sized) else rule.find(graph)
             for m in found:
                 if isinstance(m, Refusal):

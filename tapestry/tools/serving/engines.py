@@ -31,7 +31,7 @@ from tapestry.runtime.feeds import check_indices, index_bounds
 from tapestry.runtime.kept_state import State
 from tapestry.runtime.session import MakeExecutor, OnceRead, Session, Slices, as_numpy, check_feeds
 from tapestry.runtime.target_protocol import Target
-from tapestry.sizes.sized_compile import SizedOpener
+from tapestry.sizes.sized_opener import SizedOpener
 
 if TYPE_CHECKING:
     from tapestry.runtime.one_process.held_state import Carry, HeldState, Places

@@ -17,8 +17,9 @@ from typing import Any
 
 import pytest
 
-from tapestry.codegen.triton import KernelConfig, compile_ahead, generate
-from tapestry.codegen.triton.run.machine_code import measured, rows_of
+from tapestry.codegen.triton.emit.source import generate
+from tapestry.codegen.triton.kernel_config import KernelConfig
+from tapestry.codegen.triton.run.machine_code import compile_ahead, measured, rows_of
 from tapestry.codegen.triton.task.primitives import CHIPS
 from tapestry.errors import TapestryError
 from tapestry.ir.graph import Block

@@ -7,7 +7,8 @@ import random
 import numpy as np
 import pytest
 
-from tapestry.codegen.triton import generate, launch
+from tapestry.codegen.triton.emit.source import generate
+from tapestry.codegen.triton.run.launcher import launch
 from tapestry.ir.graph import Block
 from tapestry.ir.kernel import Kernel, whole
 from tapestry.ir.syntax.parser import parse

@@ -10,7 +10,9 @@ os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton; ahead-of
 
 import pytest
 
-from tapestry.codegen.triton import KernelConfig, candidates, default_config, generate, kernel_form
+from tapestry.codegen.triton.emit.source import generate
+from tapestry.codegen.triton.kernel_config import KernelConfig, candidates, default_config
+from tapestry.codegen.triton.task.descriptors import kernel_form
 from tapestry.codegen.triton.task.lowered import points
 from tapestry.codegen.triton.task.primitives import CHIPS
 from tapestry.errors import TapestryError

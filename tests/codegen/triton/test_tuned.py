@@ -15,7 +15,8 @@ import tapestry
 from tapestry import api, passes
 from tapestry.cli import entry
 from tapestry.codegen import kernel_sources
-from tapestry.codegen.triton import KernelConfig, kernel_key
+from tapestry.codegen.triton.emit.source import kernel_key
+from tapestry.codegen.triton.kernel_config import KernelConfig
 from tapestry.codegen.triton.run import tuned
 from tapestry.codegen.triton.run.device_target import TritonTarget
 from tapestry.codegen.triton.run.tune import Trial, choose

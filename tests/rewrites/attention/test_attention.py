@@ -10,7 +10,7 @@ import torch
 
 from tapestry.codegen.torch_cpu import TorchCpu
 from tapestry.codegen.torch_cpu.torch_ops import layers
-from tapestry.codegen.triton import KernelConfig
+from tapestry.codegen.triton.kernel_config import KernelConfig
 from tapestry.errors import LawError, TapestryError
 from tapestry.ir import laws
 from tapestry.ir.expr import call
@@ -24,8 +24,9 @@ from tapestry.ir.syntax.printer import to_text
 from tapestry.lift import lift
 from tapestry.plan.lower import lower
 from tapestry.plan.strategy import strategies
+from tapestry.rewrites import RULES
 from tapestry.rewrites.core.driver import apply_moves, simplify
-from tapestry.rewrites.core.rule import RULES, Refusal, parse_move
+from tapestry.rewrites.core.rule import Refusal, parse_move
 from tapestry.rewrites.core.rule_check import same
 from tapestry.verify import certificate, interp
 from tests.support.attention.attention_cases import CASES, GUARDED, KEPT, PLAIN, attention

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tapestry.errors import TapestryError
-from tapestry.rewrites.core.rule import RULES
+from tapestry.rewrites import RULES
 from tapestry.rewrites.equations import instances
 from tapestry.rewrites.equations.build import Equation, rounding
 from tapestry.rewrites.equations.instances import ALL_SIZES, proof_of, prove_moves

@@ -7,8 +7,8 @@ import pytest
 
 from tapestry.ir.syntax.parser import parse
 from tapestry.plan.topology import parse_mesh, topology
+from tapestry.rewrites import RULES
 from tapestry.rewrites.core.driver import simplify
-from tapestry.rewrites.core.rule import RULES
 from tapestry.rewrites.equations import instances
 from tapestry.rewrites.equations.instances import prove_moves
 from tapestry.rewrites.equations.pattern import parse_rules

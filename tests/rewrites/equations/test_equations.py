@@ -7,8 +7,9 @@ from tapestry.errors import LawError, TapestryError, TextError
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.syntax.parser import parse
 from tapestry.ir.syntax.printer import to_text
+from tapestry.rewrites import RULES
 from tapestry.rewrites.core.driver import apply_moves, rules_of
-from tapestry.rewrites.core.rule import RULES, Move, Refusal, parse_move
+from tapestry.rewrites.core.rule import Move, Refusal, parse_move
 from tapestry.rewrites.core.rule_check import random_feeds, same
 from tapestry.rewrites.equations.build import Equation
 from tapestry.rewrites.equations.instances import prove_moves

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tapestry.rewrites.core.rule import RULES
+from tapestry.rewrites import RULES
 from tests.support.command_line import document, run
 from tests.support.small_models import save
 

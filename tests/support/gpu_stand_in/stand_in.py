@@ -18,7 +18,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from tapestry import flags
-from tapestry.codegen.triton import TritonKernel
+from tapestry.codegen.triton.emit.source import TritonKernel
 from tapestry.codegen.triton.run.launcher import triton_module
 from tapestry.codegen.triton.task.primitives import CHIPS, Chip
 from tapestry.runtime.target_protocol import torch_dtype

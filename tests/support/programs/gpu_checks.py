@@ -26,7 +26,7 @@ from tapestry import api
 from tapestry.codegen.kernel_sources import distinct_kernels
 from tapestry.codegen.torch_cpu import TorchCpu
 from tapestry.codegen.torch_cpu.kernels import from_numpy, to_numpy
-from tapestry.codegen.triton import KernelConfig
+from tapestry.codegen.triton.kernel_config import KernelConfig
 from tapestry.codegen.triton.run import launcher
 from tapestry.codegen.triton.run.device_target import TritonTarget
 from tapestry.codegen.triton.run.tune import How, choose, measure, random_data, wrong

@@ -15,7 +15,8 @@ import torch
 
 from bench.speed.kernels_static import SIZES, models
 from bench.support.whole_kernels import distinct, fused_graph
-from tapestry.codegen.triton import KernelConfig, generate, kernel_key
+from tapestry.codegen.triton.emit.source import generate, kernel_key
+from tapestry.codegen.triton.kernel_config import KernelConfig
 from tapestry.codegen.triton.run.device_target import TritonTarget
 from tapestry.codegen.triton.run.machine_code import compile_ahead
 from tapestry.codegen.triton.run.tune import sound

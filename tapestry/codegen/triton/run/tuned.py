@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 from tapestry.build.store import new_file
 from tapestry.codegen.triton.emit.source import kernel_key
 from tapestry.codegen.triton.kernel_config import KernelConfig
-from tapestry.codegen.triton.run.launcher import interpreted
 from tapestry.codegen.triton.task.primitives import CHIPS, DEFAULT, plain
 from tapestry.errors import TapestryError
 from tapestry.ir.graph import Graph
@@ -38,6 +37,8 @@ def find_device() -> torch.device:
         TapestryError: there is neither.
     """
     import torch
+
+    from tapestry.codegen.triton.run.launcher import interpreted
 
     if interpreted():
         return torch.device("cpu")

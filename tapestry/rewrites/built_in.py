@@ -1,0 +1,33 @@
+"""The package's own rules, put into the table of `core.rule.rule_table` by importing this file.
+
+`ORDER` is the order in which rules of one phase are tried: which fusion comes first decides what the others still find.
+"""
+
+# ruff: noqa: I001
+# pyright: reportUnusedImport=false
+from pathlib import Path
+
+from tapestry.rewrites.core.rule import TABLE
+from tapestry.rewrites.equations.rule_texts import register_file
+from tapestry.rewrites import algebra  # noqa: F401
+from tapestry.rewrites import contractions  # noqa: F401
+from tapestry.rewrites import inline_map  # noqa: F401
+from tapestry.rewrites import slice_strided  # noqa: F401
+from tapestry.rewrites import split  # noqa: F401
+from tapestry.rewrites import tiled_region  # noqa: F401
+from tapestry.rewrites import fuse_rows  # noqa: F401
+from tapestry.rewrites import joined_reductions  # noqa: F401
+from tapestry.rewrites import lay_out  # noqa: F401
+from tapestry.rewrites import stream_softmax  # noqa: F401
+
+ORDER = (
+    "block_scan", "share", "drop_dead", "compose_views", "drop_results", "inline_map", "lay_out", "fuse_contraction",
+    "route_products", "fuse_epilogue", "fuse_maps", "fuse_nested", "fuse_places", "fuse_product", "fuse_results", "fuse_rows",
+    "fuse_sums", "micro_batch", "narrow_factors", "overlap", "recompute", "select_first", "slice_dilated", "slice_strided",
+    "split", "split_reduce", "split_time", "stream_softmax", "unfuse",
+)  # fmt: skip
+
+for _name in ("fuse_maps", "fuse_places", "select_first"):
+    register_file(Path(__file__).parent / f"{_name}.tap")
+for _name in ORDER:  # behind the equations, which are tried first
+    TABLE[_name] = TABLE.pop(_name)
