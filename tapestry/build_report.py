@@ -5,29 +5,30 @@ from __future__ import annotations
 import hashlib
 import math
 from dataclasses import asdict, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tapestry.build import store
-from tapestry.codegen.kernel_sources import unfused
-from tapestry.compilation import Compilation
 from tapestry.errors import LawError, TapestryError
 from tapestry.ir.program import Load, Program, Reduce, Transfer, device_bytes, payload_bytes, peak_bytes, transfer_bytes
-from tapestry.pass_runner import Runner
-from tapestry.passes import as_planned, model_hash, search_of
 from tapestry.plan.cost import objective as costs
 from tapestry.plan.requests import parse_layouts
-from tapestry.plan.search.planner import fingerprint
-from tapestry.plan.search.priced_plan import PricedPlan
-from tapestry.plan.search_passes import Planned
 from tapestry.plan.simulate import simulate
-from tapestry.plan.task import Task
 from tapestry.plan.topology import from_data, to_data
 from tapestry.rewrites.core.rule import parse_move
 from tapestry.verify.rewriting.normal_form import tests_dropped
 
+if TYPE_CHECKING:  # a report is held to its plan without the compiler
+    from tapestry.compilation import Compilation
+    from tapestry.pass_runner import Runner
+    from tapestry.plan.search.priced_plan import PricedPlan
+    from tapestry.plan.search_passes import Planned
+    from tapestry.plan.task import Task
+
 
 def build_of(c: Compilation) -> store.Build:
     """The build that the passes made; its report is still empty."""
+    from tapestry.passes import as_planned, model_hash
+
     lifted, priced = as_planned(c), c.plan
     topology = replace(c.topology, mesh=priced.plan.mesh)
     constants: dict[str, tuple[int, int]] = {}
@@ -52,6 +53,9 @@ def plan_hash(build: store.Build) -> str:
 
 def document(runner: Runner, build: store.Build) -> dict[str, Any]:
     """The JSON document of ``compile``, without its seconds."""
+    from tapestry.codegen.kernel_sources import unfused
+    from tapestry.passes import as_planned
+
     c, options = runner.at, runner.at.options
     lifted, planned, given = as_planned(c), c.planned, c.constraints.given
     requests: dict[str, Any] = {
@@ -215,6 +219,8 @@ def _host_bytes(program: Program) -> int:
 
 def _facts(c: Compilation, build: store.Build) -> dict[str, Any]:
     """The plan in numbers."""
+    from tapestry.passes import as_planned
+
     priced, topology, graph, lifted = c.plan, c.topology, c.plan.plan.graph, as_planned(c)
     timed = simulate(priced.plan, priced.program, replace(topology, mesh=priced.plan.mesh))
     return {
@@ -234,6 +240,9 @@ def _facts(c: Compilation, build: store.Build) -> dict[str, Any]:
 
 def _search_record(runner: Runner) -> dict[str, Any]:
     """How the search ended, and what a later one needs to go on."""
+    from tapestry.passes import search_of
+    from tapestry.plan.search.planner import fingerprint
+
     priced, budget, earlier, resumed = runner.at.plan, runner.at.budget, runner.at.earlier, runner.at.options.resume
     spent = float(search_of(earlier).get("seconds", 0.0)) if earlier else 0.0
     ends = {"proved": priced.proved, "interrupted": budget.interrupted(), "time": budget.late(), "work": budget.over()}

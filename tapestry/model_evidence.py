@@ -14,9 +14,9 @@ from onnx import ModelProto, TensorProto, helper
 from tapestry.errors import LawError, ModelError, TapestryError, refusing
 from tapestry.ir.graph import Graph
 from tapestry.ir.types import FLOATS, numpy_dtype
+from tapestry.lift.file.protos import EARLY, standard_opset
 from tapestry.lift.file.structure import TEXT, file_bytes, load, load_text
 from tapestry.lift.file.weight_data import read_weight
-from tapestry.lift.normalize.opset_upgrade import upgrade
 from tapestry.lift.operators import microsoft
 from tapestry.onnx_eval.opaque_node import is_array
 from tapestry.plugins.entry_points import Plugin
@@ -148,8 +148,11 @@ def model_file(model: Path) -> tuple[ModelFile, bool]:
     opsets as later ones write them; whether there were such."""
     proto = load(model)
     microsoft.define(proto, vendor=False)
-    early = upgrade(proto)
-    return ModelFile(proto, model.parent), early
+    if standard_opset(proto) >= EARLY:
+        return ModelFile(proto, model.parent), False
+    from tapestry.lift.normalize.opset_upgrade import upgrade
+
+    return ModelFile(proto, model.parent), upgrade(proto)
 
 
 def second_opinions(

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -17,13 +17,14 @@ from tapestry.build.sized_builds import SizedBuild, SizedRegion
 from tapestry.codegen import kernel_sources
 from tapestry.errors import LawError, TapestryError
 from tapestry.ir.graph import Graph
-from tapestry.lift import onnx_to_graph as lift
-from tapestry.lift.sizes import model_sizes
 from tapestry.plugins import entry_points as plugins
 from tapestry.runtime import kept_state
 from tapestry.runtime.session import memory_limits
 from tapestry.verify import certificate, sized_laws
 from tapestry.verify.rewriting.rewrite_log import Replayed, first_graph, read, replay
+
+if TYPE_CHECKING:
+    from tapestry.lift import onnx_to_graph as lift
 
 
 def verify_build(folder: Path, model: Path | None = None) -> tuple[store.Build, dict[str, int], list[model_evidence.Evidence]]:
@@ -78,6 +79,8 @@ def _check_regions(folder: Path, sized: SizedBuild, laws: dict[str, int]) -> lis
     Raises:
         LawError: a region breaks a law, with a size, or the regions do not cover what was asked for.
     """
+    from tapestry.lift import onnx_to_graph as lift
+
     laws["sizes"] = sized_laws.cover([r.region for r in sized.regions], sized.asked, sized.symbols)
     found: list[model_evidence.Evidence] = []
     source = lift.read_model(Path(sized.regions[0].build.model), False)
@@ -107,6 +110,8 @@ def _one_model(source: lift.ModelSource, sized: SizedBuild, r: SizedRegion, wher
     Raises:
         LawError: it does not, or they are not.
     """
+    from tapestry.lift.sizes import model_sizes
+
     same = model_sizes.same_model(source.model, sized.inputs, sized.symbols, r.region, r.made_at)
     if not all(sizes in same.region for sizes in r.region.corners()):
         raise LawError("sizes", "the model is another one at some sizes", where=where, why="; ".join(same.reasons)[:400])

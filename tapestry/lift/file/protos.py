@@ -14,6 +14,7 @@ from tapestry.ir.graph import Names
 from tapestry.quoting import printable
 
 STANDARD = ("", "ai.onnx")  # both names of ONNX's own operator domain
+EARLY = 7  # the first opset that lifters know; what was written before is written anew as that one
 MICROSOFT = "com.microsoft"  # onnxruntime's own
 ML = "ai.onnx.ml"
 NO_NAMES = frozenset({"external_data", "doc_string", "metadata_props", "producer_name", "producer_version", "raw_data"})

@@ -17,12 +17,20 @@ from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
 from tapestry.errors import ModelError
 from tapestry.lift.file import protos
-from tapestry.lift.file.protos import STANDARD, attributes, is_standard, node_name, replace_nodes, set_attributes, subgraphs
+from tapestry.lift.file.protos import (
+    EARLY,
+    STANDARD,
+    attributes,
+    is_standard,
+    node_name,
+    replace_nodes,
+    set_attributes,
+    subgraphs,
+)
 from tapestry.lift.file.structure import opsets_of
 from tapestry.lift.file.weight_data import stored_tensors
 from tapestry.lift.normalize.prepare import infer
 
-TARGET = 7  # whose forms are written
 COPIES = 1 << 10  # of a Tile that names one axis
 ALIGNED = frozenset({"Add", "Sub", "Mul", "Div", "Pow", "And", "Or", "Xor", "Equal", "Greater", "Less"})
 DROPPED = {"Gemm": "broadcast", "LSTM": "output_sequence", "GRU": "output_sequence", "RNN": "output_sequence"}
@@ -68,7 +76,7 @@ class EarlyNode:
 
     def refused(self, why: str) -> ModelError:
         """The error of a node that cannot be written anew."""
-        what = f"{self.node.op_type} in a form of before opset {TARGET} is not supported here"
+        what = f"{self.node.op_type} in a form of before opset {EARLY} is not supported here"
         hint = "export at opset 13 or later; a BatchNormalization or Dropout for inference says is_test=1"
         return ModelError(what, where=f"node '{node_name(self.node)}'", why=why, hint=hint)
 
@@ -167,7 +175,7 @@ def upgrade(model: ModelProto) -> bool:
     Raises:
         ModelError: a node, and why no later form says what it does.
     """
-    if not 1 <= opsets_of(model).get("", 0) < TARGET or model.functions:
+    if not 1 <= opsets_of(model).get("", 0) < EARLY or model.functions:
         return False
     model.ir_version = max(model.ir_version, 4)  # from here on initializers need not be inputs
     constants = stored_tensors(model)
@@ -187,7 +195,7 @@ def _replace(model: ModelProto, by: Callable[[NodeProto], EarlyNode]) -> None:
         graphs += [g for node in graph.node for g in subgraphs(node)]
     for o in model.opset_import:
         if o.domain in STANDARD:
-            o.version = TARGET
+            o.version = EARLY
 
 
 def _written(node: NodeProto, constants: dict[str, TensorProto], ranks: dict[str, int]) -> EarlyNode:
