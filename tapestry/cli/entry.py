@@ -144,7 +144,7 @@ def parsed(words: Sequence[str]) -> argparse.Namespace:
     return args
 
 
-def command_parser(words: Sequence[str] = ()) -> argparse.ArgumentParser:
+def command_parser(words: Sequence[str] = ()) -> arguments.Parser:
     """The parser of all commands, for some words."""
     common = arguments.Parser(add_help=False)
     common.add_argument(
