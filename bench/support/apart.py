@@ -55,6 +55,8 @@ def failure(e: Exception) -> Row:
     at = f"{Path(frames[-1].filename).relative_to(ROOT)}:{frames[-1].lineno} {frames[-1].name}" if frames else ""
     refused = isinstance(e, TapestryError)
     text = str(e).strip() or type(e).__name__
-    more: dict[str, Any] = {"message": text[:1500]} if refused else {"traceback": "".join(traceback.format_exception(e))[-2500:]}
+    more: dict[str, Any] = (
+        {"message": text[:1500]} if refused else {"traceback": "".join(traceback.format_exception(e))[-2500:]}
+    )
     kind = "refused" if refused else "traceback" if frames else "made by others"
     return {"failed": kind, "error": " ".join(text.splitlines()[0].split())[:300], "type": type(e).__name__, "at": at, **more}
