@@ -3,7 +3,7 @@
     python -m bench wild FOLDER [--devices N …] [--limit SECONDS] [--runs N] [--json]
 
 Of unknown sizes, batches are 1, and what onnxruntime runs first is taken of some edges of images, lengths of texts and of
-sounds; values follow from what an input is (pixels, samples, tokens, lengths, rates). A row for each file and number of devices:
+sounds; values follow from what an input is (pixels, samples, tokens, lengths). A row for each file and number of devices:
 whether the plan's outputs are right (as `Compiled.check` judges them), or why there are none, and the wall time of a run beside
 onnxruntime's, both at their defaults, in turns. Each is a process of its own. Writes bench/results/wild.json; exits 1 if one is
 wrong or ends in a traceback (``refused`` says a message of ours; ``unfit`` that onnxruntime does not run the file either).
@@ -37,7 +37,7 @@ EDGES = (224, 320, 48, 64, 640)  # of images
 LENGTHS = (16, 64, 512, 2048)  # of texts
 SAMPLES = (16000, 512, 576, 1600)  # of sounds
 RATE = 16000
-BATCH = re.compile(r"batch|^n$|^b$", re.IGNORECASE)
+BATCH = re.compile(r"batch", re.IGNORECASE)
 SOUND = re.compile(r"wav|audio|sound|speech|pcm|sample|signal", re.IGNORECASE)
 LENGTH = re.compile(r"len", re.IGNORECASE)
 SAMPLING = re.compile(r"^sr$|rate", re.IGNORECASE)
@@ -78,7 +78,7 @@ def _kind(v: ValueInfoProto, k: int) -> str:
     """What an unknown size is likely to be of."""
     rank, name = len(_dims(v)), _dims(v)[k].dim_param
     floats = v.type.tensor_type.elem_type in (onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16)
-    if BATCH.search(name) and name.lower() != "n" or (k == 0 and rank > 1):
+    if BATCH.search(name) or (k == 0 and rank > 1):
         return "batch"
     if rank == 4 and floats:
         return "channel" if k == 1 else "edge"

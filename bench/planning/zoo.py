@@ -46,12 +46,9 @@ def planned(case: Row) -> Row:
             opaque[op.kind] = opaque.get(op.kind, 0) + 1
     return {
         "inputs": {k: list(t.shape) for k, t in inputs.items()}, "operations": r["ops"], "opaque": opaque, "cpu_s": seconds,
-        "gap": r["gap"], "objective_s": r["objective_s"], "transfer_bytes": _moved(plan), "peak_bytes": max(plan.build.peak_bytes),
+        "gap": r["gap"], "objective_s": r["objective_s"], "transfer_bytes": sum(t["bytes"] for t in r["transfers"]),
+        "peak_bytes": max(plan.build.peak_bytes),
     }  # fmt: skip
-
-
-def _moved(plan: Any) -> int:
-    return sum(t["bytes"] for t in plan.report["transfers"])
 
 
 def valued(case: Row) -> Row:
@@ -129,16 +126,16 @@ def page(planned_rows: list[Row], values_rows: list[Row]) -> str:
     out = [
         "# Models of transformers\n",
         "Written by `python -m bench zoo --page docs/zoo.md`" + (f" (measured at {of})." if of else "."),
-        "\nModels by their makers' configurations, with two layers, in bfloat16, without weights (on the meta device). The plans are",
-        "for 8 H100 and the target `triton:sm90`. Seconds are processor time from the module to the verified plan. The gap is",
-        "how far the plan may be from the best plan of the same form. Bytes moved are those that all devices receive.\n",
+        "\nModels by their makers' configurations, with two layers, in bfloat16, without weights (on the meta device). The",
+        "plans are for 8 H100 and the target `triton:sm90`. Seconds are processor time from the module to the verified plan.",
+        "The gap is how far a plan may be from the best one of the same form. Moved is what all transfers carry.\n",
     ]
     for values, rows in ((False, planned_rows), (True, values_rows)):
         if not rows:
             continue
         if values:
-            text = "\n## Values\n\nThe same architectures, small, with random weights, on two devices of a CPU: the distance to torch's"
-            out += [text, "float32, as a share of its norm; beside it that of torch's own bfloat16.\n"]
+            text = "\n## Values\n\nThe same architectures, small, with random weights, on two devices of a CPU: the distance to"
+            out += [text, "torch's float32, as a share of its norm; beside it that of torch's own bfloat16.\n"]
         heads = HEADS[values]
         out.append("| " + " | ".join(heads) + " |")
         out.append("| --- |" + " ---: |" * (len(heads) - 2) + " --- |")

@@ -44,7 +44,8 @@ ZOO: dict[str, tuple[str, str, Sizes, tuple[int, ...]]] = {
     ),
     "Phi-3-mini": ("Phi3ForCausalLM", "Phi3Config", _decoder(3072, 8192, 32, 32, 32064, **NO_IDS), TOKENS),
     "GPT-NeoX-20B": (
-        "GPTNeoXForCausalLM", "GPTNeoXConfig", _encoder(6144, 24576, 64, vocab_size=50432, max_position_embeddings=2048), TOKENS,
+        "GPTNeoXForCausalLM", "GPTNeoXConfig",
+        _encoder(6144, 24576, 64, vocab_size=50432, max_position_embeddings=2048), TOKENS,
     ),
     "Falcon-7B": (
         "FalconForCausalLM", "FalconConfig",
@@ -123,7 +124,8 @@ ZOO: dict[str, tuple[str, str, Sizes, tuple[int, ...]]] = {
     ),
     "BERT-large": ("BertForMaskedLM", "BertConfig", _encoder(1024, 4096, 16, vocab_size=30522), (32, 512)),
     "RoBERTa-large": (
-        "RobertaForMaskedLM", "RobertaConfig", _encoder(1024, 4096, 16, vocab_size=50265, max_position_embeddings=514), (32, 512),
+        "RobertaForMaskedLM", "RobertaConfig",
+        _encoder(1024, 4096, 16, vocab_size=50265, max_position_embeddings=514), (32, 512),
     ),
     "DeBERTa-v2-xlarge": (
         "DebertaV2ForMaskedLM", "DebertaV2Config",
