@@ -5,7 +5,7 @@
 Of unknown sizes, batches are 1, and what onnxruntime runs first is taken of some edges of images, lengths of texts and of
 sounds; values follow from what an input is (pixels, samples, tokens, lengths). A row for each file and number of devices:
 whether the plan's outputs are right (as `Compiled.check` judges them), or why there are none, and the wall time of a run beside
-onnxruntime's, both at their defaults, in turns. Each is a process of its own. Writes bench/results/wild.json; exits 1 if one is
+onnxruntime's, both at their defaults, in turns. Each is a process of its own. Earlier rows stay. Writes bench/results/wild.json; exits 1 if one is
 wrong or ends in a traceback (``refused`` says a message of ours; ``unfit`` that onnxruntime does not run the file either).
 """
 
@@ -232,7 +232,7 @@ def main() -> int:
         rows.append(row)
         if not args.json:
             print(*(c for c in cells(row) if c), sep="  ", flush=True)
-        record.write("wild", rows)
+        record.write("wild", record.merged("wild", [row], ("file", "devices")))
     _show(rows, as_json=args.json)
     return int(any(r.get("failed") in BAD for r in rows))
 
