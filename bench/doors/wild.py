@@ -5,8 +5,9 @@
 Of unknown sizes, batches are 1, and what onnxruntime runs first is taken of some edges of images, lengths of texts and of
 sounds; values follow from what an input is (pixels, samples, tokens, lengths). A row for each file and number of devices:
 whether the plan's outputs are right (as `Compiled.check` judges them), or why there are none, and the wall time of a run beside
-onnxruntime's, both at their defaults, in turns. Each is a process of its own. Earlier rows stay. Writes bench/results/wild.json; exits 1 if one is
-wrong or ends in a traceback (``refused`` says a message of ours; ``unfit`` that onnxruntime does not run the file either).
+onnxruntime's, both at their defaults, in turns. Each is a process of its own. Writes bench/results/wild.json, where earlier rows
+stay; exits 1 if one is wrong or ends in a traceback (``refused`` says a message of ours; ``unfit`` that onnxruntime does not run
+the file either).
 """
 
 from __future__ import annotations
