@@ -5,9 +5,9 @@
 Of unknown sizes, batches are 1, and what onnxruntime runs first is taken of some edges of images, lengths of texts and of
 sounds; values follow from what an input is (pixels, samples, tokens, lengths). A row for each file and number of devices:
 whether the plan's outputs are right (as `Compiled.check` judges them), or why there are none, and the wall time of a run beside
-onnxruntime's, both at their defaults, in turns. Each is a process of its own. Writes bench/results/wild.json, where earlier rows
-stay; exits 1 if one is wrong or ends in a traceback (``refused`` says a message of ours; ``unfit`` that onnxruntime does not run
-the file either).
+onnxruntime's, both at their defaults, in turns. Each is a process of its own. Writes bench/results/wild.json, where earlier
+rows stay; exits 1 if one is wrong or ends in a traceback (``refused`` says a message of ours; ``unfit`` that onnxruntime does
+not run the file either).
 """
 
 from __future__ import annotations
@@ -79,7 +79,8 @@ def _kind(v: ValueInfoProto, k: int) -> str:
     """What an unknown size is likely to be of."""
     rank, name = len(_dims(v)), _dims(v)[k].dim_param
     floats = v.type.tensor_type.elem_type in (onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16)
-    if BATCH.search(name) or (k == 0 and rank > 1):
+    state = rank == 3 and k == 1 and _dims(v)[0].dim_value > 0  # of a recurrent network: layers × batch × units
+    if BATCH.search(name) or (k == 0 and rank > 1) or state:
         return "batch"
     if rank == 4 and floats:
         return "channel" if k == 1 else "edge"

@@ -32,12 +32,13 @@ def test_inputs_are_what_their_names_and_ranks_say(tmp_path: Path) -> None:
     """Pixels, samples with their length, a rate, tokens."""
     kinds = {
         "image": (FLOAT, ["batch_size", 3, "h", "w"]), "waveforms": (FLOAT, ["batch_size", "N"]),
-        "waveforms_lens": (INT64, ["batch_size"]), "sr": (INT64, []), "ids": (INT64, ["batch_size", "seq"]),
+        "waveforms_lens": (INT64, ["batch_size"]), "sr": (INT64, []), "ids": (INT64, ["batch_size", "seq"]), "state": (FLOAT, [2, "", 128]),
     }  # fmt: skip
     path = written(tmp_path, [helper.make_node("Identity", ["image"], ["y"])], kinds)
     inputs = wild.inputs_of(onnx.load(path))
     sizes = next(wild.candidates(inputs))
-    assert sizes == {"image": (1, 3, 224, 224), "waveforms": (1, 16000), "waveforms_lens": (1,), "sr": (), "ids": (1, 16)}
+    assert sizes == {"image": (1, 3, 224, 224), "waveforms": (1, 16000), "waveforms_lens": (1,), "sr": (), "ids": (1, 16),
+                     "state": (2, 1, 128)}  # fmt: skip
     feeds = wild.values(inputs, sizes, 5)
     assert feeds["waveforms_lens"] == [16000] and feeds["sr"] == 16000
     assert feeds["image"].min() >= 0 and feeds["image"].max() < 1 and feeds["ids"].min() >= 0 and feeds["ids"].max() < 5
