@@ -186,8 +186,9 @@ def schedule(build: Build) -> Schedule:
 def document(build: Build, *, why: bool = False, timed: Schedule | None = None) -> Document:
     """``operations``, ``steps`` (transfers and reductions), ``memory``, ``simulated`` and ``critical_path`` as data.
 
-    Times are in seconds; an operation's ``seconds`` cover its kernels and the merge of its partial results on the slowest
-    device, ``transfer_seconds`` what is fetched for it.
+    Times are in seconds; an operation's ``seconds`` are those of its kernels on the slowest device, ``transfer_seconds`` what
+    is fetched for it, and the merge of its partial results: these are steps as well. So operations' ``seconds`` and steps'
+    are of different things, and add up to the simulated time and what of it runs beside something else (``beside_s``).
     """
     timed = timed or schedule(build)
     return {
@@ -214,7 +215,7 @@ def _operation_rows(build: Build, timed: Schedule, why: bool) -> list[Document]:
     own, fetched = [0.0] * len(plan.graph.ops), [0.0] * len(plan.graph.ops)
     for t in timed.timed:
         if t.op is not None:
-            (fetched if isinstance(program.steps[t.step], Transfer) else own)[t.op] += t.seconds
+            (own if isinstance(program.steps[t.step], Launch) else fetched)[t.op] += t.seconds
     blocks = {s.op: s.blocks for s in program.steps if isinstance(s, Launch) and s.mode != "finish"}
     requests = build.report.get("requests", {}).get("pins", [])
     pinned = {text: _pinned(text, plan) for text in requests}
@@ -344,6 +345,7 @@ def _simulated(build: Build, timed: Schedule) -> Document:
     return {
         "seconds": timed.total, "objective_s": build.report["objective_s"], "compute_s": timed.busy(COMPUTE).tolist(),
         "transfer_s": timed.busy(TRANSFER).tolist(), "exposed_s": timed.exposed().tolist(),
+        "beside_s": max(0.0, sum(t.seconds for t in timed.timed) - timed.total),
         "assumption": timed.assumption,
     }  # fmt: skip
 
@@ -762,4 +764,4 @@ def _operations_of_build_diff(rows: Sequence[Document]) -> Iterator[str]:
     if s != t or b != c:
         yield from wrapped(f"    split {s} block {shape_text(tuple(b))} → {t} block {shape_text(tuple(c))}", " " * 6)
     kernels, fetching = (" → ".join(map(duration, x)) for x in (own, fetched))
-    yield f"    kernels {kernels}, fetching {fetching}"
+    yield f"    kernels {kernels}, fetching and merging {fetching}"

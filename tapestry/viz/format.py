@@ -394,7 +394,9 @@ def folded(build: Build, facts: Mapping[str, Any]) -> list[str]:
             rows.append(facts["operations"][step.op])
     groups = together(rows, _line_key)
     total = facts["simulated"]["seconds"] or 1.0
-    lines = [f"{'×':>5} {'share':>6} {'time':>8}  {some(len(rows), 'step')}, {len(groups)} distinct"]
+    beside = facts["simulated"]["beside_s"]
+    more = f"; {duration(beside)} of them beside others" if beside > total / 1000 else ""
+    lines = [f"{'×':>5} {'share':>6} {'time':>8}  {some(len(rows), 'step')}, {len(groups)} distinct{more}"]
     for same in groups.values():
         seconds = sum(r["seconds"] for r in same)
         head = f"{len(same):>5} {seconds / total:>6.1%} {duration(seconds):>8}  "
