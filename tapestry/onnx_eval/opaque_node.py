@@ -69,7 +69,7 @@ class Refused(TapestryError):
 
 def run(
     op: Opaque, arrays: Sequence[Array | HostValue | None], expected: Sequence[Expected], *, independent: bool = False,
-    names: Sequence[str] = (), by: Asked | None = None,
+    names: Sequence[str] = (), by: Asked | None = None, double: bool = False,
 ) -> list[Any]:  # fmt: skip
     """Outputs of the node for whole inputs, or for blocks along the dimensions it commutes with.
 
@@ -79,6 +79,7 @@ def run(
         independent: ask the reference evaluator first, where it is known to be right, to check on what a target asks.
         names: of the arrays, where a node's own are not those that a lifted one has.
         by: notes who ran it; nothing is then run but what cannot end this process.
+        double: floats of fewer bits are widened to float64, and results rounded once.
 
     Raises:
         Refused: onnxruntime has the operator, and nobody runs it on these inputs.
@@ -95,7 +96,7 @@ def run(
         try:
             with warnings.catch_warnings(), np.errstate(all="ignore"):
                 warnings.simplefilter("ignore")
-                results = _asked(made, op, given, by is not None)
+                results = _asked(made, op, given, by is not None, double)
         except Exception as e:  # both libraries raise many kinds
             failures.append(_evaluator_error(e))
             refused |= isinstance(e, OrtError) and e.refused
@@ -159,8 +160,10 @@ def _evaluator_error(e: Exception) -> str:
     )
 
 
-def _asked(make: Callable[..., Evaluator], op: Opaque, given: Mapping[str, Array | HostValue], alone: bool) -> list[Any]:
-    """What an evaluator gives for a node's inputs: in float32, rounded at the end, where they have 16 bits."""
+def _asked(
+    make: Callable[..., Evaluator], op: Opaque, given: Mapping[str, Array | HostValue], alone: bool, double: bool = False
+) -> list[Any]:
+    """What an evaluator gives for a node's inputs, as `once` has it."""
     feeds, names = _values(given), _inputs(op.node)
 
     def compute(wide: Sequence[Any]) -> Sequence[Any]:
@@ -169,7 +172,8 @@ def _asked(make: Callable[..., Evaluator], op: Opaque, given: Mapping[str, Array
         evaluate = make(op.node, op.opsets, types)
         return evaluate.apart(values) if alone and isinstance(evaluate, Guarded) else evaluate(values)
 
-    return once(op.kind if _standard(op.node) else "", dict(op.opsets).get("", 1), [feeds.get(n) for n in names], compute)
+    kind = op.kind if _standard(op.node) else ""
+    return once(kind, dict(op.opsets).get("", 1), [feeds.get(n) for n in names], compute, double=double)
 
 
 def unsupported(op: Opaque, arrays: Sequence[tuple[Any, tuple[int, ...] | None] | None]) -> str:

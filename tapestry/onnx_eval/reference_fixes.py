@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
+import math
+import re
 from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
 from typing import Any
@@ -53,7 +56,44 @@ def corrected() -> list[type]:
         def _run(self, x: Any) -> tuple[Any, ...]:
             return (np.array(np.nonzero(x), np.int64) if x.ndim else np.zeros((0, int(x != 0)), np.int64),)
 
-    return [SequenceInsert, Loop, NonZero, *_of_tensors(), *_of_rows()]
+    return [SequenceInsert, Loop, NonZero, *_of_tensors(), *_of_rows(), *_of_doubles()]
+
+
+def _of_doubles() -> list[type]:
+    """Theirs compute these in float32, also where the numbers are float64."""
+    from onnx.reference.op_run import OpRun
+
+    class Erf(OpRun):
+        def _run(self, x: Any) -> tuple[Any, ...]:
+            return (np.vectorize(math.erf, otypes=[np.float64])(x).astype(x.dtype),)
+
+    return [Erf, *(_doubled(name) for name in ("AffineGrid", "GridSample"))]
+
+
+class _Double:
+    """numpy, for a module that says float32 where it means the type of its numbers."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(np, "float64" if name == "float32" else name)
+
+
+def _doubled(name: str) -> type:
+    """An operator of the reference's that computes on float64 in float64, and on other types as it did."""
+    place = "onnx.reference.ops.op_" + re.sub("(?<!^)([A-Z])", r"_\1", name).lower()
+    theirs, spec = getattr(importlib.import_module(place), name), importlib.util.find_spec(place)
+    assert spec is not None and spec.loader is not None
+    own = importlib.util.module_from_spec(spec)  # a second copy of the module: the first one is everyone's
+    spec.loader.exec_module(own)
+    vars(own)["np"], wide = _Double(), getattr(own, name)
+
+    def run(self: Any, *arrays: Any, **more: Any) -> tuple[Any, ...]:
+        if not any(getattr(a, "dtype", None) == np.float64 for a in arrays):
+            return theirs._run(self, *arrays, **more)
+        made = wide.__new__(wide)
+        vars(made).update(vars(self))
+        return made._run(*arrays, **more)
+
+    return type(name, (theirs,), {"_run": run})
 
 
 def _of_rows() -> list[type]:
@@ -197,22 +237,27 @@ def reference_evaluator(proto: Any, **more: Any) -> Any:
 
 
 def once(
-    operator: str, version: int, arrays: Sequence[Any], compute: Callable[[list[Any]], Sequence[Any]]
+    operator: str, version: int, arrays: Sequence[Any], compute: Callable[[list[Any]], Sequence[Any]], *, double: bool = False
 ) -> list[Any]:  # fmt: skip
     """What ``compute`` gives for the inputs of an operator of ONNX's own, those of 16 bits in float32, rounded to the types
-    that the results have."""
+    that the results have; ``double``: these, and float32, in float64."""
+    wide = np.float64 if double else np.float32
+
+    def narrow(a: Any) -> bool:
+        return is_short(a) or (double and getattr(a, "dtype", None) == np.float32)
+
     ins, outs = _type_variables(operator, version)
     ins = [*ins, *ins[-1:] * (len(arrays) - len(ins))]  # the last one may be there many times
-    short = {v: a.dtype for v, a in zip(ins, arrays, strict=False) if is_short(a)}
+    short = {v: a.dtype for v, a in zip(ins, arrays, strict=False) if narrow(a)}
     if short.keys().isdisjoint(outs):
         return list(compute(list(arrays)))
-    results = list(compute([a.astype(np.float32) if is_short(a) else a for a in arrays]))
+    results = list(compute([a.astype(wide) if narrow(a) else a for a in arrays]))
     names = [*outs, *outs[-1:] * (len(results) - len(outs))][: len(results)]
     types = [short.get(v) for v in names]
     given = {v for v, a in zip(ins, arrays, strict=False) if a is not None}
-    if any(v not in given and getattr(r, "dtype", None) == np.float32 for v, r in zip(names, results, strict=True)):
+    if any(v not in given and getattr(r, "dtype", None) == wide for v, r in zip(names, results, strict=True)):
         own = compute(list(arrays))  # no input says these results' types: they are those of the operator on what is given
-        types = [o.dtype if v not in given and is_short(o) else t for v, o, t in zip(names, own, types, strict=True)]
+        types = [o.dtype if v not in given and narrow(o) else t for v, o, t in zip(names, own, types, strict=True)]
     with np.errstate(all="ignore"):
         return [r if t is None or r is None else np.asarray(r).astype(t) for r, t in zip(results, types, strict=False)]
 

@@ -185,7 +185,7 @@ class ReferenceValues:
             self.by = " and ".join(sorted(set(asked.libraries)))
         self.refused = asked.refused
         self.values |= self.feeds
-        self._again: dict[str, Any] = {}
+        self._again: dict[tuple[str, bool], Any] = {}
 
     def get(self, name: str) -> Any:
         """A value of the model's, an initializer among them; None where it has none of that name."""
@@ -195,27 +195,31 @@ class ReferenceValues:
         """A value that was not kept, from those that were."""
         return self._nodes([name], self.values, independent=False)[name]
 
-    def again(self, name: str) -> Any:
-        """A value once more, by the ONNX reference evaluator, from the nearest values that are kept; None if it cannot."""
-        if name not in self._again:
+    def again(self, name: str, *, double: bool = False) -> Any:
+        """A value once more, by the ONNX reference evaluator, from the nearest values that are kept; None if it cannot.
+
+        ``double``: each node in float64, and rounded once: the definition, where two evaluators differ in their roundings.
+        """
+        if (name, double) not in self._again:
+            others = {n: v for n, v in self.values.items() if n != name}
             try:
-                self._again[name] = self._nodes([name], {n: v for n, v in self.values.items() if n != name}, independent=True)[
-                    name
-                ]
-            except Exception:  # no second opinion
-                self._again[name] = None
-        return self._again[name]
+                found = self._nodes([name], others, independent=True, double=double)[name]
+            except Exception:  # no other opinion
+                found = None
+            self._again[name, double] = found
+        return self._again[name, double]
 
     def _nodes(
-        self, names: Collection[str], known: Mapping[str, Any], *, independent: bool, by: Asked | None = None
-    ) -> dict[str, Any]:
+        self, names: Collection[str], known: Mapping[str, Any], *, independent: bool, by: Asked | None = None,
+        double: bool = False,
+    ) -> dict[str, Any]:  # fmt: skip
         """Values computed node by node from others; ``by`` notes the library of each."""
         values = {**self.feeds, **known}
         for node in _behind(self.model, names, values):
             ins = [*node.input, *outer_names(node)]
             arrays = [None if not i else values[i] if i in values else self.model.constant(i) for i in ins]
             try:
-                outs = run_node(node, self.model.opsets, arrays, independent, by)
+                outs = run_node(node, self.model.opsets, arrays, independent, by, double=double)
             except opaque_node.Refused as e:
                 if not self.model.of_sizes(node):
                     raise
@@ -225,11 +229,12 @@ class ReferenceValues:
 
 
 def run_node(
-    node: NodeProto, opsets: tuple[tuple[str, int], ...], arrays: list[Any], independent: bool, by: Asked | None = None
+    node: NodeProto, opsets: tuple[tuple[str, int], ...], arrays: list[Any], independent: bool, by: Asked | None = None, *,
+    double: bool = False,
 ) -> list[Any]:  # fmt: skip
     """The outputs that a node has for arrays, one for each of its inputs and of the outer names that its bodies read.
 
-    ``by`` notes the library.
+    ``by`` notes the library; ``double``: in float64, and rounded once.
 
     Raises:
         TapestryError: no evaluator runs it.
@@ -242,7 +247,7 @@ def run_node(
         node = nameless(node)
         names = tuple(node.input)
     op = Opaque(outs=outs, ins=names, kind=node.op_type, node=node.SerializeToString(), opsets=opsets, source=source)
-    return opaque_node.run(op, given, [(HOST, ())] * len(outs), independent=independent, names=names, by=by)
+    return opaque_node.run(op, given, [(HOST, ())] * len(outs), independent=independent, names=names, by=by, double=double)
 
 
 def nameless(node: NodeProto) -> NodeProto:
