@@ -211,7 +211,7 @@ def normalize(source: ModelSource, symbols: Symbols, unroll_steps: bool) -> Prep
     """The model with shapes inferred, constants folded, functions, loops and branches written out."""
     with _reading(source.model, source.path):
         try:
-            return prepare(source.model, step_types, steps=unroll_steps, bound=bool(symbols.sizes), kept=source.kept)
+            return prepare(source.model, step_types, steps=unroll_steps, kept=source.kept)
         except Contradiction as e:
             name_symbols(e, symbols.sizes)
             raise

@@ -10,6 +10,7 @@ from typing import Any, cast
 from google.protobuf.message import Message
 from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TypeProto, helper
 
+from tapestry.errors import ModelError
 from tapestry.ir.graph import Names
 from tapestry.quoting import printable
 
@@ -146,16 +147,25 @@ def name_printably(message: Message) -> None:
     for field, value in message.ListFields():
         if field.name in NO_NAMES:
             continue
-        if isinstance(value, str):
-            if not value.isprintable():
-                setattr(message, field.name, printable(value))
+        if field.type == field.TYPE_STRING and isinstance(value, str | bytes):
+            setattr(message, field.name, _text(value))
         elif field.type == field.TYPE_STRING:
             for k, text in enumerate(value):
-                if not text.isprintable():
-                    value[k] = printable(text)
+                value[k] = _text(text)
         elif field.type == field.TYPE_MESSAGE:
             for part in (value,) if isinstance(value, Message) else value:
                 name_printably(part)
+
+
+def _text(name: str | bytes) -> str:
+    """A name that can be printed.
+
+    Raises:
+        ModelError: it is bytes, which is what protobuf gives of a name that is no text.
+    """
+    if isinstance(name, bytes):
+        raise ModelError("a name in the model is not text", where="the model", why=repr(name[:80]), hint="the file is damaged")
+    return name if name.isprintable() else printable(name)
 
 
 def read_names(model: ModelProto) -> Names:

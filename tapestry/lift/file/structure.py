@@ -14,7 +14,17 @@ from typing import Any, cast
 
 import numpy as np
 import onnx
-from onnx import AttributeProto, FunctionProto, GraphProto, ModelProto, NodeProto, TensorProto, TypeProto, ValueInfoProto
+from onnx import (
+    AttributeProto,
+    FunctionProto,
+    GraphProto,
+    ModelProto,
+    NodeProto,
+    TensorProto,
+    TensorShapeProto,
+    TypeProto,
+    ValueInfoProto,
+)
 
 from tapestry.errors import ModelError
 from tapestry.ir.graph import Graph
@@ -68,6 +78,7 @@ def load(path: Path) -> ModelProto:
     if not model.opset_import:
         raise ModelError("the model does not say its opset", where=str(path), why="opset_import is empty")
     name_printably(model)
+    _clear_sizes(model)
     densify(model)
     return model
 
@@ -121,7 +132,6 @@ def check_structure(model: ModelProto, folder: Path, *, weights: bool) -> None:
     _check_splits(model)
     _check_draws(model)
     _check_names(model.graph, [])
-    _check_sizes(model)
     for t in tensors(model):
         check_tensor(t, folder, weights=weights)
     if weights:  # a plan without data may have places that stand for nothing
@@ -183,21 +193,20 @@ def _check_draws(model: ModelProto) -> None:
             raise ModelError("random numbers of no distribution", where=where, why=why, hint=hint)
 
 
-def _check_sizes(model: ModelProto) -> None:
-    """Refuse a value whose type says a negative size: onnx's inference aborts the process on a Slice of it."""
+def _clear_sizes(model: ModelProto) -> None:
+    """Make negative sizes of declared types unknown ones, which they mean to onnxruntime (a text classifier's -1); onnx's
+    inference aborts the process on a Slice of such a value."""
     owners: list[GraphProto | FunctionProto] = [model.graph, *model.functions]
     while owners:
         g = owners.pop()
         owners.extend(sub for n in g.node for sub in subgraphs(n))
         ends = (*g.input, *g.output) if isinstance(g, GraphProto) else ()
-        for v in (*ends, *g.value_info):
-            sizes = list(_sizes(v.type))
-            if any(n < 0 for n in sizes):
-                hint = "leave an unknown size out, or give it a name"
-                raise ModelError("a negative size", where=f"'{v.name}'", why=f"its type says {sizes}", hint=hint)
+        for d in (d for v in (*ends, *g.value_info) for d in _sizes(v.type)):
+            if d.dim_value < 0:
+                d.Clear()
 
 
-def _sizes(t: TypeProto) -> Iterator[int]:
+def _sizes(t: TypeProto) -> Iterator[TensorShapeProto.Dimension]:
     """Every size that a type says, however deep."""
     kind = t.WhichOneof("value")
     while kind in ("sequence_type", "optional_type", "map_type"):
@@ -205,7 +214,7 @@ def _sizes(t: TypeProto) -> Iterator[int]:
         t = held.value_type if kind == "map_type" else held.elem_type
         kind = t.WhichOneof("value")
     if kind in ("tensor_type", "sparse_tensor_type"):
-        yield from (d.dim_value for d in getattr(t, kind).shape.dim if d.HasField("dim_value"))
+        yield from getattr(t, kind).shape.dim
 
 
 def check_attributes(model: ModelProto) -> None:
@@ -262,8 +271,6 @@ def tensors(model: ModelProto) -> Iterator[TensorProto]:
 def check_operators(nodes: Iterable[NodeProto], functions: set[tuple[str, str]], opsets: dict[str, int]) -> None:
     """Refuse the first node, here or in a subgraph, whose operator nobody knows."""
     for node in nested(nodes):
-        if isinstance(node.op_type, bytes):  # what protobuf makes of text that is none
-            raise ModelError("a name in the model is not text", where="a node's operator", why=repr(node.op_type))
         domain = "" if node.domain == "ai.onnx" else node.domain
         if (node.domain, node.op_type) in functions or (domain, node.op_type) in EVALUATORS:
             continue

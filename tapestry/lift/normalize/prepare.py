@@ -34,7 +34,7 @@ from tapestry.lift.file.protos import (
     static_shape,
     subgraphs,
 )
-from tapestry.lift.file.structure import contradiction
+from tapestry.lift.file.structure import Contradiction, contradiction
 from tapestry.lift.file.weight_data import stored_tensors
 from tapestry.lift.normalize.inference import (
     MISINFERRED,
@@ -204,7 +204,8 @@ def _foldable(t: TensorProto) -> bool:
 
 
 def infer(model: ModelProto, hints: Mapping[str, TypeProto] | None = None) -> Types:
-    """Types of all values by onnx's shape inference, from the inputs' types alone (what the file declares is set aside).
+    """Types of all values by onnx's shape inference, from the inputs' types alone (what the file declares is set aside, and
+    what bodies declare where it contradicts them: it is dropped from the model).
 
     Args:
         hints: declared types of values whose shape inference cannot tell.
@@ -214,7 +215,13 @@ def infer(model: ModelProto, hints: Mapping[str, TypeProto] | None = None) -> Ty
     """
     hints = dict(hints or {})
     while True:
-        types = _infer_once(model, hints)
+        try:
+            types = _infer_once(model, hints)
+        except Contradiction:
+            if not _forget_bodies(model):
+                raise
+            types = _infer_once(model, hints)
+            log.warning("sizes that the bodies of nodes declare are wrong, and not used")
         more = {n: t for n, t in (ml_types(model, types) | own_types(model, types)).items() if n not in hints}
         if not more:
             return types
@@ -245,6 +252,19 @@ def _infer_once(model: ModelProto, hints: Mapping[str, TypeProto]) -> Types:
     return _types(done.graph) | folded
 
 
+def _forget_bodies(model: ModelProto) -> bool:
+    """Drop the sizes that bodies declare of their values; whether there were any."""
+    stack, found = [g for n in model.graph.node for g in subgraphs(n)], False
+    while stack:
+        g = stack.pop()
+        stack += [inner for n in g.node for inner in subgraphs(n)]
+        for v in (*g.value_info, *g.output):
+            found |= v.type.tensor_type.HasField("shape")
+            if v.type.HasField("tensor_type"):
+                v.type.tensor_type.ClearField("shape")
+    return found
+
+
 def _as_far_as_it_goes(model: ModelProto) -> Types:
     try:
         return _types(infer_shapes(model, check_type=False, strict_mode=False, data_prop=False).graph)
@@ -256,39 +276,32 @@ def _types(graph: GraphProto) -> Types:
     return {v.name: v.type for group in (graph.input, graph.output, graph.value_info) for v in group}
 
 
-def check_declared(model: ModelProto, types: Mapping[str, TypeProto]) -> None:
-    """Compare what the file declares of its values with what inference says.
+def settle_declared(model: ModelProto, types: Mapping[str, TypeProto]) -> None:
+    """Hold what the file declares of its values to what inference says. Sizes that differ are dropped, with a warning, as
+    onnxruntime does: exporters leave those of the example that they traced.
 
     Raises:
-        ModelError: naming the value, its producer, and both types.
+        ModelError: a value is of another element type; it names the value, its producer, and both types.
     """
-    makers = {o: n for n in model.graph.node for o in n.output}
+    makers, stale = {o: n for n in model.graph.node for o in n.output}, dict[str, str]()
     for value in (*model.graph.value_info, *model.graph.output):
         inferred = types.get(value.name)
         if inferred is None or not (inferred.HasField("tensor_type") and value.type.HasField("tensor_type")):
             continue
         a, b = value.type.tensor_type, inferred.tensor_type
-        where = f"node '{node_name(makers[value.name])}'" if value.name in makers else f"value '{value.name}'"
         if a.elem_type and b.elem_type and a.elem_type != b.elem_type:
             names = [dtype_name(t.elem_type) for t in (a, b)]
+            where = f"node '{node_name(makers[value.name])}'" if value.name in makers else f"value '{value.name}'"
             why = f"'{value.name}' is declared {names[0]}, computed {names[1]}"
-            raise ModelError("dtypes contradict each other", where=where, why=why)
+            hint = "export the model again; onnxruntime refuses it too"
+            raise ModelError("dtypes contradict each other", where=where, why=why, hint=hint)
         if _contradicts(value.type, inferred):
             declared, computed = ([d.dim_value if d.HasField("dim_value") else None for d in t.shape.dim] for t in (a, b))
-            why = f"'{value.name}' is declared {declared}, computed {computed}"
-            raise ModelError("shapes contradict each other", where=where, why=why)
-
-
-def forget_stale(model: ModelProto, types: Mapping[str, TypeProto]) -> None:
-    """Drop declared sizes of a model with symbolic inputs that the sizes bound to these contradict: exporters leave those of
-    the example that they traced, and onnxruntime does not insist on them either. Inference says what they are.
-    """
-    stale = [v for v in (*model.graph.value_info, *model.graph.output) if _contradicts(v.type, types.get(v.name))]
-    for v in stale:
-        v.type.tensor_type.ClearField("shape")
+            stale[value.name] = f"'{value.name}' is declared {declared}, computed {computed}"
+            a.ClearField("shape")
     if stale:
-        names = ", ".join(f"'{v.name}'" for v in stale[:3]) + (", …" if len(stale) > 3 else "")
-        log.warning("sizes that the file declares for %s do not go with the sizes that are bound: not used", names)
+        said = "; ".join([*stale.values()][:3]) + ("; …" if len(stale) > 3 else "")
+        log.warning("sizes that the file declares are wrong, and not used: %s", said)
 
 
 def _contradicts(declared: TypeProto, inferred: TypeProto | None) -> bool:
@@ -512,15 +525,12 @@ def _without_types(model: ModelProto, names: Mapping[str, TypeProto]) -> ModelPr
     return bare
 
 
-def prepare(
-    model: ModelProto, step_types: StepTypes, *, steps: bool = True, bound: bool = False, kept: frozenset[str] = frozenset()
-) -> Prepared:
+def prepare(model: ModelProto, step_types: StepTypes, *, steps: bool = True, kept: frozenset[str] = frozenset()) -> Prepared:
     """The static model to lift; ``model`` has its sizes bound and its weights taken out.
 
     Args:
         step_types: tells which loops are linear recurrences (see `unroll`).
         steps: whether loops of few steps are written out.
-        bound: whether some of the sizes were symbols in the file.
         kept: values that are not folded.
     """
     logging.getLogger("onnxscript").setLevel(logging.ERROR)
@@ -536,9 +546,7 @@ def prepare(
     add_defaults(model, version)
     del model.graph.value_info[:]
     types = infer(model)
-    if bound:
-        forget_stale(declared, types)
-    check_declared(declared, types)
+    settle_declared(declared, types)
     for o in model.graph.output:
         o.type.CopyFrom(types.get(o.name, o.type))
     for level in range(ROUNDS):
@@ -556,9 +564,7 @@ def prepare(
         open_shapes = any(_static(types.get(name, TypeProto())) for name in sized)
         if not expand_functions(model, types, version, steps=steps) and not written and not open_shapes:
             break
-    if bound:
-        forget_stale(declared, types)
-    check_declared(declared, types)
+    settle_declared(declared, types)
     hints = {v.name: v.type for v in (*declared.graph.value_info, *declared.graph.output) if _static(v.type)}
     return _with_hints(model, types, hints)
 
