@@ -18,12 +18,14 @@ import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from multiprocessing.connection import Connection, Pipe
 from multiprocessing.reduction import recv_handle, send_handle
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import onnx.defs
 import onnx.inliner
 from onnx import GraphProto, ModelProto, NodeProto
 
@@ -69,13 +71,28 @@ def ort_session(
     return ort.InferenceSession(given, options, providers=["CPUExecutionProvider"])
 
 
+def foreign(node: NodeProto) -> bool:
+    """Whether an operator is onnxruntime's own: it runs on the CPU, and ONNX does not define it."""
+    domain = "" if node.domain == "ai.onnx" else node.domain
+    vendor = not domain or domain.startswith("com.microsoft")
+    return vendor and not onnx.defs.has(node.op_type, domain) and (domain, node.op_type) in _kernels()
+
+
+@cache
+def _kernels() -> frozenset[tuple[str, str]]:
+    """The operators that onnxruntime computes on the CPU."""
+    state: Any = importlib.import_module("onnxruntime.capi.onnxruntime_pybind11_state")
+    return frozenset((k.domain, k.op_name) for k in state.get_all_opkernel_def() if k.provider == "CPUExecutionProvider")
+
+
 def _session_outputs(session: Any, feeds: Mapping[str, Any], names: Sequence[str] | None = None) -> list[Any]:
     known = {i.name for i in session.get_inputs()}
     return session.run(names, {n: a for n, a in feeds.items() if n in known})
 
 
 def apart(model: bytes, feeds: Mapping[str, Any] | None, names: Sequence[str] | None = None, **options: Any) -> Any:
-    """Outputs of a model that onnxruntime runs in its own process; None without ``feeds``, where a session is only made.
+    """Outputs of a model that onnxruntime runs in its own process; without ``feeds``, where a session is only made, their
+    types and sizes as far as it infers them.
 
     Raises:
         OrtError: it cannot, or its process ended.
@@ -165,7 +182,8 @@ def serve(number: int) -> None:
         session: Any = None
         try:
             session = ort_session(model, **options)
-            answer: Any = True, None if feeds is None else _session_outputs(session, feeds, names)
+            types = [(o.type, o.shape) for o in session.get_outputs()]
+            answer: Any = True, types if feeds is None else _session_outputs(session, feeds, names)
         except Exception as e:  # it raises many kinds
             answer = False, (str(e), session is not None)
         _send(line, answer)

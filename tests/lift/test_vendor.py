@@ -213,8 +213,7 @@ def test_every_definition_has_a_case():
 def test_what_is_not_defined_is_refused_by_name(tmp_path):
     path = save(tmp_path, "MatMulNBits", (f32(3, 32), u8(6, 2, 8), f32(12), None, np.zeros(32, np.int32)), 1, "com.microsoft", 18,
                 {"K": 32, "N": 6, "bits": 4, "block_size": 16})  # fmt: skip
-    with pytest.raises(ModelError, match=r"MatMulNBits is in domain 'com\.microsoft'"):
-        api.compile(path)
+    assert "Opaque" in {type(op).__name__ for op in api.compile(path).build.plan.graph.ops}  # onnxruntime has it
     path = save(tmp_path, "BiasGelu", (X, G), 1, "com.microsoft", 18, {})
     model = onnx.load(path)
     model.graph.node[0].op_type = "NoSuchThing"

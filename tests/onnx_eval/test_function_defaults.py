@@ -34,6 +34,9 @@ CALL = N("Leaky", ["x"], ["t"], domain="my")
 BRANCH = helper.make_graph(
     [N("Leaky", ["x"], ["o"], domain="my")], "side", [], [helper.make_tensor_value_info("o", T.FLOAT, None)]
 )
+NESTED = helper.make_graph(
+    [N("Outer", ["x"], ["o"], domain="my")], "side", [], [helper.make_tensor_value_info("o", T.FLOAT, None)]
+)
 CHOICE = N("If", ["c"], ["y"], then_branch=BRANCH, else_branch=BRANCH)
 POOL = function("Pool", [handed(N("AveragePool", ["x"], ["y"], kernel_shape=[3], ceil_mode=1, strides=[2]), "count_include_pad",
                                 "counted", AttributeProto.INT)], counted=1)  # fmt: skip
@@ -50,6 +53,16 @@ CASES = {  # functions, nodes, and what comes of X
     ),
     "in a branch": ([LEAKY], [N("ReduceMax", ["x"], ["m"], keepdims=0), N("Cast", ["m"], ["c"], to=T.BOOL), CHOICE],
                     lambda x: np.where(x < 0, 0.05 * x, x)),
+    "in a branch of a function": (
+        [LEAKY, function("Choose", [N("ReduceMax", ["x"], ["m"], keepdims=0), N("Cast", ["m"], ["c"], to=T.BOOL), CHOICE])],
+        [N("Choose", ["x"], ["y"], domain="my")], lambda x: np.where(x < 0, 0.05 * x, x),
+    ),
+    "nested in a branch": (
+        [LEAKY, function("Outer", [handed(N("Leaky", ["x"], ["t"], domain="my"), "slope", "s"), N("Leaky", ["t"], ["y"],
+                                                                                               domain="my")], s=0.5)],
+        [N("ReduceMax", ["x"], ["m"], keepdims=0), N("Cast", ["m"], ["c"], to=T.BOOL),
+         N("If", ["c"], ["y"], then_branch=NESTED, else_branch=NESTED)], lambda x: np.where(x < 0, 0.025 * x, x),
+    ),
     "of a pool": ([POOL], [N("Unsqueeze", ["x", "one"], ["u"]), N("Pool", ["u"], ["y"], domain="my")], None),
 }  # fmt: skip
 

@@ -40,6 +40,7 @@ from tapestry.lift.file.protos import (
     static_shape,
     subgraphs,
 )
+from tapestry.onnx_eval.ort_session import foreign
 from tapestry.onnx_eval.reference_fixes import EVALUATORS
 
 TEXT = ".tap"  # files of IR text
@@ -274,7 +275,7 @@ def check_operators(nodes: Iterable[NodeProto], functions: set[tuple[str, str]],
         domain = "" if node.domain == "ai.onnx" else node.domain
         if (node.domain, node.op_type) in functions or (domain, node.op_type) in EVALUATORS:
             continue
-        if domain in opsets and onnx.defs.has(node.op_type, opsets[domain], domain):
+        if domain in opsets and (onnx.defs.has(node.op_type, opsets[domain], domain) or foreign(node)):
             continue
         if domain not in {s.domain for s in onnx.defs.get_all_schemas()}:  # (all schemas take long to make)
             raise ModelError(

@@ -40,6 +40,7 @@ from tapestry.lift.file.protos import (
 from tapestry.lift.file.weight_data import stored_tensors
 from tapestry.lift.normalize import inference_process
 from tapestry.lift.normalize.inference_process import HEAD, LENGTH
+from tapestry.onnx_eval.ort_session import OrtError, apart, foreign
 
 HIDDEN = "tapestry.hidden"
 STAND_INS: tuple[int, ...] = (TensorProto.FLOAT16, TensorProto.DOUBLE)  # operators that are written in bf16 take one of them
@@ -469,6 +470,37 @@ def _slice(node: NodeProto, out: str, start: int, end: int, version: int) -> lis
 
 
 WIDTHS = {"TreeEnsembleRegressor": "n_targets", "LinearRegressor": "targets", "SVMRegressor": ""}
+
+
+def foreign_types(model: ModelProto, types: Mapping[str, TypeProto]) -> dict[str, TypeProto]:
+    """Types of results that `types` lacks, of operators that are onnxruntime's own, as far as its inference says them.
+
+    Raises:
+        ModelError: it takes no such node.
+    """
+    stored, out = {t.name: t for t in model.graph.initializer}, dict[str, TypeProto]()
+    for node in filter(foreign, model.graph.node):
+        wanted = [o for o in node.output if o]
+        ins = dict.fromkeys(i for i in node.input if i)
+        known = {n for n in (*wanted, *ins) if types.get(n, TypeProto()).WhichOneof("value")}
+        if known.issuperset(wanted) or not known.issuperset(ins):
+            continue
+        ends = [onnx.helper.make_value_info(i, types[i]) for i in ins if i not in stored]
+        results = [onnx.helper.make_value_info(o, TypeProto()) for o in wanted]
+        graph = onnx.helper.make_graph([node], "node", ends, results, [stored[i] for i in ins if i in stored])
+        alone = onnx.helper.make_model(graph, opset_imports=model.opset_import, ir_version=model.ir_version)
+        try:
+            found = apart(alone.SerializeToString(), None)
+        except OrtError as e:
+            where, why = f"node '{node_name(node)}' ({node.op_type})", " ".join(str(e).split())[:300]
+            raise ModelError("onnxruntime does not take the node", where=where, why=why, hint="a function for it") from None
+        for o, (kind, sizes) in zip(wanted, found, strict=True):
+            tensor = re.fullmatch(r"tensor\((\w+)\)", kind)
+            if tensor:
+                code = TensorProto.DataType.Value(tensor[1].upper())
+                static = sizes and all(isinstance(n, int) and n >= 0 for n in sizes)  # ([] is also said of unknown ranks)
+                out[o] = onnx.helper.make_tensor_type_proto(code, sizes if static else None)
+    return out
 
 
 def ml_types(model: ModelProto, types: Mapping[str, TypeProto]) -> dict[str, TypeProto]:

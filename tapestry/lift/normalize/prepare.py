@@ -40,6 +40,7 @@ from tapestry.lift.normalize.inference import (
     MISINFERRED,
     RESIZES,
     InferenceError,
+    foreign_types,
     forget_sizes,
     infer_shapes,
     ml_types,
@@ -222,7 +223,8 @@ def infer(model: ModelProto, hints: Mapping[str, TypeProto] | None = None) -> Ty
                 raise
             types = _infer_once(model, hints)
             log.warning("sizes that the bodies of nodes declare are wrong, and not used")
-        more = {n: t for n, t in (ml_types(model, types) | own_types(model, types)).items() if n not in hints}
+        found = ml_types(model, types) | own_types(model, types) | foreign_types(model, types)
+        more = {n: t for n, t in found.items() if n not in hints}
         if not more:
             return types
         hints |= more
