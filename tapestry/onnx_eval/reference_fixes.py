@@ -10,7 +10,7 @@ from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
-from onnx import NodeProto
+from onnx import NodeProto, TensorProto
 
 # pyright: basic
 # onnx comes without complete types
@@ -20,6 +20,7 @@ from onnx import NodeProto
 def corrected() -> list[type]:
     """Classes for ``ReferenceEvaluator(new_ops=…)``, under the operators' names."""
     from onnx.reference.op_run import OpRun
+    from onnx.reference.ops.op_cast import Cast_24 as TheirCast
     from onnx.reference.ops.op_loop import Loop as Theirs
 
     class SequenceInsert(OpRun):
@@ -50,13 +51,21 @@ def corrected() -> list[type]:
                     rows.append(a)
             return self._check_and_fix_outputs((*(values[n] for n in names[2:]), *map(np.stack, seen)))
 
+    class Cast(TheirCast):
+        """Theirs cuts fractions off where 4 bits (or 2) are to be rounded to the nearest number, the even one of two."""
+
+        def _run(self: Any, x: Any, to: Any = None, saturate: Any = None, round_mode: Any = None) -> tuple[Any, ...]:
+            short = TensorProto.DataType.Name(to).lstrip("U") in ("INT4", "INT2") and x.dtype.kind not in "biuUSO"
+            x, saturate = np.rint(x.astype(np.float64)) if short else x, True if saturate is None else saturate
+            return super()._run(x, to=to, saturate=saturate, round_mode=round_mode or "up")
+
     class NonZero(OpRun):
         """Theirs gives the places in a scalar a coordinate, as numpy does."""
 
         def _run(self, x: Any) -> tuple[Any, ...]:
             return (np.array(np.nonzero(x), np.int64) if x.ndim else np.zeros((0, int(x != 0)), np.int64),)
 
-    return [SequenceInsert, Loop, NonZero, *_of_tensors(), *_of_rows(), *_of_doubles()]
+    return [SequenceInsert, Loop, Cast, NonZero, *_of_tensors(), *_of_rows(), *_of_doubles()]
 
 
 def _of_doubles() -> list[type]:
