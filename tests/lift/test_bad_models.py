@@ -185,6 +185,13 @@ def test_sizes_of_the_example_that_was_exported(tmp_path, caplog):
     assert graph.tensors["y"].shape == (7, 3) and "'h' is declared [5, 3], computed [7, 3]" in caplog.text
 
 
+@pytest.mark.parametrize("version", [0, -1, 1 << 62, -(1 << 63)])
+def test_an_opset_that_is_none(version, tmp_path):
+    model = make([helper.make_node("Relu", ["x"], ["y"])], [X], [Y])
+    model.opset_import[0].version = version
+    refused(save(model, tmp_path), "unknown opset", str(version))
+
+
 def test_declared_dtype_contradiction(tmp_path):
     nodes = [helper.make_node("Relu", ["x"], ["h"], name="the_relu"), helper.make_node("Abs", ["h"], ["y"])]
     model = make(nodes, [X], [Y], values=[("h", TensorProto.INT32, [2, 3])])

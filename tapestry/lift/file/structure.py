@@ -78,6 +78,7 @@ def load(path: Path) -> ModelProto:
         model.opset_import.add(version=1)
     if not model.opset_import:
         raise ModelError("the model does not say its opset", where=str(path), why="opset_import is empty")
+    opsets_of(model)
     name_printably(model)
     _clear_sizes(model)
     densify(model)
