@@ -9,7 +9,7 @@ complete.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -59,6 +59,9 @@ class Call:
     fn: str
     args: tuple[Expr, ...]
     dtype: str
+    known: tuple[frozenset[Leaf], int, int] | None = field(
+        default=None, init=False, compare=False, repr=False
+    )  # see `_summary`
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +72,8 @@ class Let:
     dtype: str
 
 
-Expr = Const | Arg | Acc | Index | Let | Call
+Leaf = Arg | Acc | Index | Let
+Expr = Const | Leaf | Call
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,17 +187,41 @@ def count(exprs: Iterable[Expr], holds: Callable[[Expr], bool]) -> int:
 
 def depth(exprs: Iterable[Expr]) -> int:
     """How many calls stand inside each other at most."""
-    known: dict[int, int] = {}
-    stack = [(e, False) for e in exprs]
-    tops = [e for e, _ in stack]
-    while stack:
-        e, ready = stack.pop()
-        if ready or not isinstance(e, Call):
-            known[id(e)] = 1 + max(known[id(a)] for a in e.args) if isinstance(e, Call) and e.args else 0
-        elif id(e) not in known:
-            stack.append((e, True))
-            stack.extend((a, False) for a in e.args)
-    return max((known[id(e)] for e in tops), default=0)
+    return max((_summary(e)[1] for e in exprs), default=0)
+
+
+def size(exprs: Iterable[Expr]) -> int:
+    """How many sub-expressions `walk` gives."""
+    return sum(_summary(e)[2] for e in exprs)
+
+
+def leaves(exprs: Iterable[Expr]) -> frozenset[Leaf]:
+    """The distinct leaves of some expressions, literals aside."""
+    found = [_summary(e)[0] for e in exprs]
+    return found[0] if len(found) == 1 else frozenset[Leaf]().union(*found)
+
+
+def _summary(e: Expr) -> tuple[frozenset[Leaf], int, int]:
+    """What `leaves`, `depth` and `size` say of an expression; a call notes it for those put around it."""
+    if not isinstance(e, Call):
+        return frozenset([] if isinstance(e, Const) else [e]), 0, 1
+    if e.known is None:
+        found, done, stack = set[Leaf](), dict[int, tuple[int, int]](), [(e, False)]
+        while stack:
+            x, ready = stack.pop()
+            if x.known is not None:
+                found |= x.known[0]
+                done[id(x)] = x.known[1:]
+            elif ready:
+                inner = [done[id(a)] if isinstance(a, Call) else (0, 1) for a in x.args]
+                done[id(x)] = 1 + max(d for d, _ in inner), 1 + sum(n for _, n in inner)
+            elif id(x) not in done:
+                stack.append((x, True))
+                stack.extend((a, False) for a in x.args if isinstance(a, Call))
+                found.update(a for a in x.args if not isinstance(a, Call | Const))
+        object.__setattr__(e, "known", (frozenset(found), *done[id(e)]))
+    assert e.known is not None
+    return e.known
 
 
 def rewrite(e: Expr, leaf: Callable[[Expr], Expr]) -> Expr:
@@ -227,7 +255,7 @@ def _with_args(e: Call, args: tuple[Expr, ...]) -> Call:
 
 def arg_positions(exprs: tuple[Expr, ...]) -> frozenset[int]:
     """Which reads these expressions use."""
-    return frozenset(x.pos for x in distinct(exprs) if isinstance(x, Arg))
+    return frozenset(x.pos for x in leaves(exprs) if isinstance(x, Arg))
 
 
 def count_calls(exprs: tuple[Expr, ...]) -> int:

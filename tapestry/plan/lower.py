@@ -283,7 +283,8 @@ class _Lowering:
             return found
         dst = self.buffer(tensor, boxes)
         self.held[tensor].remove(dst)  # what comes by is for this operation alone
-        self.exactly = {k: name for k, name in self.exactly.items() if name != dst}
+        if self.exactly[tensor, boxes.tobytes()] == dst:
+            del self.exactly[tensor, boxes.tobytes()]
         messages = ring_attention.passed_on(boxes, self.plan.mesh, axis)
         self.steps.append(Transfer(kind="permute", src=src, dst=dst, messages=messages))
         return dst

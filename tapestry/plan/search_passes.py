@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from tapestry.errors import some
-from tapestry.ir.graph import Graph
+from tapestry.ir.graph import Graph, changes
 from tapestry.plan.alternatives import WholePlan, fused, idle_beside, one_device, within_tables
 from tapestry.plan.memory import Fitted, fit, refitted
 from tapestry.plan.pipelines.stage_choice import Choice, choose
@@ -193,14 +193,16 @@ def _others(first: Form, graph: Graph, task: Task) -> Iterator[tuple[str, Iterat
         yield WHOLE, iter([_recurrences_whole(task, task.whole)])
     if task.lifted is None:
         return
-    seen, differ = [graph.ops], set[str]()
+    seen, differ, did = [graph.ops], set[str](), {step.by for step in changes(graph)}
 
     def without_rules(rules: tuple[str, ...]) -> Iterator[Form]:
         assert task.lifted
         if len(rules) > 1 and not differ.issuperset(rules):
             return
-        other = simplify(task.lifted, disabled=task.disabled_rules | frozenset(rules))
         task.meter.spent += SIMPLIFYING * len(task.lifted.ops)
+        if not did.issuperset(rules):  # without a rule that did nothing it would be the same graph
+            return
+        other = simplify(task.lifted, disabled=task.disabled_rules | frozenset(rules))
         if other.ops not in seen:
             seen.append(other.ops)
             differ.update(rules)

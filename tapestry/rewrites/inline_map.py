@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from tapestry.ir.expr import Arg, Call, count
-from tapestry.ir.graph import Block, Guard, Op, Read
+from tapestry.ir.expr import Arg, Call, count, size
+from tapestry.ir.graph import Block, Graph, Guard, Op, Read
 from tapestry.ir.index import Ranges
 from tapestry.ir.recognise import products
 from tapestry.ir.states import as_scan
@@ -26,7 +26,7 @@ from tapestry.rewrites.core.edit import (
     too_deep,
     too_long,
 )
-from tapestry.rewrites.core.rule import Draft, Match, OpRule, PairRule, Refusal, refuse, register
+from tapestry.rewrites.core.rule import Draft, Match, OpRule, PairRule, Refusal, left_out, refuse, register
 from tapestry.rewrites.slice_strided import windows
 
 MOST_NODES = 120  # of one operation's expressions, after inlining
@@ -96,9 +96,11 @@ def _refused(draft: Draft, reader: Op, op: Block) -> Refusal | None:
     if not isinstance(reader, Block) or reader.splits:
         return refuse(f"'{name}' is opaque or split, and reads it as it is")
     at = {k for k, r in enumerate(reader.reads) if r.tensor == op.outs[0]}
+    nodes = size((*reader.point, *reader.then))
+    if nodes > MOST_NODES:
+        return refuse(f"'{name}' would grow too large", f"it has {nodes} nodes")
     uses = count((*reader.point, *reader.then), lambda x: isinstance(x, Arg) and x.pos in at)
-    nodes = count((*reader.point, *reader.then), lambda _: True)
-    if nodes + uses * count(op.body[:1], lambda _: True) > MOST_NODES:
+    if nodes + uses * size(op.body[:1]) > MOST_NODES:
         return refuse(f"'{name}' would grow too large", f"it has {nodes} nodes and uses it {uses} times")
     if too_deep((*reader.point, *reader.then), op.body[:1]):
         return refuse(f"'{name}' would be nested too deeply", f"at most {MOST_DEPTH} calls inside each other")
@@ -337,15 +339,50 @@ class ComposeViews(PairRule):
         op, view = draft.block(at), draft.op(other)
         if op is None or view is None or not is_view(view):
             return None
-        reads: list[Read] = []
-        for r in op.reads:
-            through = compose(r, view, draft.tensors, op.ranges) if r.tensor in view.outs else r
+        mine = [r for r in op.reads if r.tensor in view.outs]
+        through = self._through(draft, op, mine, view)
+        if isinstance(through, Refusal):
+            return through
+        left = iter(through)
+        reads = tuple(next(left) if r.tensor in view.outs else r for r in op.reads)
+        return Match({at: (merge_reads(replace(op, reads=reads)),)})
+
+    def _through(self, draft: Draft, op: Block, reads: list[Read], view: Block) -> list[Read] | Refusal:
+        """Reads of a view by an operation as reads of what the view reads."""
+        out: list[Read] = []
+        for r in reads:
+            through = compose(r, view, draft.tensors, op.ranges)
             if through is None:
                 return refuse(f"'{r.tensor}' and its reader fill in cells with different values")
-            if through is not r and too_long(through, r, view.reads[0]):
+            if too_long(through, r, view.reads[0]):
                 return refuse(f"through '{r.tensor}' the projection would have more than {MOST_ATOMS} terms")
-            reads.append(through)
-        return Match({at: (merge_reads(replace(op, reads=tuple(reads))),)})
+            out.append(through)
+        return out
+
+    def sweep(self, graph: Graph) -> Graph:
+        """As `MatchRule.sweep`, but an operation that reads many views is made anew once, not for each of them."""
+        draft, changed = Draft(graph), False
+        for at in range(len(graph.ops)):
+            op = draft.block(at)
+            if op is None or left_out(self.name, op.outs):
+                continue
+            reads = dict(enumerate(op.reads))
+            places: dict[str, list[int]] = {}
+            for k, r in reads.items():
+                places.setdefault(r.tensor, []).append(k)
+            for t in op.inputs:
+                view, where = draft.maker(t), places[t]
+                if view is None or not is_view(view):
+                    continue
+                through = self._through(draft, op, [reads[k] for k in where], view)
+                if isinstance(through, list):
+                    reads |= zip(where, through, strict=True)
+                    places.setdefault(view.reads[0].tensor, []).extend(where)
+            new = tuple(reads.values())
+            if new != op.reads:
+                draft.put(Match({at: (merge_reads(replace(op, reads=new)),)}))
+                changed = True
+        return (draft.graph() or graph) if changed else graph
 
 
 def compose(read: Read, view: Block, tensors: Mapping[str, Tensor], ranges: Ranges) -> Read | None:

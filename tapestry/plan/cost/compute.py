@@ -7,6 +7,7 @@ keeps the search from calling a plan free that reads every weight on every devic
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -239,8 +240,8 @@ def _quantities(
             found[tensor] = np.minimum(found[tensor], _hull(several))
     if isinstance(op, Block):
         for tensor, most in ((t, most) for t, most in _strided_reads(op) if t in found):
-            boxes = (block[:, list(dims)] if body else final[:, list(dims)] for body, dims in most)
-            found[tensor] = np.minimum(found[tensor], sum(map(sizes, boxes)))
+            cells = (n * sizes((block if body else final)[:, list(dims)]) for (body, dims), n in most)
+            found[tensor] = np.minimum(found[tensor], sum(cells))
     read: np.ndarray = sum((n * itemsize(graph.tensors[t].dtype) for t, n in found.items()), np.zeros(len(block), np.int64))
     if not isinstance(op, Block):
         cells = [_cells_written(op, graph, k, block) for k in range(len(op.outs))]
@@ -258,17 +259,18 @@ def _hull(several: Sequence[Boxes]) -> np.ndarray:
 
 
 @lru_cache(maxsize=1 << 12)
-def _strided_reads(op: Block) -> tuple[tuple[str, tuple[tuple[bool, tuple[int, ...]], ...]], ...]:
+def _strided_reads(op: Block) -> tuple[tuple[str, tuple[tuple[tuple[bool, tuple[int, ...]], int], ...]], ...]:
     """Tensors of which an operation may touch less than boxes, with steps or diagonals in between: for each of their reads
-    whether it is of the body, and the dimensions that it varies along, whose points are the most cells that it touches."""
+    whether it is of the body, and the dimensions that it varies along, whose points are the most cells that it touches;
+    and how many reads are alike in that."""
     loose = {r.tensor for r in op.reads if not all(e.is_dim or not e.terms for e in r.index)}
-    out: dict[str, list[tuple[bool, tuple[int, ...]]]] = {t: [] for t in op.inputs if t in loose}
+    out: dict[str, Counter[tuple[bool, tuple[int, ...]]]] = {t: Counter() for t in op.inputs if t in loose}
     body = op.body_reads()
     for k, r in enumerate(op.reads):
         if r.tensor in out:
             dims, space = op.read_dims(k), op.space if k in body else op.dims
-            out[r.tensor].append((k in body, tuple(i for i, d in enumerate(space) if d.name in dims)))
-    return tuple((t, tuple(most)) for t, most in out.items())
+            out[r.tensor][k in body, tuple(i for i, d in enumerate(space) if d.name in dims)] += 1
+    return tuple((t, tuple(most.items())) for t, most in out.items())
 
 
 def _cells_written(op: Opaque, graph: Graph, output: int, block: Boxes) -> np.ndarray:

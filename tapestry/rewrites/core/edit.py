@@ -19,7 +19,7 @@ import numpy as np
 
 from tapestry.errors import TapestryError
 from tapestry.ir import space
-from tapestry.ir.expr import Acc, Arg, Call, Const, Expr, Index, Let, arg_positions, call, depth, rewrite
+from tapestry.ir.expr import Acc, Arg, Call, Const, Expr, Index, Let, arg_positions, call, depth, leaves, rewrite
 from tapestry.ir.graph import Block, Dim, Graph, Guard, Inner, Op, Read, Split, map_exprs
 from tapestry.ir.index import Aff, Ranges, atoms, const, dim, dims_of, span, substitute
 from tapestry.ir.kernel import Box
@@ -65,12 +65,13 @@ def substitute_read(read: Read, env: Mapping[str, Aff], ranges: Ranges) -> Read:
 
 
 def substitute_expr(e: Expr, env: Mapping[str, Aff], ranges: Ranges, leaf: Leaf = lambda x: x) -> Expr:
-    """An expression with dimensions replaced inside ``index(…)``, and every other leaf by ``leaf(it)``."""
+    """An expression with dimensions replaced inside ``index(…)``, and every other leaf by ``leaf(it)``, which leaves
+    literals alone."""
 
     def put(x: Expr) -> Expr:
         return replace(x, aff=substitute(x.aff, env, ranges)) if isinstance(x, Index) else leaf(x)
 
-    return rewrite(e, put)
+    return e if all(put(x) == x for x in leaves((e,))) else rewrite(e, put)
 
 
 def shift_args(by: int) -> Leaf:

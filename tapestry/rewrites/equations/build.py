@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
-from tapestry.ir.expr import PRIMITIVES, Acc, Arg, Expr, Index, call, cast, depth, distinct
+from tapestry.ir.expr import PRIMITIVES, Acc, Arg, Expr, Index, call, cast, depth, leaves
 from tapestry.ir.graph import Block, Dim, Graph, Inner, Op, Read
 from tapestry.ir.index import Aff, dim, dims_of, span
 from tapestry.ir.monoid import number
@@ -243,9 +243,8 @@ class _Writer:
                 return refuse(f"'{r.tensor}' varies along '{min(read_dims(r) - names)}'")
         kept = {d.name for d in op.dims}
         for exprs, there in ((op.point, names), (op.then, kept)):
-            for x in distinct(exprs):
-                if isinstance(x, Index) and dims_of(x.aff) - there:
-                    return refuse(f"the body looks at the index of '{min(dims_of(x.aff) - there)}'")
+            if lost := {n for x in leaves(exprs) if isinstance(x, Index) for n in dims_of(x.aff)} - there:
+                return refuse(f"the body looks at the index of '{min(lost)}'")
         reduced = names - kept
         late = next((op.reads[i] for i in op.then_reads() if read_dims(op.reads[i]) & reduced), None)
         if late is not None:

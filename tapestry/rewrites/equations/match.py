@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from tapestry.ir.expr import Acc, Arg, Call, Const, Expr, Index, Let, arg_positions, distinct, replaced
+from tapestry.ir.expr import Acc, Arg, Call, Const, Expr, Index, Let, arg_positions, distinct, leaves, replaced
 from tapestry.ir.graph import Block, Dim, Inner, Read
 from tapestry.ir.index import Aff, Floor, const, dim, dims_of, substitute
 from tapestry.ir.types import DTYPES
@@ -171,7 +171,7 @@ class Matcher:
         elif is_open(p):
             assert isinstance(p, App)
             new = Body(k, ((e,),), p.args)
-            merged = any(isinstance(x, Let) for x in distinct((e,)))  # which stays with the operation that merges it
+            merged = any(isinstance(x, Let) for x in leaves((e,)))  # which stays with the operation that merges it
             if not merged and bodies.get(p.fn, new) == new:
                 yield reads, bodies | {p.fn: new}
         elif p.fn == "index":
@@ -211,7 +211,7 @@ class Matcher:
             used: frozenset[int] = (
                 arg_positions((*body.variants[0], *(s.body for s in body.inner))) if body.op == k else frozenset[int]()
             )
-            accs = any(isinstance(x, Acc) for x in distinct(body.variants[0]))
+            accs = any(isinstance(x, Acc) for x in leaves(body.variants[0]))
             if used - given or (accs and not any(isinstance(a, Var) and a.name.startswith("acc") for a in body.params)):
                 return None
         return reads
@@ -228,7 +228,7 @@ class Matcher:
             elif r.alias not in reads:
                 return None
         for b in bodies.values():
-            states = {x.field for x in distinct(b.variants[0]) if isinstance(x, Acc)} - {HOLE} if b.op == k else set[int]()
+            states = {x.field for x in leaves(b.variants[0]) if isinstance(x, Acc)} - {HOLE} if b.op == k else set[int]()
             if states and not any(isinstance(a, Var) and a.name.startswith("acc") for a in b.params):
                 return None
         return reads
