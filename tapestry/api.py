@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Callable, Mapping, Sequence, Sized
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack, cast
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, Unpack, cast
 
 import numpy as np
 
 from tapestry import flags
 from tapestry.build import sized_builds, store
 from tapestry.build.sized_builds import SizedBuild
-from tapestry.errors import BuildError, TapestryError
+from tapestry.errors import BuildError, TapestryError, unusable
 from tapestry.ir.graph import Opaque
 from tapestry.ir.symbolic_plan import Sizes, formula_of, text_of
 from tapestry.ir.types import DTYPES, Tensor
 from tapestry.onnx_eval.opaque_node import HostValue, is_array
 from tapestry.plugins import tool
+from tapestry.quoting import printable
 from tapestry.runtime.feeds import random_feeds
 from tapestry.runtime.session import (
     MakeExecutor,
@@ -54,6 +57,21 @@ class Port:
         return f"{self.dtype}[{', '.join(map(str, self.shape))}]"
 
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _of_build(method: Callable[Concatenate[Compiled, P], R]) -> Callable[Concatenate[Compiled, P], R]:
+    """What the files of a build make a method raise is said of the build: nobody has verified it."""
+
+    @wraps(method)
+    def held(self: Compiled, *args: P.args, **named: P.kwargs) -> R:
+        with unusable(self.folder) if self.folder else nullcontext():
+            return method(self, *args, **named)
+
+    return held
+
+
 @dataclass(slots=True, eq=False, repr=False)
 class Compiled:
     """A verified plan: run it, read it, check it, save it.
@@ -62,6 +80,7 @@ class Compiled:
         printed: the IR after each pass that was named for it.
         libraries: on a GPU, whether products may run in the vendor's library; to be set before the first run.
         source: the model as it was given, which keeps its files where they are of our making.
+        folder: where it was loaded from.
         sized: the plans for all sizes, where there is more than one; ``build`` is the first region's, at the sizes at which it
             was made.
     """
@@ -76,6 +95,7 @@ class Compiled:
     libraries: bool = False
     source: Opened | None = None
     sized: SizedBuild | None = None
+    folder: str = ""
     _session: Session | None = field(default=None, init=False)
     _sizes: SizedSessions | None = field(default=None, init=False)
 
@@ -84,17 +104,20 @@ class Compiled:
         """The document that ``tapestry compile --json`` prints."""
         return self.build.report
 
+    @_of_build
     def explain(self, *, why: bool = False, critical: bool = False, every: bool = False) -> str:
         """The plan as a person reads it; the arguments are those of `viz.explain.explain`."""
         from tapestry.viz.explain import explain
 
         return explain(self.build, why=why, critical=critical, every=every)
 
+    @_of_build
     def view(self, other: Compiled | None = None) -> Page:
         """The plan as a page: shown in a notebook, or ``.save("plan.html")``, ``.open()``; with another plan beside it."""
         html_page = tool("viewer.html_page")
         return html_page.view([(c.build, c.laws, c.evidence, c.rewrites) for c in (self, other) if c is not None])
 
+    @_of_build
     def __repr__(self) -> str:
         r, mesh = self.report, ", ".join(f"{a.name}={a.size}" for a in self.build.plan.mesh)
         from tapestry.viz.format import duration, human
@@ -104,6 +127,7 @@ class Compiled:
         return f"<tapestry plan of {name}: {r['ops']} operations over {mesh or 'one device'}, {found}, for {self.build.target}>"
 
     @property
+    @_of_build
     def placements(self) -> dict[str, dict[str, int]]:
         """For each tensor that is cut where it is first held, by the author's name: mesh axis to the axis of it that is cut."""
         from tapestry.viz.explain import placed
@@ -111,6 +135,7 @@ class Compiled:
         return placed(self.build.plan, self.build.program)
 
     @property
+    @_of_build
     def transfers(self) -> list[dict[str, Any]]:
         """What devices send each other, in order: kind, tensor, bytes, when (simulated) and for how long."""
         from tapestry.viz.explain import document
@@ -118,17 +143,20 @@ class Compiled:
         return document(self.build)["steps"]
 
     @property
+    @_of_build
     def memory(self) -> dict[str, Any]:
         """Peak bytes per device, when and where the fullest one has it, and what lies there then."""
         from tapestry.viz.explain import document
 
         return document(self.build)["memory"]
 
+    @_of_build
     def check(self, feeds: Values | None = None) -> dict[str, Any]:
         """Run (on random inputs if none are given) and compare with onnxruntime: what ``tapestry run --check --json`` says."""
         given = self.random_feeds() if feeds is None else self._by_name(feeds)
         return run_checked(self.at_inputs(given), given, check=True)[1]
 
+    @_of_build
     def verify(self) -> dict[str, int]:
         """Every law checked once more, from the files that `save` writes: how often, by law.
 
@@ -141,6 +169,7 @@ class Compiled:
             self.save(Path(place) / "build", bundle=False)
             return saved_build.verify_build(Path(place) / "build")[1]
 
+    @_of_build
     def export(
         self, output: str | Path, format: str = "onnx", *, nearest: bool = False, copy_data: bool = False,
         into: str | Path | None = None, configuration: str = "tapestry",
@@ -161,6 +190,7 @@ class Compiled:
         )  # fmt: skip
         return formats.write(format, asked)
 
+    @_of_build
     def trace(self, file: str | Path) -> Path:
         """Write the simulated schedule, for https://ui.perfetto.dev."""
         from tapestry.viz import measured as trace
@@ -184,6 +214,7 @@ class Compiled:
         parts = (self.build, self.constants, self.kernels, self.laws, self.rewrites, self.evidence, files)
         store.write(Path(folder), *parts, more=sized_builds.files_of(self.sized) if self.sized else {})
 
+    @_of_build
     def at(self, sizes: Mapping[str, Any]) -> Compiled:
         """The plan at one size of each symbol that has several: formulas are evaluated, and kernels bound when it first runs.
 
@@ -202,6 +233,7 @@ class Compiled:
             raise TapestryError("the build is for one size", where=self.build.model, hint="compile with --shape SYMBOL=1..64")
         return self.sized.held(self.sized.named(given))
 
+    @_of_build
     def at_inputs(self, feeds: Values) -> Compiled:
         """The plan at the sizes of some inputs; of a build for one size the build itself.
 
@@ -210,6 +242,7 @@ class Compiled:
         """
         return self if self.sized is None else self._at(self.sized.sizes_of(shapes_of(feeds)))
 
+    @_of_build
     def prepare(self) -> None:
         """Compile the kernels of all sizes, and load the weights, before the first run does."""
         self._sessions().prepare()
@@ -228,6 +261,7 @@ class Compiled:
         out._session = session
         return out
 
+    @_of_build
     def planned(self, sizes: Sizes) -> Compiled:
         """The plan at sizes of the symbols that have several, in order; nothing is loaded.
 
@@ -239,21 +273,26 @@ class Compiled:
 
     def _of_region(self, k: int, build: store.Build) -> Compiled:
         assert self.sized is not None
-        return Compiled(build, self.sized.regions[k].derived, self.kernels, self.laws, self.rewrites, self.evidence)
+        parts = (build, self.sized.regions[k].derived, self.kernels, self.laws, self.rewrites, self.evidence)
+        return Compiled(*parts, folder=self.folder)
 
     @property
+    @_of_build
     def session(self) -> Session:
         """The plan with its weights loaded."""
         if self._session is None:
             self._session = open_session(self.build, b"".join(self.constants.values()), libraries=self.libraries)
         return self._session
 
+    @_of_build
     def run(self, feeds: Mapping[str, Any]) -> dict[str, Any]:
         """Outputs by name, like an onnxruntime session: arrays, and lists for sequences; torch's tensors (on the CPU) where an
         input is one."""
-        outs = self.at_inputs(self._by_name(feeds)).session.run(feeds).outputs
+        given = self._by_name(feeds)
+        outs = self.at_inputs(given).session.run(given).outputs
         return {n: as_torch(a) for n, a in outs.items()} if any(map(has_torch, feeds.values())) else outs
 
+    @_of_build
     def __call__(self, *args: Any, **named: Any) -> Any:
         """Run on inputs in the order of `inputs`, or by name: one output alone, several in a tuple; by name where the module
         gives them so."""
@@ -267,11 +306,13 @@ class Compiled:
         return outs if self.report.get("by_name") else next(iter(outs.values())) if len(outs) == 1 else tuple(outs.values())
 
     @property
+    @_of_build
     def inputs(self) -> dict[str, Port]:
         """What the plan takes, by name and in order."""
         return self._ports(self.build.plan.graph.inputs)
 
     @property
+    @_of_build
     def outputs(self) -> dict[str, Port]:
         """What the plan gives, by name and in order."""
         return self._ports(self.build.plan.graph.outputs)
@@ -290,8 +331,9 @@ class Compiled:
         if not isinstance(cast(object, feeds), Mapping):
             first = next(iter(self.build.plan.graph.inputs), "x")
             raise TapestryError(f"inputs are given by name, not as a {type(feeds).__name__}", hint=f"run({{'{first}': …}})")
-        return feeds
+        return {printable(n): a for n, a in feeds.items()}
 
+    @_of_build
     def random_feeds(self, seed: int = 0) -> dict[str, Any]:
         """Random inputs that the model accepts."""
         return random_feeds(self.build.plan.graph, seed)
@@ -352,15 +394,25 @@ def load(folder: str | Path, model: str | Path | None = None) -> Compiled:
     Raises:
         BuildError: it is not a build directory, or not what its hashes say.
     """
-    build, laws = store.read(Path(folder), None if model is None else Path(model))
-    data = (Path(folder) / "constants.bin").read_bytes()
-    if largest_constant(build) != len(data):
-        raise BuildError("constants.bin has another size than the plan says", where=str(folder))
-    constants = {t: data[o : o + n] for t, (o, n) in build.constants.items()}
-    kernels = {p.name: p.read_text() for p in sorted((Path(folder) / "kernels").glob("*.py"))}
-    rewrites = (Path(folder) / store.REWRITES).read_bytes() if (Path(folder) / store.REWRITES).is_file() else b""
-    evidence = build.report.get("certificate", {}).get("evidence", ())
-    return Compiled(build, constants, kernels, laws, rewrites, evidence, sized=sized_builds.read_sizes(Path(folder), build))
+    with unusable(str(folder)):
+        build, laws = store.read(Path(folder), None if model is None else Path(model))
+        data = (Path(folder) / "constants.bin").read_bytes()
+        if largest_constant(build) != len(data):
+            raise BuildError("constants.bin has another size than the plan says", where=str(folder))
+        constants = {t: data[o : o + n] for t, (o, n) in build.constants.items()}
+        kernels = {p.name: p.read_text() for p in sorted((Path(folder) / "kernels").glob("*.py"))}
+        rewrites = (Path(folder) / store.REWRITES).read_bytes() if (Path(folder) / store.REWRITES).is_file() else b""
+        evidence = build.report.get("certificate", {}).get("evidence", ())
+        return Compiled(
+            build,
+            constants,
+            kernels,
+            laws,
+            rewrites,
+            evidence,
+            sized=sized_builds.read_sizes(Path(folder), build),
+            folder=str(folder),
+        )
 
 
 def open_session(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Generator, Iterable
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from difflib import get_close_matches
 
 from tapestry import quoting
@@ -150,3 +150,9 @@ def refusing(kind: type[TapestryError], what: str, where: str, hint: str) -> Gen
             raise MemoryError from e
         why = " ".join(f"{type(e).__name__}: {e}".split())[:300]
         raise kind(what, where=where, why=why, hint=hint) from e
+
+
+def unusable(build: str) -> AbstractContextManager[None]:
+    """The net under what reads a build that nobody verified."""
+    hint = "tapestry verify, and compile the model again; if that does not help, it is a bug"
+    return refusing(BuildError, "the build cannot be used", build, hint)

@@ -19,7 +19,7 @@ from typing import Any, TextIO
 from tapestry import arguments
 from tapestry.cli import building, outcome, rewriting
 from tapestry.cli.outcome import Outcome
-from tapestry.errors import BuildError, ModelError, RunError, TapestryError, absent, refusing, similar
+from tapestry.errors import BuildError, ModelError, RunError, TapestryError, absent, similar, unusable
 from tapestry.plugins import tool
 
 FLAG = re.compile(r"--[a-z-]+")
@@ -190,10 +190,7 @@ def _load_operators(args: argparse.Namespace) -> None:
 
 def _reading(args: argparse.Namespace) -> AbstractContextManager[None]:
     """The net under commands that read a build: its plan may be one that nobody verified."""
-    if not hasattr(args, "build"):
-        return nullcontext()
-    what, hint = "the build cannot be used", "tapestry verify, and compile the model again; if that does not help, it is a bug"
-    return refusing(BuildError, what, str(args.build), hint)
+    return unusable(str(args.build)) if hasattr(args, "build") else nullcontext()
 
 
 def _failed(e: TapestryError, text: str, out: TextIO | None) -> int:
