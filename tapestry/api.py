@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence, Sized
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -351,9 +352,10 @@ def compile(model: Any, *example_inputs: Any, **choices: Unpack[Choices]) -> Com
     Raises:
         TapestryError: with what, where, why and what to try.
     """
+    began = time.perf_counter()
     from tapestry.doors import compiling
 
-    done, source, sized = compiling.planned(model, compiling.with_inputs(choices, example_inputs))
+    done, source, sized = compiling.planned(model, compiling.with_inputs(choices, example_inputs), began)
     build = done.build if (state := choices.get("state")) is None else _with_state(done.build, state)
     if source.named:
         build = replace(build, report={**build.report, "by_name": True})

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import time
 import tomllib
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
 from tapestry.errors import TapestryError
+
+STARTED = time.perf_counter()  # about when the process did: the package imports this first
 
 
 def debug_level() -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import re
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
@@ -31,7 +32,8 @@ def option(flag: str, help: str, default: Any = None, *, like: str = "", **how: 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     """What one compilation is asked for; a comment says who reads what is not the pipeline's. ``interrupt`` ends the search
-    with the best plan so far, ``found`` is told of plans, values that are ``kept`` are computed whatever is known of them."""
+    with the best plan so far, ``found`` is told of plans, values that are ``kept`` are computed whatever is known of them,
+    ``began`` is when on the clock of `time.perf_counter`."""
 
     model: Path
     # fmt: off
@@ -102,6 +104,7 @@ class Options:
     # fmt: on
     interrupt: threading.Event = field(default_factory=threading.Event)
     found: Found | None = None
+    began: float = field(default_factory=time.perf_counter)
     kept: frozenset[str] = frozenset()
 
 

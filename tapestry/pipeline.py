@@ -105,12 +105,11 @@ def compile_model(options: Options, report: Report = unreported) -> Compiled:
 
 def begun(options: Options, report: Report) -> Runner:
     """The model lifted and constrained: all passes before the search."""
-    start = time.perf_counter()
     ort_session.ready()  # for the comparison with the model's file
     check_names(options.print_after, _passes(options))
     with plugins.taking_part() as parts:
         at = asked(options)
-    runner = Runner(at=at, report=report, began=start, print_after=options.print_after, plugins=parts)
+    runner = Runner(at=at, report=report, began=options.began, print_after=options.print_after, plugins=parts)
     runner.run(_passes_between(None, passes.resume, _passes(options)))
     return runner
 
@@ -146,6 +145,8 @@ def finished(runner: Runner, more: Mapping[str, Any] | None = None) -> Compiled:
             runner.run(_passes_between(passes.simplify, passes.resume, _passes(runner.at.options)))
             searched(runner, runner.at.options)
     at, build = runner.at, build_report.build_of(runner.at)
+    if at.options.found:
+        at.options.found(at.plan.objective, at.plan.bound)
     document = {**build_report.document(runner, build), **(more or {})}
     document["plugins"] = [p.data() for p in sorted(runner.plugins)]
     evidence = document["certificate"]["evidence"] = [at.evidence, *plugin_evidence(runner.plugins)]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from tapestry import arguments, options
+from tapestry import arguments, flags, options
 from tapestry.arguments import shapes
 from tapestry.cli.outcome import Outcome, bar
 from tapestry.errors import TapestryError, some
@@ -39,6 +40,8 @@ def compile_model(args: argparse.Namespace) -> Outcome:
         given: dict[str, Any] = {name: getattr(args, name) for name in options.FLAGS} | {"shapes": shapes(args.shapes)}
         build = api.compile(args.model, **given, interrupt=interrupts.asked, progress=report, found=watch.found)
         report("write", "write")
+        seconds = {**build.report["seconds"], "total": round(time.perf_counter() - flags.STARTED, 4)}  # imports as well
+        build.build = replace(build.build, report={**build.report, "seconds": seconds})
         build.save(args.output, bundle=args.bundle or None)
     if build.report["search"]["interrupted"]:
         gap = build.report["gap"]

@@ -6,6 +6,7 @@ A module of its own, so that loading and running a build imports no compiler.
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +43,8 @@ def with_inputs(choices: Choices, positional: tuple[Any, ...]) -> Choices:
     return {**choices, "example_inputs": given}
 
 
-def planned(model: Any, choices: Choices) -> tuple[pipeline.Compiled, Opened, SizedBuild | None]:
-    """The plan, the model's file, and the plans of all sizes where there are several.
+def planned(model: Any, choices: Choices, began: float) -> tuple[pipeline.Compiled, Opened, SizedBuild | None]:
+    """The plan, the model's file, and the plans of all sizes where there are several; ``began`` is when it was asked for.
 
     Raises:
         TapestryError: with what, where, why and what to try.
@@ -52,7 +53,7 @@ def planned(model: Any, choices: Choices) -> tuple[pipeline.Compiled, Opened, Si
     load_operators(*map(Path, several(choices.get("ops"))))
     source = opened_source(model, choices.get("example_inputs"), choices.get("dynamic_shapes"))
     progress = choices.get("progress", lambda phase, name: None)
-    asked = options(source, choices)
+    asked = replace(options(source, choices), began=began)
     if (chip := CHIP_OF.get(asked.topology)) and asked.target == "torch-cpu":
         log.warning("planned for %s, with kernels for torch-cpu: target triton:%s makes the GPU's", asked.topology, chip)
     machine_count = tool("machines")

@@ -157,7 +157,9 @@ def _solved(form: Form, problems: Sequence[Problem], task: Task, budget: Budget,
         result: PricedPlan | TooBig = cheapest(problems, budget.share(FIRST), task.start, upper)
     except TooBig as e:
         result = e
-    return Candidate(form=form, result=result, scope=Scope().and_form(form, result, problems))
+    scope = Scope().and_form(form, result, problems)
+    budget.meter.floor = min(budget.meter.floor, scope.bound)
+    return Candidate(form=form, result=result, scope=scope)
 
 
 def try_other_forms(candidate: Candidate, graph: Graph, task: Task, budget: Budget) -> Candidate:

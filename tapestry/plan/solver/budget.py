@@ -32,11 +32,13 @@ class OutOfTime(Exception):
 class Meter:
     """Units of work that were done, the least seconds of the plans that were found, and who is told of them.
 
-    ``history`` has the plans that were better than those before, or better bounded: (work, seconds, bound).
+    ``history`` has the plans that were better than those before, or better bounded: (work, seconds, bound). A bound is of all
+    forms of the graph that were looked at: ``floor`` is the least one of those that are done.
     """
 
     spent: float = 0.0
     least: float = math.inf
+    floor: float = math.inf
     seen: Found = unseen
     history: list[tuple[float, float, float]] = field(default_factory=list[tuple[float, float, float]])
 
@@ -75,7 +77,7 @@ class Budget:
 
     def found(self, seconds: float, bound: float) -> None:
         """Remember a plan that could be taken, and tell whoever watches."""
-        self.meter.least = min(self.meter.least, seconds)
+        self.meter.least, bound = min(self.meter.least, seconds), min(bound, self.meter.floor)
         last = self.meter.history[-1:]
         if not last or seconds < last[0][1] or (seconds == last[0][1] and bound > last[0][2]):
             self.meter.history.append((self.meter.spent, seconds, bound))
