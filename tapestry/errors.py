@@ -67,7 +67,7 @@ def similar(word: str, known: Iterable[str], most: int = 12) -> str:
     """What to try in place of a word that is not known: the one that it resembles, else those that there are, if few."""
     there = list(known)
     close = get_close_matches(word, there, 1)
-    return f"'{close[0]}' is similar" if close else f"one of {', '.join(there)}" if len(there) <= most else ""
+    return f"'{close[0]}' is similar" if close else f"one of {', '.join(there)}" if 0 < len(there) <= most else ""
 
 
 def some(n: int, what: str) -> str:

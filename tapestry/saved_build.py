@@ -169,7 +169,8 @@ def _differs(written: Mapping[str, bytes], name: str, source: str) -> str:
 
 
 def emit_kernels(folder: Path, output: Path, target: str, report: Callable[[int, int], None]) -> dict[str, Any]:
-    """Sources, compiled objects and a resource table of a build's kernels, written in one step; returns the document.
+    """Sources, compiled objects and a resource table of a build's kernels, written in one step; returns the document. Of a
+    build for this machine's processor also the C that is generated for it.
 
     Kernels are those that a GPU runs: as the build has them measured, else the first candidate with sound machine code.
 
@@ -201,6 +202,11 @@ def emit_kernels(folder: Path, output: Path, target: str, report: Callable[[int,
                 files[f"{row['kernel']}.{kind}"] = text if isinstance(text, bytes) else str(text).encode()
         rows += of_kernel
     opaque = kernel_sources.without_kernel(graph)
+    if build.target == "torch-cpu":
+        from tapestry.codegen.torch_cpu.c import print_c
+
+        kernel_sources.chosen_kernels(graph, build.program, build.target)
+        files |= {"kernels.c": print_c.registered().encode()} if print_c.registered() else {}
     model = summary(rows, list(opaque), build.report.get("unfused", {}))
     document = {"target": target, "precision": build.precision, "kernels": rows, "model": model, "opaque": opaque}
     files["resources.json"] = json.dumps(document, indent=1).encode()

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from math import prod
 
-from tapestry.errors import PlanError
+from tapestry.errors import PlanError, similar
 from tapestry.ir.author_names import dim_names, matches, operation_names, weight_names
 from tapestry.ir.author_names import parts as parts_of_model
 from tapestry.ir.graph import Block, Graph, Op, Opaque, Split
@@ -124,7 +124,7 @@ def _axes(text: str, parts: str | None, mesh: Mesh, whole: str) -> list[int]:
     axes = text.split("+")
     unknown = [a for a in axes if a not in names]
     if unknown:
-        raise PlanError(f"there is no mesh axis '{unknown[0]}'", where=f"'{whole}'", hint=f"one of {', '.join(names)}")
+        raise PlanError(f"there is no mesh axis '{unknown[0]}'", where=f"'{whole}'", hint=similar("", names) or "a --mesh")
     found = sorted(names.index(a) for a in axes)
     size = prod(mesh[a].size for a in found)
     if parts is not None and size != int(parts):

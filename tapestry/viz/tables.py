@@ -27,7 +27,7 @@ def compiled(report: Mapping[str, Any]) -> RenderableType:
     facts.add_column(style="bold")
     facts.add_column()
     size = f"{some(report['nodes'], 'node')} → {some(report['ops'], 'operation')}"
-    facts.add_row("model", f"{size} → {report['signatures']} distinct signatures")
+    facts.add_row("model", f"{size} → {some(report['signatures'], 'distinct signature')}")
     gap = f"gap {report['gap']:.2%}{proof(report)}"
     costs = f"objective {duration(report['objective_s'])}, lower bound {duration(report['lower_bound_s'])}"
     facts.add_row("plan", f"{costs}, {gap}")

@@ -419,6 +419,11 @@ def function(name: str, compiles: bool = True) -> Any:
         return _known.get(name)
 
 
+def registered() -> str:
+    """A source file of all functions that this process has generated; nothing where there is none."""
+    return _file(_texts) if _texts else ""
+
+
 def compile_waiting() -> None:
     """Compile the functions that were registered last and wait."""
     waiting = next((n for n in reversed(_texts) if n not in _known), None)
@@ -440,12 +445,16 @@ def _compile(bodies: dict[str, str]) -> dict[str, Any]:
     return found
 
 
+def _file(bodies: Mapping[str, str]) -> str:
+    texts = ("BRANCHES " * reads_under_conditions(body) + _c_function(n, body) for n, body in bodies.items())
+    return BRANCHES + PRELUDE + "".join(texts)
+
+
 def _make(bodies: dict[str, str], places: Path) -> None:
     """Compile functions into one library, and put a link to it at the place of each."""
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "maps.c"
-        texts = ("BRANCHES " * reads_under_conditions(body) + _c_function(n, body) for n, body in bodies.items())
-        source.write_text(BRANCHES + PRELUDE + "".join(texts))
+        source.write_text(_file(bodies))
         library = native.compiled([source], (*FLAGS, "-lm"))
     places.mkdir(exist_ok=True, mode=0o700)
     with tempfile.TemporaryDirectory(dir=places) as scratch:

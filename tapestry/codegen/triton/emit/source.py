@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from math import prod
 
 from tapestry.codegen.triton.emit.emit_dot import Parts, emit_dot, emit_reduce, in_parts
 from tapestry.codegen.triton.emit.emit_stream import emit_folded, emit_gather, emit_map, emit_rows, emit_scan, emit_stream
@@ -35,13 +36,15 @@ _FIELDS = {
 }  # fmt: skip
 
 
-def header(graph: Graph, kernel: Kernel, found: KernelForm, name: str, config: KernelConfig, target: str) -> list[str]:
-    """What the kernel is: nodes, operation, block, each buffer with its bytes, work, precision and config."""
+def header(
+    graph: Graph, kernel: Kernel, found: KernelForm, launches: Sequence[Pass], config: KernelConfig, target: str
+) -> list[str]:  # fmt: skip
+    """What the kernel is: nodes, operation, block, each buffer with its bytes, grid, work, precision and config."""
     op, task = graph.ops[kernel.op], found.task
     assert isinstance(op, Block)
     space = op.dims if task.mode == "finish" else op.space
     block = ", ".join(f"{d.name} {lo}:{hi}" for d, (lo, hi) in zip(space, kernel.block, strict=True))
-    lines = [f"{name}: {task.mode}" + (f" of {', '.join(op.source)}" if op.source else ""), ""]
+    lines = [f"{launches[-1].function}: {task.mode}" + (f" of {', '.join(op.source)}" if op.source else ""), ""]
     lines += [*op_text(op, graph).splitlines(), "", f"block  [{block}] of {points(task.dims + task.reduce):,} points"]
     for p in task.reads:
         read, box = op.reads[p], kernel.ins[p]
@@ -52,10 +55,11 @@ def header(graph: Graph, kernel: Kernel, found: KernelForm, name: str, config: K
         lines.append(f"reads  {a.tensor} from {_buffer(kernel.outs[0], a.dtype)}")
     for a, box in zip(task.outs, kernel.outs, strict=True):
         lines.append(f"writes {a.tensor} to {_buffer(box, a.dtype)}")
+    lines += [f"grid   {prod(p.grid):,} programs of {p.num_warps} warps: {p.function}" for p in launches]
     work = work_of(graph, kernel, found)
     lines.append(f"work   {work.matrix_flops:,} FLOPs of products, {work.other_flops:,} others, {work.bytes:,} bytes at least")
-    if (math := precision_text(found)) is not None:
-        lines.append(f"math   {math}")
+    if (precise := precision_text(found)) is not None:
+        lines.append(f"math   {precise}")
     shown = (*_FIELDS[found.kind], "num_warps", "num_stages")
     lines.append(f"knobs  {', '.join(f'{n} {v}' for n, v in asdict(config).items() if n in shown)} for {target}")
     return [f"# {printable(line)}".rstrip() for line in lines]
@@ -179,7 +183,7 @@ def generate(
         made.append((held, written, replace(launch, grid=(0,)) if none else launch))
     names = {p: n for held, _, _ in made[len(copied) :] for p, n in held.reads.items()}
     last = made[-1][0]
-    lines = [*header(graph, kernel, found, made[-1][2].function, chosen, target), *_module(made)]
+    lines = [*header(graph, kernel, found, [launch for _, _, launch in made], chosen, target), *_module(made)]
     scratch = (*(found.packed.scratch if found.packed is not None and copied else ()), *(parts.scratch if parts else ()))
     return TritonKernel(
         name=made[-1][2].function, source="\n".join(lines) + "\n", reads=buffers.positions, passes=tuple(p for _, _, p in made),
