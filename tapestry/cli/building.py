@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ from tapestry.arguments import shapes
 from tapestry.cli.outcome import Outcome, bar
 from tapestry.errors import TapestryError, some
 from tapestry.plugins import tool
+from tapestry.quoting import printable
 
 if TYPE_CHECKING:
     from tapestry import api
@@ -194,13 +196,14 @@ def run(args: argparse.Namespace) -> Outcome:
     compiled = api.load(args.build, args.model)
     compiled.libraries = args.library
     given = _inputs(args.input)
-    if args.shapes:
-        compiled = compiled.at(shapes(args.shapes))
-    elif given:
-        compiled = compiled.at_inputs(given)
+    with _said_of_files(args.input):
+        if args.shapes:
+            compiled = compiled.at(shapes(args.shapes))
+        elif given:
+            compiled = compiled.at_inputs(given)
     feeds = compiled.random_feeds(args.seed) | given
     random = made_up(compiled.build.plan.graph, given, args.seed, _tell)
-    with bar(args, "run") as report:
+    with bar(args, "run") as report, _said_of_files(args.input):
         if args.schedule is None:
             result, document = api.run_checked(compiled, feeds, check=args.check, progress=report)
         else:
@@ -211,6 +214,17 @@ def run(args: argparse.Namespace) -> Outcome:
 
         write_outputs(args.output, result.outputs)
     return Outcome(document, lambda: tables.show(tables.ran(document)), status=0 if document["passed"] else 1)
+
+
+@contextmanager
+def _said_of_files(items: Sequence[str]) -> Generator[None]:
+    """What is wrong with an input is said of the file that it came from."""
+    try:
+        yield
+    except TapestryError as e:
+        names = ((printable(name), file) for name, _, file in (i.rpartition("=") for i in items))
+        e.where = e.where or next((file for name, file in names if f"'{name}'" in e.what), "")
+        raise
 
 
 def _tell(text: str) -> None:
@@ -240,7 +254,7 @@ def _inputs(items: list[str]) -> dict[str, Any]:
         if not eq:
             raise TapestryError(f"'{item}' is not name=file.npy", where="--input")
         try:
-            out[name] = np.load(file, allow_pickle=False)
+            out[printable(name)] = np.load(file, allow_pickle=False)
         except (OSError, ValueError, EOFError) as e:
             raise TapestryError(f"not an array: {e}", where=file, hint="a .npy file written by numpy.save") from None
     return out

@@ -202,7 +202,9 @@ def check_feeds(feeds: Mapping[str, Any], wanted: list[Tensor]) -> dict[str, Any
         except (ValueError, TypeError, RuntimeError, BufferError) as e:
             raise TapestryError(f"input '{t.name}' is no array: {e}") from None
         if a.shape != t.shape or a.dtype != numpy_dtype(t.dtype):
-            raise TapestryError(f"input '{t.name}' is {a.dtype}{list(a.shape)}, not {DTYPES[t.dtype][1]}{list(t.shape)}")
+            what = f"input '{t.name}' is {a.dtype}{list(a.shape)}, not {DTYPES[t.dtype][1]}{list(t.shape)}"
+            cast_it = a.shape == t.shape and a.dtype != numpy_dtype(t.dtype)
+            raise TapestryError(what, hint=f"x.astype('{DTYPES[t.dtype][1]}')" if cast_it else "an array of that shape")
         out[t.name] = a
     return out
 
