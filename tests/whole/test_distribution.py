@@ -39,7 +39,8 @@ def test_a_wheel_has_every_file_of_the_package_and_a_licence(made):
 
 def test_an_sdist_has_them_too(made):
     (sdist,) = made.glob("*.tar.gz")
-    names = {n.partition("/")[2] for n in tarfile.open(sdist).getnames()}
+    with tarfile.open(sdist) as archive:
+        names = {n.partition("/")[2] for n in archive.getnames()}
     assert ours() | {"README.md", "LICENSE", "pyproject.toml", "CHANGELOG.md"} <= names
 
 
