@@ -29,6 +29,8 @@ import onnx.defs
 import onnx.inliner
 from onnx import GraphProto, ModelProto, NodeProto
 
+from tapestry import processes
+
 NO_ENTRIES: Mapping[str, str] = MappingProxyType({})
 NOWHERE, LINE = subprocess.DEVNULL, 64  # an array begins with a line of the cache
 _lock = threading.RLock()
@@ -145,7 +147,7 @@ def ready() -> Connection:
     ours, theirs = Pipe()
     code = f"import sys; sys.path[:] = {sys.path!r}; from tapestry.onnx_eval.ort_session import serve; serve({theirs.fileno()})"
     with theirs:  # (in a group of its own: an interrupt is for us to answer)
-        process = subprocess.Popen(  # noqa: S603 (our own words)
+        process = processes.started(
             [sys.executable, "-c", code], stdin=NOWHERE, stdout=NOWHERE, stderr=NOWHERE, start_new_session=True,
             pass_fds=[theirs.fileno()],
         )  # fmt: skip

@@ -25,6 +25,7 @@ import onnx
 from google.protobuf.message import Message
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, TypeProto, numpy_helper, onnx_cpp2py_export
 
+from tapestry import processes
 from tapestry.errors import ModelError, TapestryError
 from tapestry.lift.file.protos import (
     AFTER,
@@ -203,7 +204,7 @@ def _started() -> tuple[subprocess.Popen[bytes], socket.socket]:
     command = [sys.executable, "-I", "-S", inference_process.__file__, onnx_cpp2py_export.__file__]
     with there:
         try:  # a session of its own: what a terminal interrupts is the user's command
-            process = subprocess.Popen(  # noqa: S603
+            process = processes.started(
                 command, stdin=there.fileno(), stdout=there.fileno(), stderr=subprocess.DEVNULL, start_new_session=True
             )
         except OSError as e:

@@ -23,6 +23,7 @@ from pathlib import Path
 from tapestry import flags
 from tapestry.plan.topology import topology
 from tapestry.plan.topology.fabric import BUSY, doubtful
+from tapestry.processes import started
 
 log = logging.getLogger("tapestry")
 AUTO = "auto"
@@ -73,8 +74,12 @@ def _measure(path: Path, processes: int) -> None:
     log.warning("measuring this machine for --topology %s (%s)", AUTO, path)
     command = [sys.executable, "-m", "tapestry", "calibrate", "--auto", "--processes", str(processes), "-q"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False, env=flags.alone())  # noqa: S603
-        why = done.stderr.strip().splitlines()[-1:] if done.returncode else []
+        with started(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=flags.alone()) as process:
+            try:
+                said = process.communicate(timeout=PATIENCE)[1]
+            finally:
+                process.kill()
+        why = said.strip().splitlines()[-1:] if process.returncode else []
     except subprocess.TimeoutExpired:
         why = [f"nothing after {PATIENCE} s"]
     if why:

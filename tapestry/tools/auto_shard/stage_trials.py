@@ -19,6 +19,7 @@ from tapestry.errors import TapestryError
 from tapestry.interop import annotation_rules
 from tapestry.lift.file.structure import check_structure, load
 from tapestry.plugins import tool
+from tapestry.processes import end_with_parent
 from tapestry.tools.auto_shard import auto_shard
 from tapestry.tools.auto_shard.auto_shard import Options, Trial
 
@@ -61,7 +62,7 @@ class StageTrials:
         if self._pool is None:
             # not fork: the parent may have threads of numpy's or torch's, which do not survive it
             context = multiprocessing.get_context("spawn")
-            self._pool = ProcessPoolExecutor(self.options.processes, mp_context=context)
+            self._pool = ProcessPoolExecutor(self.options.processes, context, end_with_parent)
         return [*self._pool.map(compiled, jobs)]
 
     def _job(self, scheme: Sequence[int]) -> Job:

@@ -30,6 +30,7 @@ from tapestry.errors import RunError, TapestryError
 from tapestry.ir.kernel import Box
 from tapestry.ir.symbolic_plan import Sizes
 from tapestry.onnx_eval.opaque_node import HostValue
+from tapestry.processes import started
 from tapestry.runtime.processes import distributed
 from tapestry.runtime.session import KEPT, Session, SizedSessions, shapes_of
 from tapestry.runtime.target_protocol import Array
@@ -105,7 +106,7 @@ class Ranks:
         try:
             self.places = SharedPlaces([m.widest for m in members], memory)
             command = [sys.executable, "-m", "tapestry.tools.serving.rank_engine", msgspec.json.encode(order).decode()]
-            process = subprocess.Popen(command, pass_fds=given, start_new_session=True, stdin=subprocess.DEVNULL)  # noqa: S603
+            process = started(command, pass_fds=given, start_new_session=True, stdin=subprocess.DEVNULL)
         except BaseException:
             os.close(report)
             for ours, _ in ends:
