@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from tapestry import flags
-from tapestry.errors import TapestryError
-from tapestry.plugins import tool
+from tapestry import interrupts
+
+interrupts.at_start()
+
+from tapestry import flags  # noqa: E402
+from tapestry.errors import TapestryError  # noqa: E402
+from tapestry.plugins import tool  # noqa: E402
 
 if TYPE_CHECKING:
     from tapestry.api import Compiled, compile, from_pretrained, load

@@ -27,7 +27,7 @@ def compile_model(args: argparse.Namespace) -> Outcome:
     """``tapestry compile``: find, verify and write a plan."""
     from tapestry import api
     from tapestry.build import store
-    from tapestry.cli.outcome import Interrupts
+    from tapestry.interrupts import Interrupts
     from tapestry.pipeline import PASSES
     from tapestry.viz import progress, tables
 

@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, TextIO
 
-from tapestry import arguments
+from tapestry import arguments, interrupts
 from tapestry.cli import building, outcome, rewriting
 from tapestry.cli.outcome import Outcome
 from tapestry.errors import BuildError, ModelError, RunError, TapestryError, absent, similar, unusable
@@ -75,18 +75,35 @@ COMMANDS: dict[str, tuple[Command | str, Sequence[Arguments], str]] = {
 
 def main(argv: list[str] | None = None) -> int:
     """Run a command; never a traceback for what the user can mend."""
+    return interrupts.ending(_last) if argv is None else _main(argv, last=False)
+
+
+def _last() -> int:
+    """The status of the process's own command, whose output nobody may read to its end."""
+    try:
+        try:
+            return _main(sys.argv[1:], last=True)
+        finally:
+            for stream in filter(None, (sys.stdout, sys.stderr)):
+                stream.flush()
+    except BrokenPipeError:  # of either; nothing must be written to it at exit
+        for number in (1, 2):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), number)
+        return 141
+
+
+def _main(words: Sequence[str], *, last: bool) -> int:
     for stream in (sys.stdout, sys.stderr):  # a terminal that has no such letter gets another one
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
-    words = sys.argv[1:] if argv is None else argv
     try:
         args = parsed(words)
     except TapestryError as e:
         return _failed(e, e.text(), sys.stdout if "--json" in words else None)
     level = logging.ERROR if args.quiet else logging.INFO if args.verbose else logging.WARNING
     logging.basicConfig(level=level, format="%(message)s", stream=sys.stderr)
-    with arguments.one_document(args.json, for_good=argv is None) as out:
-        return _run(args, out, last=argv is None)
+    with arguments.one_document(args.json, for_good=last) as out:
+        return _run(args, out, last=last)
 
 
 def _run(args: argparse.Namespace, out: TextIO, *, last: bool) -> int:

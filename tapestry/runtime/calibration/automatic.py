@@ -76,7 +76,7 @@ def _measure(path: Path, processes: int) -> None:
     try:
         with started(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=flags.alone()) as process:
             try:
-                said = process.communicate(timeout=PATIENCE)[1]
+                said: str = process.communicate(timeout=PATIENCE)[1]
             finally:
                 process.kill()
         why = said.strip().splitlines()[-1:] if process.returncode else []

@@ -14,7 +14,7 @@ import time
 import pytest
 
 import tapestry
-from tapestry.cli.outcome import Interrupts
+from tapestry.interrupts import Interrupts
 from tapestry.errors import PlanError
 from tapestry.ir.program import peak_bytes
 from tapestry.plan.search.planner import search
