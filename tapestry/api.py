@@ -100,6 +100,19 @@ class Compiled:
     _session: Session | None = field(default=None, init=False)
     _sizes: SizedSessions | None = field(default=None, init=False)
 
+    def __copy__(self) -> Compiled:
+        return replace(self)  # without its session, which would hold two runs in one memory
+
+    def __deepcopy__(self, memo: object) -> Compiled:
+        return replace(self)  # nothing else of it changes
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For pickle: the files that `save` writes. Those of the model are among them where it has none of its own."""
+        with tempfile.TemporaryDirectory(prefix="tapestry-pickle-") as place:
+            self.save(folder := Path(place) / "build")
+            files = {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+        return _unpickled, (files, self.source is not None and self.source.owned, self.printed, self.libraries)
+
     @property
     def report(self) -> Mapping[str, Any]:
         """The document that ``tapestry compile --json`` prints."""
@@ -415,6 +428,17 @@ def load(folder: str | Path, model: str | Path | None = None) -> Compiled:
             sized=sized_builds.read_sizes(Path(folder), build),
             folder=str(folder),
         )
+
+
+def _unpickled(files: Mapping[str, bytes], owned: bool, printed: Mapping[str, str], libraries: bool) -> Compiled:
+    from tapestry.doors.choices import Opened
+
+    folder = Path(tempfile.mkdtemp(prefix="tapestry-model-")) / "build"
+    place = Opened(folder, owned=True)  # goes with the object whose model lies there, otherwise now
+    for name, data in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(data)
+    return replace(load(folder), printed=printed, libraries=libraries, source=place if owned else None)
 
 
 def open_session(
