@@ -55,7 +55,7 @@ from tapestry.lift.normalize.libraries import ir, optimizer, passes
 from tapestry.lift.normalize.unroll import LEVELS, STEPS, StepTypes, unroll
 from tapestry.lift.own_operators import own_types
 from tapestry.onnx_eval.opaque_node import RANDOM
-from tapestry.onnx_eval.ort_session import inlined
+from tapestry.onnx_eval.ort_session import inlined, nested
 from tapestry.onnx_eval.reference_fixes import HALVES, SUMMING
 
 # Sequences that only stand between a tensor and its pieces, as torch's exporter writes ``split`` and ``unbind``.
@@ -219,10 +219,10 @@ def infer(model: ModelProto, hints: Mapping[str, TypeProto] | None = None) -> Ty
         try:
             types = _infer_once(model, hints)
         except Contradiction:
-            if not _forget_bodies(model):
-                raise
-            types = _infer_once(model, hints)
-            log.warning("sizes that the bodies of nodes declare are wrong, and not used")
+            stale = _forget_bodies(model)
+            types = _infer_once(model, hints, branches=True)
+            if stale:
+                log.warning("sizes that the bodies of nodes declare are wrong, or of branches never taken, and not used")
         found = ml_types(model, types) | own_types(model, types) | foreign_types(model, types)
         more = {n: t for n, t in found.items() if n not in hints}
         if not more:
@@ -230,10 +230,10 @@ def infer(model: ModelProto, hints: Mapping[str, TypeProto] | None = None) -> Ty
         hints |= more
 
 
-def _infer_once(model: ModelProto, hints: Mapping[str, TypeProto]) -> Types:
+def _infer_once(model: ModelProto, hints: Mapping[str, TypeProto], *, branches: bool = False) -> Types:
     bare = ModelProto()
     bare.CopyFrom(model)
-    del bare.graph.value_info[:]
+    _forget_declared(bare.graph)
     bare.graph.value_info.extend(onnx.helper.make_value_info(n, t) for n, t in hints.items())
     for node in bare.graph.node:
         name_cache(node)
@@ -250,7 +250,12 @@ def _infer_once(model: ModelProto, hints: Mapping[str, TypeProto]) -> Types:
     try:
         done = infer_shapes(bare, check_type=True, strict_mode=True, data_prop=False)
     except InferenceError as e:
-        raise contradiction(str(e), bare, _as_far_as_it_goes(bare) | folded) from None
+        untouched = ModelProto()
+        untouched.CopyFrom(bare)
+        settled = _with_branches_that_fit(bare, str(e)) if branches else None
+        if settled is None:
+            raise contradiction(str(e), untouched, _as_far_as_it_goes(untouched) | folded) from None
+        done = settled
     return _types(done.graph) | folded
 
 
@@ -265,6 +270,36 @@ def _forget_bodies(model: ModelProto) -> bool:
             if v.type.HasField("tensor_type"):
                 v.type.tensor_type.ClearField("shape")
     return found
+
+
+def _with_branches_that_fit(model: ModelProto, said: str) -> ModelProto | None:
+    """The model and its types where branches that these sizes contradict are not counted; they can never be taken.
+
+    Those that are taken all the same at a run, fail there. A branch that contradicts is exchanged for the other one, in the
+    model itself, from the inside to the outside.
+    """
+    for node in [n for n in reversed(nested(model.graph)) if n.op_type == "If" and n.name]:
+        branches = list(subgraphs(node))
+        for kept, other in (branches, branches[::-1]) if f"node name: {node.name})" in said else ():
+            before = GraphProto()
+            before.CopyFrom(other)
+            other.CopyFrom(kept)
+            try:
+                return infer_shapes(model, check_type=True, strict_mode=True, data_prop=False)
+            except InferenceError as e:
+                if f"node name: {node.name})" not in str(e):
+                    said = str(e)
+                    break
+                other.CopyFrom(before)
+    return None
+
+
+def _forget_declared(graph: GraphProto) -> None:
+    """Set aside what the file declares of values inside, those of bodies too: exporters write what they traced."""
+    del graph.value_info[:]
+    for node in nested(graph):
+        for body in subgraphs(node):
+            del body.value_info[:]
 
 
 def _as_far_as_it_goes(model: ModelProto) -> Types:

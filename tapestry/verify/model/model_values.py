@@ -115,7 +115,8 @@ class ModelFile:
     def of_sizes(self, node: NodeProto) -> bool:
         """Whether what a node reads has sizes, and whole numbers beside its first input, that no given value decides."""
         fixed, stack, seen = self.fixed(), list(node.input[:1]), set[str]()
-        if any(i and i not in fixed for i in node.input[1:]) and node.op_type not in PLAIN:
+        deciding = node.input[node.op_type != "If" :]  # of an If its first one decides already what is run
+        if any(i and i not in fixed for i in deciding) and node.op_type not in PLAIN:
             return False
         stack += [i for i in node.input[1:] if i]
         while stack:
