@@ -608,18 +608,17 @@ def _check(
     model: ModelFile | None, feeds: Values, outs: Values, allowed: Mapping[str, float], document: dict[str, Any],
     reference: tuple[str, Values] | None = None,
 ) -> None:  # fmt: skip
-    """Compare with the reference. Where that fails, ask how far two references are from each other, and say so."""
+    """Compare with the reference. Where that fails, ask how far each is from the exact values, and say so."""
     from tapestry.verify import interp
 
     document["reference"], expected = reference or interp.reference(cast("ModelFile", model), feeds)
-    spread: dict[str, float] | None = None
+    exact: dict[str, Any] | None = None
     for name, a in outs.items():
         difference = interp.compare_outputs(a, expected[name], allowed.get(name, 0.0))
         row, passed = document["outputs"][name], difference.passed
         row.update(max_abs_err=difference.max_abs_err, rel_err=difference.rel_err)
-        if not passed and difference.rel_err < interp.SPREAD_LIMIT and document["reference"] == "onnxruntime" and model:
-            spread = interp.spread(model, feeds, expected) if spread is None else spread
-            row["reference_spread"] = spread.get(name)
-            limit = min(interp.SPREAD_FACTOR * spread.get(name, 0.0), interp.SPREAD_LIMIT)
-            passed = difference.rel_err <= limit
+        if not passed and document["reference"] == "onnxruntime" and model:
+            exact = interp.exact(model, feeds, list(expected)) if exact is None else exact
+            if name in exact:
+                passed, row["reference_spread"] = interp.settle(a, expected[name], exact[name], allowed.get(name, 0.0))
         document["passed"] = document["passed"] and passed

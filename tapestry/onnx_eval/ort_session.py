@@ -237,7 +237,7 @@ def inlined(model: ModelProto) -> ModelProto:
         return onnx.inliner.inline_local_functions(model)
     out = ModelProto()
     out.CopyFrom(model)
-    while calls := [n for n in nested(out.graph) if (n.domain, n.op_type, n.overload) in functions]:
+    while calls := [n for n in _nested(out.graph) if (n.domain, n.op_type, n.overload) in functions]:
         for node in calls:  # (an attribute that is handed on from a call is there or not only now)
             given = {a.name for a in node.attribute}
             function = functions[node.domain, node.op_type, node.overload]
@@ -247,7 +247,7 @@ def inlined(model: ModelProto) -> ModelProto:
     return out
 
 
-def nested(graph: GraphProto) -> list[NodeProto]:
+def _nested(graph: GraphProto) -> list[NodeProto]:
     """The nodes of a graph and of the bodies in them."""
     found = list(graph.node)
     for node in found:  # grows

@@ -55,7 +55,7 @@ from tapestry.lift.normalize.libraries import ir, optimizer, passes
 from tapestry.lift.normalize.unroll import LEVELS, STEPS, StepTypes, unroll
 from tapestry.lift.own_operators import own_types
 from tapestry.onnx_eval.opaque_node import RANDOM
-from tapestry.onnx_eval.ort_session import inlined, nested
+from tapestry.onnx_eval.ort_session import inlined
 from tapestry.onnx_eval.reference_fixes import HALVES, SUMMING
 
 # Sequences that only stand between a tensor and its pieces, as torch's exporter writes ``split`` and ``unbind``.
@@ -278,7 +278,7 @@ def _with_branches_that_fit(model: ModelProto, said: str) -> ModelProto | None:
     Those that are taken all the same at a run, fail there. A branch that contradicts is exchanged for the other one, in the
     model itself, from the inside to the outside.
     """
-    for node in [n for n in reversed(nested(model.graph)) if n.op_type == "If" and n.name]:
+    for node in [n for n in nested(model.graph.node) if n.op_type == "If" and n.name][::-1]:
         branches = list(subgraphs(node))
         for kept, other in (branches, branches[::-1]) if f"node name: {node.name})" in said else ():
             before = GraphProto()
@@ -297,7 +297,7 @@ def _with_branches_that_fit(model: ModelProto, said: str) -> ModelProto | None:
 def _forget_declared(graph: GraphProto) -> None:
     """Set aside what the file declares of values inside, those of bodies too: exporters write what they traced."""
     del graph.value_info[:]
-    for node in nested(graph):
+    for node in nested(graph.node):
         for body in subgraphs(node):
             del body.value_info[:]
 

@@ -5,6 +5,7 @@ Where a value of onnxruntime's is doubted, the nodes behind it are asked again o
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -166,15 +167,19 @@ class ReferenceValues:
     """
 
     def __init__(
-        self, model: ModelFile, feeds: Mapping[str, Any], wanted: Collection[str], *, independent: bool = False
-    ) -> None:
+        self, model: ModelFile, feeds: Mapping[str, Any], wanted: Collection[str], *, independent: bool = False,
+        until: float | None = None,
+    ) -> None:  # fmt: skip
         """Run the model, keeping what is ``wanted`` of its values; ``independent``: by the ONNX reference where it can.
 
+        Args:
+            until: float32 is computed in float64, which may take until then (`time.monotonic`).
+
         Raises:
-            TapestryError: no evaluator runs it.
+            TapestryError: no evaluator runs it, or not in time.
             WrongSizes: it is of these sizes that onnxruntime does not.
         """
-        self.model, self.feeds, asked = model, dict(feeds), Asked()
+        self.model, self.feeds, self.until, asked = model, dict(feeds), until, Asked()
         names = [n for n in model.makers if n in wanted]
         apart = not model.floats().isdisjoint(SHORT)  # onnxruntime keeps float32 from node to node
         try:
@@ -219,6 +224,10 @@ class ReferenceValues:
         for node in _behind(self.model, names, values):
             ins = [*node.input, *outer_names(node)]
             arrays = [None if not i else values[i] if i in values else self.model.constant(i) for i in ins]
+            if self.until is not None:
+                if time.monotonic() > self.until:
+                    raise TapestryError("it takes too long", where=str(self.model.folder))
+                arrays = [a.astype(np.float64) if isinstance(a, np.ndarray) and a.dtype == np.float32 else a for a in arrays]
             try:
                 outs = run_node(node, self.model.opsets, arrays, independent, by, double=double)
             except opaque_node.Refused as e:

@@ -14,8 +14,8 @@ import time
 import pytest
 
 import tapestry
-from tapestry.interrupts import Interrupts
 from tapestry.errors import PlanError
+from tapestry.interrupts import Interrupts
 from tapestry.ir.program import peak_bytes
 from tapestry.plan.search.planner import search
 from tapestry.plan.solver.budget import SECOND, Budget
