@@ -75,10 +75,10 @@ COMMANDS: dict[str, tuple[Command | str, Sequence[Arguments], str]] = {
 
 def main(argv: list[str] | None = None) -> int:
     """Run a command; never a traceback for what the user can mend."""
-    return interrupts.ending(_last) if argv is None else _main(argv, last=False)
+    return interrupts.ending(_own) if argv is None else _main(argv, last=False)
 
 
-def _last() -> int:
+def _own() -> int:
     """The status of the process's own command, whose output nobody may read to its end."""
     try:
         try:
