@@ -233,7 +233,7 @@ def infer(model: ModelProto, hints: Mapping[str, TypeProto] | None = None) -> Ty
 def _infer_once(model: ModelProto, hints: Mapping[str, TypeProto], *, branches: bool = False) -> Types:
     bare = ModelProto()
     bare.CopyFrom(model)
-    _forget_declared(bare.graph)
+    del bare.graph.value_info[:]
     bare.graph.value_info.extend(onnx.helper.make_value_info(n, t) for n, t in hints.items())
     for node in bare.graph.node:
         name_cache(node)
@@ -292,14 +292,6 @@ def _with_branches_that_fit(model: ModelProto, said: str) -> ModelProto | None:
                     break
                 other.CopyFrom(before)
     return None
-
-
-def _forget_declared(graph: GraphProto) -> None:
-    """Set aside what the file declares of values inside, those of bodies too: exporters write what they traced."""
-    del graph.value_info[:]
-    for node in nested(graph.node):
-        for body in subgraphs(node):
-            del body.value_info[:]
 
 
 def _as_far_as_it_goes(model: ModelProto) -> Types:
