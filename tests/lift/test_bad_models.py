@@ -38,7 +38,7 @@ def save(model: onnx.ModelProto, folder: Path) -> Path:
 def refused(path: Path, *says: str, **options) -> ModelError:
     with pytest.raises(ModelError) as caught:
         lift(path, **options)
-    message = str(caught.value)
+    message = caught.value.text()
     for text in says:
         assert text in message, message
     assert "Traceback" not in message

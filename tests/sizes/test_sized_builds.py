@@ -109,9 +109,9 @@ def test_a_new_size_costs_no_search_no_proof_and_no_compiling(tmp_path, monkeypa
 
 def test_a_size_outside_is_refused_with_its_range():
     c = compiled("tokens", 2, (), "batch=2..6", "sequence=7,20,64")
-    with pytest.raises(TapestryError, match=r"(?s)batch 7 is outside the build's range 2\.\.6.*batch=2\.\.7"):
+    with pytest.raises(TapestryError, match=r"(?s)batch 7 is outside the build's range 2\.\.6.*2\.\.7"):
         c.run({"x": np.zeros((7, 20, 32), np.float32)})
-    with pytest.raises(TapestryError, match=r"(?s)sequence 21 is outside the build's sizes 7, 20, 64.*sequence=7,20,21,64"):
+    with pytest.raises(TapestryError, match=r"(?s)sequence 21 is outside the build's sizes 7, 20, 64.*7,20,21,64"):
         c.at({"batch": 2, "sequence": 21})
     with pytest.raises(TapestryError, match=r"(?s)no input 'xs'.*the inputs are x"):
         c.run({"xs": np.zeros((7, 20, 32), np.float32)})

@@ -194,7 +194,7 @@ def test_what_a_command_asks_for_is_what_python_does() -> None:
     }  # fmt: skip
 
     def shown(of: Options) -> dict:
-        facts = {f.name: getattr(of, f.name) for f in fields(of) if f.name != "interrupt"}
+        facts = {f.name: getattr(of, f.name) for f in fields(of) if f.name not in ("interrupt", "began")}
         return {k: list(v) if isinstance(v, tuple) else v for k, v in facts.items()}
 
     for words, same in (("", {}), (flags, keywords)):

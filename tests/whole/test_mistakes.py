@@ -50,7 +50,7 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_place_that_is_taken_is_said_before_the_search(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     start = time.process_time()
-    assert "was not written by this command" in said(capsys, "compile", "there is no such model.onnx", "-o", tmp_path)
+    assert "was not written by this command" in said(capsys, "compile", tmp_path / "notes.txt", "-o", tmp_path)
     assert time.process_time() - start < 2 and (tmp_path / "notes.txt").read_text() == "mine"
 
 
@@ -306,6 +306,7 @@ sys.exit(entry.main())
 def test_a_document_is_alone_on_standard_output(tmp_path: Path, model: str) -> None:
     """Whatever a library prints there, on success and on failure."""
     path = save("mlp") if model == "mlp" else tmp_path / "none.onnx"
+    (tmp_path / "none.onnx").write_bytes(b"no model")
     words = [sys.executable, "-c", LOUD, "compile", str(path), "-o", str(tmp_path / "b"), "--topology", "cpu", "--json"]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert ("error" in json.loads(done.stdout)) == (done.returncode == 2) == (model == "none")

@@ -195,6 +195,7 @@ def test_several_prints_come_in_the_order_of_the_passes(tmp_path):
 
 
 def test_an_unknown_pass_is_an_error_before_anything_runs(tmp_path):
+    (tmp_path / "none.onnx").write_bytes(b"no model")
     status, out, err = run("compile", tmp_path / "none.onnx", "-o", tmp_path / "b", "--print-after", "simplfy")
     assert status == 2 and out == "" and "'simplify' is similar" in err
     assert len(err.splitlines()) <= 6
