@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from tapestry import interrupts
+from tapestry.system import interrupts
 
 interrupts.at_start()
 

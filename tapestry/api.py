@@ -22,7 +22,6 @@ from tapestry.ir.symbolic_plan import Sizes, formula_of, text_of
 from tapestry.ir.types import DTYPES, Tensor
 from tapestry.onnx_eval.opaque_node import HostValue, is_array
 from tapestry.plugins import tool
-from tapestry.quoting import printable
 from tapestry.runtime.feeds import random_feeds
 from tapestry.runtime.session import (
     MakeExecutor,
@@ -35,6 +34,7 @@ from tapestry.runtime.session import (
     largest_constant,
     shapes_of,
 )  # fmt: skip
+from tapestry.system.quoting import printable
 
 if TYPE_CHECKING:  # a build is loaded and run without the compiler
     from tapestry.doors.choices import Choices, Opened

@@ -11,8 +11,8 @@ from collections.abc import Generator, Iterable
 from contextlib import AbstractContextManager, contextmanager
 from difflib import get_close_matches
 
-from tapestry import quoting
 from tapestry.options import in_python
+from tapestry.system import quoting
 
 
 class TapestryError(Exception):

@@ -5,11 +5,10 @@ Each check of our own is also shown to fail on a small tree that breaks it. The 
 from __future__ import annotations
 
 import ast
-import io
+import json
 import re
 import subprocess
 import sys
-import tokenize
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.paths import ROOT
+from tests.support.paths import ROOT, SHARED
 from tests.support.sampling import sample
 
 BIN = Path(sys.executable).parent
@@ -150,40 +149,22 @@ def test_sizes_are_measured(tmp_path):
     assert long_functions(files) == {}
 
 
-CODE = {tokenize.OP, tokenize.NAME, tokenize.NUMBER, tokenize.STRING}
-BUDGET = re.compile(r"(?m)^\| (?:`([\w/]+)`|top level) \|.*\| ([\d,]+) \| ([\d,]+) \|$")
+WEIGH = SHARED / "tools" / "house" / "measure.py"
+BUDGET = {"tokens": 1_000_697}  # 1 % above 82c7f397; a file of budgets beside `WEIGH` takes its place as soon as one is reached
 
 
-def room_of(file: Path) -> str:
-    """The room of a file of the package; "" for the top level."""
-    first, *rest = file.relative_to(ROOT / "tapestry").parts
-    if not rest:
-        return ""
-    if first in ("tools", "codegen") and (len(rest) > 1 or first == "tools"):
-        return f"{first}/{rest[0].removesuffix('.py')}"
-    return first
+@pytest.mark.skipif(not WEIGH.is_file(), reason="what weighs a checkout is not beside this one")
+def test_the_package_keeps_to_its_budget(tmp_path):
+    (tmp_path / "budget.json").write_text(json.dumps(BUDGET))
+    done = subprocess.run([sys.executable, WEIGH, ROOT, "--check", tmp_path / "budget.json"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
 
 
-def sizes_of(file: Path) -> tuple[int, int]:
-    """Lines, and tokens of code without docstrings."""
-    text = file.read_text()
-    found = tokenize.generate_tokens(io.StringIO(text).readline) if file.suffix == ".py" else ()
-    docs = ('"""', 'r"""')
-    return text.count("\n"), sum(t.type in CODE and not t.string.startswith(docs) for t in found)
-
-
-def test_every_room_keeps_to_its_budget():
+def test_every_room_is_on_its_page():
+    rooms = {p.parent.name for p in (ROOT / "tapestry").glob("*/__init__.py")} - {"tools", "codegen"}
+    tools = {f"tools/{p.stem}" for p in (ROOT / "tapestry" / "tools").iterdir() if not p.name.startswith("__")}
     page = (ROOT / "docs" / "architecture.md").read_text()
-    budgets = {m[1] or "": tuple(int(n.replace(",", "")) for n in m.groups()[1:]) for m in BUDGET.finditer(page)}
-    spent: dict[str, tuple[int, int]] = {}
-    for p in (ROOT / "tapestry").rglob("*"):
-        if p.suffix in (".py", ".c", ".h", ".js", ".css") and "vendor" not in p.parts:
-            room = room_of(p)
-            spent[room] = tuple(a + b for a, b in zip(spent.get(room, (0, 0)), sizes_of(p), strict=True))
-    spent.pop("tools/__init__")
-    assert set(spent) == set(budgets)
-    assert {r: (n, budgets[r]) for r, n in spent.items() if any(a > b for a, b in zip(n, budgets[r], strict=True))} == {}
-    assert len(PACKAGE) <= 320
+    assert sorted(r for r in rooms | tools if f"| `{r}` |" not in page) == []
 
 
 # imports

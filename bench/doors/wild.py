@@ -30,7 +30,8 @@ from onnx import ValueInfoProto, helper
 from rich.console import Console
 from rich.table import Table
 
-from bench.support import apart, record
+from bench.doors import apart
+from bench.support import record
 from bench.support.record import Row
 from tapestry import TapestryError
 

@@ -21,9 +21,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from bench.support import apart, other_python, record
+from bench.doors import apart
+from bench.exporters.zoo_models import ZOO
+from bench.support import other_python, record
 from bench.support.record import Row
-from bench.support.zoo_models import ZOO
 from tapestry.viz.format import human
 
 CLOSE = 1e-4
@@ -33,7 +34,7 @@ FACTOR = 2.0  # of torch's own distance between bfloat16 and float32
 def planned(case: Row) -> Row:
     """One model at its makers' sizes, in this process."""
     import tapestry
-    from bench.support.zoo_models import made
+    from bench.exporters.zoo_models import made
     from tapestry.ir.graph import Opaque
 
     module, inputs = made(case["model"])
@@ -55,7 +56,7 @@ def valued(case: Row) -> Row:
     """One small model: what its plans compute beside torch."""
     import torch
 
-    from bench.support.zoo_models import made
+    from bench.exporters.zoo_models import made
 
     module, inputs = made(case["model"], small=True)
     want = _first(module, inputs)

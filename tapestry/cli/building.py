@@ -16,7 +16,7 @@ from tapestry.arguments import shapes
 from tapestry.cli.outcome import Outcome, bar
 from tapestry.errors import TapestryError, some
 from tapestry.plugins import tool
-from tapestry.quoting import printable
+from tapestry.system.quoting import printable
 
 if TYPE_CHECKING:
     from tapestry import api
@@ -27,8 +27,8 @@ def compile_model(args: argparse.Namespace) -> Outcome:
     """``tapestry compile``: find, verify and write a plan."""
     from tapestry import api
     from tapestry.build import store
-    from tapestry.interrupts import Interrupts
     from tapestry.pipeline import PASSES
+    from tapestry.system.interrupts import Interrupts
     from tapestry.viz import progress, tables
 
     store.check_output(args.output)

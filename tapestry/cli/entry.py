@@ -16,11 +16,12 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, TextIO
 
-from tapestry import arguments, interrupts
+from tapestry import arguments
 from tapestry.cli import building, outcome, rewriting
 from tapestry.cli.outcome import Outcome
 from tapestry.errors import BuildError, ModelError, RunError, TapestryError, absent, similar, unusable
 from tapestry.plugins import tool
+from tapestry.system import interrupts
 
 FLAG = re.compile(r"--[a-z-]+")
 Arguments = Callable[[argparse.ArgumentParser], None]

@@ -35,7 +35,7 @@ from tapestry.lift.file.protos import (
 )
 from tapestry.lift.file.structure import opsets_of
 from tapestry.onnx_eval.opaque_node import RANDOM
-from tapestry.quoting import printable
+from tapestry.system.quoting import printable
 
 DTYPE_OF: dict[int, str] = {
     TensorProto.DOUBLE: "f64", TensorProto.FLOAT: "f32", TensorProto.FLOAT16: "f16", TensorProto.BFLOAT16: "bf16",

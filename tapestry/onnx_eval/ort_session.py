@@ -29,7 +29,7 @@ import onnx.defs
 import onnx.inliner
 from onnx import GraphProto, ModelProto, NodeProto
 
-from tapestry import processes
+from tapestry.system import processes
 
 NO_ENTRIES: Mapping[str, str] = MappingProxyType({})
 NOWHERE, LINE = subprocess.DEVNULL, 64  # an array begins with a line of the cache

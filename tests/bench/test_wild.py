@@ -9,10 +9,9 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
-from bench.doors import wild
+from bench.doors import apart, wild
+from bench.exporters.zoo_models import ZOO
 from bench.planning import zoo
-from bench.support import apart
-from bench.support.zoo_models import ZOO
 from tapestry import TapestryError
 from tapestry.viz.format import human
 

@@ -19,14 +19,14 @@ ROOT = Path(__file__).parents[2]
 FIRST = 0.08  # seconds after which Python itself has come up
 IN_PROCESS = """
 import sys
-from tapestry import interrupts
+from tapestry.system import interrupts
 from tapestry.onnx_eval.ort_session import ort_session
 session = ort_session(open(sys.argv[1], "rb").read())
 sys.exit(interrupts.ending(lambda: print("runs", flush=True) or session.run(None, {}) or 0))
 """
 SWALLOWED = """
 import sys, time
-from tapestry import interrupts
+from tapestry.system import interrupts
 def command():
     print("runs", flush=True)
     while True:

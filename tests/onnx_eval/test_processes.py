@@ -21,7 +21,7 @@ ort_session.apart(open(sys.argv[1], "rb").read(), {})
 """
 BUSY = """
 import subprocess, sys, threading, time
-from tapestry.processes import started
+from tapestry.system.processes import started
 made = []
 def start():
     made.append(started([sys.executable, "-c", "while True: pass"], stdin=subprocess.DEVNULL))
@@ -34,7 +34,7 @@ time.sleep(60)
 SPAWNED = """
 import multiprocessing, os, time
 from concurrent.futures import ProcessPoolExecutor
-from tapestry.processes import end_with_parent
+from tapestry.system.processes import end_with_parent
 if __name__ == "__main__":
     pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), end_with_parent)
     print(pool.submit(os.getpid).result(), flush=True)

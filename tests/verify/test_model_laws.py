@@ -216,7 +216,9 @@ def test_what_two_references_dispute_is_asked_again(monkeypatch, tmp_path):
     model = helper.make_model(graph, ir_version=10, opset_imports=[helper.make_opsetid("", 18)])
     (tmp_path / "m.onnx").write_bytes(model.SerializeToString())
     plan, sha = tapestry.compile(tmp_path / "m.onnx").build.plan.graph, hashlib.sha256((tmp_path / "m.onnx").read_bytes())
-    monkeypatch.setattr(ReferenceValues, "again", lambda self, name, double=False: self.values[name] + (np.abs(self.values["x"]) % 1 > 0))
+    monkeypatch.setattr(
+        ReferenceValues, "again", lambda self, name, double=False: self.values[name] + (np.abs(self.values["x"]) % 1 > 0)
+    )
     (op,) = plan.ops
     (body,) = op.point
     other = replace(plan, ops=(map_exprs(op, lambda x: Call("mul", (x, x), "f32") if x is body else x),))  # itself at 0 and 1

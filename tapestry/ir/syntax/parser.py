@@ -14,7 +14,7 @@ from tapestry.ir.index import Aff, const, dim, floordiv, modulo
 from tapestry.ir.monoid import MONOIDS, number
 from tapestry.ir.syntax.printer import INFIX
 from tapestry.ir.types import DTYPES, FLOATS, HOST, Tensor, Weight
-from tapestry.quoting import printable
+from tapestry.system.quoting import printable
 
 # Tokens of IR text and of rule texts, and errors that point at one: file, line, column and what was expected there.
 

@@ -12,7 +12,7 @@ from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TypeProto, h
 
 from tapestry.errors import ModelError
 from tapestry.ir.graph import Names
-from tapestry.quoting import printable
+from tapestry.system.quoting import printable
 
 STANDARD = ("", "ai.onnx")  # both names of ONNX's own operator domain
 EARLY = 7  # the first opset that lifters know; what was written before is written anew as that one
@@ -148,16 +148,16 @@ def name_printably(message: Message) -> None:
         if field.name in NO_NAMES:
             continue
         if field.type == field.TYPE_STRING and isinstance(value, str | bytes):
-            setattr(message, field.name, _text(value))
+            setattr(message, field.name, _decoded(value))
         elif field.type == field.TYPE_STRING:
             for k, text in enumerate(value):
-                value[k] = _text(text)
+                value[k] = _decoded(text)
         elif field.type == field.TYPE_MESSAGE:
             for part in (value,) if isinstance(value, Message) else value:
                 name_printably(part)
 
 
-def _text(name: str | bytes) -> str:
+def _decoded(name: str | bytes) -> str:
     """A name that can be printed.
 
     Raises:

@@ -24,7 +24,7 @@ from tapestry.ir.types import PACKED, Tensor, Weight, numpy_dtype
 from tapestry.lift.file.external_data import check_inline, open_inside
 from tapestry.lift.file.protos import is_standard
 from tapestry.lift.file.structure import TEXT, load
-from tapestry.quoting import printable
+from tapestry.system.quoting import printable
 
 # Where the tensors of an ONNX file lie in it, without reading them: a walk over the protobuf's fields by their lengths.
 #

@@ -25,7 +25,6 @@ import onnx
 from google.protobuf.message import Message
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, TypeProto, numpy_helper, onnx_cpp2py_export
 
-from tapestry import processes
 from tapestry.errors import ModelError, TapestryError
 from tapestry.lift.file.protos import (
     AFTER,
@@ -42,6 +41,7 @@ from tapestry.lift.file.weight_data import stored_tensors
 from tapestry.lift.normalize import inference_process
 from tapestry.lift.normalize.inference_process import HEAD, LENGTH
 from tapestry.onnx_eval.ort_session import OrtError, apart, foreign
+from tapestry.system import processes
 
 HIDDEN = "tapestry.hidden"
 STAND_INS: tuple[int, ...] = (TensorProto.FLOAT16, TensorProto.DOUBLE)  # operators that are written in bf16 take one of them

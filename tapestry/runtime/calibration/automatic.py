@@ -23,7 +23,7 @@ from pathlib import Path
 from tapestry import flags
 from tapestry.plan.topology import topology
 from tapestry.plan.topology.fabric import BUSY, doubtful
-from tapestry.processes import started
+from tapestry.system.processes import started
 
 log = logging.getLogger("tapestry")
 AUTO = "auto"

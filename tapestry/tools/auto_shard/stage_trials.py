@@ -19,7 +19,7 @@ from tapestry.errors import TapestryError
 from tapestry.interop import annotation_rules
 from tapestry.lift.file.structure import check_structure, load
 from tapestry.plugins import tool
-from tapestry.processes import end_with_parent
+from tapestry.system.processes import end_with_parent
 from tapestry.tools.auto_shard import auto_shard
 from tapestry.tools.auto_shard.auto_shard import Options, Trial
 

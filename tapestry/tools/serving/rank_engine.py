@@ -30,10 +30,10 @@ from tapestry.errors import RunError, TapestryError
 from tapestry.ir.kernel import Box
 from tapestry.ir.symbolic_plan import Sizes
 from tapestry.onnx_eval.opaque_node import HostValue
-from tapestry.processes import started
 from tapestry.runtime.processes import distributed
 from tapestry.runtime.session import KEPT, Session, SizedSessions, shapes_of
 from tapestry.runtime.target_protocol import Array
+from tapestry.system.processes import started
 from tapestry.tools.serving import engines
 from tapestry.tools.serving.engines import Fault, Loader, Member, SharedPlaces, held, members
 

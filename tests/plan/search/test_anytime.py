@@ -15,11 +15,11 @@ import pytest
 
 import tapestry
 from tapestry.errors import PlanError
-from tapestry.interrupts import Interrupts
 from tapestry.ir.program import peak_bytes
 from tapestry.plan.search.planner import search
 from tapestry.plan.solver.budget import SECOND, Budget
 from tapestry.plan.topology import parse_mesh, topology
+from tapestry.system.interrupts import Interrupts
 from tests.support.command_line import document, run
 from tests.support.paths import ROOT
 from tests.support.small_models import FOLDER, case, save

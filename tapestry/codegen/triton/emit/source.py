@@ -21,7 +21,7 @@ from tapestry.ir.graph import Block, Graph
 from tapestry.ir.kernel import Box, Kernel, size
 from tapestry.ir.syntax.printer import op_text
 from tapestry.ir.types import itemsize
-from tapestry.quoting import printable
+from tapestry.system.quoting import printable
 
 # Comments at the head of a kernel: nodes, operation, block, projections, bytes, FLOPs, precision and config.
 

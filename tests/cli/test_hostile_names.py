@@ -12,7 +12,7 @@ from onnx import helper
 
 from tapestry.errors import TextError
 from tapestry.ir.syntax.parser import parse
-from tapestry.quoting import docstring, printable
+from tapestry.system.quoting import docstring, printable
 from tests.fuzz.names import EVIL, trial
 from tests.support.small_models import MODELS
 
