@@ -10,7 +10,7 @@ from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
-from onnx import NodeProto, TensorProto
+from onnx import NodeProto, TensorProto, helper
 
 # pyright: basic
 # onnx comes without complete types
@@ -52,12 +52,19 @@ def corrected() -> list[type]:
             return self._check_and_fix_outputs((*(values[n] for n in names[2:]), *map(np.stack, seen)))
 
     class Cast(TheirCast):
-        """Theirs cuts fractions off where 4 bits (or 2) are to be rounded to the nearest number, the even one of two."""
+        """Theirs cuts fractions off where 4 bits are to be rounded to the nearest number, the even one of two."""
 
         def _run(self: Any, x: Any, to: Any = None, saturate: Any = None, round_mode: Any = None) -> tuple[Any, ...]:
-            short = TensorProto.DataType.Name(to).lstrip("U") in ("INT4", "INT2") and x.dtype.kind not in "biuUSO"
+            short = to in (TensorProto.INT4, TensorProto.UINT4) and x.dtype.kind not in "biuUSO"
             x, saturate = np.rint(x.astype(np.float64)) if short else x, True if saturate is None else saturate
             return super()._run(x, to=to, saturate=saturate, round_mode=round_mode or "up")
+
+    class CastLike(Cast):
+        """A Cast to the second operand's type."""
+
+        def _run(self: Any, x: Any, y: Any, saturate: Any = None, round_mode: Any = None) -> tuple[Any, ...]:
+            to = helper.np_dtype_to_tensor_dtype(y.dtype)
+            return super()._run(x, to=to, saturate=saturate, round_mode=round_mode)
 
     class NonZero(OpRun):
         """Theirs gives the places in a scalar a coordinate, as numpy does."""
@@ -65,7 +72,7 @@ def corrected() -> list[type]:
         def _run(self, x: Any) -> tuple[Any, ...]:
             return (np.array(np.nonzero(x), np.int64) if x.ndim else np.zeros((0, int(x != 0)), np.int64),)
 
-    return [SequenceInsert, Loop, Cast, NonZero, *_of_tensors(), *_of_rows(), *_of_doubles()]
+    return [SequenceInsert, Loop, Cast, CastLike, NonZero, *_of_tensors(), *_of_rows(), *_of_doubles()]
 
 
 def _of_doubles() -> list[type]:
