@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from tapestry.ir.expr import Acc, Arg, Call, Const, Expr, Index, Let, call, cast, count, rewrite, walk
+from tapestry.ir.expr import Acc, Arg, Call, Const, Expr, Index, Let, call, cast, rewrite, size, walk
 from tapestry.ir.graph import Block, Dim, Inner, Op, Read
 from tapestry.ir.index import const, dim, dims_of, substitute
 from tapestry.ir.monoid import MOST_SUMS, number, sums
@@ -141,7 +141,7 @@ def _again(op: Block, maker: Block, mine: list[int]) -> Refusal | None:
     (tensor,) = maker.outs
     if len(mine) > 1:
         return refuse(f"'{tensor}' is read through {len(mine)} projections: it would be computed for each")
-    nodes = count((*op.point, *maker.then), lambda _: True)
+    nodes = size((*op.point, *maker.then))
     if nodes > MOST_NODES:
         return refuse(f"'{op.outs[0]}' would grow too large", f"it would have {nodes} nodes")
     within, own = dims_read(op, Arg(mine[0], "f32")), kept(op.monoid, op.dims, op.reduce, op.body)

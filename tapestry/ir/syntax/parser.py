@@ -167,10 +167,13 @@ def parse(text: str, file: str = "") -> Graph:
     Raises:
         TextError: naming the line and column, what was found and what was expected.
     """
+    parser = Parser(text, file)
     try:
-        return Parser(text, file).graph()
+        return parser.graph()
     except RecursionError:
-        raise TextError("an expression is nested too deeply", where=file) from None
+        where = f"{file + ', ' if file else ''}line {text.count(chr(10), 0, parser.next.at) + 1}"
+        hint = "write its inner part as an operation of its own"
+        raise TextError("an expression is nested too deeply", where=where, hint=hint) from None
 
 
 def parse_tokens(tokens: list[Token], text: str, file: str) -> Graph:

@@ -13,7 +13,7 @@ from functools import lru_cache
 from math import prod
 
 from tapestry.ir import space
-from tapestry.ir.expr import PRIMITIVES, Acc, Arg, Call, Const, Expr, Index, count, distinct
+from tapestry.ir.expr import PRIMITIVES, Acc, Arg, Call, Const, Expr, Index, count, distinct, size
 from tapestry.ir.graph import Block, Dim, Op, Read
 from tapestry.ir.index import Aff, dims_of
 from tapestry.ir.monoid import MONOIDS
@@ -116,7 +116,7 @@ def _uses(c: Conditions, *args: Node) -> int:
 
 def _nodes(c: Conditions, *args: Node) -> int:
     """``nodes(F)``: how many operands and operators an open body is written with."""
-    return sum(count(c.exprs(a.name), lambda _: True) for a in args if isinstance(a, Var))
+    return sum(size(c.exprs(a.name)) for a in args if isinstance(a, Var))
 
 
 def _calls(c: Conditions, *args: Node) -> int:

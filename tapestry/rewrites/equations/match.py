@@ -190,15 +190,16 @@ class Matcher:
         if any(map(closed_part, (*p.body, *p.then))):
             return self._used(p, k, reads, bodies)
         group = next((r for r in p.reads if r.many and r.alias not in reads), None)
-        free = [i for i in range(len(op.reads)) if all(i not in places for places in reads.values())]
+        bound = {i for places in reads.values() for i in places}
+        free = [i for i in range(len(op.reads)) if i not in bound]
         for r in p.reads:
             if not r.many and r.alias not in reads:
                 allowed = None if group is None else _allowed(group.index, m)
                 mine = [i for i in free if allowed is None or read_dims(op.reads[i]) - allowed]
-                if len({repr(op.reads[i]) for i in mine}) != 1:
-                    return None
-                reads = {**reads, r.alias: tuple(mine)}
-                free = [i for i in free if i not in mine]
+                if not mine or any(repr(op.reads[i]) != repr(op.reads[mine[0]]) for i in mine):
+                    return None  # (at the second one, as a rule, of thousands)
+                reads, taken = {**reads, r.alias: tuple(mine)}, set(mine)
+                free = [i for i in free if i not in taken]
         late = next((r for r in p.reads if r.many and r is not group and r.alias not in reads), None)
         if group is not None:
             early = arg_positions((*op.body, *(s.body for s in op.inner))) if late else frozenset(free)
