@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import time
-from dataclasses import fields
 
 import numpy as np
 import onnx
@@ -13,14 +12,16 @@ from onnx import TensorProto as T
 from onnx import helper, numpy_helper
 
 import tapestry
-from tapestry.errors import ModelError
+from tapestry.errors import ModelError, TextError
 from tapestry.ir.graph import Block, Opaque
 from tapestry.ir.syntax.parser import parse
-from tapestry.options import Options
+from tapestry.plan.lower import Shapes, lower
+from tapestry.rewrites.core.driver import simplify
 from tapestry.rewrites.core.edit import MOST_ATOMS, too_long
 from tapestry.verify.rewriting.normal_form import Cells, Draw
 from tests.support.command_line import run
 from tests.support.small_models import N
+from tests.support.work import calls
 
 
 def written(folder, nodes, shape=(2, 3), inits=()):
@@ -128,14 +129,55 @@ def test_kernels_of_a_build_with_an_opaque_node_name_its_library(tmp_path):
         assert said in out
 
 
-def test_a_split_into_many_parts_is_lowered_in_linear_work(tmp_path):
-    """Each part reads a box of its own of one tensor; buffers are found by what they hold."""
-    n = 300
+def test_a_split_into_many_parts_is_lowered_in_linear_work(tmp_path, monkeypatch):
+    """Each part reads a box of its own of one tensor; buffers are found by what they hold, and not one after the other."""
+    n, looked = 40, list[int]()
     parts = [f"p{k}" for k in range(n)]
-    nodes = [N("Split", ["x"], parts, axis=0, num_outputs=n), N("Neg", [parts[-1]], ["y"])]
-    assert same_as_the_reference(written(tmp_path, nodes, (n, 2)), tmp_path).outputs == ("y",)
+    nodes = [N("Split", ["x"], parts, axis=0, num_outputs=n), *(N("Neg", [p], [f"y{p}"]) for p in parts)]
+    model = onnx.load(written(tmp_path, [*nodes, N("Relu", [parts[0]], ["y"])], (n, 2)))
+    model.graph.output.extend(helper.make_tensor_value_info(f"y{p}", T.FLOAT, [1, 2]) for p in parts)
+    plan = tapestry.compile(model, devices=2, topology="cpu", time_limit=1.0).build.plan
+    assert len(plan.graph.outputs) == n + 1
+    tightest = Shapes.tightest
+    monkeypatch.setattr(Shapes, "tightest", lambda s, held, wanted: looked.append(len(held)) or tightest(s, held, wanted))
+    lower(plan)
+    assert sum(looked) <= 2 * n  # of n boxes each was held to all those before it: n²/2
+
+
+def wide(n):
+    """A maximum of n maps."""
+
+    def body(names):
+        half = len(names) // 2
+        return f"max({body(names[:half])}, {body(names[half:])})" if half else names[0]
+
+    names = [f"a{k}" for k in range(n)]
+    inputs = "".join(f"input x{a}: f32[4]\n" for a in names)
+    maps = "".join(f"{a}: f32[4] = op [i: 4]\n  reads x{a}[i]\n  body exp(x{a})\n" for a in names)
+    reads = ", ".join(f"{a}[i]" for a in names)
+    return f"graph g\n{inputs}{maps}y: f32[4] = op [i: 4]\n  reads {reads}\n  body {body(names)}\noutput y\n"
+
+
+def test_what_a_wide_operation_reads_is_matched_without_a_call_for_each_read():
+    graph, n = parse(wide(60)), 60
+    found = calls(lambda: simplify(graph), "rewrites/equations/match.py")
+    assert found < 6 * n * n  # for each of n merges a few for each of n makers; 10 with one more for each read
+
+
+def test_text_that_is_nested_too_deeply_is_refused_at_its_line():
+    for n in (400, 2000, 20_000):
+        text = wide(1).replace("body a0", "body " + "max(" * n + "a0" + ", a0)" * n)
+        with pytest.raises(TextError, match=r"line 8: an expression is nested too deeply\n  try: write its inner part"):
+            parse(text)
+
+
+def test_an_error_in_a_long_line_shows_what_is_around_it():
+    with pytest.raises(TextError) as e:
+        parse(wide(1).replace("body a0", f"body {'max(a0, ' * 50}nothing{')' * 3000}"))
+    shown, caret = str(e.value).splitlines()[-2:]
+    assert len(shown) < 250 and shown[caret.index("^") :].startswith("nothing")
 
 
 def test_help_has_single_percent_signs():
-    shown = [f.metadata["how"].get("metavar") or "" for f in fields(Options) if "how" in f.metadata]
-    assert "8%|2GiB" in shown and not any("%%" in text for text in shown)
+    status, out, _ = run("compile", "--help")
+    assert status == 0 and "default: 8% for" in out and "%%" not in out

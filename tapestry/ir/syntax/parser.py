@@ -19,6 +19,7 @@ from tapestry.system.quoting import printable
 # Tokens of IR text and of rule texts, and errors that point at one: file, line, column and what was expected there.
 
 
+WIDTH = 100  # characters of a line that an error shows on either side of its place
 _TOKEN = re.compile(
     r"""\s+|\#[^\n]*|(?P<string>"(?:[^"\\]|\\.)*")|(?P<number>\d+\.\d+(?:[eE][+-]?\d+)?|\d+\.(?!\.)|\d+[eE][+-]?\d+|\d+)"""
     r"""|(?P<group>[A-Za-z_][A-Za-z0-9_]*\.\.(?![A-Za-z0-9_.]))|(?P<ident>[A-Za-z_][A-Za-z0-9_.]*)"""
@@ -76,8 +77,9 @@ class Tokens:
         """An error at a position of the text, with its line and a caret under its column."""
         start = self.text.rfind("\n", 0, at) + 1
         line, column = self.text.count("\n", 0, at) + 1, at - start + 1
-        shown = self.text[start:].split("\n", 1)[0]
-        caret = re.sub(r"[^\t]", " ", shown[: column - 1]) + "^"
+        left = max(0, column - WIDTH)  # of a line of thousands of characters, what is around the place
+        shown = self.text[start + left : start + left + 2 * WIDTH].split("\n", 1)[0]
+        caret = re.sub(r"[^\t]", " ", shown[: column - 1 - left]) + "^"
         where = f"{self.file}:{line}:{column}" if self.file else f"line {line}, column {column}"
         return TextError(f"{what}\n    {shown}\n    {caret}", where=where)
 

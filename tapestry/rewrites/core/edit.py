@@ -97,7 +97,7 @@ def merge_reads(op: Block) -> Block:
     number = [places.setdefault(repr(r), len(places)) for r in op.reads]
     if len(places) == len(op.reads):
         return op
-    kept = tuple(op.reads[number.index(n)] for n in range(len(places)))
+    kept = tuple(dict(zip(number, op.reads, strict=True)).values())
     leaf = with_args({}, dict(enumerate(number)))
     return map_exprs(replace(op, reads=kept), lambda e: rewrite(e, leaf))
 

@@ -123,7 +123,7 @@ class Matcher:
     ) -> Iterator[_Found]:
         """Bind aliases to reads and open bodies to expressions, by the body and what follows the reduction."""
         p = self.before[k]
-        reads: _Reads = {a: tuple(i for i, r in enumerate(op.reads) if r.tensor == t) for a, t in chosen.items()}
+        reads: _Reads = {a: tuple([i for i, r in enumerate(op.reads) if r.tensor == t]) for a, t in chosen.items()}
         found: list[_Found] = [(reads, {})]
         for patterns, exprs, whole in ((p.body, op.body, p.open_body), (p.then, op.then, p.open_then)):
             if whole:
@@ -203,8 +203,8 @@ class Matcher:
         late = next((r for r in p.reads if r.many and r is not group and r.alias not in reads), None)
         if group is not None:
             early = arg_positions((*op.body, *(s.body for s in op.inner))) if late else frozenset(free)
-            reads = {**reads, group.alias: tuple(i for i in free if i in early)}
-            reads |= {late.alias: tuple(i for i in free if i not in early)} if late else {}
+            reads = {**reads, group.alias: tuple([i for i in free if i in early])}
+            reads |= {late.alias: tuple([i for i in free if i not in early])} if late else {}
         elif free:
             return None
         for body in bodies.values():
@@ -212,7 +212,7 @@ class Matcher:
             used: frozenset[int] = (
                 arg_positions((*body.variants[0], *(s.body for s in body.inner))) if body.op == k else frozenset[int]()
             )
-            accs = any(isinstance(x, Acc) for x in leaves(body.variants[0]))
+            accs = [x for x in leaves(body.variants[0]) if isinstance(x, Acc)]
             if used - given or (accs and not any(isinstance(a, Var) and a.name.startswith("acc") for a in body.params)):
                 return None
         return reads
