@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import time
 
 import numpy as np
@@ -21,7 +22,6 @@ from tapestry.rewrites.core.edit import MOST_ATOMS, too_long
 from tapestry.verify.rewriting.normal_form import Cells, Draw
 from tests.support.command_line import run
 from tests.support.small_models import N
-from tests.support.work import calls
 
 
 def written(folder, nodes, shape=(2, 3), inits=()):
@@ -142,6 +142,23 @@ def test_a_split_into_many_parts_is_lowered_in_linear_work(tmp_path, monkeypatch
     monkeypatch.setattr(Shapes, "tightest", lambda s, held, wanted: looked.append(len(held)) or tightest(s, held, wanted))
     lower(plan)
     assert sum(looked) <= 2 * n  # of n boxes each was held to all those before it: n²/2
+
+
+def calls(of, *files):
+    """Calls of Python functions, steps of generators among them, that are written in files whose paths end so."""
+    found = 0
+
+    def seen(frame, event, _arg):
+        nonlocal found
+        found += event == "call" and frame.f_code.co_filename.endswith(files)
+
+    before = sys.getprofile()
+    sys.setprofile(seen)
+    try:
+        of()
+    finally:
+        sys.setprofile(before)
+    return found
 
 
 def wide(n):
