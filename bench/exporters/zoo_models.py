@@ -222,7 +222,7 @@ def _small(sizes: Sizes, own: Sizes) -> Sizes:
     return out
 
 
-def made(name: str, *, small: bool = False) -> tuple[Any, dict[str, torch.Tensor]]:
+def made(name: str, *, small: bool = False, seed: int = 0) -> tuple[Any, dict[str, torch.Tensor]]:
     """A model and its inputs by name: on the meta device in bfloat16, or small, with random weights in float32."""
     import transformers
 
@@ -237,7 +237,7 @@ def made(name: str, *, small: bool = False) -> tuple[Any, dict[str, torch.Tensor
             value = getattr(config, key, None)
             if small and isinstance(value, int) and value >= config.vocab_size:
                 setattr(config, key, NO_IDS[key])
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     with torch.device("cpu" if small else "meta"):
         module = getattr(transformers, model)._from_config(config, dtype=torch.float32 if small else torch.bfloat16).eval()
     return module, _inputs(module, config, shape)
