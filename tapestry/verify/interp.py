@@ -422,6 +422,7 @@ NUMPY: dict[str, Callable[..., Any]] = {
 SPREAD_FACTOR = 4.0  # a result may be this many times as far from the exact one as onnxruntime is
 SPREAD_LIMIT = 2e-2  # but not farther than this
 SECONDS = 60.0  # for the exact one
+NUDGE, NUDGES = 2.0**-20, 3  # relative: some roundings of float32
 TOLERANCE = {"float64": 1e-10, "float32": 1e-4, "float16": 2e-2, "bfloat16": 5e-2}  # rel_err; what is no float exactly
 UNROUNDED = frozenset({"where", "max", "min", "neg", "abs"})
 
@@ -458,6 +459,23 @@ def exact(model: ModelFile, feeds: Mapping[str, Array], names: Sequence[str]) ->
     except Exception:  # any failure of the second opinion leaves the first one alone
         return {}
     return {n: other.get(n) for n in names}
+
+
+def moved(model: ModelFile, feeds: Mapping[str, Array], expected: Mapping[str, Array]) -> dict[str, float]:
+    """How far the reference's outputs move (``rel_err``) where its float inputs do by what sums of float32 round by.
+
+    No evaluator of a model that amplifies its roundings, as one that quantises what it computes, can be held to less.
+    """
+    rng, out = np.random.default_rng(0), dict.fromkeys(expected, 0.0)
+
+    def nudged(a: Any) -> Any:
+        floats = isinstance(a, np.ndarray) and a.dtype in (np.float32, np.float64)
+        return (a * (1 + NUDGE * rng.standard_normal(a.shape))).astype(a.dtype) if floats else a
+
+    for _ in range(NUDGES):
+        _, others = reference(model, {n: nudged(a) for n, a in feeds.items()})
+        out = {n: max(e, compare_outputs(others[n], expected[n], 0.0).rel_err) for n, e in out.items()}
+    return out
 
 
 def settle(out: Any, ref: Any, between: Any, tolerance: float) -> tuple[bool, float]:
