@@ -117,7 +117,7 @@ def engine(op: Opaque, arrays: Sequence[Array | HostValue | None], expected: Seq
     """The evaluator that a target's run of a node asks first."""
     feeds = _values(_named(op, arrays, ()))
     first = _evaluators(op, feeds, expected, False)[0].__name__
-    return NAMES.get(first, first)
+    return NAMES.get(str(first), str(first))
 
 
 def asked_of(
