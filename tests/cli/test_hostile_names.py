@@ -16,9 +16,10 @@ from tapestry.system.quoting import docstring, printable
 from tests.fuzz.names import EVIL, trial
 from tests.support.small_models import MODELS
 
+CASES = [(name, seed) for name in sorted(MODELS) for seed in range(2)]
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "mlp" else pytest.mark.slow) for n in sorted(MODELS)])
-@pytest.mark.parametrize("seed", range(2))
+
+@pytest.mark.parametrize(("name", "seed"), [pytest.param(*c, marks=() if c == ("mlp", 0) else pytest.mark.slow) for c in CASES])
 def test_every_command_shows_names_and_obeys_none(name: str, seed: int):
     assert trial(name, seed) == []
 
