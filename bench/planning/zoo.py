@@ -142,7 +142,8 @@ def page(planned_rows: list[Row], values_rows: list[Row]) -> str:
     of = record.read_more("zoo", "commit", "")
     out = [
         "# Models of transformers\n",
-        "Written by `python -m bench zoo --page docs/zoo.md`" + (f" (measured at {of})." if of else "."),
+        "Written by `python -m bench zoo --page docs/zoo.md`"
+        + (f" (last at {of}; a row stays until it is measured again)." if of else "."),
         "\nModels by their makers' configurations, with two layers, in bfloat16, without weights (on the meta device). The",
         "plans are for 8 H100 and the target `triton:sm90`. Seconds are processor time from the module to the verified plan.",
         "The gap is how far a plan may be from the best one of the same form. Moved is what all transfers carry.\n",
