@@ -22,6 +22,15 @@ net = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Li
 plan = tapestry.compile(net, example_inputs=(torch.randn(32, 64),), devices=4, topology="cpu")
 assert plan.check()["passed"]
 plan.save("module.plan")
+class Mlp(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up_proj, self.down_proj = torch.nn.Linear(64, 256), torch.nn.Linear(256, 64)
+    def forward(self, x):
+        return self.down_proj(torch.nn.functional.gelu(self.up_proj(x)))
+pins = ["*.up_proj:out=tp", "*.down_proj:in=tp"]
+layers = torch.nn.Sequential(Mlp(), Mlp()).eval()
+tapestry.compile(layers, (torch.randn(32, 64),), mesh="tp=2", topology="cpu", pins=pins).export("tp.json", "tp-plan", nearest=True)
 """
 BACKEND = """
 import torch
@@ -31,7 +40,7 @@ with torch.no_grad():
     assert torch.allclose(torch.compile(net, backend="tapestry")(x), net(x), atol=1e-4)
 """
 WHERE = "import pathlib, sys, tapestry; sys.exit(pathlib.Path(tapestry.__file__).is_relative_to(sys.argv[1]))"
-FORMATS = ("onnx", "onnx-ranks", "onnx-fused", "dtensor", "jax", "shardy", "shardy-ranks", "json", "kernels", "ir", "history")
+FORMATS = ("onnx", "onnx-ranks", "onnx-fused", "dtensor", "jax", "shardy", "shardy-ranks", "json", "ir", "history")
 COMMANDS = [
     ["python", "-c", WHERE, str(TOP)],  # it is the installed one that runs
     ["tapestry", "--version"],
@@ -55,7 +64,9 @@ COMMANDS = [
     ["tapestry", "tiles", "--shape", "7x4", "--pattern", "5,1"],
     *(["tapestry", "export", "layer.plan", "--format", f, "-o", f"export-{f}"] for f in FORMATS),
     ["tapestry", "export", "layer.plan", "--format", "tp-plan", "--nearest", "-o", "export-tp-plan"],
-    ["python", "-c", MODULE],
+    ["tapestry", "compile", "layer.onnx", "-o", "gpu.plan", "--devices", "2", "--target", "triton:sm90"],
+    ["tapestry", "export", "gpu.plan", "--format", "kernels", "-o", "kernel_package"],
+    ["python", "-c", MODULE],  # the tp-plan format, too
     ["tapestry", "verify", "module.plan"],
     ["python", "-c", BACKEND],
 ]

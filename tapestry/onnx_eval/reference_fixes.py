@@ -20,7 +20,6 @@ from onnx import NodeProto, TensorProto, helper
 def corrected() -> list[type]:
     """Classes for ``ReferenceEvaluator(new_ops=…)``, under the operators' names."""
     from onnx.reference.op_run import OpRun
-    from onnx.reference.ops.op_cast import Cast_24 as TheirCast
     from onnx.reference.ops.op_loop import Loop as Theirs
 
     class SequenceInsert(OpRun):
@@ -51,6 +50,19 @@ def corrected() -> list[type]:
                     rows.append(a)
             return self._check_and_fix_outputs((*(values[n] for n in names[2:]), *map(np.stack, seen)))
 
+    class NonZero(OpRun):
+        """Theirs gives the places in a scalar a coordinate, as numpy does."""
+
+        def _run(self, x: Any) -> tuple[Any, ...]:
+            return (np.array(np.nonzero(x), np.int64) if x.ndim else np.zeros((0, int(x != 0)), np.int64),)
+
+    return [SequenceInsert, Loop, NonZero, *_casts(), *_of_tensors(), *_of_rows(), *_of_doubles()]
+
+
+def _casts() -> list[type]:
+    """Casts to 4 bits."""
+    from onnx.reference.ops.op_cast import Cast_24 as TheirCast
+
     class Cast(TheirCast):
         """Theirs cuts fractions off where 4 bits are to be rounded to the nearest number, the even one of two."""
 
@@ -66,13 +78,7 @@ def corrected() -> list[type]:
             to = helper.np_dtype_to_tensor_dtype(y.dtype)
             return super()._run(x, to=to, saturate=saturate, round_mode=round_mode)
 
-    class NonZero(OpRun):
-        """Theirs gives the places in a scalar a coordinate, as numpy does."""
-
-        def _run(self, x: Any) -> tuple[Any, ...]:
-            return (np.array(np.nonzero(x), np.int64) if x.ndim else np.zeros((0, int(x != 0)), np.int64),)
-
-    return [SequenceInsert, Loop, Cast, CastLike, NonZero, *_of_tensors(), *_of_rows(), *_of_doubles()]
+    return [Cast, CastLike]
 
 
 def _of_doubles() -> list[type]:

@@ -461,7 +461,7 @@ def exact(model: ModelFile, feeds: Mapping[str, Array], names: Sequence[str]) ->
     return {n: other.get(n) for n in names}
 
 
-def moved(model: ModelFile, feeds: Mapping[str, Array], expected: Mapping[str, Array]) -> dict[str, float]:
+def sensitivity(model: ModelFile, feeds: Mapping[str, Array], expected: Mapping[str, Array]) -> dict[str, float]:
     """How far the reference's outputs move (``rel_err``) where its float inputs do by what sums of float32 round by.
 
     No evaluator of a model that amplifies its roundings, as one that quantises what it computes, can be held to less.

