@@ -51,6 +51,7 @@ def _made(kind: str, folder: Path) -> tapestry.Compiled:
     return _file()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ["file", "loaded", "module", "sizes"])
 @pytest.mark.parametrize("ran", [False, True])
 def test_a_deep_copy_gives_the_same(kind, ran, tmp_path):
@@ -65,6 +66,7 @@ def test_a_deep_copy_gives_the_same(kind, ran, tmp_path):
     assert other.check(feeds)["passed"]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["file", "loaded", "module", "sizes"])
 def test_pickle_gives_the_same_in_another_process(kind, tmp_path):
     compiled = _made(kind, tmp_path)

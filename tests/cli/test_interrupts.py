@@ -96,6 +96,7 @@ def _steps(name: str, steps: int) -> None:
     assert 130 in seen
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["explain"])
 def test_three_moments(name):
     _steps(name, 3)
@@ -140,6 +141,7 @@ def test_what_an_exception_does_not_end(code, tmp_path):
     assert status == 130 and "Traceback" not in err and seconds < 2
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "words",
     [["--help"], ["--version"], ["--version", "-v"], ["--print-completion", "bash"], ["compile", "--help"], ["rules"], ["rules", "--json"],

@@ -41,6 +41,7 @@ class Returns(nn.Module):
         return self.give(x)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_element_types_come_and_go_through_torch(dtype: torch.dtype) -> None:
     module, x = linear(dtype), X.to(dtype)
@@ -139,6 +140,7 @@ class Own(nn.Module):
         return nn.functional.dropout(x, 0.5, self.training)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("module", "differs"),
     [
