@@ -63,7 +63,6 @@ COMMANDS = [
     ["tapestry", "rules", "--refused", "layer.onnx"],
     ["tapestry", "tiles", "--shape", "7x4", "--pattern", "5,1"],
     *(["tapestry", "export", "layer.plan", "--format", f, "-o", f"export-{f}"] for f in FORMATS),
-    ["tapestry", "export", "layer.plan", "--format", "tp-plan", "--nearest", "-o", "export-tp-plan"],
     ["tapestry", "compile", "layer.onnx", "-o", "gpu.plan", "--devices", "2", "--target", "triton:sm90"],
     ["tapestry", "export", "gpu.plan", "--format", "kernels", "-o", "kernel_package"],
     ["python", "-c", MODULE],  # the tp-plan format, too
