@@ -106,9 +106,7 @@ def wrong(said: str) -> list[str]:
     """What must not be in what a command says: control signs, and lines of a name's own."""
     found = [f"sign {c!r}" for c in set(said) if not c.isprintable() and c != "\n"]
     return found + [
-        f"a line of its own: {line[:60]}"
-        for line in said.split("\n")
-        if re.match(r"import evil_code|int evil_code|#\d|\"\"\"", line)
+        f"a line of its own: {line[:60]}" for line in said.split("\n") if re.match(r"import evil_code|int evil_code", line)
     ]
 
 
