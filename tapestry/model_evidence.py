@@ -150,7 +150,7 @@ def model_file(model: Path) -> tuple[ModelFile, bool]:
     microsoft.define(proto, vendor=False)
     if standard_opset(proto) >= EARLY:
         return ModelFile(proto, model.parent), False
-    from tapestry.lift.normalize.opset_upgrade import upgrade
+    from tapestry.lift.normalize.opset_six import upgrade
 
     return ModelFile(proto, model.parent), upgrade(proto)
 

@@ -42,7 +42,7 @@ from tapestry.lift.file.structure import (
     unbound,
 )
 from tapestry.lift.file.weight_data import read_weight
-from tapestry.lift.normalize import opset_upgrade
+from tapestry.lift.normalize import opset_six
 from tapestry.lift.normalize.prepare import align_functions, prepare, take_out_weights
 from tapestry.lift.operators import microsoft as contrib
 from tapestry.lift.operators.rnn import step_types
@@ -140,7 +140,7 @@ def read_proto(proto: ModelProto, path: Path, weights: bool) -> ModelSource:
         stored = take_out_weights(proto)
         check_attributes(proto)
         align_functions(proto)
-        opset_upgrade.upgrade(proto)
+        opset_six.upgrade(proto)
     inputs = tuple(i.name for i in proto.graph.input if i.name not in stored)
     return ModelSource(model=proto, path=path, inputs=inputs, stored=stored, nodes=nodes, has_weights=weights, names=names)
 
