@@ -41,7 +41,7 @@ def expected() -> dict[str, str]:
 
 def backend(name: str) -> Any:
     """The backend of a name."""
-    from tapestry.backend import TapestryBackend
+    from bench.support.onnx_backend import TapestryBackend
 
     return {"tapestry": TapestryBackend, "onnxruntime": suite.OnnxRuntime, "reference": suite.Reference}[name]
 

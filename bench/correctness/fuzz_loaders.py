@@ -37,7 +37,7 @@ GENERATION = 300  # seconds after which the process is replaced: what is remembe
 LONGEST = 1 << 16
 INSTRUMENTED = ["tapestry", "onnx_ir", "onnxscript.optimizer"]
 SKIPPED = (
-    "tapestry.backend", "tapestry.cli", "tests.fuzz", "tapestry.launch", "tapestry.runtime.__main__",
+    "tapestry.cli", "tests.fuzz", "tapestry.launch", "tapestry.runtime.__main__",
     "tapestry.codegen.triton.run.interpreter",
 )  # fmt: skip
 

@@ -224,8 +224,8 @@ class Sharded:
     """One case, compiled once, to be run under any number of random plans."""
 
     def __init__(self, model: ModelProto, inputs: Sequence[Any]) -> None:
+        from bench.support.onnx_backend import TapestryBackend
         from bench.support.random_plan import random_plan
-        from tapestry.backend import TapestryBackend
 
         # for several devices, so that recurrences are lifted step by step; the plan itself is not used
         self.prepared = TapestryBackend.prepare(model, devices=2, time_limit=0.0, stages=1)

@@ -13,7 +13,7 @@ from onnx import TensorProto, helper
 
 from bench.correctness import conformance
 from bench.support import onnx_suite
-from tapestry.backend import TapestryBackend
+from bench.support.onnx_backend import TapestryBackend
 from tapestry.errors import TapestryError
 
 SAMPLE, SPLIT_SAMPLE = 74, 61  # every n-th case in the fast tests

@@ -193,9 +193,3 @@ def _type_of(value: Any) -> onnx.TypeProto:
         dtype = onnx.helper.np_dtype_to_tensor_dtype(parts[0].dtype) if parts else onnx.TensorProto.FLOAT
         return onnx.helper.make_sequence_type_proto(onnx.helper.make_tensor_type_proto(dtype, shape))
     return onnx.helper.make_tensor_type_proto(onnx.helper.np_dtype_to_tensor_dtype(value.dtype), value.shape)
-
-
-prepare = TapestryBackend.prepare
-run_model = TapestryBackend.run_model
-run_node = TapestryBackend.run_node
-supports_device = TapestryBackend.supports_device
