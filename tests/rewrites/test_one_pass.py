@@ -108,15 +108,6 @@ CASES = {
         [node("ReduceMin", "x ax", "lo"), node("ReduceMax", "x ax", "hi"), node("Sub", "x lo", "a"), node("Sub", "hi lo", "r"), node("Div", "a r")],
         X, "y", LAST, ["min.max"],
     ),
-    "cross-entropy": ([node("SoftmaxCrossEntropyLoss", "x t")], T, "y", {}, ["logsumexp.sum", "sum.sum"]),
-    "cross-entropy, each": ([node("SoftmaxCrossEntropyLoss", "x t", reduction="none")], T, "y", {}, ["logsumexp.sum"]),
-    "cross-entropy, weighted": (
-        [node("SoftmaxCrossEntropyLoss", "x t w", reduction="sum", ignore_index=3)], T, "y", {"w": W["w"]},
-        ["logsumexp.sum", "sum", "sum"],
-    ),
-    "cross-entropy, with log-probabilities": (
-        [node("SoftmaxCrossEntropyLoss", "x t", "y p", ignore_index=3)], T, "y p", {}, ["logsumexp.sum", None, "sum.sum"]
-    ),
     "cross-entropy by hand": (
         [node("LogSoftmax", "x", "l"), node("GatherElements", "l t", "g", axis=1), node("Neg", "g")], T1, "y", {}, ["logsumexp.sum"]
     ),
@@ -124,7 +115,6 @@ CASES = {
         [*exponentials(), node("Log", "s", "ls"), node("Sub", "d ls", "l"), node("GatherElements", "l t", "g", axis=1), node("Neg", "g")],
         T1, "y", LAST, ["logsumexp.sum"],
     ),
-    "likelihood": ([node("LogSoftmax", "x", "l"), node("NegativeLogLikelihoodLoss", "l t", reduction="none")], T, "y", {}, ["logsumexp.sum"]),
 }  # fmt: skip
 
 

@@ -332,8 +332,8 @@ def noise() -> onnx.ModelProto:
     return net(
         [N("RandomNormal", [], ["n"], "normal", shape=[5, 7], seed=3.0), N("RandomUniform", [], ["u"], "uniform", shape=[13], low=-2.0, high=2.0), N("RandomNormalLike", ["x"], ["nl"], "nlike"),
          N("RandomUniformLike", ["x"], ["ul"], "ulike"), N("Bernoulli", ["ul2"], ["b"], "bern"), N("Abs", ["ul"], ["ul1"], "abs"), N("Clip", ["ul1", "lo", "hi"], ["ul2"], "clip"),
-         N("Dropout", ["x", "ratio", "train"], ["d", "dm"], "drop"), N("Multinomial", ["x"], ["m"], "multi", sample_size=3)],
-        {"x": (T.FLOAT, [4, 6])}, {"n": T.FLOAT, "u": T.FLOAT, "nl": T.FLOAT, "ul": T.FLOAT, "b": T.FLOAT, "d": T.FLOAT, "dm": T.BOOL, "m": T.INT32},
+         N("Dropout", ["x", "ratio", "train"], ["d", "dm"], "drop")],
+        {"x": (T.FLOAT, [4, 6])}, {"n": T.FLOAT, "u": T.FLOAT, "nl": T.FLOAT, "ul": T.FLOAT, "b": T.FLOAT, "d": T.FLOAT, "dm": T.BOOL},
         {"ratio": np.float32(0.5), "train": np.array(True), "lo": np.float32(0), "hi": np.float32(1)},
     )  # fmt: skip
 
@@ -345,7 +345,7 @@ _sorted_noise = MODELS["noise"]
 def _noise() -> onnx.ModelProto:
     m = _sorted_noise()
     nodes = {n.name: n for n in m.graph.node}
-    order = ["normal", "uniform", "nlike", "ulike", "abs", "clip", "bern", "drop", "multi"]
+    order = ["normal", "uniform", "nlike", "ulike", "abs", "clip", "bern", "drop"]
     del m.graph.node[:]
     m.graph.node.extend(nodes[k] for k in order)
     return m

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
-from math import isfinite, prod
+from math import prod
 
 import numpy as np
 
@@ -254,28 +254,7 @@ def lift_average_pool(n: Node) -> None:
     n.reduce([n.outs[0]], _dims(n, win), win.taps, "sum", [x], [cast(Arg(0, n.dtype(0)), wide)], [then])
 
 
-@lifts("LpPool", since=2)
-def lift_lp_pool(n: Node) -> None:
-    """The p-norm of each window."""
-    win, p = _window(n), int(n.attr("p", 2))
-    x = n.read(n.ins[0], [dim("b"), dim("c"), *win.index()], 0 if win.leaves else None)
-    body, then = norm(p, cast(Arg(0, n.dtype(0)), accumulator(n.dtype(0))))
-    n.reduce([n.outs[0]], _dims(n, win), win.taps, "sum", [x], [body], [cast(then, n.dtype(0))])
-
-
-def norm(p: int, x: Expr) -> tuple[Expr, Expr]:
-    """Body and then of a p-norm under ``sum``: sum(|x|^p)^(1/p)."""
-    if p < 1:
-        raise ModelError("not a norm", why=f"p is {p}")
-    size, acc = call("abs", x), Acc(0, x.dtype)
-    if p == 1:
-        return size, acc
-    if p == 2:
-        return call("mul", x, x), call("sqrt", acc)
-    return call("pow", size, literal(p, x.dtype)), call("pow", acc, literal(1 / p, x.dtype))
-
-
-@lifts("GlobalAveragePool", "GlobalMaxPool", "GlobalLpPool")
+@lifts("GlobalAveragePool", "GlobalMaxPool")
 def lift_global_pool(n: Node) -> None:
     """One window as large as the input; spatial output axes of size 1 are kept, as a view."""
     _check_image(n)
@@ -287,37 +266,12 @@ def lift_global_pool(n: Node) -> None:
     body: Expr = cast(Arg(0, x.dtype), wide)
     if n.kind == "GlobalMaxPool":
         body = Arg(0, x.dtype)
-    elif n.kind == "GlobalLpPool":
-        body, then = norm(int(n.attr("p", 2)), body)
     else:
         then = call("div", Acc(0, wide), literal(prod(t.size for t in taps), wide))
     monoid = "max" if n.kind == "GlobalMaxPool" else "sum"
     inner = n.reduce([n.temp("r")], dims, taps, monoid, [read], [body], [cast(then, x.dtype)] if then else [])[0]
     places = [Dim(k, 1) for k in SPATIAL[rank]]
     n.view(n.out(), inner, (*dims, *places), [dim("b"), dim("c")])
-
-
-@lifts("LRN")
-def lift_lrn(n: Node) -> None:
-    """x / (bias + alpha/size * sum of squares over neighbouring channels) ^ beta."""
-    _check_image(n)
-    x, size = n.tensor(0), int(n.attr("size"))
-    if size < 1:
-        raise ModelError("a window of no channels", where=n.where, why=f"size is {size}")
-    names = ("b", "c", *SPATIAL[len(x.shape) - 2])
-    dims = tuple(Dim(k, s) for k, s in zip(names, x.shape, strict=True))
-    spots = [dim(d.name) for d in dims]
-    near = n.read(x.name, [spots[0], dim("c") + dim("k") - (size - 1) // 2, *spots[2:]], 0)
-    own = n.read(x.name, spots)
-    wide = accumulator(x.dtype)
-    neighbour, value = (cast(Arg(k, x.dtype), wide) for k in (0, 1))
-    alpha, beta, bias = (float(n.attr(k, d)) for k, d in (("alpha", 0.0001), ("beta", 0.75), ("bias", 1.0)))
-    if not all(map(isfinite, (alpha, beta, bias))):
-        raise ModelError("a scale that is no number", where=n.where, why=f"alpha, beta and bias are {alpha}, {beta} and {bias}")
-    scale = call("add", literal(bias, wide), call("mul", literal(alpha / size, wide), Acc(0, wide)))
-    then = call("div", value, call("pow", scale, literal(beta, wide)))
-    body = call("mul", neighbour, neighbour)
-    n.reduce([n.outs[0]], dims, [Dim("k", size)], "sum", [near, own], [body], [cast(then, x.dtype)])
 
 
 # MatMulInteger, ConvInteger, QLinearMatMul and QLinearConv: exact sums of products of integers of 8 bits, in i32.

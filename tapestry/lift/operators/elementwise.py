@@ -9,7 +9,7 @@ from functools import reduce
 
 import numpy as np
 
-from tapestry.ir.expr import Acc, Arg, Const, Expr, Index, call, cast
+from tapestry.ir.expr import Arg, Const, Expr, Index, call, cast
 from tapestry.ir.graph import Dim
 from tapestry.ir.index import Aff, const, dim
 from tapestry.ir.monoid import number
@@ -260,9 +260,9 @@ def row_major(dims: Sequence[Dim]) -> Aff:
     return flat
 
 
-def bits(n: Node, dims: Sequence[Dim], word: int = 0, count: int = BITS) -> Expr:
-    """The top bits of one output word of Philox for an element, as an i64 in [0, 2^count)."""
-    key, zero, stream, shift = (number(v, "i64") for v in (key_of(n), 0, word, 32 - count))
+def bits(n: Node, dims: Sequence[Dim], word: int = 0) -> Expr:
+    """The top bits of one output word of Philox for an element, as an i64 in [0, 2^BITS)."""
+    key, zero, stream, shift = (number(v, "i64") for v in (key_of(n), 0, word, 32 - BITS))
     return call("shr", call("philox", key, zero, zero, stream, Index(row_major(dims))), shift)
 
 
@@ -279,39 +279,28 @@ def _polynomial(x: Expr, coefficients: Sequence[float]) -> Expr:
     return total
 
 
-def _exponent(x: Expr, low: int, high: int) -> Expr:
-    """The k in [low, high] for which x / 2^k is in [sqrt(1/2), sqrt(2)), by counting thresholds below x."""
-    total: Expr = number(low, "i64")
-    for k in range(low + 1, high + 1):
-        edge = math.ceil(2**k * math.sqrt(0.5)) if x.dtype == "i64" else 2.0**k * math.sqrt(0.5)
-        total = call("add", total, cast(call("ge", x, number(edge, x.dtype)), "i64"))
+def _exponent(x: Expr) -> Expr:
+    """The k in [0, BITS] for which x / 2^k is in [sqrt(1/2), sqrt(2)), by counting thresholds below an i64."""
+    total: Expr = number(0, "i64")
+    for k in range(1, BITS + 1):
+        edge = number(math.ceil(2**k * math.sqrt(0.5)), "i64")
+        total = call("add", total, cast(call("ge", x, edge), "i64"))
     return total
 
 
-def _atanh_argument(x: Expr, k: Expr, high: int) -> Expr:
+def _atanh_argument(x: Expr, k: Expr) -> Expr:
     """(f - 1) / (f + 1) for f = x / 2^k; the division by a power of two is exact."""
-    power = call("shl", number(1, "i64"), call("sub", number(high, "i64"), k))
-    if x.dtype == "i64":
-        f = call("mul", cast(call("mul", x, power), "f32"), number(2.0**-high, "f32"))
-    else:
-        f = call("mul", call("mul", x, cast(power, "f32")), number(2.0**-high, "f32"))
+    power = call("shl", number(1, "i64"), call("sub", number(BITS, "i64"), k))
+    f = call("mul", cast(call("mul", x, power), "f32"), number(2.0**-BITS, "f32"))
     one = number(1, "f32")
     return call("div", call("sub", f, one), call("add", f, one))
 
 
-def _log(t: Expr, k: Expr, shift: int = 0) -> Expr:
-    """ln(2^(k - shift) * f) from t = (f - 1) / (f + 1): 2 atanh(t) + (k - shift) ln 2; |t| <= 0.172."""
+def _log(t: Expr, k: Expr) -> Expr:
+    """ln(2^(k - BITS) * f) from t = (f - 1) / (f + 1): 2 atanh(t) + (k - BITS) ln 2; |t| <= 0.172."""
     series = call("mul", call("mul", number(2, "f32"), t), _polynomial(call("mul", t, t), [1 / (2 * i + 1) for i in range(6)]))
-    whole = call("mul", cast(call("sub", k, number(shift, "i64")), "f32"), number(math.log(2), "f32"))
+    whole = call("mul", cast(call("sub", k, number(BITS, "i64")), "f32"), number(math.log(2), "f32"))
     return call("add", whole, series)
-
-
-def log_parts(n: Node, base: str, src: str, dims: Sequence[Dim], low: int, high: int) -> tuple[str, str]:
-    """Emit (t, k) of a positive tensor's logarithm (`_log`)."""
-    read = n.read(src, here(dims))
-    k = n.block(n.b.fresh(f"{base}.k"), dims, [read], lambda x: _exponent(x, low, high))
-    reads = [read, n.read(k, here(dims))]
-    return n.block(n.b.fresh(f"{base}.t"), dims, reads, lambda x, e: _atanh_argument(x, e, high)), k
 
 
 def _cosine(quadrant: Expr, a: Expr) -> Expr:
@@ -339,7 +328,9 @@ def emit_normal(n: Node, dims: Sequence[Dim]) -> None:
     base, out, spots = n.outs[0], n.out(), here(dims)
     first = n.block(n.temp("u"), dims, [], call("add", bits(n, dims, 0), number(1, "i64")))
     second = n.block(n.temp("v"), dims, [], bits(n, dims, 1))
-    t, k = log_parts(n, base, first, dims, 0, BITS)
+    read = n.read(first, spots)
+    k = n.block(n.b.fresh(f"{base}.k"), dims, [read], _exponent)
+    t = n.block(n.b.fresh(f"{base}.t"), dims, [read, n.read(k, spots)], _atanh_argument)
     quarter = BITS - 2
 
     def nearest(v: Expr) -> Expr:
@@ -353,7 +344,7 @@ def emit_normal(n: Node, dims: Sequence[Dim]) -> None:
     mean, scale = float(n.attr("mean", 0.0)), float(n.attr("scale", 1.0))
 
     def value(t: Expr, k: Expr, v: Expr, a: Expr) -> Expr:
-        radius = call("sqrt", call("mul", number(-2, "f32"), _log(t, k, BITS)))
+        radius = call("sqrt", call("mul", number(-2, "f32"), _log(t, k)))
         z = call("mul", radius, _cosine(nearest(v), a))
         z = z if scale == 1.0 else call("mul", literal(scale, "f32"), z)
         return cast(z if mean == 0.0 else call("add", literal(mean, "f32"), z), out.dtype)
@@ -413,23 +404,3 @@ def _kept_scale(ratio: Expr, dtype: str) -> Expr:
     if isinstance(ratio, Const):
         return literal(1 / (1 - float(ratio.value)), dtype)
     return cast(call("div", number(1, ratio.dtype), call("sub", number(1, ratio.dtype), ratio)), dtype)
-
-
-@lifts("Multinomial", since=7)
-def lift_multinomial(n: Node) -> None:
-    """Gumbel-max: argmax over classes of logit - ln(-ln u), with u = (2 bits + 1) / 2^24 strictly inside (0, 1)."""
-    x, out = n.tensor(0), n.out()
-    rows, classes = x.shape
-    dims = [Dim("x0", rows), Dim("x1", out.shape[1]), Dim("v", classes)]
-    spots = here(dims)
-    odd = call("add", call("mul", number(2, "i64"), bits(n, dims, 0, BITS - 1)), number(1, "i64"))
-    u = n.block(n.temp("u"), dims, [], odd)
-    t, k = log_parts(n, n.outs[0], u, dims, 0, BITS)
-    parts = [n.read(t, spots), n.read(k, spots)]
-    waiting = n.block(n.temp("e"), dims, parts, lambda t, k: call("neg", _log(t, k, BITS)))
-    t2, k2 = log_parts(n, f"{n.outs[0]}.e", waiting, dims, -BITS - 1, 5)
-    wide = "f64" if x.dtype == "f64" else "f32"
-    reads = [n.read(x.name, [dim("x0"), dim("v")]), n.read(t2, spots), n.read(k2, spots)]
-    noise = cast(_log(Arg(1, "f32"), Arg(2, "i64")), wide)
-    state = [call("sub", cast(Arg(0, x.dtype), wide), noise), Index(dim("v"))]
-    n.reduce([out.name], dims[:2], dims[2:], "argmax", reads, state, [cast(Acc(1, "i64"), out.dtype)])

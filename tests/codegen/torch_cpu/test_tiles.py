@@ -79,7 +79,6 @@ class Largest(TorchDispatchMode):
 
 WINDOWS = {  # (node, its inputs), each of many more points than cells
     "mean": (helper.make_node("AveragePool", ["x"], ["y"], kernel_shape=[30, 30]), {"x": [1, 1, 50, 51]}),
-    "norm": (helper.make_node("LpPool", ["x"], ["y"], kernel_shape=[30, 30]), {"x": [1, 1, 50, 51]}),
     "there and back": (
         helper.make_node("ConvTranspose", ["x", "w"], ["y"], strides=[3, 3]),
         {"x": [1, 4, 12, 13], "w": [4, 6, 9, 9]},

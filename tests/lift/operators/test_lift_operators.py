@@ -233,14 +233,6 @@ def test_a_pool_and_its_unpool_under_splits(tmp_path):
     held(build(nodes, {"x": data(2, 3, 6, 8)}, ["y"]), {"x": data(2, 3, 6, 8)}, tmp_path, dims=[])
 
 
-@pytest.mark.parametrize("corners", [0, 1])
-@pytest.mark.parametrize("size", [(2, 3, 4, 5), (2, 1, 3, 2, 4)])
-def test_affine_grids(tmp_path, corners, size):
-    theta = data(2, len(size) - 2, len(size) - 1)
-    consts = {"size": np.array(size, np.int64)}
-    agree(node("AffineGrid", "t size", align_corners=corners), {"t": theta}, ["y"], consts, opset=20, folder=tmp_path)
-
-
 @pytest.mark.sampled(11)
 @pytest.mark.parametrize(
     "how, coefficient",
@@ -291,7 +283,7 @@ def test_hardmax(tmp_path, opset, axis):
 @pytest.mark.parametrize(
     ("op", "more", "attributes"),
     [("BatchNormalization", 4, {}), ("InstanceNormalization", 2, {}), ("LayerNormalization", 1, {"axis": 1}),
-     ("RMSNormalization", 1, {"axis": 1}), ("LRN", 0, {"size": 3})],
+     ("RMSNormalization", 1, {"axis": 1})],
 )  # fmt: skip
 def test_defaults_are_numbers_of_float32_where_the_model_computes_in_float64(tmp_path, op, more, attributes):
     """… as attributes are: compilation compares every cell with the model's in float64."""
@@ -303,59 +295,43 @@ def test_defaults_are_numbers_of_float32_where_the_model_computes_in_float64(tmp
     assert tapestry.compile(tmp_path / "m.onnx", devices=2).build.report
 
 
-# ai.onnx.ml
-
-
-def ml(op, feeds, outs, folder, *, opaque=None, names="x", consts=None, **attributes):
-    one = node(op, names, " ".join(outs), domain="ai.onnx.ml", **attributes)
-    made = build([], feeds, [], consts)
-    made.graph.node.append(one)
-    made.opset_import.append(onnx.helper.make_opsetid("ai.onnx.ml", 3))
-    made.graph.output.extend(onnx.helper.make_tensor_value_info(n, t, s) for n, (t, s) in outs.items())
-    graph = held(made, feeds, folder, dims=opaque)
-    assert opaque is not None or all(isinstance(op, Block) for op in graph.ops)
-
+# operators that no exporter writes: they have no lifter, and run whole
 
 F, L = onnx.TensorProto.FLOAT, onnx.TensorProto.INT64
+THETA, IMAGE, SCORES, TABLE = data(2, 2, 3), data(2, 4, 6, 5), data(6, 5), data(5, 3)
+CLASSES = np.array([0, 4, 2, 2, 1, 3])
+TREE = {
+    "n_targets": 1, "nodes_treeids": [0, 0, 0], "nodes_nodeids": [0, 1, 2], "nodes_featureids": [1, 0, 0],
+    "nodes_values": [0.1, 0.0, 0.0], "nodes_modes": ["BRANCH_LEQ", "LEAF", "LEAF"], "nodes_truenodeids": [1, 0, 0],
+    "nodes_falsenodeids": [2, 0, 0], "target_treeids": [0, 0], "target_nodeids": [1, 2], "target_ids": [0, 0], "target_weights": [1.5, -2.0],
+}  # fmt: skip
+WHOLE = [
+    (node("AffineGrid", "t size"), {"t": THETA}, {"size": np.array([2, 3, 4, 5], np.int64)}),
+    (node("LRN", "x", size=3, alpha=0.1), {"x": IMAGE}, {}),
+    (node("LpPool", "x", kernel_shape=[2, 3], p=2), {"x": IMAGE}, {}),
+    (node("GlobalLpPool", "x", p=1), {"x": IMAGE}, {}),
+    (node("LpNormalization", "x", axis=1), {"x": IMAGE}, {}),
+    (node("SoftmaxCrossEntropyLoss", "x t", reduction="none"), {"x": SCORES, "t": CLASSES}, {}),
+    (node("NegativeLogLikelihoodLoss", "x t"), {"x": SCORES, "t": CLASSES}, {}),
+]
+WHOLE_TABLES = [
+    ("Scaler", {"y": (F, [5, 3])}, {"offset": [0.5], "scale": [2.0]}),
+    ("LinearRegressor", {"y": (F, [5, 2])}, {"coefficients": [0.5, -1.0, 2.0, 0.25, 1.0, -0.5], "targets": 2}),
+    ("Normalizer", {"y": (F, [5, 3])}, {"norm": "L2"}),
+    ("TreeEnsembleRegressor", {"y": (F, [5, 1])}, TREE),
+]
 
 
-def test_scaler_binarizer_and_linear_regression(tmp_path):
-    x = data(5, 3)
-    ml("Scaler", {"x": x}, {"y": (F, [5, 3])}, tmp_path, offset=[0.5, 1.0, -1.0], scale=[2.0, 0.5, 3.0])
-    ml("Scaler", {"x": x}, {"y": (F, [5, 3])}, tmp_path, offset=[0.5], scale=[2.0])
-    ml("Binarizer", {"x": x}, {"y": (F, [5, 3])}, tmp_path, threshold=0.25)
-    weights = [float(v) for v in data(6, seed=4)]
-    ml("LinearRegressor", {"x": x}, {"y": (F, [5, 2])}, tmp_path, coefficients=weights, intercepts=[0.5, -1.0], targets=2)
-    ml("ArrayFeatureExtractor", {"x": x}, {"y": (F, [5, 2])}, tmp_path, names="x i", consts={"i": np.array([[2, 0]], np.int64)})
+@pytest.mark.parametrize("one, feeds, consts", WHOLE, ids=[w[0].op_type for w in WHOLE])
+def test_what_no_exporter_writes_runs_whole(tmp_path, one, feeds, consts):
+    graph = held(build([one], feeds, ["y"], consts, opset=20), feeds, tmp_path, dims=[])
+    assert any(isinstance(op, Opaque) for op in graph.ops)
 
 
-def test_rows_and_cells_of_ml_operators(tmp_path):
-    x, whole = data(5, 3), RNG.integers(0, 4, (5, 3))
-    ml("Normalizer", {"x": x}, {"y": (F, [5, 3])}, tmp_path, opaque=["x0"], norm="L2")
-    ml(
-        "Imputer",
-        {"x": x},
-        {"y": (F, [5, 3])},
-        tmp_path,
-        opaque=["x0"],
-        imputed_value_floats=[1.0, 2.0, 3.0],
-        replaced_value_float=0.0,
-    )
-    ml("OneHotEncoder", {"x": whole}, {"y": (F, [5, 3, 2])}, tmp_path, opaque=["x0", "x1"], cats_int64s=[1, 3])
-    ml(
-        "LabelEncoder",
-        {"x": whole},
-        {"y": (F, [5, 3])},
-        tmp_path,
-        opaque=["x0", "x1"],
-        keys_int64s=[1, 2],
-        values_floats=[7.0, 8.0],
-    )
-    tree = {
-        "n_targets": 1, "nodes_treeids": [0, 0, 0], "nodes_nodeids": [0, 1, 2], "nodes_featureids": [1, 0, 0],
-        "nodes_values": [0.1, 0.0, 0.0], "nodes_modes": ["BRANCH_LEQ", "LEAF", "LEAF"], "nodes_truenodeids": [1, 0, 0],
-        "nodes_falsenodeids": [2, 0, 0], "target_treeids": [0, 0], "target_nodeids": [1, 2], "target_ids": [0, 0], "target_weights": [1.5, -2.0],
-    }  # fmt: skip
-    ml("TreeEnsembleRegressor", {"x": x}, {"y": (F, [5, 1])}, tmp_path, opaque=["x0"], **tree)
-    two = {"coefficients": [float(v) for v in data(6)], "intercepts": [0.0, 0.5], "classlabels_ints": [0, 1]}
-    ml("LinearClassifier", {"x": x}, {"l": (L, [5]), "s": (F, [5, 2])}, tmp_path, opaque=["x0"], **two)
+@pytest.mark.parametrize("op, outs, attributes", WHOLE_TABLES, ids=[w[0] for w in WHOLE_TABLES])
+def test_tables_run_whole(tmp_path, op, outs, attributes):
+    made = build([], {"x": TABLE}, [])
+    made.graph.node.append(node(op, "x", " ".join(outs), domain="ai.onnx.ml", **attributes))
+    made.opset_import.append(onnx.helper.make_opsetid("ai.onnx.ml", 3))
+    made.graph.output.extend(onnx.helper.make_tensor_value_info(n, t, s) for n, (t, s) in outs.items())
+    held(made, {"x": TABLE}, tmp_path, dims=[])

@@ -359,8 +359,8 @@ def with_attribute(op: str, name: str, value: object, folder: Path, shape=(1, 2,
 for _op, _attr, _value, _more in [
     ("Softmax", "axis", 1.5, {}), ("Softmax", "axis", "last", {}), ("Softmax", "axis", 2**62, {}), ("Transpose", "perm", [0, 0, 0, 0], {}), ("Transpose", "perm", [0, 1, 2, 9], {}),
     ("Transpose", "perm", "abcd", {}), ("MaxPool", "kernel_shape", [0, 0], {}), ("MaxPool", "kernel_shape", [-3, 3], {}), ("MaxPool", "kernel_shape", [3], {}), ("Cast", "to", 99, {}),
-    ("LeakyRelu", "alpha", [1.0, 2.0], {}), ("Flatten", "axis", 77, {}), ("DepthToSpace", "blocksize", 0, {}), ("DepthToSpace", "blocksize", -2, {}), ("LRN", "size", 0, {}),
-    ("MaxPool", "strides", [0, 0], {"kernel_shape": [2, 2]}), ("MaxPool", "dilations", [0, 1], {"kernel_shape": [2, 2]}), ("Concat", "axis", 12, {}), ("ArgMax", "axis", -9, {}), ("LpPool", "p", 0, {"kernel_shape": [2, 2]}),
+    ("LeakyRelu", "alpha", [1.0, 2.0], {}), ("Flatten", "axis", 77, {}), ("DepthToSpace", "blocksize", 0, {}), ("DepthToSpace", "blocksize", -2, {}),
+    ("MaxPool", "strides", [0, 0], {"kernel_shape": [2, 2]}), ("MaxPool", "dilations", [0, 1], {"kernel_shape": [2, 2]}), ("Concat", "axis", 12, {}), ("ArgMax", "axis", -9, {}),
 ]:  # fmt: skip
     _key = f"attribute_{_op}_{_attr}_{_value}".replace(" ", "")
     MODELS[_key] = lambda folder, a=(_op, _attr, _value), m=_more: with_attribute(*a, folder, **m)
@@ -369,8 +369,8 @@ for _op, _attr, _value, _more in [
 for _op, _attr, _value, _more in [
     (op, attr, value, more) for value in (float("nan"), float("inf"), float("-inf"))
     for op, attr, more in [
-        ("LeakyRelu", "alpha", {}), ("Elu", "alpha", {}), ("HardSigmoid", "beta", {}), ("LRN", "alpha", {"size": 3}), ("Shrink", "bias", {}), ("RandomNormalLike", "mean", {}),
-        ("RandomUniformLike", "high", {}), ("Bernoulli", "seed", {}), ("LpNormalization", "axis", {}), ("MeanVarianceNormalization", "axes", {}),
+        ("LeakyRelu", "alpha", {}), ("Elu", "alpha", {}), ("HardSigmoid", "beta", {}), ("Shrink", "bias", {}), ("RandomNormalLike", "mean", {}),
+        ("RandomUniformLike", "high", {}), ("Bernoulli", "seed", {}), ("MeanVarianceNormalization", "axes", {}),
     ]
 ]:  # fmt: skip
     MODELS[f"nonfinite_{_op}_{_attr}_{_value}"] = lambda folder, a=(_op, _attr, _value), m=_more: with_attribute(
