@@ -17,7 +17,7 @@ from tapestry.errors import TapestryError
 from tapestry.options import flags
 
 FORMATS = (
-    "onnx", "onnx-ranks", "onnx-fused", "tp-plan", "dtensor", "jax", "shardy", "shardy-ranks", "json", "kernels", "ir",
+    "onnx", "onnx-ranks", "onnx-fused", "tp-plan", "dtensor", "jax", "json", "kernels", "ir",
     "history",
 )  # fmt: skip
 

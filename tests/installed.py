@@ -40,7 +40,7 @@ with torch.no_grad():
     assert torch.allclose(torch.compile(net, backend="tapestry")(x), net(x), atol=1e-4)
 """
 WHERE = "import pathlib, sys, tapestry; sys.exit(pathlib.Path(tapestry.__file__).is_relative_to(sys.argv[1]))"
-FORMATS = ("onnx", "onnx-ranks", "onnx-fused", "dtensor", "jax", "shardy", "shardy-ranks", "json", "ir", "history")
+FORMATS = ("onnx", "onnx-ranks", "onnx-fused", "dtensor", "jax", "json", "ir", "history")
 COMMANDS = [
     ["python", "-c", WHERE, str(TOP)],  # it is the installed one that runs
     ["tapestry", "--version"],

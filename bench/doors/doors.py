@@ -2,7 +2,7 @@
 
     python -m bench doors [NAME ...]                 transformers' tensor parallelism, on two gloo ranks (`tensor_parallel`)
     python -m bench doors --onnx FOLDER [NAME ...]   per-rank and fused ONNX, for every .onnx of a folder (`onnx_folders`)
-    python -m bench doors --jax PYTHON [NAME ...]    XLA given PartitionSpecs, and Shardy text (`xla_layouts`)
+    python -m bench doors --jax PYTHON [NAME ...]    XLA given PartitionSpecs (`xla_layouts`)
     python -m bench doors --modules [--module PACKAGE:FUNCTION] [--python PATH]
                                                      modules of torch and checkpoints, in f32 and bf16 (`modules`)
 

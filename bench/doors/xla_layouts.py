@@ -1,4 +1,4 @@
-"""Plans given to XLA: ``jax`` (a constraint for every tensor of the graph), ``shardy`` and ``shardy-ranks`` (StableHLO text).
+"""Plans given to XLA as ``jax`` says them: a constraint for every tensor of the graph.
 
 The graphs of `bench communication`, planned for 8 devices; JAX compiles them with the plan's layouts, and the bytes of the
 collectives in the compiled HLO are compared with those that the plan moves. XLA's pipeline for CPU forms no reduce-scatter, so
@@ -18,18 +18,16 @@ import onnx
 import tapestry
 from bench.planning import xla
 from bench.planning.partitioner_cases import Case, all_cases
-from tapestry.build.store import Build
 from tapestry.ir.plan import Layout
-from tapestry.tools.exports import layouts, shardy
-from tapestry.tools.exports.onnx_nodes import NotExpressible
+from tapestry.tools.exports import layouts
 
 Row = dict[str, Any]
 TWICE = {"reduce_scatter": 2}
 CLOSE = 1e-3
 
 
-def planned(name: str, case: Case, folder: Path) -> tuple[Row, list[Row]]:
-    """What the plan moves, and what JAX is to compile: the graph with the plan's layouts, and the text."""
+def planned(name: str, case: Case, folder: Path) -> tuple[Row, Row]:
+    """What the plan moves, and what JAX is to compile: the graph with the plan's layouts."""
     path = folder / "case.onnx"
     onnx.save(case.model(), path)
     mesh = "x".join(map(str, case.mesh))
@@ -40,7 +38,6 @@ def planned(name: str, case: Case, folder: Path) -> tuple[Row, list[Row]]:
         axes = [a.name for a in c.build.plan.mesh]
         return {str(k): [a for a, j in zip(axes, layout, strict=True) if j == k] for k in layout if k is not None}
 
-    texts = {door: _text(c.build, door, folder / "case.mlir") for door in ("shardy", "shardy-ranks")}
     placed = layouts.places(c.build, "jax", nearest_will_do=True)
     ends = {t: at for t, at in placed.first.items() if t in case.inputs} | placed.last
     made = {o for n in case.nodes for o in n.output}
@@ -53,60 +50,37 @@ def planned(name: str, case: Case, folder: Path) -> tuple[Row, list[Row]]:
     row = {
         "name": name, "plan_bytes": sum(t["bytes"] for t in moved), "moved": [[t["kind"], t["bytes"]] for t in moved],
         "without_scatter": sum(t["bytes"] * TWICE.get(t["kind"], 1) for t in moved),
-        "extra_bytes": sum(placed.extra.values()), "refused": {door: why for door, (_, why) in texts.items() if why},
+        "extra_bytes": sum(placed.extra.values()),
         "not_the_models": [t for op in graph.ops for t in op.outs if t not in made],
     }  # fmt: skip
     given = case.document(f"{name}, jax") | {"layouts": {t: said(at) for t, at in ends.items()}, "inner": inner, "reads": reads}
-    said_texts = [
-        {"name": f"{name}, {door}", "mesh": case.mesh, "text": text} for door, (text, why) in texts.items() if not why
-    ]
-    return row, [given, *said_texts]
-
-
-def _text(build: Build, door: str, path: Path) -> tuple[str, str]:
-    """The text, or why there is none."""
-    try:
-        if door == "shardy":
-            shardy.export_shardy(build, path, nearest=True)
-        else:
-            shardy.export_shardy_ranks(build, path, nearest=False)
-    except NotExpressible as e:
-        return "", " ".join(str(e).split())
-    return path.read_text(), ""
+    return row, given
 
 
 def rows(python: str, names: list[str]) -> list[Row]:
-    """A row for each graph and format."""
+    """A row for each graph."""
     found, given = list[Row](), list[Row]()
     with tempfile.TemporaryDirectory() as folder:
         for name, case in all_cases().items():
             if names and name not in names:
                 continue
-            row, cases = planned(name, case, Path(folder))
+            row, laid_out = planned(name, case, Path(folder))
             found.append(row)
-            given += cases
+            given.append(laid_out)
     done = xla.measure(given, python)["cases"]
     out = list[Row]()
     for row in found:
-        refused = row.pop("refused")
-        for door in ("jax", "shardy", "shardy-ranks"):
-            peer = done.get(f"{row['name']}, {door}")
-            if peer is None:
-                out.append({"door": door, **row, "equal": False, "error": refused[door]})
-                continue
-            moved = Counter[str]()
-            for c in peer["collectives"]:
-                moved[c["kind"]] += c["bytes"]
-            row["extra_bytes"] *= door != "shardy-ranks"  # whose parts are the plan's own
-            same = any(abs(peer["bytes"] - n) <= CLOSE * max(n, 1) for n in (row["plan_bytes"], row["without_scatter"]))
-            out.append({"door": door, **row, "xla_bytes": peer["bytes"], "xla_moved": sorted(moved.items()), "equal": same})
+        peer = done[f"{row['name']}, jax"]
+        moved = Counter[str]()
+        for c in peer["collectives"]:
+            moved[c["kind"]] += c["bytes"]
+        same = any(abs(peer["bytes"] - n) <= CLOSE * max(n, 1) for n in (row["plan_bytes"], row["without_scatter"]))
+        out.append({"door": "jax", **row, "xla_bytes": peer["bytes"], "xla_moved": sorted(moved.items()), "equal": same})
     return out
 
 
 def line(row: Row) -> str:
     """A row as a line."""
-    if "error" in row:
-        return row["error"]
 
     def kinds(moved: Sequence[tuple[str, int]]) -> str:
         return ", ".join(f"{kind} {n:,}" for kind, n in moved) or "nothing"

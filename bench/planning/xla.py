@@ -192,32 +192,11 @@ def _padded(mesh: Any, shape: list[int], layout: Mapping[str, list[str]]) -> lis
     return [-(-n // p) * p for n, p in zip(shape, parts)]
 
 
-def compiled_text(case: Row) -> str:
-    """The HLO of StableHLO text with Shardy's words, partitioned."""
-    import jax
-    import numpy as np
-    from jax._src import compiler
-    from jax._src.interpreters import mlir
-    from jax._src.lib import xla_client
-    from jaxlib.mlir import ir
-
-    devices = jax.devices()[: prod(case["mesh"])]
-    client = devices[0].client
-    context = mlir.make_ir_context()
-    with context, ir.Location.unknown(context):
-        module = ir.Module.parse(case["text"])
-        options = compiler.get_compile_options(1, len(devices), np.arange(len(devices))[None], backend=client)
-        done = compiler.backend_compile_and_load(client, module, xla_client.DeviceList(tuple(devices)), options, [])
-    return done.hlo_modules()[0].to_string()
-
-
 def compiled(case: Row) -> str:
-    """A case's HLO, partitioned: that of its text if it has one, else of its graph.
+    """The HLO of a case's graph, partitioned.
 
     ``inner`` has layouts of the nodes' results, and ``reads`` of what they read, which are constraints.
     """
-    if "text" in case:
-        return compiled_text(case)
     import jax
     import jax.numpy as jnp
     import numpy as np

@@ -38,8 +38,6 @@ FORMATS = (
     "tp-plan",
     "dtensor",
     "jax",
-    "shardy",
-    "shardy-ranks",
     "json",
     "kernels",
     "ir",

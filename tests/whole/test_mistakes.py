@@ -239,8 +239,8 @@ def test_a_plan_says_what_it_is(tmp_path: Path) -> None:
     assert json.loads(made.trace(tmp_path / "t.json").read_text())["traceEvents"]
     assert made.export(tmp_path / "m.onnx")["specs"] > 0 and (tmp_path / "m.onnx").is_file()
     assert made.export(tmp_path / "m.json", "dtensor", nearest=True)["parameters"] == 3 and (tmp_path / "m.json").is_file()
-    with pytest.raises(tapestry.TapestryError, match="'shardy' is similar"):
-        made.export(tmp_path / "m.mlir", "shardi")
+    with pytest.raises(tapestry.TapestryError, match="'dtensor' is similar"):
+        made.export(tmp_path / "m.json", "dtenso")
 
 
 @pytest.mark.parametrize(

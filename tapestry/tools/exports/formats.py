@@ -17,7 +17,7 @@ from tapestry.ir.plan import Strategy
 from tapestry.plan.search.priced_plan import PricedPlan
 from tapestry.plan.strategy import Language
 from tapestry.sharding import export_sharding
-from tapestry.tools.exports import kernel_package, layouts, onnx_files, rank_onnx, shardy, tp_plan
+from tapestry.tools.exports import kernel_package, layouts, onnx_files, rank_onnx, tp_plan
 from tapestry.verify.rewriting import rewrite_log
 
 INDENTED: dict[str, Any] = {
@@ -173,42 +173,10 @@ def _styles(d: dict[str, Any]) -> list[str]:
     ]
 
 
-def _text_of_xla(d: dict[str, Any]) -> list[str]:
-    counts = f"{len(d['arguments'])} arguments, {d['operations']} operations, {d['constraints']} sharding constraints"
-    return [f"{d['file']}: {counts}", *_nearest(d)]
-
-
-def _nearest(d: dict[str, Any]) -> list[str]:
-    """What is held beyond the plan, and what XLA may compute wrongly."""
-    return [
-        *(f"  {n:,} bytes more are held of '{t}'" for t, n in d["extra"].items()),
-        *(
-            line
-            for w in d.get("wrong_in_xla", ())
-            for line in textwrap.wrap(
-                f"'{w['operation']}': XLA on CPUs (JAX 0.10.2) may compute it wrongly: {w['why']}; use --format {w['instead']}",
-                78,
-                **INDENTED,
-            )
-        ),
-    ]
-
-
-def _text_of_ranks(d: dict[str, Any]) -> list[str]:
-    parts = [e["tensor"] for k in ("arguments", "results") for e in d[k] if "parts" in e]
-    return [
-        f"{d['file']}: {len(d['arguments'])} arguments, {d['ranks']} ranks, {d['collectives']} collectives",
-        *textwrap.wrap(
-            f"given in parts, one for each device: {', '.join(dict.fromkeys(parts))}" if parts else "", 78, **INDENTED
-        ),
-        *(f"  {n:,} bytes more: {why}" for why, n in d["extra"].items()),
-    ]
-
-
 def _placement_lines(d: dict[str, Any]) -> list[str]:
     kinds = ("parameters", "constants", "inputs", "outputs", "activations")
     counts = ", ".join(f"{d[k]} {k}" for k in kinds if d[k])
-    return [f"{d['file']}: {counts}", *_nearest(d)]
+    return [f"{d['file']}: {counts}", *(f"  {n:,} bytes more are held of '{t}'" for t, n in d["extra"].items())]
 
 
 def _kernels(d: dict[str, Any]) -> list[str]:
@@ -267,14 +235,6 @@ FORMATS: dict[str, Format] = {
         lambda a: layouts.export_places(a.build, a.target, "jax", nearest_will_do=a.nearest), _placement_lines,
         layouts.language, lambda plan: _placed(plan, "jax"),
     ),
-    "shardy": Format(
-        "StableHLO text with shardings in Shardy's words, for XLA to partition",
-        lambda a: shardy.export_shardy(a.build, a.target, nearest=a.nearest), _text_of_xla,
-    ),
-    "shardy-ranks": Format(
-        "StableHLO text of what every device does, with the plan's own collectives",
-        lambda a: shardy.export_shardy_ranks(a.build, a.target, nearest=a.nearest), _text_of_ranks,
-    ),
     "json": Format(
         "the layout of every tensor, and what every operation cuts",
         lambda a: layouts.export_json(a.build, a.target),
@@ -293,5 +253,5 @@ FORMATS: dict[str, Format] = {
         lambda d: [f"{d['file']}: {some(d['steps'], 'rewrite')} to the graph of SHA-256 {d['end_sha256']}"],
     ),
 }  # fmt: skip
-NEAREST = frozenset({"onnx-ranks", "tp-plan", "dtensor", "jax", "shardy", "shardy-ranks"})
+NEAREST = frozenset({"onnx-ranks", "tp-plan", "dtensor", "jax"})
 FOLDERS = frozenset({"onnx-ranks", "kernels"})

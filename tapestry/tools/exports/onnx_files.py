@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
@@ -164,24 +164,16 @@ def export_fused(build: Build, constants: bytes, target: Path) -> dict[str, Any]
     return {"model": str(target), "data": str(data), "nodes": len(model.graph.node), "operations": len(graph.ops)}
 
 
-def graph_nodes(graph: Graph, copies: Mapping[tuple[int, str], str] | None = None) -> tuple[Nodes, dict[str, Value]]:
-    """The nodes of a graph, and its tensors.
-
-    Args:
-        copies: names of tensors that an operation (its number) reads copies of; those of one name are one.
-    """
-    copies = copies or {}
-    nodes = Nodes.of(graph, copies.values())
+def graph_nodes(graph: Graph) -> tuple[Nodes, dict[str, Value]]:
+    """The nodes of a graph, and its tensors."""
+    nodes = Nodes.of(graph)
     values = {t: Value(t, x.shape, x.dtype) for t, x in graph.tensors.items()}
     for k, (op, name) in enumerate(zip(graph.ops, operation_names(graph), strict=True)):
         nodes.begin(name)
         kernel = _whole_kernel(graph, op, k)
         names = [r.tensor for r in op.reads] if isinstance(op, Block) else list(op.ins)
-        for t in names:
-            if (copy := copies.get((k, t), "")) and copy not in values:
-                values[copy] = nodes.copied(values[t], copy)
         try:
-            results = launch(nodes, graph, kernel, [values[copies.get((k, t), t)] if t else None for t in names])
+            results = launch(nodes, graph, kernel, [values[t] if t else None for t in names])
         except NotExpressible as e:
             raise refused(op, name, e) from None
         for t, v in zip(op.outs, results, strict=True):

@@ -376,14 +376,11 @@ class RankFile:
     Attributes:
         values: buffers that the rank has.
         split: inputs of which every rank is given all, because its part is none that ``program.json`` can say.
-        parts: whether inputs and outputs may be given in parts that ``program.json`` cannot say.
-        marks: how many nodes there are before each step but the first, and before the outputs.
     """
 
     build: Build
     rank: int
     nearest: bool
-    parts: bool = False
     nodes: Nodes = field(init=False)
     values: dict[str, Value] = field(default_factory=dict[str, Value])
     weights: dict[str, tuple[str, Box]] = field(default_factory=dict[str, tuple[str, Box]])
@@ -392,7 +389,6 @@ class RankFile:
     named: set[str] = field(default_factory=set[str])
     exchange: Exchange = field(init=False)
     places: dict[str, Places] = field(init=False)
-    marks: list[int] = field(default_factory=list[int])
     size: int = 0
 
     def __post_init__(self) -> None:
@@ -401,7 +397,7 @@ class RankFile:
         own = {t for t, b in program.outputs.items() if t == b and output_spec(self.build, t) is not None}
         self.named |= (set(program.outputs) | set(self.graph.inputs)) - own  # names that are for what comes last, or first
         self.exchange = Exchange(self.nodes, program, self.rank, self.nearest)
-        self.places = input_places(self.build, parts=self.parts)
+        self.places = input_places(self.build)
 
     @property
     def graph(self) -> Graph:
@@ -437,9 +433,8 @@ class RankFile:
                 case Free():
                     for b in step.buffers:
                         self.values.pop(b, None)
-            self.marks.append(len(self.nodes.nodes))
         for t, name in self.program.outputs.items():
-            if output_spec(self.build, t) is None and not self.parts:
+            if output_spec(self.build, t) is None:
                 self.nodes.begin(t)
                 self._bring(t, name)
 
@@ -516,9 +511,8 @@ class RankFile:
         return model
 
 
-def input_places(build: Build, *, parts: bool = False) -> dict[str, Places]:
-    """The box of each input that every rank is given: the one that it loads, if that is one and can be said (``parts``: or
-    not); else all of it."""
+def input_places(build: Build) -> dict[str, Places]:
+    """The box of each input that every rank is given: the one that it loads, if that is one and can be said; else all of it."""
     program, graph = build.program, build.plan.graph
     out: dict[str, Places] = {}
     for t in graph.inputs:
@@ -526,9 +520,7 @@ def input_places(build: Build, *, parts: bool = False) -> dict[str, Places]:
         everything = whole(graph.tensors[t].shape)
         boxes = next(iter(found)) if len(found) == 1 else tuple(everything for _ in range(program.devices))
         spec = said_boxes(build, boxes, graph.tensors[t].shape)
-        if spec is None and parts:
-            out[t] = Places(boxes, [], said=False)
-        elif spec is None:
+        if spec is None:
             out[t] = Places(tuple(everything for _ in range(program.devices)), [None] * len(everything), said=False)
         else:
             out[t] = Places(boxes, spec, said=True)
