@@ -1,11 +1,9 @@
 """Kernels proved from their source text, and faults put into the text, each of which must be refused.
 
-    .venv/bin/python -m bench kernels_proved [--models NAME …] [--targets torch-cpu] [--each 2]
+    .venv/bin/python -m bench kernels_proved [--models NAME …] [--each 2]
 
-Models are compiled for two devices, for `triton:sm90` and for the CPU; every kernel's source is proved against its operation:
-what it writes and reads, and its value. Of the CPU's own kernels that is their contract (docs/kernels.md#proofs), which the
-compiled kernels are compared with. Then every kind of fault of `tests/support/faults/kernel_edits.py` (of C: `c_edits.py`) is
-put into `--each` kernels of it. Of C a text with one may be shown to be its operation all the same: it counts as equal.
+Models are compiled for two devices and for `triton:sm90`; every kernel's source is proved against its operation: what it writes
+and reads, and its value. Then every kind of fault of `tests/support/faults/kernel_edits.py` is put into `--each` kernels of it.
 Rows that are not asked for stay as they are in bench/results/kernels_proved.json. Exits 1 if a kernel is refused or a fault is
 not.
 """
@@ -13,13 +11,11 @@ not.
 from __future__ import annotations
 
 import argparse
-import itertools
 import random
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,42 +26,34 @@ from tapestry.codegen import kernel_sources
 from tapestry.errors import LawError
 from tapestry.ir.graph import Graph
 from tapestry.ir.kernel import Kernel
-from tapestry.tools.kernel_proofs import contract_trials
-from tapestry.tools.kernel_proofs.build_kernels import cpu_kernel_of, kernel_text_of
-from tapestry.tools.kernel_proofs.kernel_proofs import COMPARED, FORM, TRIAL, Evidence, prove, weakest
+from tapestry.tools.kernel_proofs.build_kernels import kernel_text_of
+from tapestry.tools.kernel_proofs.kernel_proofs import COMPARED, FORM, TRIAL, prove
 from tapestry.tools.kernel_proofs.kernel_text import KernelText
-from tests.support.faults.c_edits import C_EDITS
-from tests.support.faults.kernel_edits import EDITS, Edit
+from tests.support.faults.kernel_edits import EDITS
 
 MODELS = (*EXPORTS, *LIGHT)
-TRITON, CPU = "triton:sm90", "torch-cpu"
-Kernels = dict[str, tuple[Kernel, tuple[KernelText, ...], str]]
-"""By name the kernel, its texts, and why there are none."""
+TRITON = "triton:sm90"
+Kernels = dict[str, tuple[Kernel, KernelText]]
 
 
-def kernels_of(name: str, target: str, folder: Path) -> tuple[Graph, Kernels, set[str]] | None:
-    """The graph of a model, its kernels' texts, and kernels of ours in C; None where the model is not to be had."""
+def kernels_of(name: str, folder: Path) -> tuple[Graph, Kernels] | None:
+    """The graph of a model and its kernels with their texts, by name; None where the model is not to be had."""
     path = materialize(name, folder)
     if path is None:
         return None
-    build = tapestry.compile(path, mesh="2", shapes=EXPORTS.get(name, {}), target=target, time_limit=5.0).build
+    build = tapestry.compile(path, mesh="2", shapes=EXPORTS.get(name, {}), target=TRITON, time_limit=5.0).build
     graph = build.plan.graph
-    if target == CPU:
-        found, _ = kernel_sources.kernels_of_steps(graph, build.program, every=True)
-        named = {f"{graph.ops[k.op].outs[0]}.{n}": k for n, k in enumerate(found.values())}
-        made = {n: (k, cpu_kernel_of(graph, k, f"{n}.c")) for n, k in named.items()}
-        return graph, {n: (k, c.texts, c.why) for n, (k, c) in made.items()}, {o for _, c in made.values() for o in c.ours}
     named = kernel_sources.named_kernels(graph, build.program, build.target, build.precision, build.knobs)
-    return graph, {n: (k, (kernel_text_of(graph, k, one, n, one.source),), "") for n, (k, one) in named.items()}, set()
+    return graph, {n: (k, kernel_text_of(graph, k, one, n, one.source)) for n, (k, one) in named.items()}
 
 
 def proved(graph: Graph, kernels: Kernels) -> dict[str, Any]:
     """By what the kernels were shown, and what was not."""
     start = time.process_time()
     counts, rest, refused = Counter[str](), list[dict[str, str]](), list[str]()
-    for n, (kernel, texts, why) in kernels.items():
+    for n, (kernel, text) in kernels.items():
         try:
-            found = weakest([prove(graph, kernel, t) for t in texts]) or Evidence(COMPARED, COMPARED, why)
+            found = prove(graph, kernel, text)
         except LawError as e:
             refused.append(f"{n}: {e}")
             continue
@@ -76,25 +64,21 @@ def proved(graph: Graph, kernels: Kernels) -> dict[str, Any]:
     return {"kernels": len(kernels), "shown": dict(counts), "rest": rest, "refused": refused, "seconds": seconds}
 
 
-def faults(graph: Graph, kernels: Kernels, edits: Mapping[str, Edit], each: int, seed: str) -> dict[str, dict[str, Any]]:
+def faults(graph: Graph, kernels: Kernels, each: int, seed: str) -> dict[str, dict[str, Any]]:
     """Of each kind of fault how often it was tried, and by which law refused."""
     out: dict[str, dict[str, Any]] = {}
-    for kind, edit in edits.items():
-        row: dict[str, Any] = {"tried": 0, "laws": {}, "accepted": [], "equal": 0, "example": ""}
-        names = sorted(n for n, (_, texts, _) in kernels.items() if texts)
+    for kind, edit in EDITS.items():
+        row: dict[str, Any] = {"tried": 0, "laws": {}, "accepted": [], "example": ""}
+        names = sorted(kernels)
         random.Random(f"{seed} {kind}").shuffle(names)
         for n in names:
-            kernel, texts, _ = kernels[n]
-            wrong = edit(texts[0])
+            kernel, text = kernels[n]
+            wrong = edit(text)
             if wrong is None or not each - row["tried"] > 0:
                 continue
             row["tried"] += 1
             try:
-                found = prove(graph, kernel, wrong)
-                if wrong.language == "c" and found.value in (FORM, TRIAL):
-                    row["equal"], row["tried"] = row["equal"] + 1, row["tried"] - 1
-                else:
-                    row["accepted"].append(f"{seed} {n}: {found.value}")
+                row["accepted"].append(f"{seed} {n}: {prove(graph, kernel, wrong).value}")
             except LawError as e:
                 row["laws"][e.law] = row["laws"].get(e.law, 0) + 1
                 row["example"] = row["example"] or " ".join(str(e).split())[:200]
@@ -102,34 +86,30 @@ def faults(graph: Graph, kernels: Kernels, edits: Mapping[str, Edit], each: int,
     return out
 
 
-def row_of(name: str, target: str, each: int) -> dict[str, Any] | None:
+def row_of(name: str, each: int) -> dict[str, Any] | None:
     """A model's row; None where the model is not to be had."""
     with tempfile.TemporaryDirectory() as folder:
-        found = kernels_of(name, target, Path(folder))
+        found = kernels_of(name, Path(folder))
         if found is None:
             return None
-        graph, kernels, ours = found
-        row = {"model": name, "target": target, **proved(graph, kernels)}
-        row["faults"] = faults(graph, kernels, C_EDITS if target == CPU else EDITS, each, name)
-        return {**row, "instances": {k: contract_trials.checked(k) for k in sorted(ours)}} if target == CPU else row
+        graph, kernels = found
+        return {"model": name, "target": TRITON, **proved(graph, kernels), "faults": faults(graph, kernels, each, name)}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=list(MODELS))
-    parser.add_argument("--targets", nargs="+", default=[TRITON, CPU])
     parser.add_argument("--each", type=int, default=2, help="kernels of a model that get each kind of fault")
     args = parser.parse_args()
-    rows = {(r["model"], r["target"]): r for r in record.read("kernels_proved")}
-    for name, target in itertools.product(args.models, args.targets):
-        row = row_of(name, target, args.each)
+    rows = {r["model"]: r for r in record.read("kernels_proved")}
+    for name in args.models:
+        row = row_of(name, args.each)
         if row is None:
             print(f"{name}: skipped, the folder of exported models is not beside the checkout", file=sys.stderr)
             continue
-        rows[name, target] = row
+        rows[name] = row
         print(summary(row), flush=True)
-        sums = {t: totals([r for r in rows.values() if r["target"] == t]) for t in (TRITON, CPU)}
-        record.write("kernels_proved", list(rows.values()), **sums)
+        record.write("kernels_proved", list(rows.values()), **{TRITON: totals(list(rows.values()))})
     return int(any(r["refused"] or any(f["accepted"] for f in r["faults"].values()) for r in rows.values()))
 
 

@@ -110,7 +110,7 @@ def _by_rows(a: Asked) -> CpuKernel | Refusal:
     found = viewed(run, view) if run else Refusal(run.why)
     if not run or not found or not found.bind:
         return Refusal(f"no function in C: {found.why if isinstance(found, Refusal) else 'the result would be copied'}")
-    return replace(found, plain=plain, compiles=a.how.compiles, reads=run.reads)  # a matrix of rows is the same cells in order
+    return replace(found, plain=plain, compiles=a.how.compiles)
 
 
 def _by_pixels(a: Asked) -> CpuKernel | Refusal:

@@ -270,9 +270,9 @@ def reads_of_scratch(terms: Terms, program: Program, buffers: Mapping[str, Buffe
                 raise LawError("kernel_reads", f"a cell of '{a.buffer}' is read that nobody wrote", where=f"line {a.line}")
 
 
-def cells_of(block: Box, box: Box, along: Sequence[bool], buffer: Buffer) -> Array:
+def cells_of(block: Box, box: Box, along: Sequence[bool]) -> Array:
     """Which cells of a buffer belong to a block, as 0 and 1; ``along`` says on which axes the buffer has the block's cells."""
     out = np.zeros(shape(box), np.int32)
     parts = (slice(lo - at, hi - at) if own else slice(None) for (lo, hi), (at, _), own in zip(block, box, along, strict=True))
     out[tuple(parts)] = 1
-    return out.transpose(sorted(range(len(box)), key=lambda k: (-buffer.steps(box)[k], k))).reshape(-1)
+    return out.reshape(-1)

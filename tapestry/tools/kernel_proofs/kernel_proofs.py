@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -15,14 +14,15 @@ from tapestry.errors import LawError
 from tapestry.ir.expr import Const, Index, distinct
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.index import Aff, Mod, const, dims_of
-from tapestry.ir.kernel import Kernel, shape
+from tapestry.ir.kernel import Kernel, shape, strides
 from tapestry.ir.states import varies
-from tapestry.tools.kernel_proofs import addresses, c_source, triton_source
+from tapestry.tools.kernel_proofs import addresses
 from tapestry.tools.kernel_proofs.addresses import Conditions
 from tapestry.tools.kernel_proofs.kernel_text import Evaluation, KernelText, OutOfReach, block_of, evaluated_together
 from tapestry.tools.kernel_proofs.program_reading import Program, Store
 from tapestry.tools.kernel_proofs.term_matching import Matching, Operation, flattened, orders
 from tapestry.tools.kernel_proofs.terms import Terms, Unsupported, kind_of
+from tapestry.tools.kernel_proofs.triton_source import read_launch
 
 Array = np.ndarray[Any, Any]
 
@@ -113,7 +113,6 @@ def _collect(e: Aff, cuts: dict[str, set[int]]) -> None:
 
 PROGRAMS = 10  # that are compared
 EDGES: tuple[Callable[[int], int], ...] = (lambda n: 0, lambda n: 1, lambda n: n // 2, lambda n: n - 2, lambda n: n - 1)
-CELLS = 1 << 12  # of a function without a grid, at one value of its outer loops
 CLOSE = 1e-6  # of a value and the largest one: sources have constants of f32, and approximations
 GREAT = 100.0  # beyond it a value says nothing of others' cancellation
 NARROW = frozenset({"i8", "i16", "u8", "u16"})
@@ -181,7 +180,7 @@ def _compare(
     terms: Terms = program.terms
     cell: list[Aff] = at(terms, store, kernel, text)
     right = Operation(terms, graph, kernel, text).outputs(cell)[text.outs.index(store.to.buffer)]
-    for chosen in _chosen(program, store):
+    for chosen in _chosen(program):
         run = Evaluation(terms, {n: np.arange(k, k + 1) for n, k in chosen.items()}, data)
         parts = [run.aff(store.to.at), run.of(store.to.mask), run.of(store.value), run.of(right)]
         _, (place, inside, made, wanted) = evaluated_together(parts)
@@ -201,17 +200,12 @@ def _compare(
 
 
 def _said(chosen: Mapping[str, int]) -> str:
-    return ", ".join(f"{'program' if n[0] == 'p' else 'step'} {k}" for n, k in chosen.items())
+    return ", ".join(f"program {k}" for k in chosen.values())
 
 
-def _chosen(program: Program, store: Store) -> list[dict[str, int]]:
-    """Programs that are compared; of a function without a grid, values of outer loops, the cells within which are few."""
+def _chosen(program: Program) -> list[dict[str, int]]:
+    """Programs that are compared."""
     names = dict(list(program.grid.items())[:1])
-    if not names:
-        loops = addresses.variables(program.terms, store, {})
-        while loops and (not names or math.prod(loops.values()) > CELLS):
-            outer = next(iter(loops))
-            names[outer] = loops.pop(outer)
     rng = np.random.default_rng(1)
     out = {tuple(max(0, min(at(n), n - 1)) for n in names.values()) for at in EDGES}
     out |= {tuple(int(rng.integers(0, n)) for n in names.values()) for _ in range(PROGRAMS - len(out))}
@@ -230,12 +224,6 @@ class Evidence:
     addresses: str
     value: str
     why: str = ""
-
-
-def weakest(shown: Sequence[Evidence]) -> Evidence | None:
-    """What several texts of one kernel were all shown by at least; ``None`` of none."""
-    order = (COMPARED, TRIAL, FORM)
-    return min(shown, key=lambda e: order.index(e.value), default=None)
 
 
 def prove(graph: Graph, kernel: Kernel, text: KernelText) -> Evidence:
@@ -301,11 +289,11 @@ def _mismatch(
 
 def _programs(text: KernelText) -> tuple[list[Program], str]:
     """What the launches do, and why their loops had to be read step by step (``""`` where they need not)."""
-    why, read = "", c_source.read_call if text.language == "c" else triton_source.read_launch
+    why = ""
     for unrolled in (False, True):
         terms = Terms()
         try:
-            return [read(terms, text.source, launch, text.buffers, unrolled) for launch in text.launches], why
+            return [read_launch(terms, text.source, launch, text.buffers, unrolled) for launch in text.launches], why
         except Unsupported as e:
             why = why or str(e)
     raise Unsupported(why)
@@ -327,9 +315,8 @@ def _check_addresses(ask: Conditions, programs: list[Program], kernel: Kernel, t
             raise LawError("kernel_writes", f"'{min(odd)}' is written, which is no output", where="its stores")
         for name in sorted({s.to.buffer for s in program.stores} | (own if last else set())):
             at = text.outs.index(name) if last else 0
-            buffer = text.buffers[name]
-            wanted = addresses.cells_of(kernel.block[:rank], kernel.outs[at], along[at], buffer) if last else None
-            filled[name] = addresses.writes(terms, program.stores, program.grid, name, buffer.size, wanted)
+            wanted = addresses.cells_of(kernel.block[:rank], kernel.outs[at], along[at]) if last else None
+            filled[name] = addresses.writes(terms, program.stores, program.grid, name, text.buffers[name].size, wanted)
         addresses.reads(terms, ask, program.loads, text.buffers)
         addresses.reads_of_scratch(terms, program, text.buffers, filled)
     return "isl" if ask.asked else "intervals"
@@ -354,7 +341,7 @@ def cell(terms: Terms, store: Store, kernel: Kernel, text: KernelText) -> list[A
     """The cell of the tensor that a store writes, in coordinates of the whole tensor, from its address."""
     box = kernel.outs[text.outs.index(store.to.buffer)]
     out, size = list[Aff](), prod(shape(box))
-    for k, ((lo, hi), s) in enumerate(zip(box, text.buffers[store.to.buffer].steps(box), strict=True)):
+    for k, ((lo, hi), s) in enumerate(zip(box, strides(box), strict=True)):
         part = terms.divided(store.to.at, s)
         if hi - lo == 1:  # of a state that does not vary there, any cell of the block
             lo, part = kernel.block[k][0], const(0)

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from tapestry.ir import kernel as kernels
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.index import Aff, Floor, const
 from tapestry.ir.kernel import Kernel
@@ -25,20 +24,11 @@ NOT_GIVEN = "not given:"  # begins the name of what an operation reads and its k
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """An array that a kernel is given: elements of a type; ``scratch`` ones live between two passes.
-
-    Attributes:
-        strides: of the axes of the box that it holds, in elements; row-major without.
-    """
+    """An array that a kernel is given: elements of a type; ``scratch`` ones live between two passes."""
 
     dtype: str
     size: int
     scratch: bool = False
-    strides: tuple[int, ...] | None = None
-
-    def steps(self, box: kernels.Box) -> tuple[int, ...]:
-        """Elements from one cell to the next along each axis of the box that it holds."""
-        return kernels.strides(box) if self.strides is None else self.strides
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,17 +41,8 @@ class Box:
     block: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class At:
-    """An address: a buffer's, and how many elements behind its first one."""
-
-    buffer: str
-    offset: int = 0
-
-
-Value = At | int | float | tuple[int, ...] | None
-Argument = str | Box | tuple[At | int, ...] | Mapping[str, Value]
-"""What a parameter gets: a buffer by name, a descriptor of one, an array of addresses or numbers, a struct by its fields."""
+Argument = str | Box
+"""What a parameter gets: a buffer by name, or a descriptor of one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +50,7 @@ class KernelLaunch:
     """One launch of a function: programs along the grid, and of each parameter what it gets."""
 
     function: str
-    grid: tuple[int, ...] = ()
+    grid: tuple[int, ...]
     params: Mapping[str, Argument]
 
 
@@ -78,7 +59,6 @@ class KernelText:
     """A kernel as it stands in a build.
 
     Attributes:
-        language: of the source, ``triton`` or ``c``.
         reads: for each read of the operation that the kernel uses, the name of its buffer; states of ``finish`` come behind.
         outs: the buffers of outputs (of ``partial``: of the state's fields) in order.
     """
@@ -90,7 +70,6 @@ class KernelText:
     reads: Mapping[int, str]
     outs: tuple[str, ...]
     states: tuple[str, ...] = field(default=())
-    language: str = "triton"
 
 
 def block_of(graph: Graph, kernel: Kernel) -> Block:
@@ -300,8 +279,6 @@ class Evaluation:
                 return np.logical_and.reduce(np.broadcast_arrays(*arrays))
             case (fn, *_) if fn in PLAIN:
                 return PLAIN[fn](*arrays)
-            case (fn, _) if fn in self.terms.own:
-                return np.asarray(self.terms.own[fn](list(np.broadcast_arrays(*arrays))), np.float64)
             case (fn, _):
                 return _applied(fn, arrays)
             case _:

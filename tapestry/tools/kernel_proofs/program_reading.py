@@ -1,4 +1,4 @@
-"""What readers of all languages share: cells that statements touch, and what a loop leaves behind, over terms."""
+"""What a reader of a source needs: cells that statements touch, and what a loop leaves behind, over terms."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -15,7 +15,6 @@ from tapestry.ir.expr import PRIMITIVES
 from tapestry.ir.index import Aff, const
 from tapestry.tools.kernel_proofs import terms as term_arithmetic
 from tapestry.tools.kernel_proofs.kernel_text import (
-    At,
     Buffer,
     Evaluation,
     KernelLaunch,
@@ -41,50 +40,44 @@ Array = np.ndarray[Any, Any]
 
 
 Said = Callable[[Terms, list[Tile]], Any]
-Values = Callable[[list[Array]], Array]
 CLOSE = 1e-6  # relative: formulas of helpers are approximations
 _known: dict[tuple[object, tuple[str, ...]], str | None] = {}
 
 
-def primitive_of(text: object, name: str, kinds: tuple[str, ...], values: Values) -> str | None:
+def primitive_of(text: object, name: str, kinds: tuple[str, ...], said: Said) -> str | None:
     """The primitive that a function agrees with at every point of a sample; ``None`` when with none.
 
     Args:
         text: what the function says, by which answers are kept; ``kinds`` of its arguments.
-        values: the function's values at arrays of arguments.
+        said: gives the function as a term of terms of its arguments.
     """
     key = text, kinds
     if key not in _known:
-        _known[key] = _found(name, kinds, values)
+        _known[key] = _found(name, kinds, said)
     return _known[key]
 
 
-def _found(name: str, kinds: tuple[str, ...], values_at: Values) -> str | None:
+def _found(name: str, kinds: tuple[str, ...], said: Said) -> str | None:
     kind = next(iter(kinds), "bool")
     if set(kinds) != {kind} or kind == "bool" or len(kinds) > 2:
         return None
     points = _points(kind, len(kinds))
     try:
-        values = values_at(points)
+        values = _values_of_terms(kinds, said, points)
     except (Unsupported, AttributeError):
         return None
     fits = [fn for fn, p in PRIMITIVES.items() if p.arity == len(kinds) and p.result in ("same", "float") and fn in NUMPY]
-    named = sorted(fits, key=lambda fn: not name.removeprefix("t_").startswith(fn))
+    named = sorted(fits, key=lambda fn: not name.startswith(fn))
     return next((fn for fn in named if _agrees(fn, points, values)), None)
 
 
-def of_terms(kinds: tuple[str, ...], said: Said) -> Values:
-    """The values of a function that ``said`` gives as a term of terms of its arguments."""
-
-    def values(points: list[Array]) -> Array:
-        terms = Terms()
-        at = terms.variable("x", len(points[0]))
-        ins = [Tile(terms.load(f"x{k}", kind, at, terms.true, terms.unknown)) for k, kind in enumerate(kinds)]
-        made = said(terms, ins)
-        names, found = Evaluation(terms, {}, {f"x{k}": p for k, p in enumerate(points)}).of(made.term)
-        return np.broadcast_to(found, len(points[0])) if not names else found
-
-    return values
+def _values_of_terms(kinds: tuple[str, ...], said: Said, points: list[Array]) -> Array:
+    terms = Terms()
+    at = terms.variable("x", len(points[0]))
+    ins = [Tile(terms.load(f"x{k}", kind, at, terms.true, terms.unknown)) for k, kind in enumerate(kinds)]
+    made = said(terms, ins)
+    names, found = Evaluation(terms, {}, {f"x{k}": p for k, p in enumerate(points)}).of(made.term)
+    return np.broadcast_to(found, len(points[0])) if not names else found
 
 
 def _agrees(fn: str, points: list[Array], values: Array) -> bool:
@@ -381,7 +374,7 @@ class Reading(ABC):
     """A launch read statement by statement.
 
     Attributes:
-        known: the functions of the file by name, as a language's parser has them.
+        known: the functions of the file by name, as the parser has them.
         around: variables of the loops that a statement stands in.
         inside: under which conditions a statement runs.
         unrolled: whether loops are read step by step.
@@ -411,20 +404,9 @@ class Reading(ABC):
         given = parameters(function)
         if set(given) != set(params):
             raise Unsupported(f"parameters {given}, not {list(params)}")
-        return function, {n: self.bound(v) for n, v in params.items()}
+        return function, {n: Pointer(v, scalar(self.terms, 0)) if isinstance(v, str) else v for n, v in params.items()}
 
-    def bound(self, value: Any) -> Any:
-        """An argument as a value of the reading."""
-        if isinstance(value, str | At):
-            at = At(value) if isinstance(value, str) else value
-            return Pointer(at.buffer, scalar(self.terms, at.offset))
-        if isinstance(value, tuple):
-            return tuple(map(self.bound, cast("tuple[Any, ...]", value)))
-        if isinstance(value, Mapping):
-            return {k: self.bound(v) for k, v in cast("Mapping[str, Any]", value).items()}
-        return value
-
-    def block(self, lines: Iterable[Any], line_of: Callable[[Any], int], env: dict[str, Any]) -> None:
+    def block(self, lines: Iterable[Any], env: dict[str, Any]) -> None:
         """Read statements one after another; what is not known says at which line."""
         for line in lines:
             try:
@@ -432,7 +414,7 @@ class Reading(ABC):
             except Unsupported as e:
                 if "line" in str(e):
                     raise
-                raise Unsupported(f"line {line_of(line)}: {e}") from None
+                raise Unsupported(f"line {line.lineno}: {e}") from None
 
     # loops
     def loop(self, along: Steps, run: Callable[[], None], assigned: set[str], env: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 from tapestry.ir.expr import Arg, Call, Expr
 from tapestry.ir.graph import Block, Dim, Graph
 from tapestry.ir.index import Aff, Floor, Mod, const, dim, dims_of, substitute
-from tapestry.ir.kernel import Kernel
+from tapestry.ir.kernel import Box, Kernel, strides
 from tapestry.ir.monoid import MONOIDS, ByPrimitive, Moments, Monoid, Product, Rebased
 from tapestry.ir.states import state_box, varies
 from tapestry.ir.types import FLOATS
@@ -66,10 +66,9 @@ class Operation(Walk[Aff, int]):
 
     def _state(self, op: Block, k: int, at: Sequence[Aff]) -> int:
         box, name = state_box(op, k, self.kernel.outs[0]), self.text.states[k]
-        buffer = self.text.buffers[name]
         index = [e if own else const(0) for e, own in zip(at, varies(op)[k], strict=True)]
-        flat = _flat_of_operation_terms(index, box, buffer.steps(box))
-        return self.terms.load(name, kind_of(buffer.dtype).kind, flat, self.terms.true, self.terms.unknown)
+        flat = _flat_of_operation_terms(index, box)
+        return self.terms.load(name, kind_of(self.text.buffers[name].dtype).kind, flat, self.terms.true, self.terms.unknown)
 
     def const(self, value: float | int | bool, dtype: str) -> int:
         if dtype in FLOATS:
@@ -90,10 +89,8 @@ class Operation(Walk[Aff, int]):
         other = terms.unknown if r.other is None else self.const(r.other, t.dtype)
         if box is None or pos not in self.text.reads:  # nothing of it is for this block, or so the kernel says
             return terms.load(f"{NOT_GIVEN} {pos}", kind_of(t.dtype).kind, const(0), inside, other)
-        name = self.text.reads[pos]
-        index = [terms.placed(e, env) for e in r.index]
-        at = _flat_of_operation_terms(index, box, self.text.buffers[name].steps(box))
-        return terms.load(name, kind_of(t.dtype).kind, at, inside, other)
+        at = _flat_of_operation_terms([terms.placed(e, env) for e in r.index], box)
+        return terms.load(self.text.reads[pos], kind_of(t.dtype).kind, at, inside, other)
 
 
 def orders(kernel: Kernel, op: Block) -> Iterator[tuple[int, ...]]:
@@ -107,9 +104,9 @@ def orders(kernel: Kernel, op: Block) -> Iterator[tuple[int, ...]]:
         yield tuple(range(len(box)))
 
 
-def _flat_of_operation_terms(index: Sequence[Aff], box: Sequence[tuple[int, int]], steps: Sequence[int]) -> Aff:
+def _flat_of_operation_terms(index: Sequence[Aff], box: Box) -> Aff:
     out = const(0)
-    for e, (lo, _), s in zip(index, box, steps, strict=True):
+    for e, (lo, _), s in zip(index, box, strides(box), strict=True):
         out = out + (e - lo) * s
     return out
 

@@ -34,7 +34,6 @@ class Terms:
         kinds: ``int``, ``real`` or ``bool`` of each term.
         free: iteration variables that each term depends on.
         sizes: how many values a variable has, from 0.
-        own: functions of a source that nothing but their values is known of, by name.
     """
 
     def __init__(self) -> None:
@@ -44,7 +43,6 @@ class Terms:
         self.free: list[frozenset[str]] = []
         self.height: list[int] = []
         self.sizes: dict[str, int] = {}
-        self.own: dict[str, Callable[[list[Any]], Any]] = {}
         self.named = 0
         self.true, self.false = self._make(("true",), "bool"), self._make(("false",), "bool")
         self.unknown = self._make(("unknown",), "real")

@@ -81,7 +81,7 @@ class _Reading(Reading):
         for k, line in enumerate(lines):
             if isinstance(line, ast.If):
                 return self.either(line, lines[k + 1 :], env)
-            self.block([line], lambda line: line.lineno, env)
+            self.block([line], env)
         return None
 
     def either(self, choice: ast.If, rest: list[ast.stmt], env: dict[str, Any]) -> None:
@@ -246,8 +246,9 @@ class _Reading(Reading):
 
     def primitive(self, function: ast.FunctionDef, kinds: tuple[str, ...]) -> str | None:
         read = partial(_Reading, known=self.known, launch=self.launch, buffers=self.buffers)
-        values = program_reading.of_terms(kinds, lambda terms, ins: read(terms).said(function.name, ins))
-        return program_reading.primitive_of(ast.dump(function), function.name, kinds, values)
+        return program_reading.primitive_of(
+            ast.dump(function), function.name, kinds, lambda terms, ins: read(terms).said(function.name, ins)
+        )
 
     def said(self, name: str, args: list[Any]) -> Any:
         """What a function returns."""

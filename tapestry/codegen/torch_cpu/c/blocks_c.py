@@ -82,8 +82,8 @@ def mapped(op: Block, graph: Graph, kernel: Kernel, plain: Run, how: How = PLAIN
     extents = shape(out)
     record = functools.partial(_record_of_maps_c, name, used, writer.sizes())
     few = size(out) < LEAST
-    more: dict[str, Any] = {"plain": plain, "few": few, "compiles": how.compiles, "sizes": writer.arguments}
-    return recorded(lambda m: m.view(extents), record, size(out), functions=(name,), reads=tuple(used), **more)
+    more: dict[str, Any] = {"plain": plain, "few": few, "compiles": how.compiles}
+    return recorded(lambda m: m.view(extents), record, size(out), functions=(name,), **more)
 
 
 def _record_of_maps_c(name: str, used: Sequence[int], sizes: Any, ins: Ins, memory: Tensor) -> CCall:
@@ -175,7 +175,7 @@ def as_loops(
     memory = tuple((size(out), TORCH_DTYPES[graph.tensors[t].dtype]) for t in op.outs)
     return CpuKernel(
         plain=plain, bind=functools.partial(_record, name, used, writer.sizes()), arrays=tuple(arrays), memory=memory,
-        functions=(name,), few=not dear, compiles=how.compiles, reads=used, sizes=writer.arguments,
+        functions=(name,), few=not dear, compiles=how.compiles,
     )  # fmt: skip
 
 

@@ -128,8 +128,6 @@ class CpuKernel:
         functions: those in C that were generated for it; they are compiled when the call is first asked for.
         few: whether torch's operators take no longer but for their calls.
         compiles: whether functions are compiled where they are not there yet.
-        reads: which reads of the operation a generated function that is all of it is given, in order.
-        sizes: what a generated function that takes sizes is called with.
         packs: how weights are packed that it may read packed, by position of the read; without room, they are not.
         on_packed: the kernel that reads all of ``packs`` packed.
         parts: the kernels of ours side by side that it is, one for each output, or the one whose sums it adds to what is given.
@@ -146,8 +144,6 @@ class CpuKernel:
     functions: tuple[str, ...] = ()
     few: bool = False
     compiles: bool = True
-    reads: tuple[int, ...] = ()
-    sizes: tuple[int, ...] = ()
     packs: Mapping[int, Pack] = field(default_factory=dict[int, Pack])
     on_packed: CpuKernel | None = None
     parts: tuple[CpuKernel, ...] = ()

@@ -384,11 +384,6 @@ def register(body: str, compiles: bool = True) -> str:
     return name
 
 
-def source(name: str) -> str:
-    """A file in C with a registered function alone."""
-    return PRELUDE + _c_function(name, _texts[name])
-
-
 def _c_function(name: str, body: str) -> str:
     return f"void {name}(const int64_t *sizes, void *const *p) {{\n{body}\n}}\n"
 

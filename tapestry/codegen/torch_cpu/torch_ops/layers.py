@@ -518,7 +518,7 @@ def viewed(run: CpuKernel, of: Seen, packed: Collection[int] = ()) -> CpuKernel:
 
     arrays = tuple(functools.partial(_back, of, array) for array in run.arrays)
     plain = run.plain and _plain_of(run.plain, of, packed)
-    return replace(run, plain=plain, bind=bound, arrays=arrays, reads=())
+    return replace(run, plain=plain, bind=bound, arrays=arrays)
 
 
 def _plain_of(run: Run | None, of: Seen, packed: Collection[int] = ()) -> Run:
