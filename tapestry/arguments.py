@@ -223,7 +223,6 @@ def run_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument("--inputs", nargs="+", type=Path, default=[], metavar="DIR_OR_NPZ", help=text)
     p.add_argument("--output", type=Path, metavar="DIR", help="write every output as a .npy file")
     p.add_argument("--seed", type=whole(0), default=0, help="seed of the random inputs that stand in for missing ones")
-    p.add_argument("--weights", type=Path, metavar="DIR", help="the folder that tapestry shard-weights wrote")
     p.add_argument("--timeout", type=seconds, default=30.0, metavar="S", help="seconds of silence that count as a failure (30)")
     p.add_argument("--trace", type=Path, metavar="FILE", help="write a timeline of the real run, for https://ui.perfetto.dev")
     p.add_argument("--threads", type=whole(1), metavar="T", help="threads of each process (default: the cores, shared evenly)")
@@ -252,7 +251,6 @@ def session(p: argparse.ArgumentParser) -> None:
     p.add_argument("--processes", type=whole(1), metavar="N", help="run on N ranks, which stay (default: in this process)")
     p.add_argument("--threads", type=whole(1), metavar="T", help="threads of each process (default: the cores, shared evenly)")
     p.add_argument("--restart", action="store_true", help="if a rank fails: start all ranks again and repeat the step")
-    p.add_argument("--weights", type=Path, metavar="DIR", help="the folder that tapestry shard-weights wrote")
     p.add_argument("--timeout", type=seconds, default=30.0, metavar="S", help="seconds of silence that count as a failure (30)")
 
 
@@ -288,7 +286,7 @@ def scheduled(p: argparse.ArgumentParser) -> None:
 def by_ranks(args: argparse.Namespace) -> bool:
     """Whether a run was asked for something that ranks do, or one rank alone."""
     by_number = (args.processes, args.threads, args.max_restarts, args.port)
-    return any((*by_number, args.inputs, args.weights, args.trace, args.on_loss != "restart"))
+    return any((*by_number, args.inputs, args.trace, args.on_loss != "restart"))
 
 
 def calibrate(p: argparse.ArgumentParser) -> None:

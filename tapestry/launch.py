@@ -22,10 +22,9 @@ from tapestry.onnx_eval.opaque_node import is_array
 from tapestry.plan.topology import PRESETS
 from tapestry.runtime.executor import places
 from tapestry.runtime.feeds import made_up
-from tapestry.runtime.processes import weight_shards
 from tapestry.runtime.processes import weight_shards as streams
 from tapestry.runtime.processes.weight_shards import Batch
-from tapestry.runtime.session import ModelFiles, Result, hold, shapes_of
+from tapestry.runtime.session import Result, hold, shapes_of
 from tapestry.runtime.target_protocol import Measured
 from tapestry.viz import measured
 
@@ -43,7 +42,6 @@ class Request:
     stream: Sequence[Path] = ()
     output: Path | None = None
     seed: int = 0
-    weights: Path | None = None
     timeout: float = 30.0
     trace: Path | None = None
     threads: int | None = None
@@ -59,7 +57,7 @@ def request(args: argparse.Namespace) -> Request:
     return Request(
         folder=args.build, model=args.model, shapes=arguments.shapes(args.shapes),
         inputs=args.input, stream=args.inputs, output=args.output, seed=args.seed,
-        weights=args.weights, timeout=args.timeout, trace=args.trace, threads=args.threads,
+        timeout=args.timeout, trace=args.trace, threads=args.threads,
         recompute=getattr(args, "on_loss", "restart") == "recompute",
     )  # fmt: skip
 
@@ -104,10 +102,8 @@ def job_of(r: Request, world: int, batches: Sequence[Batch], compiled: api.Compi
 
     owners(build.program.devices, world)
     identity = store.identity(r.folder)
-    if r.weights is not None:
-        weight_shards.reader(r.weights, build)
     return Job(
-        build=build, constants=constants, identity=identity, batches=tuple(batches), shards=r.weights, timeout=r.timeout,
+        build=build, constants=constants, identity=identity, batches=tuple(batches), timeout=r.timeout,
         trace=r.trace is not None, recompute=r.recompute, threads=r.threads or max(1, (os.cpu_count() or 1) // (here or world)),
         kernels={} if build.target != "torch-cpu" else {"those compiled from C": "there" if native.library() else "not there"},
     )  # fmt: skip
@@ -226,12 +222,6 @@ def analyze(folder: Path, processes: int | None, trace: Path | None, runs: int =
     if trace is not None:
         measured.write_measured(trace, compiled.build, report["slices"])
     return compiled.build, {"processes": how.processes, "threads": job.threads, **analysis}
-
-
-def shard_weights(folder: Path, output: Path) -> Document:
-    """Write the slices of a build's weights; see `runtime.processes.weight_shards`."""
-    build, _ = store.read(folder)
-    return weight_shards.write_shards(output, build, ModelFiles(build))
 
 
 # under torchrun

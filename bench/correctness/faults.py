@@ -4,7 +4,7 @@ behind.
     .venv/bin/python -m bench faults [--count 200] [--jobs 2] [--processes 3] [--stop-timeout 6] [--seed 0] [--only KIND …]
 
 Kinds (see `FAULTS`): a random rank is killed, stopped, starved of memory, made slow, made to send something else, unable to
-read its weights or to write its results, or of another build; the port is taken; the launcher is interrupted or killed; a rank
+write its results, or of another build; the port is taken; the launcher is interrupted or killed; a rank
 is stopped for less than the timeout, which the run must survive. At the end a stream of 50 batches with 5 kills and
 --max-restarts must lose and repeat nothing, and each fault of a run's world (`world_faults`) is tried once: other inputs, seed,
 threads or token on one rank, half a launcher's variables, open ports, a kill and a link down between two hosts. The moment is
@@ -69,7 +69,7 @@ def model(path: Path) -> None:
 
 
 def prepare(folder: Path, processes: int) -> None:
-    """Builds, shards, 50 batches and what is expected of them; in a process of its own, because it computes."""
+    """Builds, 50 batches and what is expected of them; in a process of its own, because it computes."""
     import torch
 
     from tapestry import api, cli
@@ -81,7 +81,6 @@ def prepare(folder: Path, processes: int) -> None:
     for name, extra in (("build", []), ("other", ["--pin", f"m0:i={processes}@d0"]), ("hosts", ["--devices", 2])):
         made = ["compile", folder / "model.onnx", "-o", folder / name, "--devices", processes, *extra, "-q"]
         assert cli.main(list(map(str, made))) == 0
-    assert cli.main(["shard-weights", str(folder / "build"), "-o", str(folder / "shards"), "-q"]) == 0
     compiled = api.load(folder / "build")
     (folder / "expected").mkdir()
     for k in range(BATCHES):
@@ -271,18 +270,6 @@ def message(b: Bench) -> Row:
     )
 
 
-def weights(b: Bench) -> Row:
-    """A file of slices that is cut short: a rank that reads it says so."""
-    path = b.rng.choice(sorted((b.folder / "shards").glob("*.safetensors")))
-    data = path.read_bytes()
-    path.write_bytes(data[: b.rng.randrange(len(data) // 2)])
-    since = time.monotonic()
-    try:
-        return b.judged("weights", b.start("--weights", b.folder / "shards"), since, rf"rank \d: .*{path.name}", HANG)
-    finally:
-        path.write_bytes(data)
-
-
 def disk(b: Bench) -> Row:
     """Rank 0 may write no file of more than some bytes: its results do not get in."""
     run = b.start()
@@ -352,7 +339,7 @@ def stream(b: Bench, kills: int = 5) -> Row:
 
 FAULTS: dict[str, tuple[Callable[[Bench], Row], float]] = {
     "kill": (kill, 0.28), "abort": (abort, 0.08), "stop": (stop, 0.12), "memory": (memory, 0.06), "slow": (slow, 0.08),
-    "error": (error, 0.04), "message": (message, 0.05), "weights": (weights, 0.06), "disk": (disk, 0.03),
+    "error": (error, 0.04), "message": (message, 0.05), "disk": (disk, 0.03),
     "inputs": (inputs, 0.02), "version": (version, 0.03), "port": (port, 0.03), "interrupt": (interrupt, 0.06),
     "launcher": (launcher, 0.03), "pause": (pause, 0.03),
 }  # fmt: skip

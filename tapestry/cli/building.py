@@ -281,17 +281,6 @@ def _run_processes(args: argparse.Namespace) -> Outcome:
     return Outcome(document, lambda: tables.show(tables.ran_on_processes(document)), status=0 if document["passed"] else 1)
 
 
-def shard_weights(args: argparse.Namespace) -> Outcome:
-    """``tapestry shard-weights``: weights cut as the plan cuts them, a file per device."""
-    from tapestry import launch
-    from tapestry.build import store
-
-    store.check_beside(args.build, args.output)
-    done = launch.shard_weights(args.build, args.output)
-    text = f"{args.output}: {done['slices']} slices in {done['files']} files, {sum(done['bytes']):,} bytes"
-    return Outcome(done, lambda: print(text))
-
-
 def tune(args: argparse.Namespace) -> Outcome:
     """``tapestry tune``: measure the kernels' configurations on this machine's GPU."""
     from tapestry import api

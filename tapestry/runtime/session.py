@@ -76,14 +76,11 @@ class OnceRead:
         self._there: WeakValueDictionary[Hashable, Array] = WeakValueDictionary()
         self._honest = set[tuple[Weight, int]]()
 
-    def of(self, build: Build, slices: Slices | None = None) -> Slices:
+    def of(self, build: Build) -> Slices:
         """Slices of one build's weights, which nobody may write: another build may lack them, or have others by the same
         name.
-
-        Args:
-            slices: from elsewhere than the model's files.
         """
-        graph, source = build.plan.graph, slices or ModelFiles(build, self._honest)
+        graph, source = build.plan.graph, ModelFiles(build, self._honest)
 
         def read(tensor: str, box: Box) -> Array:
             t = graph.tensors[tensor]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from tapestry import flags
 from tapestry.build import store
-from tapestry.runtime.session import MakeExecutor, OnceRead, Session, Slices
+from tapestry.runtime.session import MakeExecutor, OnceRead, Session
 from tapestry.verify.certificate import check_memory
 
 if TYPE_CHECKING:
@@ -19,11 +19,10 @@ class SizedOpener:
 
     Args:
         make: the executor, where it is a rank's.
-        weights: slices from elsewhere than the model's files.
     """
 
-    def __init__(self, make: MakeExecutor[Target] | None = None, weights: Slices | None = None) -> None:
-        self.once, self.make, self.weights = OnceRead(), make, weights
+    def __init__(self, make: MakeExecutor[Target] | None = None) -> None:
+        self.once, self.make = OnceRead(), make
         self.packed: dict[Hashable, Any] = {}
 
     def __call__(self, build: store.Build, constants: bytes, compiles: bool, equal: Mapping[tuple[int, int], int]) -> Session:
@@ -37,7 +36,7 @@ class SizedOpener:
         class Executor(LocalExecutor):
             reads_late = True
 
-        slices = self.once.of(build, self.weights)
+        slices = self.once.of(build)
         session = Session(build, constants, TorchCpu(build.exact, How(True, compiles)), self.make or Executor, slices)
         assert isinstance(session.executor, LocalExecutor)
         session.executor.packed, session.executor.equal = self.packed, equal

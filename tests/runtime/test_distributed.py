@@ -1,4 +1,4 @@
-"""Runs on several processes: the same bits, bytes and peaks as planned; shards and streams that are not right are refused;
+"""Runs on several processes: the same bits, bytes and peaks as planned; streams that are not right are refused;
 failures end the run, named."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Weights are loaded in slices, each checked by the tiles that it touches, from the model's files or from shards."""
+"""Weights are loaded in slices, each checked by the tiles that it touches, from the model's files."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import random
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -16,18 +17,18 @@ import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
-from safetensors import safe_open
 
 from tapestry import api
 from tapestry.build import packed_program, store
+from tapestry.build.store import Build
 from tapestry.errors import BuildError, ModelError
-from tapestry.ir.types import numpy_dtype
+from tapestry.ir.kernel import Box
+from tapestry.ir.program import Load
 from tapestry.lift.file import weight_data
 from tapestry.lift.file.structure import load
 from tapestry.lift.file.weight_data import stored_ranges
-from tapestry.runtime.processes import weight_shards
 from tapestry.runtime.session import ModelFiles
-from tests.support.command_line import attention_build, document, run
+from tests.support.command_line import run
 from tests.support.paths import ROOT
 from tests.support.small_models import MODELS, save
 
@@ -133,6 +134,18 @@ def halves(tmp_path_factory) -> dict[str, Path]:
     return out
 
 
+def slices_of(build: Build) -> Iterator[tuple[str, Box, int]]:
+    """(tensor, box, first device) of every distinct slice of a weight in the model's files."""
+    weights, seen = build.plan.graph.weights, set[tuple[str, Box]]()
+    for s in build.program.steps:
+        b = build.program.buffers[s.buffer] if isinstance(s, Load) else None
+        if b is not None and b.tensor in weights and weights[b.tensor].file:
+            for d, box in enumerate(b.boxes):
+                if box is not None and (b.tensor, box) not in seen:
+                    seen.add((b.tensor, box))
+                    yield b.tensor, box, d
+
+
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("where", ["inside", "outside"])
 def test_a_rank_reads_and_hashes_its_own_slices(halves, where, monkeypatch):
@@ -142,7 +155,7 @@ def test_a_rank_reads_and_hashes_its_own_slices(halves, where, monkeypatch):
     monkeypatch.setattr(packed_program, "digest", lambda a: hashed.append(a.nbytes) or digest(a))
     read, model = ModelFiles(build), onnx.load(build.model)
     whole = {t.name: numpy_helper.to_array(t) for t in model.graph.initializer}
-    mine = [(t, box) for t, box, d in weight_shards.slices(build) if d == 0]
+    mine = [(t, box) for t, box, d in slices_of(build) if d == 0]
     for t, box in mine:
         assert np.array_equal(read(t, box), whole[t][tuple(slice(lo, hi) for lo, hi in box)])
     sizes = sum(4 * int(np.prod([hi - lo for lo, hi in box])) for _, box in mine)
@@ -154,7 +167,7 @@ def test_a_changed_byte_is_named_by_whoever_reads_it(halves, where, tmp_path):
     shutil.copytree(halves[where].parent, tmp_path / "model")
     build, _ = store.read(halves[where])
     data = tmp_path / "model" / (f"{where}.onnx" + (".bin" if where == "outside" else ""))
-    (first, box, _), *_ = weight_shards.slices(build)
+    (first, box, _), *_ = slices_of(build)
     raw = numpy_helper.to_array(next(t for t in onnx.load(build.model).graph.initializer if t.name == first)).tobytes()
     at = data.read_bytes().index(raw) + 4 * (SIDE * box[0][0] + box[1][0])
     with data.open("r+b") as f:
@@ -163,23 +176,19 @@ def test_a_changed_byte_is_named_by_whoever_reads_it(halves, where, tmp_path):
     changed = ModelFiles(replace(build, model=str(tmp_path / "model" / f"{where}.onnx")))
     with pytest.raises(BuildError, match=f"weight '{first}' has changed"):
         changed(first, box)
-    others = [b for t, b, _ in weight_shards.slices(build) if t == first and b != box]
+    others = [b for t, b, _ in slices_of(build) if t == first and b != box]
     assert others
     changed(first, others[0])  # whoever has the other half has what the model had
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("where", ["inside", *(pytest.param(w, marks=pytest.mark.slow) for w in ("outside", "shards"))])
-def test_loading_takes_the_plan_and_a_slice(halves, where, tmp_path):
-    build = halves["outside" if where == "shards" else where]
-    more = []
-    if where == "shards":
-        document("shard-weights", build, "-o", tmp_path / "shards")
-        more = ["--weights", tmp_path / "shards"]
-    command = [sys.executable, "-m", "tapestry", "run", build, "--processes", 2, "--threads", 1, "--json", *more]
+@pytest.mark.parametrize("where", ["inside", pytest.param("outside", marks=pytest.mark.slow)])
+def test_loading_takes_the_plan_and_a_slice(halves, where):
+    build = halves[where]
+    command = [sys.executable, "-m", "tapestry", "run", build, "--processes", 2, "--threads", 1, "--json"]
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True, env=ENV, timeout=120)
     found = json.loads(done.stdout)
-    sizes = [4 * int(np.prod([hi - lo for lo, hi in box])) for _, box, _ in weight_shards.slices(store.read(build)[0])]
+    sizes = [4 * int(np.prod([hi - lo for lo, hi in box])) for _, box, _ in slices_of(store.read(build)[0])]
     for r in found["ranks"]:  # what Python, torch and gloo take is there afterwards too
         assert sum(sizes) / 3 < r["weight_bytes"] <= found["peak_bytes"][r["rank"]]
         assert r["resident_bytes"]["loading"] <= r["resident_bytes"]["running"] + max(sizes) + (8 << 20), r
@@ -196,102 +205,6 @@ def test_a_build_without_its_hashes_is_refused(halves, tmp_path):
     ):
         with pytest.raises(BuildError, match="hashes of"):
             packed_program.restored(build.plan.graph, data, "here")
-
-
-# --- shards
-
-
-def test_shards_are_safetensors_for_any_build_of_the_model(tmp_path):
-    build, _ = store.read(attention_build())
-    done = document("shard-weights", attention_build(), "-o", tmp_path / "shards")
-    read, files = weight_shards.reader(tmp_path / "shards", build), ModelFiles(build)
-    found = list(weight_shards.slices(build))
-    assert len(found) == done["slices"] > 0
-    for tensor, box, _ in found:
-        assert np.array_equal(read(tensor, box), files(tensor, box))
-    names = set()
-    for p in (tmp_path / "shards").glob("*.safetensors"):
-        with safe_open(p, framework="pt") as f:
-            names |= set(f.keys())
-    assert len(names) == done["slices"]
-    alone, one = tmp_path / "alone", tmp_path / "one"
-    assert run("compile", save("attention"), "-o", alone, "-q")[0] == 0
-    document("shard-weights", alone, "-o", one)
-    again = weight_shards.reader(one, build)
-    for tensor, box, _ in found:
-        assert np.array_equal(again(tensor, box), files(tensor, box))
-    assert document("run", attention_build(), "--processes", 2, "--weights", one, "--check")["passed"]
-
-
-def test_shards_that_are_not_right_are_refused(tmp_path):
-    build, _ = store.read(attention_build())
-    document("shard-weights", attention_build(), "-o", tmp_path / "shards")
-    other = tmp_path / "other"
-    assert run("compile", save("mlp"), "-o", other, "--devices", "2", "-q")[0] == 0
-    with pytest.raises(BuildError, match="shards of another model"):
-        weight_shards.reader(tmp_path / "shards", store.read(other)[0])
-    read = weight_shards.reader(tmp_path / "shards", build)
-    files = sorted((tmp_path / "shards").glob("*.safetensors"))
-    for p in files:
-        p.write_bytes(p.read_bytes()[:-1] + b"\x7f")
-    broken = []
-    for tensor, box, _ in weight_shards.slices(build):
-        try:
-            read(tensor, box)
-        except BuildError as e:
-            broken.append(str(e))
-    assert len(broken) == len(files) and all("is not what its hash says" in e and ".safetensors" in e for e in broken)
-    files[0].write_bytes(files[0].read_bytes()[:100])
-    with pytest.raises(BuildError, match=r"does not read|is not what"):
-        for tensor, box, _ in weight_shards.slices(build):
-            read(tensor, box)
-    index = tmp_path / "shards" / "index.json"
-    body = json.loads(index.read_text())
-    for bad in ({**body, "weights": {}}, {**body, "sha256": "0" * 64}, {"weights": {}}):
-        index.write_text(json.dumps(bad))
-        with pytest.raises(BuildError):
-            weight_shards.reader(tmp_path / "shards", build)
-
-
-def test_every_dtype_travels_through_shards(tmp_path):
-    names = (
-        "f64",
-        "f32",
-        "f16",
-        "bf16",
-        "i64",
-        "i32",
-        "i16",
-        "i8",
-        "u64",
-        "u32",
-        "u16",
-        "u8",
-        "bool",
-        "c64",
-        "c128",
-        "f8e4m3fn",
-    )
-    known = [n for n in names if n in store_dtypes()]
-    assert len(known) >= 13
-    for dtype in known:
-        a = np.arange(12).reshape(3, 4).astype(numpy_dtype(dtype))
-        path = tmp_path / f"{dtype}.safetensors"
-        entry = weight_shards._write_file(path, [("w", ((0, 3), (0, 4)))], _fake(dtype), lambda t, b, a=a: a)[0]
-        assert weight_shards._checked(tmp_path, entry, dtype).tobytes() == a.tobytes()
-
-
-def store_dtypes() -> set[str]:
-    from tapestry.ir.types import DTYPES
-
-    return set(DTYPES)
-
-
-def _fake(dtype: str):
-    """As much of a build as a writer of shards asks for."""
-    from types import SimpleNamespace
-
-    return SimpleNamespace(plan=SimpleNamespace(graph=SimpleNamespace(tensors={"w": SimpleNamespace(dtype=dtype)})))
 
 
 def test_a_loaded_build_runs(halves):

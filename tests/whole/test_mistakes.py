@@ -57,7 +57,6 @@ def test_a_place_that_is_taken_is_said_before_the_search(tmp_path: Path, capsys:
 def test_outputs_do_not_go_into_a_build(build: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for place in (build, build / "out", build / ".." / build.name / "out"):
         assert "a folder beside it" in said(capsys, "run", build, "--output", place)
-        assert "a folder beside it" in said(capsys, "shard-weights", build, "-o", place)
     assert main(["verify", str(build), "-q"]) == 0
 
 
@@ -358,7 +357,7 @@ sys.exit(entry.main())
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("command", ["run", "trace", "shard-weights", "compile", "view"])
+@pytest.mark.parametrize("command", ["run", "trace", "compile", "view"])
 def test_what_cannot_be_written_is_named(tmp_path: Path, command: str) -> None:
     nodes = [helper.make_node("MatMul", ["x", "w"], ["y"])]
     weight = {"w": np.ones((40, 40), np.float32)}
@@ -368,7 +367,6 @@ def test_what_cannot_be_written_is_named(tmp_path: Path, command: str) -> None:
     words = {
         "run": ["run", b, "--output", place],
         "trace": ["explain", b, "--trace", place],
-        "shard-weights": ["shard-weights", b, "-o", place],
         "compile": ["compile", tmp_path / "m.onnx", "-o", place, "--topology", "cpu", "--bundle"],
         "view": ["view", b, "-o", place],
     }[command]

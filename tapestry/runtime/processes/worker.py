@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
@@ -31,7 +30,6 @@ from tapestry.onnx_eval.opaque_node import HostValue
 from tapestry.plugins import entry_points as plugins
 from tapestry.runtime.executor import owners
 from tapestry.runtime.processes import distributed
-from tapestry.runtime.processes import weight_shards as shards
 from tapestry.runtime.processes.distributed import BACKENDS, RankExecutor, device_of
 from tapestry.runtime.processes.survivors import SurvivingExecutor, lost, sockets
 from tapestry.runtime.processes.weight_shards import Batch, after_loading, before_loading, kernel_count
@@ -51,7 +49,7 @@ from tapestry.runtime.processes.wire import (
     seal,
     unseal,
 )
-from tapestry.runtime.session import MakeExecutor, Session, Slices, check_feeds
+from tapestry.runtime.session import MakeExecutor, Session, check_feeds
 from tapestry.runtime.target_protocol import Target
 
 # What all ranks must have in common, before the first step and before each batch: ranks of different worlds would give a
@@ -262,7 +260,7 @@ PARTING = 5.0  # seconds in which a rank that has failed tells what it knows and
 class Open(Protocol):
     """Opens a session on a build's target (`api.open_session`)."""
 
-    def __call__(self, build: Build, constants: bytes, *, weights: Slices | None, make: MakeExecutor[Target] | None) -> Session:
+    def __call__(self, build: Build, constants: bytes, *, make: MakeExecutor[Target] | None) -> Session:
         """A session; see `Session` for the arguments."""
         ...
 
@@ -273,7 +271,6 @@ class Job:
 
     Attributes:
         identity: the hash of the build, which all ranks must share.
-        shards: a folder of ``tapestry shard-weights``; without it weights are slices of the model's files.
         timeout: seconds after which silence is a failure.
         threads: of torch, for each rank.
         kernels: what the set of kernels on this host depends on, which all ranks must share.
@@ -285,7 +282,6 @@ class Job:
     constants: bytes
     identity: str
     batches: tuple[Batch, ...]
-    shards: Path | None = None
     timeout: float = 30.0
     trace: bool = False
     threads: int = 1
@@ -336,11 +332,10 @@ def work(me: Rank, job: Job, open_session: Open) -> dict[str, Any]:
             timeout=timedelta(seconds=job.timeout + 2),
         )  # fmt: skip
         before_loading()
-        source = None if job.shards is None else shards.reader(job.shards, job.build)
         make = partial(RankExecutor, wire=wire, trace=job.trace)
         if job.recompute:
             make = partial(SurvivingExecutor, wire=wire, trace=job.trace, me=me, timeout=job.timeout + 2, others=others)
-        session = open_session(job.build, job.constants, weights=source, make=make)
+        session = open_session(job.build, job.constants, make=make)
         executor = session.executor
         assert isinstance(executor, RankExecutor)
         executor.bind()

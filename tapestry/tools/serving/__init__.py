@@ -27,7 +27,7 @@ def _session(args: argparse.Namespace, queue: int = 0) -> Any:
         torch.set_num_threads(args.threads)
     return Session(
         [args.build, *args.also], processes=args.processes, threads=args.threads, queue=queue, restart=args.restart,
-        timeout=args.timeout, weights=args.weights,
+        timeout=args.timeout,
     )  # fmt: skip
 
 

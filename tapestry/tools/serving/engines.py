@@ -29,7 +29,7 @@ from tapestry.ir.types import Tensor, numpy_dtype
 from tapestry.runtime import kept_state
 from tapestry.runtime.feeds import check_indices, index_bounds
 from tapestry.runtime.kept_state import State
-from tapestry.runtime.session import MakeExecutor, OnceRead, Session, Slices, as_numpy, check_feeds
+from tapestry.runtime.session import MakeExecutor, OnceRead, Session, as_numpy, check_feeds
 from tapestry.runtime.target_protocol import Target
 from tapestry.sizes.sized_opener import SizedOpener
 
@@ -193,21 +193,18 @@ class Loader:
         self.members, self.state, self.libraries = members, state, libraries
         self.once = OnceRead()
         self.packed: dict[Hashable, Array] = {}
-        self.weights: Slices | None = None
 
     def opener(self, make: MakeExecutor[Target] | None) -> SizedOpener:
         """What opens a build for several sizes, on the same weights."""
-        found = SizedOpener(make, self.weights)
+        found = SizedOpener(make)
         found.once, found.packed = self.once, self.packed
         return found
 
-    def __call__(
-        self, build: Build, constants: bytes, *, weights: Slices | None = None, make: MakeExecutor[Target] | None = None
-    ) -> Session:
+    def __call__(self, build: Build, constants: bytes, *, make: MakeExecutor[Target] | None = None) -> Session:
         """A session; see `api.open_session`. Of a build for several sizes at those at which it was made."""
         from tapestry.runtime.one_process.logical_devices import LocalExecutor
 
-        self.weights, slices = weights, self.once.of(build, weights)
+        slices = self.once.of(build)
         member = next(m for m in self.members if m.compiled.build is build)
         if member.compiled.sized is not None:
             return self.opener(make)(build, constants, True, {})

@@ -52,7 +52,6 @@ class Order(msgspec.Struct, forbid_unknown_fields=True):
     processes: int
     threads: int | None
     timeout: float
-    weights: str | None
     sockets: list[int]
     memory: int
     report: int
@@ -84,7 +83,6 @@ class Ranks:
     Args:
         folders: of the builds, one per member.
         timeout: seconds of silence that are a failure.
-        weights: a folder of ``tapestry shard-weights``.
 
     Raises:
         RunError: a rank did not come up, and why.
@@ -92,7 +90,7 @@ class Ranks:
 
     def __init__(
         self, members: Sequence[Member], folders: Sequence[Path], processes: int, *, threads: int | None = None,
-        timeout: float = 30.0, weights: Path | None = None,
+        timeout: float = 30.0,
     ) -> None:  # fmt: skip
         memory = os.memfd_create("tapestry session", os.MFD_CLOEXEC)
         ends = [socket.socketpair() for _ in range(processes)]
@@ -100,7 +98,7 @@ class Ranks:
         given = (memory, tell, *(theirs.fileno() for _, theirs in ends))
         order = Order(
             folders=[str(f.resolve()) for f in folders], processes=processes, threads=threads, timeout=timeout,
-            weights=None if weights is None else str(weights.resolve()), sockets=[t.fileno() for _, t in ends], memory=memory,
+            sockets=[t.fileno() for _, t in ends], memory=memory,
             report=tell,
         )  # fmt: skip
         try:
@@ -246,7 +244,6 @@ def main() -> int:
         of = members([Path(f) for f in order.folders])
         request = launch.Request(
             folder=Path(order.folders[0]), timeout=order.timeout, threads=order.threads,
-            weights=None if order.weights is None else Path(order.weights),
         )  # fmt: skip
         job = launch.job_of(request, order.processes, (), of[0].compiled)
         from tapestry.runtime.processes.supervisor import supervise

@@ -34,7 +34,6 @@ class Session(AbstractContextManager["Session"]):
         queue: how many callers may wait for their turn; one more gets `Busy` at once.
         restart: ranks that fail are started again and the step is repeated, once; otherwise the session ends with the failure.
         timeout: seconds of silence after which a rank has failed.
-        weights: a folder of ``tapestry shard-weights``, for ranks.
 
     Raises:
         TapestryError: a build cannot be used, or the builds are not of one model. RunError: the ranks did not come up.
@@ -42,13 +41,12 @@ class Session(AbstractContextManager["Session"]):
 
     def __init__(
         self, build: Given | Sequence[Given], *, processes: int | None = None, threads: int | None = None, queue: int = 64,
-        restart: bool = False, timeout: float = 30.0, weights: str | Path | None = None,
+        restart: bool = False, timeout: float = 30.0,
     ) -> None:  # fmt: skip
         self._owned = ExitStack()
         self._given = [build] if isinstance(build, str | Path | Compiled) else list(build)
         self._members: Sequence[Member] = members(self._given)
         self._processes, self._threads, self._timeout = processes, threads, timeout
-        self._weights = None if weights is None else Path(weights)
         self._turns, self._restart, self.restarts = Turns(queue), restart, 0
         self.fill, self._fresh = 0, range(0)
         self._shared = SharedGeneration(self._turns, self._empty)
@@ -190,9 +188,7 @@ class Session(AbstractContextManager["Session"]):
         from tapestry.tools.serving.rank_engine import Ranks
 
         owners(self._members[0].compiled.build.program.devices, self._processes)
-        return Ranks(
-            self._members, self._folders(), self._processes, threads=self._threads, timeout=self._timeout, weights=self._weights
-        )
+        return Ranks(self._members, self._folders(), self._processes, threads=self._threads, timeout=self._timeout)
 
     def _folders(self) -> list[Path]:
         """Where the builds are; those that were never saved are, for as long as the session lives."""
