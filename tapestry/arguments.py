@@ -42,14 +42,6 @@ def seconds(text: str) -> float:
     return value
 
 
-def share(text: str) -> float:
-    """A type of argument: from 0 to 1."""
-    value = float(text)
-    if not 0 <= value <= 1:
-        raise argparse.ArgumentTypeError(f"{text} is not from 0 to 1")
-    return value
-
-
 @contextmanager
 def one_document(asked: bool, *, for_good: bool) -> Generator[TextIO]:
     """Where ``--json`` writes its document: to standard output, and nobody else does. What libraries print there, their C
@@ -238,8 +230,6 @@ def checked(p: argparse.ArgumentParser) -> None:
 def processes(p: argparse.ArgumentParser) -> None:
     """How ranks are started on this host."""
     p.add_argument("--processes", type=whole(1), metavar="N", help="run on N processes, with the devices shared evenly")
-    text = "if a rank dies: restart the run (see --max-restarts), or recompute what is lost on the other ranks and go on"
-    p.add_argument("--on-loss", choices=("restart", "recompute"), default="restart", help=text)
     p.add_argument("--max-restarts", type=whole(0), default=0, metavar="R", help="start again after a failure, R times at most")
     p.add_argument("--port", type=whole(0, 65535), default=0, help="port at which the ranks meet (default: a free one)")
 
@@ -277,16 +267,12 @@ def scheduled(p: argparse.ArgumentParser) -> None:
     """A run in another order than the plan's."""
     text = "run block by block in a random legal order, each block twice; results must have the bits of a plain run"
     p.add_argument("--schedule", choices=("random",), help=text)
-    text = "with --schedule: the probability, after each block, that one in memory is lost and must be computed again"
-    p.add_argument("--lose", type=share, default=0.0, metavar="P", help=text)
-    text = "with --schedule: the number of devices that fail during the run; others compute their blocks"
-    p.add_argument("--lose-devices", type=whole(0), default=0, metavar="N", help=text)
 
 
 def by_ranks(args: argparse.Namespace) -> bool:
     """Whether a run was asked for something that ranks do, or one rank alone."""
     by_number = (args.processes, args.threads, args.max_restarts, args.port)
-    return any((*by_number, args.inputs, args.trace, args.on_loss != "restart"))
+    return any((*by_number, args.inputs, args.trace))
 
 
 def calibrate(p: argparse.ArgumentParser) -> None:

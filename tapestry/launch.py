@@ -45,7 +45,6 @@ class Request:
     timeout: float = 30.0
     trace: Path | None = None
     threads: int | None = None
-    recompute: bool = False
 
 
 def request(args: argparse.Namespace) -> Request:
@@ -58,7 +57,6 @@ def request(args: argparse.Namespace) -> Request:
         folder=args.build, model=args.model, shapes=arguments.shapes(args.shapes),
         inputs=args.input, stream=args.inputs, output=args.output, seed=args.seed,
         timeout=args.timeout, trace=args.trace, threads=args.threads,
-        recompute=getattr(args, "on_loss", "restart") == "recompute",
     )  # fmt: skip
 
 
@@ -104,7 +102,7 @@ def job_of(r: Request, world: int, batches: Sequence[Batch], compiled: api.Compi
     identity = store.identity(r.folder)
     return Job(
         build=build, constants=constants, identity=identity, batches=tuple(batches), timeout=r.timeout,
-        trace=r.trace is not None, recompute=r.recompute, threads=r.threads or max(1, (os.cpu_count() or 1) // (here or world)),
+        trace=r.trace is not None, threads=r.threads or max(1, (os.cpu_count() or 1) // (here or world)),
         kernels={} if build.target != "torch-cpu" else {"those compiled from C": "there" if native.library() else "not there"},
     )  # fmt: skip
 
@@ -191,8 +189,7 @@ def _compared(compiled: api.Compiled, batches: Sequence[Batch]) -> Document:
 def _judged(compiled: api.Compiled, batch: Batch, report: Document, place: Path, check: bool) -> Document:
     outputs = _results_in_folder(compiled, place, report.pop("hosted"))
     moved = {t["kind"]: (t["count"], t["bytes"]) for t in report["transfers"]}
-    peak = list(compiled.build.peak_bytes) if report.get("losses") else report["peak_bytes"]  # after a loss not the plan's
-    used = Measured(peak, moved, report["packed_bytes"])
+    used = Measured(report["peak_bytes"], moved, report["packed_bytes"])
     feeds = {t: np.asarray(a) for t, a in batch.feeds(compiled.build.plan.graph).items()}
     document = api.judged(compiled, feeds, Result(outputs, used, report["seconds"]), check=check)
     return {**report, **document, "peak_bytes": report["peak_bytes"]}

@@ -179,8 +179,6 @@ def run(args: argparse.Namespace) -> Outcome:
     from tapestry.build import store
 
     store.check_beside(args.build, args.output)
-    if args.schedule is None and (args.lose or args.lose_devices):
-        raise TapestryError("only a run in another order loses blocks", where="--lose", hint="--schedule random")
     if arguments.by_ranks(args):
         if args.schedule is not None:
             raise TapestryError(
@@ -234,13 +232,11 @@ def _tell(text: str) -> None:
 def _in_any_order(args: argparse.Namespace, compiled: api.Compiled, feeds: Mapping[str, Any], report: Progress) -> Any:
     """(result, document) of a run block by block in a random order, beside one in the plan's."""
     from tapestry import api
-    from tapestry.runtime.block_walk import Asked
 
     schedules = tool("schedules")
     _, document = api.run_checked(compiled, feeds, check=args.check)
     other = api.open_session(compiled.build, b"".join(compiled.constants.values()), make=schedules.AnyOrderExecutor)
-    asked = Asked(seed=args.seed, lose=args.lose, devices=args.lose_devices)
-    result, told = schedules.run_beside(compiled.session, other, feeds, asked, report)
+    result, told = schedules.run_beside(compiled.session, other, feeds, args.seed, report)
     return result, document | {"passed": document["passed"] and told["same_bits"], "schedule": told}
 
 

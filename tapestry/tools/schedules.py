@@ -1,6 +1,6 @@
-"""Runs a program's blocks in any legal order, on any device, more than once, with losses: each is a function of what it reads.
+"""Runs a program's blocks in any legal order, more than once: each is a function of what it reads.
 
-Weights are read, packed and lost as everything else is. The kernels are those of a plain run, so that results must be the same
+Weights are read and packed as everything else is. The kernels are those of a plain run, so that results must be the same
 bits; what each block makes is compared by its hash whenever it is made again.
 """
 
@@ -13,13 +13,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from tapestry.errors import TapestryError
 from tapestry.ir.graph import Graph
 from tapestry.ir.kernel import Box, intersect, shape, size
 from tapestry.ir.program import Launch, Load, Program, Reduce, Transfer
 from tapestry.onnx_eval.opaque_node import HostValue, is_array, is_map, is_sequence
 from tapestry.runtime import target_protocol
-from tapestry.runtime.block_walk import Asked, BlockWalk, Task, Told, Value, tasks_of
+from tapestry.runtime.block_walk import BlockWalk, Task, Told, Value, tasks_of
 from tapestry.runtime.executor import Held, present, silent
 from tapestry.runtime.one_process.logical_devices import LocalExecutor
 from tapestry.runtime.one_process.static_schedule import Schedule
@@ -33,7 +32,7 @@ class AnyOrderExecutor(LocalExecutor):
     """Runs one Program as tasks.
 
     Attributes:
-        asked: what is to happen in the next run.
+        seed: of the order of the next run.
         told: what happened in the last one.
     """
 
@@ -41,8 +40,8 @@ class AnyOrderExecutor(LocalExecutor):
         self, graph: Graph, program: Program, target: Target, weights: Source, streamed: frozenset[str] = frozenset(),
     ) -> None:  # fmt: skip
         super().__init__(graph, program, target, weights, streamed)
-        self.tasks = tasks_of(graph, program)
-        self.asked, self.told = Asked(), Told()
+        self.tasks = tasks_of(program)
+        self.seed, self.told = 0, Told()
         self.recorders: Mapping[int, Recorder] = {}
         self._packs: dict[tuple[int, Hashable], tuple[Array, Array]] = {}
 
@@ -62,7 +61,7 @@ class AnyOrderExecutor(LocalExecutor):
             self._packs.clear()
             ends = [(d, n) for n in self.program.outputs.values() for d in self.devices if self._has(d, n)]
             walk = BlockWalk(
-                self.tasks, ends, self.program.devices, self.asked, self._computed_by, digest, target_protocol.nbytes
+                self.tasks, ends, self.program.devices, self.seed, self._computed_by, digest, target_protocol.nbytes
             )
             walk.run(progress)
             self.told = walk.told
@@ -179,26 +178,19 @@ def _add(h: Any, value: Any) -> None:
 
 
 def run_beside(
-    plain: Session, other: Session, feeds: Mapping[str, Any], asked: Asked, progress: Progress = silent
+    plain: Session, other: Session, feeds: Mapping[str, Any], seed: int, progress: Progress = silent
 ) -> tuple[Result, dict[str, Any]]:
     """Run a session of an `AnyOrderExecutor` beside one that keeps the plan's order: the results must have the same bits.
 
     Returns:
-        The second one's result, and what was computed where, what was lost, and what that cost beside a restart.
-
-    Raises:
-        TapestryError: no device would be left.
+        The second one's result, and what was computed.
     """
     executor = other.executor
     assert isinstance(executor, AnyOrderExecutor)
-    devices = executor.program.devices
-    if asked.devices >= devices:
-        hint = f"at most {devices - 1}: one must be left"
-        raise TapestryError(f"{asked.devices} of {devices} devices cannot be lost", where="--lose-devices", hint=hint)
-    executor.asked = asked
+    executor.seed = seed
     expected, result = plain.run(feeds).outputs, other.run(feeds, progress)
     found = result.outputs
     differ = [n for n, a in expected.items() if digest(HostValue(a)) != digest(HostValue(found[n]))]
     told = executor.told.document()
     same = not differ and not told["differ"]
-    return result, {"order": "random", "seed": asked.seed, "same_bits": same, "other_outputs": differ, **told}
+    return result, {"order": "random", "seed": seed, "same_bits": same, "other_outputs": differ, **told}

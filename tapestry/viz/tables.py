@@ -153,19 +153,9 @@ def ran(document: Mapping[str, Any]) -> RenderableType:
 
 
 def in_any_order(told: Mapping[str, Any]) -> str:
-    """What was computed in another order than the plan's, what was lost, and what that cost beside a restart."""
-
-    def work(w: Mapping[str, Any]) -> str:
-        return f"{w['blocks']:,} blocks, {w['flops']:,} FLOPs, {w['bytes']:,} bytes"
-
+    """What was computed in another order than the plan's."""
     same = "the same bits" if told["same_bits"] else "OTHER BITS: " + ", ".join([*told["other_outputs"], *told["differ"]][:8])
-    lines = [f"In a random order (seed {told['seed']}): {work(told['plan'])}"]
-    lines.append(f"  {told['twice']:,} of them twice, {told['elsewhere']:,} times on another device: {same}")
-    if told["lost_blocks"]:
-        gone = f" (all of device {', '.join(map(str, told['lost_devices']))} among them)" if told["lost_devices"] else ""
-        lines.append(f"  {told['lost_blocks']:,} blocks lost{gone}; again: {work(told['again'])}")
-        lines.append(f"  a restart at each loss would do again: {work(told['restart'])}")
-    return "\n".join(lines)
+    return f"In a random order (seed {told['seed']}): {told['twice']:,} blocks, each twice: {same}"
 
 
 def on_gpu(gpu: Mapping[str, Any]) -> str:
@@ -223,19 +213,7 @@ def ran_on_processes(document: Mapping[str, Any]) -> RenderableType:
     skipped = f", {document['skipped']} done before" if document["skipped"] else ""
     line = f"{some(document['batches'], 'batch')}{skipped}{again}; the last took {document['seconds']:.3f} s"
     results = [ran(document)] if "outputs" in document else [of_batches(document["checked"])] if "checked" in document else []
-    return Group(*results, table, line, *map(_loss, document.get("losses", ())), *document["warnings"])
-
-
-def _loss(x: Mapping[str, Any]) -> str:
-    """What the loss of a rank cost."""
-    who, again, restart = ", ".join(map(str, x["ranks"])), x["again"], x["restart"]
-    if x["step"] < 0:
-        return f"rank {who} lost before batch {x['batch']}: nothing to compute again"
-    return (
-        f"rank {who} lost in batch {x['batch']}, at step {x['step']}: {x['lost_blocks']} blocks gone; "
-        f"again: {again['blocks']} blocks, {again['flops']:,} FLOPs, {again['bytes']:,} bytes; "
-        f"a restart: {restart['blocks']} blocks, {restart['flops']:,} FLOPs, {restart['bytes']:,} bytes"
-    )
+    return Group(*results, table, line, *document["warnings"])
 
 
 def of_batches(checked: Mapping[str, Any]) -> RenderableType:

@@ -48,7 +48,7 @@ def test_the_contract_is_kept():
         for line in re.split(r"\n(?! )", block):  # an indented line goes on with the one before
             for part in re.split(r"(?<![\w/.])tapestry ", "" if line.startswith("(later)") else line)[1:]:
                 command = re.match(r"[a-z-]*", part)[0].rstrip("-") if not part.startswith("-") else ""
-                flags = {f for f in re.findall(r"--[a-z][a-z-]+", part.partition("#")[0]) if f[2:] not in taken_out}
+                flags = {f for f in re.findall(r"--[a-z][a-z-]+", part.partition("#")[0]) if f not in taken_out}
                 if command not in known and command not in taken_out:
                     missing.append(command)
                 missing += [f"{command} {f}" for f in sorted(flags - known.get(command, flags))]

@@ -1,43 +1,21 @@
-"""What pages take from the benchmarks of blocks and stages: orders and losses, random numbers, PopRT's examples."""
+"""What pages take from the benchmarks of blocks and stages: orders, random numbers, PopRT's examples."""
 
 from __future__ import annotations
 
-from tests.docs.generated import Row, makes, rows, table
+from tests.docs.generated import makes, rows, table
 
 
 @makes("schedules.table")
 def _schedules() -> str:
-    def shares(r: Row, way: str) -> list[str]:
-        sums = r.get(way)
-        return [f"{sums[f'again_{k}'] / sums[f'restart_{k}']:.1%}" if sums else "–" for k in ("flops", "bytes")]
-
     lines: list[list[object]] = []
     for r in rows("schedules"):
-        lost = [w["lost_blocks"] for w in (r["lost_blocks"], r.get("lost_device", {"lost_blocks": 0}))]
-        part = [*shares(r, "lost_blocks"), *shares(r, "lost_device")]
-        lines.append([r["model"], r["mesh"], r["blocks"], f"{r['same_bits']} of {r['runs']}", r["orders"], sum(lost), *part])
-    shown = " | ".join(f"{k}, {what}:" for what in ("blocks", "device") for k in ("FLOPs", "bytes"))
-    return table(f"model | mesh | blocks: | same bits: | orders: | blocks lost: | {shown}", lines)
+        lines.append([r["model"], r["mesh"], r["blocks"], f"{r['same_bits']} of {r['runs']}", r["orders"]])
+    return table("model | mesh | blocks: | same bits: | orders:", lines)
 
 
 @makes("schedules.runs")
 def _schedules_runs() -> str:
     same, runs = (sum(r[k] for r in rows("schedules")) for k in ("same_bits", "runs"))
-    return f"{same:,} of {runs:,}"
-
-
-@makes("rank_losses.table")
-def _rank_losses() -> str:
-    lines: list[list[object]] = []
-    for r in rows("rank_losses"):
-        shares = [f"{r[f'again_{k}'] / max(1, r[f'restart_{k}']):.1%}" for k in ("blocks", "flops", "bytes")]
-        lines.append([r["model"], f"{r['same_bits']} of {r['runs']}", r["losses"], r["lost_blocks"], *shares])
-    return table("model | same bits: | losses: | blocks lost: | blocks: | FLOPs: | bytes:", lines)
-
-
-@makes("rank_losses.runs")
-def _rank_losses_runs() -> str:
-    same, runs = (sum(r[k] for r in rows("rank_losses")) for k in ("same_bits", "runs"))
     return f"{same:,} of {runs:,}"
 
 

@@ -360,56 +360,6 @@ def test_restarts_lose_and_repeat_nothing(tmp_path, kills, count):
     assert all((out / name).stat().st_mtime_ns == t for name, t in before.items())
 
 
-def outlived(runs, seed, names):
-    asked = {"runs": runs, "seed": seed, "models": names, "meshes": ["2x2", "3", "2", "5"]}
-    command = [sys.executable, "-m", "tests.support.programs.losses", json.dumps(asked)]
-    done = subprocess.run(command, capture_output=True, text=True, env=ENV, timeout=900)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(8))
-def test_ranks_outlive_others_with_the_same_bits(seed):
-    """Killed before any step, and again in the middle of what is left; what is computed again is never more than all of it."""
-    runs = 30 if seed else 3
-    found = outlived(runs, seed + 7, ["mlp", "attention", "norms", "reductions", "branches", "integers", "noise"])
-    assert found["wrong"] == [] and len(found["rows"]) == runs
-    told = [t for r in found["rows"] for t in r["told"]]
-    assert all(t["again"][k] <= t["restart"][k] for t in told for k in ("blocks", "flops"))
-    assert runs == 3 or any(0 < t["again"]["flops"] < t["restart"]["flops"] for t in told)
-
-
-@pytest.mark.slow
-def test_a_stream_outlives_a_rank(tmp_path):
-    ins, out, ref = requests(tmp_path / "in", 60), tmp_path / "out", tmp_path / "ref"
-    build = attention_build()
-    p = tapestry("run", build, "--processes", 2, "--inputs", ins, "--output", out, "--on-loss", "recompute", "--json")
-    os.kill(ranks_of(p, out, 2)[0], signal.SIGKILL)  # the one that writes the results
-    status, text, err = finished(p)
-    assert status == 0 and "rank 0 was killed by SIGKILL" in err and "the others go on" in err
-    found = json.loads(text)
-    assert [x["ranks"] for x in found["losses"]] == [[0]] and found["restarts"] == 0
-    assert [r["devices"] for r in found["ranks"]] == [[1, 0]]
-    assert finished(tapestry("run", build, "--processes", 2, "--inputs", ins, "--output", ref, "-q"))[0] == 0
-    for b in ref.glob("b*"):
-        assert (b / "y.npy").read_bytes() == (out / b.name / "y.npy").read_bytes()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_may_be_lost_at_a_step(rank, tmp_path):
-    build = attention_build()
-    middle = len(store.read(build)[0].program.steps) // 2
-    argv = ["run", build, "--processes", 2, "-q", "--output"]
-    program = [sys.executable, "-m", "tests.support.programs.lost_at_step", rank, middle]
-    command = [*program, *argv, tmp_path / "a", "--on-loss", "recompute"]
-    done = subprocess.run([*map(str, command)], env=ENV, timeout=120, stderr=subprocess.PIPE, check=True)
-    assert b"rank %d was killed" % rank in done.stderr
-    assert finished(tapestry(*argv, tmp_path / "b"))[0] == 0
-    assert (tmp_path / "a" / "y.npy").read_bytes() == (tmp_path / "b" / "y.npy").read_bytes()
-
-
 FORKS = """
 import json, os, signal, sys
 from pathlib import Path

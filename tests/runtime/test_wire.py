@@ -8,7 +8,6 @@ import torch
 from tapestry.runtime.messages.point_to_point import MessageBuffers, drained_at, in_one_piece, posted_ahead
 from tapestry.runtime.processes.wire import (
     COMPUTE,
-    DONE,
     IDLE,
     PEER,
     PHASE,
@@ -111,17 +110,3 @@ def test_who_is_to_blame():
     slots[:, PHASE] = (WAIT, WAIT, IDLE)
     slots[:, PEER] = (1, 2, -1)
     assert guilty(slots, set()) == [2]  # whom the least advanced one waits for
-
-
-def test_after_a_loss_ranks_are_named_as_they_were_numbered_at_the_start():
-    slots = shared(4)
-    beats = [Heartbeat(slots, r) for r in range(4)]
-    slots[0, PHASE] = DONE  # it was lost before the first step
-    for r in (1, 2, 3):
-        beats[r].first = [1, 2, 3]
-        beats[r].at(5, WAIT, 1 if r < 3 else -1)  # for the second one of those that are left
-    assert slots[1, PEER] == 2 and slots[3, PEER] == -1
-    assert guilty(slots, set()) == [2]
-    slots[:, STEP], slots[1:, PEER] = (0, 6, 5, 6), -1
-    assert guilty(slots, set()) == [2]  # the least advanced, of those that are left
-    assert str(wire(world=3, heartbeat=beats[1]).lost([2], 5, RuntimeError("closed"))).startswith("nothing came from rank 3")

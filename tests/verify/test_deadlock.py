@@ -20,7 +20,6 @@ from tapestry.ir.syntax.parser import parse
 from tapestry.plan.lower import lower
 from tapestry.plan.strategy import strategies
 from tapestry.runtime.executor import owners
-from tapestry.runtime.messages.moves import calls_of
 from tapestry.runtime.processes.distributed import RankExecutor
 from tapestry.runtime.processes.wire import Heartbeat, shared
 from tapestry.verify import exchange
@@ -117,12 +116,11 @@ def posted(plan: Plan, program: Program, world: int) -> tuple[list[list[Exchange
     """What every rank really posts, without the outputs' way to rank 0; bytes in all; steps that are collectives."""
     slots, out, tensors, payload = shared(world), [], plan.graph.tensors, 0
     source = lambda t, box: torch.empty(shape(box), dtype=TORCH_DTYPES[tensors[t].dtype], device="meta")  # noqa: E731
-    calls = calls_of(plan.graph, program, "gloo")
     width = max(Counter(owners(program.devices, world)).values())
     collective: set[int] = set()
     for r in range(world):
         wire = Recorder(r, world, bytes(16), Heartbeat(slots, r), end=len(program.steps), width=width, checking=False)
-        machine = RankExecutor(plan.graph, program, Shapes(), source, plan.streamed, wire=wire, calls=calls)
+        machine = RankExecutor(plan.graph, program, Shapes(), source, plan.streamed, wire=wire)
         machine.run(source)
         out.append(wire.script)
         payload += wire.payload

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from base64 import b64decode, b64encode
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -150,11 +150,11 @@ class RankExecutor(LocalExecutor):
 
     def __init__(
         self, graph: Graph, program: Program, target: Target, weights: Source, streamed: frozenset[str] = frozenset(), *,
-        wire: Wire, trace: bool = False, calls: Mapping[int, Call] | None = None,
+        wire: Wire, trace: bool = False,
     ) -> None:  # fmt: skip
         self.wire, self.tracing = wire, trace
         self.slices: list[Slice] = []
-        self.calls = calls_of(graph, program, wire.backend) if calls is None else calls
+        self.calls = calls_of(graph, program, wire.backend)
         self.one_device_each = wire.world == program.devices
         self.placed: dict[tuple[int, str], Array] = {}
         self.moves: dict[int, Move] = {}
@@ -168,11 +168,6 @@ class RankExecutor(LocalExecutor):
         super().__init__(graph, program, target, self._read, streamed, Route(owners(program.devices, wire.world), wire.rank))
         firsts = {r: d for d, r in reversed(list(enumerate(self.route.owner)))}
         self._local = [d - firsts[r] for d, r in enumerate(self.route.owner)]
-
-    @property
-    def all_devices(self) -> tuple[int, ...]:
-        """Those of this rank."""
-        return self.devices
 
     def _read(self, tensor: str, box: Box) -> Array:
         """A part of a weight; reading takes a while: say that this rank lives."""

@@ -82,10 +82,8 @@ class Attempt:
     advance: Callable[[int], None]
     secret: bytes = field(default_factory=partial(secrets.token_bytes, 32))
     seen: dict[int, tuple[float, float]] = field(default_factory=dict[int, tuple[float, float]])
-    gone: list[Child] = field(default_factory=list[Child])
-    losses: int = 0
 
-    def result(self, store: Any, tell: Callable[[str], None]) -> dict[str, Any] | str:
+    def result(self) -> dict[str, Any] | str:
         """The document, or why there is none."""
         while True:
             alive = [c for c in self.children if c.process.exitcode is None]
@@ -93,10 +91,7 @@ class Attempt:
             if handles:
                 wait(handles, TICK)
             self.hear()
-            bad = [c for c in self.children if self.failed(c)]
-            if bad and self.outlived(bad, store, tell):
-                continue
-            if bad:
+            if any(self.failed(c) for c in self.children):
                 self.listen_on()
                 return self.verdict()
             if all(c.said and c.said[0] == "done" for c in self.children):
@@ -104,23 +99,6 @@ class Attempt:
             stalled = self.stalled(time.monotonic())
             if stalled:
                 return stalled
-
-    def outlived(self, bad: list[Child], store: Any, tell: Callable[[str], None]) -> bool:
-        """Tell the ranks that are left which ones were killed, where they are to go on without."""
-        killed = all(c.said is None and (c.process.exitcode or 0) < 0 for c in bad)
-        left, mine = [c for c in self.children if c not in bad], PrefixStore(self.secret.hex(), store)
-        if not self.job.recompute or not killed or not left or any(c.said for c in left):  # who is done cannot help
-            return False
-        if not mine.check([f"begun/{c.rank}" for c in self.children]):  # before the first batch there is nothing to go on with
-            return False
-        tell(f"{self.verdict()}; the others go on")
-        self.losses += 1
-        self.gone += bad
-        self.children = left
-        for c in bad:
-            self.slots[c.rank, PHASE] = DONE  # it holds nobody up
-        mine.set(f"lost/{self.losses}", str([c.rank for c in self.gone]))
-        return True
 
     def hear(self) -> None:
         """Read what the ranks have said."""
@@ -212,7 +190,7 @@ class Attempt:
         for c in self.children:
             if c.process.exitcode is None:
                 c.process.kill()
-        for c in (*self.children, *self.gone):
+        for c in self.children:
             c.process.join()
             c.pipe.close()
 
@@ -237,7 +215,7 @@ def supervise(
     Args:
         port: for the rendezvous; 0 takes a free one.
         advance: called with the number of each batch that is done.
-        tell: called with the message of a failure that a restart mends, or that the other ranks outlive.
+        tell: called with the message of a failure that a restart mends.
 
     Raises:
         RunError: who failed, at what step, and why; no process is left.
@@ -247,7 +225,7 @@ def supervise(
             run = Attempt(job, [], shared(world), advance)
             try:
                 _fork(run, world, open_session)
-                outcome = _meet(run, port, tell)
+                outcome = _meet(run, port)
             except Interrupted as e:
                 doing = "; ".join(f"rank {c.rank} was {run.doing(c.rank)}" for c in run.children)
                 ended = RunError(f"interrupted by {e}: all ranks are ended", why=doing)
@@ -263,13 +241,13 @@ def supervise(
     raise AssertionError("unreachable")
 
 
-def _meet(run: Attempt, port: int, tell: Callable[[str], None]) -> dict[str, Any] | str:
+def _meet(run: Attempt, port: int) -> dict[str, Any] | str:
     """Open the store that the ranks wait for, tell them where, and see them to the end; the store ends with this call."""
     store = _store(port, run.job.timeout)
     for c in run.children:
         with suppress(OSError):  # a rank that is gone already, as `Attempt.failed` will see
             c.pipe.send(store.port)
-    return run.result(store, tell)
+    return run.result()
 
 
 def _store(port: int, timeout: float) -> Any:
@@ -307,11 +285,10 @@ def _child(rank: int, world: int, run: Attempt, pipe: Connection, open_session: 
     gc.freeze()  # what the parent made is the parent's to end: its threads are not here
     try:
         flags.network(LOOPBACK)
-        port = pipe.recv()
-        store = connected(HERE, port, run.job.timeout)
+        store = connected(HERE, pipe.recv(), run.job.timeout)
         me = Rank(
             rank=rank, world=world, store=PrefixStore(run.secret.hex(), store), slots=run.slots, local=rank, secret=run.secret,
-            advance=lambda batch, steps: pipe.send(("batch", batch)), port=port,
+            advance=lambda batch, steps: pipe.send(("batch", batch)),
         )  # fmt: skip
         document = work(me, run.job, open_session)
         run.slots[rank, PHASE] = DONE

@@ -68,21 +68,15 @@ BEAT_FIELDS = struct.Struct("5d")  # of a slot, but for the beat
 
 
 class Heartbeat:
-    """One rank's slot: cheap enough to be written at every step.
-
-    Attributes:
-        first: after a loss, the numbers that the ranks in the order of today's had at the start: those of slots.
-    """
+    """One rank's slot: cheap enough to be written at every step."""
 
     def __init__(self, slots: Slots, rank: int) -> None:
         self.slot, self.rank, self.running = slots[rank], rank, float(slots[rank][BATCH])
-        self.first: Sequence[int] = range(len(slots))
         self._memory = memoryview(self.slot)
         self.at(-1, START)
 
     def at(self, step: int, phase: int, peer: int = -1) -> None:
         """Say what the rank does now; ``peer`` is whom it waits for."""
-        peer = self.first[peer] if peer >= 0 else peer
         BEAT_FIELDS.pack_into(self._memory, 0, phase, self.running, step, peer, time.monotonic())
 
     def batch(self, number: int) -> None:
@@ -152,7 +146,7 @@ def end_soon(heartbeat: Heartbeat, seconds: float) -> threading.Timer:
 
 def guilty(slots: Slots, stopped: Mapping[int, str] | set[int]) -> list[int]:
     """The ranks that hold the others up: stopped ones; else those that wait for nobody and are not done, least advanced first;
-    else whoever is waited for by the least advanced. Ranks that are done or gone hold up nobody."""
+    else whoever is waited for by the least advanced. Ranks that are done hold up nobody."""
     ranks = [r for r in range(len(slots)) if slots[r, PHASE] != DONE] or range(len(slots))
     if stopped:
         return sorted(stopped)
@@ -316,8 +310,8 @@ class Wire:
         return "gloo" if self.device.type == "cpu" else "nccl"
 
     def lost(self, peers: Sequence[int], step: int, e: RuntimeError) -> PeerLost:
-        """That nothing came from some ranks, by the numbers that they had at the start."""
-        return PeerLost([self.heartbeat.first[p] for p in peers], step, reason(e))
+        """That nothing came from some ranks."""
+        return PeerLost(peers, step, reason(e))
 
     # messages between two processes
 

@@ -31,7 +31,6 @@ from tapestry.plugins import entry_points as plugins
 from tapestry.runtime.executor import owners
 from tapestry.runtime.processes import distributed
 from tapestry.runtime.processes.distributed import BACKENDS, RankExecutor, device_of
-from tapestry.runtime.processes.survivors import SurvivingExecutor, lost, sockets
 from tapestry.runtime.processes.weight_shards import Batch, after_loading, before_loading, kernel_count
 from tapestry.runtime.processes.wire import (
     IDLE,
@@ -274,7 +273,6 @@ class Job:
         timeout: seconds after which silence is a failure.
         threads: of torch, for each rank.
         kernels: what the set of kernels on this host depends on, which all ranks must share.
-        recompute: when ranks are lost, those that are left compute what is gone, and go on.
         serve: instead of batches, what each rank does with its session until it is told to end.
     """
 
@@ -286,7 +284,6 @@ class Job:
     trace: bool = False
     threads: int = 1
     kernels: Mapping[str, str] = field(default_factory=dict[str, str])
-    recompute: bool = False
     serve: Callable[[Rank, Session, Wire], None] | None = None
 
 
@@ -294,8 +291,7 @@ class Job:
 class Rank:
     """One process of a run: its place, the rendezvous store (of this attempt alone), its slot, and whom to tell of progress.
 
-    ``local`` is its number on its host, which is that of its GPU; ``secret`` is what it knows in common with the others;
-    ``port`` is the store's.
+    ``local`` is its number on its host, which is that of its GPU; ``secret`` is what it knows in common with the others.
     """
 
     rank: int
@@ -306,7 +302,6 @@ class Rank:
     beats: bool = False
     local: int = 0
     secret: bytes = b""
-    port: int = 0
 
 
 def work(me: Rank, job: Job, open_session: Open) -> dict[str, Any]:
@@ -324,7 +319,6 @@ def work(me: Rank, job: Job, open_session: Open) -> dict[str, Any]:
     owners(job.build.program.devices, me.world)
     device = device_of(job.build.target, me.rank, me.local)
     todo = agree(me, job, device, [b.number for b in job.batches if not b.done])
-    others = frozenset(sockets().values())
     wire = Wire(me.rank, me.world, bytes.fromhex(job.identity)[:16], heartbeat, device=device)
     try:
         dist.init_process_group(
@@ -333,8 +327,6 @@ def work(me: Rank, job: Job, open_session: Open) -> dict[str, Any]:
         )  # fmt: skip
         before_loading()
         make = partial(RankExecutor, wire=wire, trace=job.trace)
-        if job.recompute:
-            make = partial(SurvivingExecutor, wire=wire, trace=job.trace, me=me, timeout=job.timeout + 2, others=others)
         session = open_session(job.build, job.constants, make=make)
         executor = session.executor
         assert isinstance(executor, RankExecutor)
@@ -358,27 +350,11 @@ def work(me: Rank, job: Job, open_session: Open) -> dict[str, Any]:
 
 
 def _batches(me: Rank, job: Job, session: Session, wire: Wire, todo: set[int], memory: dict[str, int]) -> dict[str, Any]:
-    """Everything that is to be run, and the document; again where ranks are lost, with those that are left."""
-    executor, done = session.executor, list[tuple[RunReport, dict[str, Any]]]()
+    """Everything that is to be run, and the document."""
+    executor = session.executor
     assert isinstance(executor, RankExecutor)
-    batches = [b for b in job.batches if b.number in todo]
-    me.store.set(f"begun/{me.rank}", b"1")  # from now on a loss can be outlived
-    while True:
-        try:
-            while len(done) < len(batches):
-                me = executor.me if isinstance(executor, SurvivingExecutor) else me
-                done.append(_run(batches[len(done)], session, wire, me))
-            me = executor.me if isinstance(executor, SurvivingExecutor) else me  # numbered anew if ranks were lost in a batch
-            document = _report(me, job, executor, wire, [run for run, _ in done], todo, memory)
-            break
-        except (PeerLost, RuntimeError) as e:
-            if not isinstance(executor, SurvivingExecutor):
-                raise
-            executor.settle(lost(e))
-            me = executor.me
-            del done[executor.coming :]
-    if document and isinstance(executor, SurvivingExecutor):
-        document["losses"] = executor.told
+    done = [_run(b, session, wire, me) for b in job.batches if b.number in todo]
+    document = _report(me, job, executor, wire, [run for run, _ in done], todo, memory)
     return document and {**document, "hosted": done[-1][1] if done else {}}
 
 
@@ -389,8 +365,7 @@ def _run(batch: Batch, session: Session, wire: Wire, me: Rank) -> tuple[RunRepor
     wire.heartbeat.at(-1, IDLE)
     graph = session.build.plan.graph
     feeds, before = batch.feeds(graph), time.process_time()
-    if not (isinstance(session.executor, SurvivingExecutor) and session.executor.rest):  # else others have begun it
-        same_inputs(me, graph, batch.name, feeds, partial(wire.heartbeat.at, -1, WAIT))
+    same_inputs(me, graph, batch.name, feeds, partial(wire.heartbeat.at, -1, WAIT))
     result = session.run(feeds)
     spent = time.process_time() - before
     if wire.rank == 0:
@@ -444,7 +419,7 @@ def _report(
     """Everything that was measured, put together on rank 0."""
     rows = np.array([(s.batch, s.step, s.device, s.stream, s.start, s.end) for s in executor.slices], np.int64).reshape(-1, 6)
     mine = RankReport(
-        rank=me.rank, devices=list(executor.all_devices), runs=runs, payload_bytes=wire.payload, gathered_bytes=wire.gathered,
+        rank=me.rank, devices=list(executor.devices), runs=runs, payload_bytes=wire.payload, gathered_bytes=wire.gathered,
         messages=wire.messages, staged_bytes=wire.staged, resident_bytes={**memory, "running": kernel_count("VmHWM")},
         private_bytes=kernel_count("RssAnon"), weight_bytes=executor.weight_bytes(), trace=rows.tobytes(),
         backend_calls=executor.backend_calls,
