@@ -8,9 +8,8 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from tapestry.build import store
-from tapestry.errors import LawError, TapestryError
+from tapestry.errors import LawError
 from tapestry.ir.program import Load, Program, Reduce, Transfer, device_bytes, payload_bytes, peak_bytes, transfer_bytes
-from tapestry.plan.cost import objective as costs
 from tapestry.plan.requests import parse_layouts
 from tapestry.plan.simulate import simulate
 from tapestry.plan.topology import from_data, to_data
@@ -113,38 +112,7 @@ def check_report(build: store.Build) -> int:
         raise LawError("report", "bound and gap contradict the objective", where="the report", why=why)
     _requests(build)
     _check_stages(build)
-    return len(facts) + 4 + (_machines(build, objective) if "machines" in report else 0)
-
-
-def _machines(build: store.Build, seconds: float) -> int:
-    """The terms of the objective, and its value, are those of the plan; how many were made again."""
-    of = costs.terms(from_data(build.topology), seconds, max(peak_bytes(build.program)[0]))
-    try:
-        why = _machines_refused(build.report["machines"], of)
-    except (LookupError, TypeError, ValueError, AttributeError, TapestryError) as e:
-        why = f"it cannot be read: {e}"
-    if why:
-        raise LawError("report", "'machines' is not the plan's", where="the report", why=why)
-    return len(of) + 4
-
-
-def _machines_refused(said: dict[str, Any], of: dict[str, float]) -> str:
-    """Why what is said of the objective is not so, of a plan with some terms; "" where it is."""
-    value = costs.objective(said["objective"]).value(of)
-    broken = [x for x in costs.limits(said["limits"]) if of[x.term] > x.most]
-    if broken:
-        return f"limit {broken[0]}"
-    if any(not _same_figures(float(said["terms"][k]), v) for k, v in of.items()) or not _same_figures(
-        float(said["value"]), value
-    ):
-        return f"made again: {value:.6g}, of {of}"
-    if said["max_devices"] is not None and of["devices"] > said["max_devices"]:
-        return f"more than {said['max_devices']} devices"
-    if said["least"] is not None and not float(said["least"]) <= value * (1 + 1e-9):
-        return f"no plan is said to have less than {said['least']:.6g}, this one has {value:.6g}"
-    values = [float(r["value"]) for r in said["tried"] if r["within_limits"] and r["value"] is not None]
-    best = min(values, default=value)
-    return f"another plan had {best:.6g}, this one has {value:.6g}" if best < value and not _same_figures(best, value) else ""
+    return len(facts) + 4
 
 
 def stages_of(build: store.Build) -> list[dict[str, Any]]:

@@ -41,13 +41,6 @@ class Options:
     mesh: Mesh | None = option(  # noqa: RUF009 (it makes a field)
         "--mesh", "devices as a grid of several axes, or with names: dp=2,tp=4", metavar="2x4",
         like='"2x4", (2, 4) or {"dp": 2, "tp": 4}')
-    max_devices: int | None = option(  # with the next two: `tools.machines`
-        "--max-devices", "at most N devices; the objective decides how many", metavar="N")
-    objective: str | None = option(
-        "--objective", "what to minimise, such as seconds + 2e-3*devices; terms: seconds, devices, bytes, energy, money; "
-        "operators: + - * / min max", metavar="EXPRESSION")
-    limits: Sequence[str] = option(
-        "--limit", "upper limits on a plan: energy<=5, money<=1e-6, bytes<=2GiB", (), nargs="+", metavar="TERM<=VALUE")
     topology: str = option(
         "--topology", "devices and links: auto (this machine as measured, a GPU target's card), cpu, h100, h200, tpu, … or a "
         "file", "auto", metavar="FILE_OR_PRESET")

@@ -128,8 +128,8 @@ def searched(runner: Runner, options: Options) -> None:
         raise
 
 
-def finished(runner: Runner, more: Mapping[str, Any] | None = None) -> Compiled:
-    """The plan verified, and its kernels; ``more`` goes into the report.
+def finished(runner: Runner) -> Compiled:
+    """The plan verified, and its kernels.
 
     Raises:
         LawError: a plan that does not pass is never returned.
@@ -147,7 +147,7 @@ def finished(runner: Runner, more: Mapping[str, Any] | None = None) -> Compiled:
     at, build = runner.at, build_report.build_of(runner.at)
     if at.options.found:
         at.options.found(at.plan.objective, at.plan.bound)
-    document = {**build_report.document(runner, build), **(more or {})}
+    document = build_report.document(runner, build)
     document["plugins"] = [p.data() for p in sorted(runner.plugins)]
     evidence = document["certificate"]["evidence"] = [at.evidence, *plugin_evidence(runner.plugins)]
     document["seconds"] = {**runner.seconds, "total": round(time.perf_counter() - runner.began, 4)}

@@ -156,9 +156,6 @@ class Choices(TypedDict, total=False):
     stages: int | str
     micro_batches: int | str
     stage_at: str | Sequence[str]
-    max_devices: int | None
-    objective: str | None
-    limits: str | Sequence[str]
     state: str | None
     print_after: str | Sequence[str]
     progress: pipeline.Report

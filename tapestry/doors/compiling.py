@@ -17,7 +17,6 @@ from tapestry.errors import TapestryError
 from tapestry.lift.own_operators import load_operators
 from tapestry.options import several
 from tapestry.plan.topology.topology_files import CHIP_OF
-from tapestry.plugins import tool
 from tapestry.sizes.sized_compile import asked as asked_sizes
 from tapestry.sizes.sized_compile import compile_sizes
 
@@ -56,13 +55,7 @@ def planned(model: Any, choices: Choices, began: float) -> tuple[pipeline.Compil
     asked = replace(options(source, choices), began=began)
     if (chip := CHIP_OF.get(asked.topology)) and asked.target == "torch-cpu":
         log.warning("planned for %s, with kernels for torch-cpu: target triton:%s makes the GPU's", asked.topology, chip)
-    machine_count = tool("machines")
-    machines = machine_count.asked_of(asked.max_devices, asked.objective, asked.limits, mesh=asked.mesh is not None)
     sizes = asked_sizes(source.path, asked.shapes)
-    if machines is not None:
-        if sizes is not None:
-            raise TapestryError("an objective is of one size", where="--objective", hint="one size of each symbol")
-        return machine_count.compile_model(asked, machines, progress), source, None
     if sizes is None:
         return pipeline.compile_model(asked, progress), source, None
     if asked.state is not None:

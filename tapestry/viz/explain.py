@@ -49,6 +49,7 @@ from tapestry.viz.format import (
     area,
     counterparts,
     duration,
+    figures_text,
     folded,
     human,
     kind_text,
@@ -64,7 +65,7 @@ from tapestry.viz.format import (
     together,
     wrapped,
 )
-from tapestry.viz.tables import accumulate_lines, machine_lines, proof
+from tapestry.viz.tables import accumulate_lines, proof
 
 # What a step computes or sends, in the terms of the cost model: what `tapestry calibrate --from-trace` fits times to.
 
@@ -419,7 +420,7 @@ def _head(build: Build, simulated: Document) -> Iterator[str]:
     yield from (*_kinds_text(topo), *_joined_text(topo))
     costs = [duration(r[k]) for k in ("objective_s", "lower_bound_s")]
     yield f"objective {costs[0]}, lower bound {costs[1]}, gap {r['gap']:.2%}{proof(r)}"
-    yield from (*accumulate_lines(r), *machine_lines(r))
+    yield from (*accumulate_lines(r), *figures_text(r["topology"], r["devices"]))
     yield from speed(build, simulated)
     yield from plan_lines(plan)
     yield from _fit_text(r.get("fit"))

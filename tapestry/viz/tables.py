@@ -33,7 +33,7 @@ def compiled(report: Mapping[str, Any]) -> RenderableType:
     facts.add_row("plan", f"{costs}, {gap}")
     for line in accumulate_lines(report):
         facts.add_row("sums", line)
-    for line in machine_lines(report):
+    for line in figures_text(report["topology"], report["devices"]):
         facts.add_row("cost", line)
     for line in size_lines(report.get("sizes", {})):
         facts.add_row("sizes", line)
@@ -280,20 +280,6 @@ def accumulate_lines(report: Mapping[str, Any]) -> list[str]:
         *lines,
         f"{a['products']} products of f16 summed in {a['dtype']}; measured error of {worst['products']} in a row: {errors}",
     ]
-
-
-def machine_lines(report: Mapping[str, Any]) -> list[str]:
-    """How sure measured costs are, what the objective is made of, and the plans that no other one beats in every term."""
-    sure, m = figures_text(report["topology"], report["devices"]), report.get("machines")
-    if not m:
-        return sure
-    shown = [k for k in m["terms"] if m["terms"][k]]
-    given = ", ".join(f"{k} {m['terms'][k]:.4g}" for k in shown)
-    limits = f", within {' and '.join(m['limits'])}" if m["limits"] else ""
-    values = ["no value" if r["value"] is None else f"{r['value']:.4g}" for r in m["front"]]
-    rows = [", ".join(f"{k} {r[k]:.4g}" for k in shown) + f": {v}" for r, v in zip(m["front"], values, strict=True)]
-    out = f"{m['objective']} = {m['value']:.4g} ({given}){limits}; {len(m['tried'])} plans, {len(m['skipped'])} left out"
-    return [*sure, out] + ([f"front: {row}" for row in rows] if len(rows) > 1 else [])
 
 
 # auto-shard

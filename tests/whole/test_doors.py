@@ -183,12 +183,10 @@ def test_keywords_are_the_options_that_are_declared() -> None:
 
 def test_what_a_command_asks_for_is_what_python_does() -> None:
     """Without any flag the options are the defaults of the table; with each flag they are what the keyword makes of the same."""
-    flags = (
-        "--devices 2 --max-devices 3 --objective seconds --limit a<=1 b<=2 --topology cpu --memory 1GiB --exact --no-weights"
-    )
+    flags = "--devices 2 --topology cpu --memory 1GiB --exact --no-weights"
     flags += " --ignore-sharding --state --rules r --ops o --resume b --stage-at n --seed 3 --time-limit 1.5 --for jax"
     keywords = {
-        "devices": 2, "max_devices": 3, "objective": "seconds", "limits": ["a<=1", "b<=2"], "topology": "cpu", "memory": "1GiB",
+        "devices": 2, "topology": "cpu", "memory": "1GiB",
         "exact": True, "weights": False, "sharding": False, "state": "auto", "rules": "r", "ops": "o", "resume": "b",
         "stage_at": "n", "seed": 3, "time_limit": 1.5, "for_format": "jax",
     }  # fmt: skip
@@ -204,7 +202,7 @@ def test_what_a_command_asks_for_is_what_python_does() -> None:
         assert words or shown(asked) == shown(Options(model=Path("m.onnx")))
 
 
-@pytest.mark.parametrize("name", ["limits", "objective", "max_devices", "stage_at", "stages", "accumulate", "exact", "state"])
+@pytest.mark.parametrize("name", ["stage_at", "stages", "accumulate", "exact", "state"])
 def test_keywords_of_another_kind_are_refused(name: str) -> None:
     for value in (2.5, [2.5]):
         with pytest.raises(TapestryError, match=f"tapestry.compile, {name}: .* is a (float|list)"):
@@ -213,7 +211,7 @@ def test_keywords_of_another_kind_are_refused(name: str) -> None:
 
 def test_none_is_as_if_it_were_left_out(tmp_path: Path) -> None:
     (tmp_path / "m.tap").write_text(TEXT)
-    nothing = dict.fromkeys(("stages", "stage_at", "limits", "pins", "sharding", "weights", "exact"))
+    nothing = dict.fromkeys(("stages", "stage_at", "pins", "sharding", "weights", "exact"))
     plans = [tapestry.compile(tmp_path / "m.tap", topology="cpu", devices=2, **o) for o in ({}, nothing)]
     assert plans[0].report["plan_sha256"] == plans[1].report["plan_sha256"]
 

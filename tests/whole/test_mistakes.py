@@ -242,9 +242,7 @@ def test_a_plan_says_what_it_is(tmp_path: Path) -> None:
         made.export(tmp_path / "m.json", "dtenso")
 
 
-@pytest.mark.parametrize(
-    "option", ["--shape n=4", "--shape n=4 m=5", "--pin y:x0=1", "--layout x:replicated", "--limit bytes<=1GiB"]
-)
+@pytest.mark.parametrize("option", ["--shape n=4", "--shape n=4 m=5", "--pin y:x0=1", "--layout x:replicated"])
 def test_a_list_of_values_ends_before_the_model(option):
     args = parsed(["compile", "-o", "b", *option.split(), "model.onnx", "-q"])
     assert str(args.model) == "model.onnx" and args.quiet

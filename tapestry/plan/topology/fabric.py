@@ -181,7 +181,6 @@ class Device:
     ``power`` says how seconds of arithmetic and of memory add up in a kernel: by their p-norm. 1: one after the other; 4: side
     by side, but that the shorter one still counts.
     Weights that are streamed come from the host at ``host`` B/s, after ``host_latency`` s for each load.
-    ``watts`` are what it draws while a plan runs, ``price`` is what it costs per hour; 0: nothing is known.
     ``classes`` gives what was measured of single classes of kernels (`measured_costs.CLASSES`), with rates of f32.
     """
 
@@ -193,8 +192,6 @@ class Device:
     host: float = HOST
     host_latency: float = HOST_LATENCY
     name: str = ""
-    watts: float = 0.0
-    price: float = 0.0
     reserve: int = 0
     power: float = 1.0
     classes: Mapping[str, KernelRates] = field(default_factory=dict[str, KernelRates])
@@ -385,7 +382,7 @@ def weakest(kinds: Sequence[Device]) -> Device:
     """What all of some devices have at least, and the longest time to start a kernel."""
     dtypes = dict.fromkeys(t for d in kinds for t in d.flops)
     return Device(
-        watts=max(d.watts for d in kinds), price=max(d.price for d in kinds), power=min(d.power for d in kinds),
+        power=min(d.power for d in kinds),
         reserve=min(kinds, key=lambda d: d.memory).reserve,
         memory=min(d.memory for d in kinds), bandwidth=min(d.bandwidth for d in kinds), launch=max(d.launch for d in kinds),
         vector=min(d.vector for d in kinds), host=min(d.host for d in kinds),

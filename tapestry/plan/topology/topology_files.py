@@ -116,8 +116,6 @@ def from_data(data: Mapping[str, Any]) -> Topology:
     rates = [r for d in every for r in (d.bandwidth, d.vector, d.host, *d.flops.values())]
     if any("other" not in d.flops for d in every) or (kinds and len(kinds) != device_count(mesh)):
         raise TapestryError("not a topology: devices are missing", hint="compile the model again")
-    if not all(isfinite(x) and x >= 0 for d in every for x in (d.watts, d.price)):
-        raise TapestryError("not a topology: watts or prices that cannot be", hint="compile the model again")
     if any(a.weights and (len(a.weights) != a.size or min(a.weights) < 1) for a in mesh):
         raise TapestryError("not a topology: the shares of a mesh axis", hint="compile the model again")
     if any(a.order and sorted(a.order) != list(range(a.size)) for a in mesh):
@@ -141,7 +139,7 @@ def device_data(d: Device) -> dict[str, Any]:
     }
     if d.classes:
         out["classes"] = classes_data(d.classes)
-    out |= {k: v for k, v in (("watts", d.watts), ("price", d.price), ("reserve", d.reserve)) if v}
+    out |= {"reserve": d.reserve} if d.reserve else {}
     out |= {"power": d.power} if d.power != 1 else {}
     return {**out, "name": d.name} if d.name else out
 
@@ -151,8 +149,7 @@ def _device_of_topology_data(d: Mapping[str, Any]) -> Device:
         memory=int(d["memory"]), bandwidth=float(d["bandwidth"]), launch=float(d["launch"]), vector=float(d["vector"]),
         flops={str(k): float(v) for k, v in d["flops"].items()}, name=str(d.get("name", "")),
         host=float(d.get("host", HOST)), host_latency=float(d.get("host_latency", HOST_LATENCY)),
-        classes=read_classes(d.get("classes", {})), watts=float(d.get("watts", 0.0)), price=float(d.get("price", 0.0)),
-        reserve=int(d.get("reserve", 0)), power=read_power(d),
+        classes=read_classes(d.get("classes", {})), reserve=int(d.get("reserve", 0)), power=read_power(d),
     )  # fmt: skip
 
 
@@ -481,7 +478,7 @@ PAGE = "see docs/reference/topology.md"
 KEYS = {
     "mesh", "device", "others", "levels", "interconnect", "instance_map", "link", "links", "collectives", "overlap",
     "margin", "alone", "costs", "measured", "fit", "memory", "bandwidth", "flops", "power", "vector", "launch", "host",
-    "host_latency", "watts", "price", "name", "classes", "reserve", "devices", "alpha", "beta", "shape", "children",
+    "host_latency", "name", "classes", "reserve", "devices", "alpha", "beta", "shape", "children",
     "centre", "rings", "sizes", "map", "from", "to", "at", "call", "group", "stride", "points", "rate",
 }  # fmt: skip
 OWN_WORDS = ("flops", "interconnect", "classes", "at")  # what is in these may have any name
@@ -616,7 +613,7 @@ def _topology_source(path: str) -> Source:
     rates = [(f"flops.{t}", r) for d in every for t, r in d.flops.items()]
     rates += [(k, getattr(d, k)) for d in every for k in ("bandwidth", "vector", "host")]
     rates += [("levels[].devices", v.reach) for v in levels]
-    costs = [(k, getattr(d, k)) for d in every for k in ("launch", "host_latency", "watts", "price")]
+    costs = [(k, getattr(d, k)) for d in every for k in ("launch", "host_latency")]
     costs += [(f"levels[].{k}", getattr(v.link, k)) for v in levels for k in ("alpha", "beta")]
     wrong = [f"rates must be positive, and '{k}' is {x:g}" for k, x in rates if not (isfinite(x) and x > 0)]
     wrong += [f"costs must not be negative, and '{k}' is {x:g}" for k, x in costs if not (isfinite(x) and x >= 0)]
@@ -661,8 +658,7 @@ def _device(d: Mapping[str, Any]) -> Device:
         memory=parse_bytes(str(d["memory"])), bandwidth=float(d["bandwidth"]), launch=float(d.get("launch", 0.0)),
         vector=float(d.get("vector", flops["other"])), flops=flops, host=float(d.get("host", HOST)),
         host_latency=float(d.get("host_latency", HOST_LATENCY)), name=str(d.get("name", "")),
-        classes=read_classes(d.get("classes", {})), watts=float(d.get("watts", 0.0)), price=float(d.get("price", 0.0)),
-        reserve=int(d.get("reserve", 0)), power=read_power(d),
+        classes=read_classes(d.get("classes", {})), reserve=int(d.get("reserve", 0)), power=read_power(d),
     )  # fmt: skip
 
 
