@@ -16,13 +16,12 @@ if TYPE_CHECKING:
     from tapestry.api import Compiled, compile, from_pretrained, load
     from tapestry.interop.sharding_specs import TensorDictionary
     from tapestry.lift.own_operators import operator
-    from tapestry.tools.serving.local_socket import Connection as connect
     from tapestry.tools.serving.sessions import Session
 
     __version__: str
 
 __all__ = [
-    "Compiled", "Session", "TapestryError", "TensorDictionary", "__version__", "compile", "connect", "from_pretrained", "load",
+    "Compiled", "Session", "TapestryError", "TensorDictionary", "__version__", "compile", "from_pretrained", "load",
     "operator",
 ]  # fmt: skip
 
@@ -50,8 +49,6 @@ def __getattr__(name: str) -> Any:
         from tapestry.interop.sharding_specs import TensorDictionary
 
         return TensorDictionary
-    if name == "connect":
-        return tool("serving.local_socket").Connection
     if name == "draw":
         return tool("viewer.draw")
     if name == "__version__":

@@ -369,7 +369,7 @@ def compile(model: Any, *example_inputs: Any, **choices: Unpack[Choices]) -> Com
     from tapestry.doors import compiling
 
     done, source, sized = compiling.planned(model, compiling.with_inputs(choices, example_inputs), began)
-    build = done.build if (state := choices.get("state")) is None else _with_state(done.build, state)
+    build = done.build
     if source.named:
         build = replace(build, report={**build.report, "by_name": True})
     parts = (build, done.constants, done.kernels, done.laws, done.rewrites, done.evidence, done.printed)
@@ -391,16 +391,6 @@ def from_pretrained(
     from tapestry.doors import checkpoint
 
     return compile(checkpoint.opened(Path(folder), example_inputs, batch, sequence), **options)
-
-
-def _with_state(build: store.Build, asked: str) -> store.Build:
-    """The build with the caches that its sessions keep, held to the model."""
-    import msgspec
-
-    from tapestry.runtime import kept_state
-
-    found = kept_state.established(asked, Path(build.model), build.plan.graph)
-    return replace(build, report={**build.report, "state": msgspec.to_builtins(found)})
 
 
 def load(folder: str | Path, model: str | Path | None = None) -> Compiled:

@@ -234,35 +234,6 @@ def processes(p: argparse.ArgumentParser) -> None:
     p.add_argument("--port", type=whole(0, 65535), default=0, help="port at which the ranks meet (default: a free one)")
 
 
-def session(p: argparse.ArgumentParser) -> None:
-    """What stays loaded, and where."""
-    build(p)
-    p.add_argument("--also", nargs="+", type=Path, default=[], metavar="BUILD", help="builds of the same model at other sizes")
-    p.add_argument("--processes", type=whole(1), metavar="N", help="run on N ranks, which stay (default: in this process)")
-    p.add_argument("--threads", type=whole(1), metavar="T", help="threads of each process (default: the cores, shared evenly)")
-    p.add_argument("--restart", action="store_true", help="if a rank fails: start all ranks again and repeat the step")
-    p.add_argument("--timeout", type=seconds, default=30.0, metavar="S", help="seconds of silence that count as a failure (30)")
-
-
-def serve(p: argparse.ArgumentParser) -> None:
-    """Where, and for how many."""
-    p.add_argument("--socket", type=Path, required=True, metavar="PATH", help="a local (unix) socket, for this user alone")
-    p.add_argument("--queue", type=whole(0), default=64, metavar="Q", help="callers that may wait; more are refused (64)")
-
-
-def generate(p: argparse.ArgumentParser) -> None:
-    """Prompts, and how tokens are chosen."""
-    p.add_argument("--tokens", type=Path, required=True, metavar="FILE.npy", help="prompts: integers [rows, tokens]")
-    p.add_argument("--mask", type=Path, metavar="FILE.npy", help="which tokens count: 0 or 1, in the shape of --tokens")
-    p.add_argument("--max-new", type=whole(1), required=True, metavar="N", help="number of tokens to add")
-    p.add_argument("--sampler", choices=("greedy", "seeded"), default="greedy")
-    p.add_argument("--seed", type=whole(0), default=0, help="seed of the seeded sampler")
-    p.add_argument("--temperature", type=float, default=1.0, metavar="T", help="temperature of the seeded sampler")
-    p.add_argument("--top-k", type=whole(0), default=0, metavar="K", help="seeded: choose among the likeliest K; 0: among all")
-    p.add_argument("--stop", type=int, metavar="TOKEN", help="a token that ends its row")
-    p.add_argument("--output", type=Path, metavar="FILE.npy", help="write the new tokens [rows, N]")
-
-
 def scheduled(p: argparse.ArgumentParser) -> None:
     """A run in another order than the plan's."""
     text = "run block by block in a random legal order, each block twice; results must have the bits of a plain run"

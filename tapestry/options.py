@@ -69,9 +69,6 @@ class Options:
     layouts: Sequence[str] = option(
         "--layout", "fix where an input starts or an output ends: x:0=4@d0, or x:replicated", (), nargs="+",
         metavar="TENSOR:axis=parts@axis")
-    state: str | None = option(  # `runtime.kept_state`
-        "--state", "caches that a session keeps on the devices; without a value: those whose names pair", nargs="?",
-        const="auto", metavar="PAST=PRESENT,…")
     rules: Sequence[Path] = option("--rules", "a file of your own rewrite rules", (), metavar="FILE")
     ops: Sequence[Path] = option(  # `lift.own_operators`
         "--ops", "a file of your own operators, as IR text", (), metavar="FILE")

@@ -18,7 +18,6 @@ from tapestry.codegen import kernel_sources
 from tapestry.errors import LawError, TapestryError
 from tapestry.ir.graph import Graph
 from tapestry.plugins import entry_points as plugins
-from tapestry.runtime import kept_state
 from tapestry.runtime.session import memory_limits
 from tapestry.verify import certificate, sized_laws
 from tapestry.verify.rewriting.rewrite_log import Replayed, first_graph, read, replay
@@ -67,7 +66,7 @@ def _verified(folder: Path, model: Path | None) -> tuple[store.Build, dict[str, 
             raise LawError(
                 "kernels", f"'{name}' is not what the plan generates", where=str(folder), why=_differs(written, name, source)
             )
-    laws |= {"kernels": len(emitted), "report": build_report.check_report(build), **_state(build)}
+    laws |= {"kernels": len(emitted), "report": build_report.check_report(build)}
     sized = sized_builds.read_sizes(folder, build)
     return build, laws, [evidence, *([] if sized is None else _check_regions(folder, sized, laws))]
 
@@ -120,17 +119,6 @@ def _one_model(source: lift.ModelSource, sized: SizedBuild, r: SizedRegion, wher
         at = ", ".join(f"{s} = {n}" for s, n in zip(sized.symbols, other[1], strict=True))
         raise LawError("sizes", f"'{other[0]}' has another shape in the model", where=where, why=f"at {at}")
     return math.prod(len(r.region.along(k)) for k in range(len(sized.symbols)))
-
-
-def _state(build: store.Build) -> dict[str, int]:
-    """The caches of a build, each shown once more to be its past with new cells behind it."""
-    state = kept_state.read_state(build.report, build.plan.graph)
-    if state is None:
-        return {}
-    found = kept_state.appended(Path(build.model), build.plan.graph, [(c.past, c.present) for c in state.caches])
-    if tuple(found) != state.caches:
-        raise LawError("state", "the caches are not the model's", where="the report", why=f"{state.caches}, not {tuple(found)}")
-    return {"state": len(found)}
 
 
 def constants_of(folder: Path, build: store.Build) -> dict[str, np.ndarray[Any, Any]]:

@@ -31,7 +31,7 @@ FAMILIES = (
 )
 """Files that share what takes long to begin with."""
 
-LONG = ("test_docs", "test_generation", "test_distributed", "test_loading", *(names[0] for names in FAMILIES))
+LONG = ("test_docs", "test_distributed", "test_loading", *(names[0] for names in FAMILIES))
 """Files and families that take long with few cases: they begin first, so that no worker waits for them at the end."""
 
 

@@ -477,16 +477,3 @@ def _read_certificate(folder: Path) -> tuple[dict[str, int], dict[str, str]]:
     if "plan.json" not in files or any(Path(f).is_absolute() or ".." in Path(f).parts for f in files):
         raise BuildError("certificate.json names files outside the build", where=str(folder))
     return laws, files
-
-
-# A cache of a model: a tensor that a step reads, appends to, and leaves for the next one.
-
-
-class Cache(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Its input and output, the axis that grows, how many cells that has, and how many a step appends."""
-
-    past: str
-    present: str
-    axis: int
-    capacity: int
-    new: int

@@ -32,10 +32,6 @@ COMMANDS: dict[str, tuple[Command | str, Sequence[Arguments], str]] = {
         building.run, [arguments.run_arguments, arguments.processes, arguments.checked, arguments.scheduled],
         "run a plan (random inputs when none are given)",
     ),
-    "serve": (
-        "serving", [arguments.session, arguments.serve], "load a build once, and answer on a local socket until ended",
-    ),
-    "generate": ("serving", [arguments.session, arguments.generate], "generate tokens with a causal decoder"),
     "explain": (building.explain, [arguments.explain], "show the plan: how it is cut, what it sends, what it costs"),
     "view": ("viewer", [arguments.view], "write one HTML page: graph, index spaces, tensors, time, alternatives"),
     "verify": (building.verify, [arguments.build, arguments.verify], "check a build again, from its files alone"),

@@ -156,7 +156,6 @@ class Choices(TypedDict, total=False):
     stages: int | str
     micro_batches: int | str
     stage_at: str | Sequence[str]
-    state: str | None
     print_after: str | Sequence[str]
     progress: pipeline.Report
     found: Found

@@ -58,7 +58,5 @@ def planned(model: Any, choices: Choices, began: float) -> tuple[pipeline.Compil
     sizes = asked_sizes(source.path, asked.shapes)
     if sizes is None:
         return pipeline.compile_model(asked, progress), source, None
-    if asked.state is not None:
-        raise TapestryError("a build that keeps caches is of one size", where="--state", hint="one size of each symbol")
     done = compile_sizes(asked, sizes, progress)
     return done.first, source, done.sized

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
@@ -130,15 +130,15 @@ class Session:
         """
         return self.compute(self.checked(feeds), progress)
 
-    def checked(self, feeds: Mapping[str, Any], names: Sequence[str] | None = None) -> dict[str, Any]:
-        """The inputs of those names (by default all), which are what the build takes.
+    def checked(self, feeds: Mapping[str, Any]) -> dict[str, Any]:
+        """The inputs, which are what the build takes.
 
         Raises:
             TapestryError: one is missing, unknown, or of another shape or dtype, or has an index outside its table.
         """
         graph = self.build.plan.graph
-        checked = check_feeds(feeds, [graph.tensors[t] for t in (graph.inputs if names is None else names)])
-        check_indices(checked, [b for b in self.bounds if b[0] in checked])
+        checked = check_feeds(feeds, [graph.tensors[t] for t in graph.inputs])
+        check_indices(checked, self.bounds)
         return checked
 
     def compute(

@@ -171,35 +171,6 @@ class RecordingTarget(Protocol):
         """Calls of which each follows the one before, as one; ``None`` where they cannot be that as they are bound."""
         ...
 
-    def cells(self, recorder: Recorder) -> Sequence[tuple[int, int]]:
-        """Reads (position, axis) of whose cells a kernel may be told to leave some out, all alike."""
-        ...
-
-    def limit(self, call: Call, filled: int) -> None:
-        """Let a call leave out cells: those before the first number (i64) at an address count, and those from the second on."""
-        ...
-
-    def seldom(self, recorder: Recorder) -> int | None:
-        """A read (by position) that a kernel hardly ever wants, and may ask for then; ``None`` where there is none."""
-        ...
-
-    def ask(self, call: Call, made: Call) -> None:
-        """Let a call run another one where it wants what that makes, which is then not made before."""
-        ...
-
-    def called(self, run: Run, extents: tuple[int, ...]) -> Recorder:
-        """Any kernel of one output of floats, of this shape, as one that writes where it is told."""
-        ...
-
-    def move(self, values: Array, there: Array, axis: int, at: int = 0) -> Call:
-        """Copy an array to places of another one, both dense from an axis on.
-
-        Args:
-            at: the address of numbers (i64), one for each row of the first axis: of cells along ``axis`` by which its places
-                are moved; 0 where there are none. Places that are moved may reach into the array itself.
-        """
-        ...
-
     def batch(self, calls: Sequence[Call]) -> Callable[[], None]:
         """Calls one after another, as one function."""
         ...

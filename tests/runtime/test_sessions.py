@@ -1,13 +1,10 @@
-"""Sessions: weights loaded once, callers in turns, ranks that stay, their failures, and the local socket."""
+"""Sessions: weights loaded once, callers in turns, ranks that stay, and their failures."""
 
 from __future__ import annotations
 
 import gc
 import os
 import signal
-import socket
-import stat
-import struct
 import subprocess
 import sys
 import threading
@@ -22,9 +19,8 @@ import torch
 
 import tapestry
 from tapestry.errors import RunError, TapestryError
-from tapestry.tools.serving import engines, local_socket
+from tapestry.onnx_eval.ort_session import ort_session
 from tapestry.tools.serving.engines import Busy, Turns
-from tapestry.tools.serving.local_socket import Ask, Piece, Reply, Server
 from tests.support.paths import ROOT
 from tests.support.small_models import N, T, f32, net, save
 
@@ -309,108 +305,18 @@ def test_ranks_end_with_the_program_that_forgot_them(tmp_path):
         assert len(pids) == 3 and all(gone(p) for p in pids), done.stderr
 
 
-# --- the local socket
+# --- the example
 
 
-@pytest.fixture
-def served(tmp_path):
-    plan = compiled()
-    session = tapestry.Session(plan)
-    server = Server(session, tmp_path / "s")
-    thread = threading.Thread(target=server.serve)
-    thread.start()
-    yield plan, server
-    server.close()
-    thread.join(20)
-    assert not thread.is_alive() and not server.path.exists()
-    session.close()
-
-
-def test_the_socket_answers_as_the_session_does(served):
-    plan, server = served
-    feeds = plan.random_feeds(5)
-    assert stat.S_IMODE(server.path.stat().st_mode) == 0o600
-    with tapestry.connect(server.path) as c, tapestry.connect(server.path) as other:
-        assert c.inputs == server.session.inputs and c.outputs == server.session.outputs
-        for connection in (c, other):
-            assert same(connection.run(feeds), plan.run(feeds))
-        assert c.run({n: torch.from_numpy(a) for n, a in feeds.items()}, []) == {}
-        with pytest.raises(TapestryError, match="no output"):
-            c.run(feeds, ["nothing"])
-        assert same(c.run(feeds), plan.run(feeds))
-    with pytest.raises(TapestryError, match="somebody serves there"):
-        Server(server.session, server.path)
-
-
-@pytest.mark.parametrize("bad", ["name", "dtype", "shape", "missing", "twice", "strange", "huge"])
-def test_what_is_no_input_is_refused_before_it_is_read(served, bad):
-    _, server = served
-    name, (dtype, shape) = next(iter(server.session.inputs.items()))
-    pieces = {
-        "name": [Piece("other", dtype, list(shape))], "dtype": [Piece(name, "float64", list(shape))],
-        "shape": [Piece(name, dtype, [1 << 40, *shape[1:]])], "missing": [], "twice": [Piece(name, dtype, list(shape))] * 2,
-        "strange": [Piece(name, "object", list(shape))], "huge": [Piece(name, dtype, [1 << 62, 1 << 62])],
-    }[bad]  # fmt: skip
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as s:
-        s.settimeout(20)
-        s.connect(str(server.path))
-        engines.send(s, Ask("run", pieces))
-        reply = engines.receive(s, Reply)
-        assert reply is not None and reply.error is not None and reply.error.kind == "Closed"
-        assert s.recv(1) == b"", "the connection is ended"
-
-
-@pytest.mark.parametrize(
-    "sent",
-    [
-        b"\xff\xff\xff\xff",
-        struct.pack("<I", 3) + b"{{{",
-        struct.pack("<I", 0),
-        struct.pack("<I", 13) + b'{"op":"evil"}',
-        b"\x02",
-    ],
-)
-def test_bytes_that_are_no_frame_end_the_connection_and_nothing_else(served, sent):
-    plan, server = served
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as s:
-        s.settimeout(20)
-        s.connect(str(server.path))
-        s.sendall(sent)
-        s.shutdown(socket.SHUT_WR)
-        assert s.recv(1) == b""
-    with tapestry.connect(server.path) as c:
-        assert same(c.run(plan.random_feeds(0)), plan.run(plan.random_feeds(0)))
-
-
-def test_callers_beyond_the_limit_are_turned_away(served, monkeypatch):
-    _, server = served
-    monkeypatch.setattr(local_socket, "MAX_CALLERS", 1)
-    with tapestry.connect(server.path), pytest.raises(TapestryError, match="no more callers"):
-        tapestry.connect(server.path)
-
-
-def test_a_file_is_not_replaced_by_a_socket(tmp_path):
-    (tmp_path / "s").write_text("mine")
-    with tapestry.Session(compiled()) as session, pytest.raises(TapestryError, match="is not a socket"):
-        Server(session, tmp_path / "s")
-    assert (tmp_path / "s").read_text() == "mine"
-
-
-def test_serve_ends_cleanly_by_a_signal_and_takes_a_dead_socket(tmp_path):
-    plan = compiled()
-    plan.save(tmp_path / "plan")
-    path = tmp_path / "s"
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as dead:
-        dead.bind(str(path))
-    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "tapestry", "serve", str(tmp_path / "plan"), "--socket", str(path), "--json"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env) as p:
-        assert p.stderr is not None and "serving" in p.stderr.readline()
-        with tapestry.connect(path) as c:
-            assert same(c.run(plan.random_feeds(3)), plan.run(plan.random_feeds(3)))
-            p.send_signal(signal.SIGTERM)
-            out, err = p.communicate(timeout=30)
-    assert p.returncode == 0 and '"answered": 1' in out and "Traceback" not in err, err
-    assert not path.exists()
-    with pytest.raises(TapestryError, match="nobody serves"):
-        tapestry.connect(path)
+def test_the_decoder_of_the_examples_gives_onnxruntimes_tokens(tmp_path):
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, ROOT / "examples" / "decode.py"], cwd=tmp_path, capture_output=True, text=True, env=env
+    )
+    theirs, tokens = ort_session(str(tmp_path / "decoder.onnx")), [0]
+    past = [np.zeros((1, 1, 32), np.float32)] * 2
+    for _ in range(12):
+        feeds = {"token": np.array([tokens[-1:]]), "past_key": past[0], "past_value": past[1]}
+        scores, *past = theirs.run(["scores", "present_key", "present_value"], feeds)
+        tokens.append(int(scores.argmax()))
+    assert list(map(int, done.stdout.split())) == tokens[1:], done.stderr

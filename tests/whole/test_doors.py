@@ -184,10 +184,10 @@ def test_keywords_are_the_options_that_are_declared() -> None:
 def test_what_a_command_asks_for_is_what_python_does() -> None:
     """Without any flag the options are the defaults of the table; with each flag they are what the keyword makes of the same."""
     flags = "--devices 2 --topology cpu --memory 1GiB --exact --no-weights"
-    flags += " --ignore-sharding --state --rules r --ops o --resume b --stage-at n --seed 3 --time-limit 1.5 --for jax"
+    flags += " --ignore-sharding --rules r --ops o --resume b --stage-at n --seed 3 --time-limit 1.5 --for jax"
     keywords = {
         "devices": 2, "topology": "cpu", "memory": "1GiB",
-        "exact": True, "weights": False, "sharding": False, "state": "auto", "rules": "r", "ops": "o", "resume": "b",
+        "exact": True, "weights": False, "sharding": False, "rules": "r", "ops": "o", "resume": "b",
         "stage_at": "n", "seed": 3, "time_limit": 1.5, "for_format": "jax",
     }  # fmt: skip
 
@@ -202,7 +202,7 @@ def test_what_a_command_asks_for_is_what_python_does() -> None:
         assert words or shown(asked) == shown(Options(model=Path("m.onnx")))
 
 
-@pytest.mark.parametrize("name", ["stage_at", "stages", "accumulate", "exact", "state"])
+@pytest.mark.parametrize("name", ["stage_at", "stages", "accumulate", "exact"])
 def test_keywords_of_another_kind_are_refused(name: str) -> None:
     for value in (2.5, [2.5]):
         with pytest.raises(TapestryError, match=f"tapestry.compile, {name}: .* is a (float|list)"):

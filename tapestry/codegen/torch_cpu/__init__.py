@@ -12,7 +12,7 @@ from tapestry.codegen.torch_cpu import kernels as exact
 from tapestry.codegen.torch_cpu.base import closures
 from tapestry.codegen.torch_cpu.c import conv_c
 from tapestry.codegen.torch_cpu.c.blocks_c import PLAIN, How
-from tapestry.codegen.torch_cpu.c.c_calls import Calls, CCall, CpuKernel, ask, batch, called, limit, move
+from tapestry.codegen.torch_cpu.c.c_calls import Calls, CCall, CpuKernel, batch
 from tapestry.codegen.torch_cpu.c.print_c import compile_waiting
 from tapestry.ir.graph import Graph
 from tapestry.ir.kernel import Kernel
@@ -67,34 +67,6 @@ class TorchCpu:
         """Calls of which each follows the one before, as one; ``None`` where they cannot be that as they are bound."""
         ours = [c for c in calls if isinstance(c, CCall)]
         return conv_c.chain(ours) if len(ours) == len(calls) else None
-
-    def cells(self, recorder: object) -> Sequence[tuple[int, int]]:
-        """Reads (position, axis) of whose cells a kernel may be told to leave some out."""
-        assert isinstance(recorder, CpuKernel)
-        return recorder.cells
-
-    def limit(self, call: object, filled: int) -> None:
-        """Let a call leave out cells: those before the first number at an address count, and those from the second on."""
-        assert isinstance(call, CCall | Calls)
-        limit(call, filled)
-
-    def seldom(self, recorder: object) -> int | None:
-        """A read (by position) that a kernel hardly ever wants, and may ask for then."""
-        assert isinstance(recorder, CpuKernel)
-        return recorder.seldom
-
-    def ask(self, call: object, made: object) -> None:
-        """Let a call run another one where it wants what that makes."""
-        assert isinstance(call, CCall | Calls) and isinstance(made, CCall)
-        ask(call, made)
-
-    def called(self, run: kernels.Run, extents: tuple[int, ...]) -> CpuKernel:
-        """Any kernel of one output of floats as one that writes where it is told."""
-        return called(run, extents)
-
-    def move(self, values: torch.Tensor, there: torch.Tensor, axis: int, at: int = 0) -> CCall:
-        """Copy what is dense from an axis on; each row as many cells further as its number says, at an address but 0."""
-        return move(values, there, axis, at)
 
     def batch(self, calls: Sequence[object]) -> Callable[[], None]:
         """Calls of recorders one after another, as one."""

@@ -137,7 +137,6 @@ def attention_kernel(op: Block, graph: Graph, kernel: Kernel, how: How = PLAIN) 
     extent = {n: hi - lo for n, (lo, hi) in block.items()}
     outer, inner = points(plan.outer, extent), points(plan.inner, extent)
     rows, count, depth = points(roles.rows, extent), extent[roles.key], points(roles.depth, extent)
-    few = rows <= FEW
     if max(count, depth) > conv_c.DEEPEST or points(roles.columns, extent) != depth:
         return Refusal("values are not as deep as keys, or there are more keys than are listed on the stack")
     out = {"outer": rows * inner * depth, "inner": depth, "rows": inner * depth}
@@ -146,12 +145,9 @@ def attention_kernel(op: Block, graph: Graph, kernel: Kernel, how: How = PLAIN) 
 
     counts = (outer, inner, plan.group, rows, count, depth)
     one = _Kernel(plan, other, counts, (out["outer"], out["inner"], out["rows"]), normal, scale)
-    axes = [(w.pos, _all_of_axis(w, roles.key, count, kernel)) for w in (plan.k, plan.v)]
-    cells = tuple((k, axis) for k, axis in axes if axis is not None) if few else ()
     return recorded(
         lambda memory: memory.as_strided(extents, strides), one.record, size(kernel.block[: len(op.dims)]),
         functions=tuple(m.cells.name for m in plan.made),
-        cells=cells if len(cells) == len(axes) else (), seldom=other.pos if few and other else None,
     )  # fmt: skip
 
 
@@ -162,15 +158,6 @@ def _factored(keys: Expr) -> tuple[Expr, float]:
             return read, float(c.value)
         case _:
             return keys, 1.0
-
-
-def _all_of_axis(w: Walk, key: str, keys: int, kernel: Kernel) -> int | None:
-    """The axis of the read's buffer whose cells are the keys, from the first to the last; ``None`` where they are not."""
-    steps, box = w.steps.get(key, ()), kernel.ins[w.pos]
-    if len(steps) != 1 or steps[0][1] != 1 or box is None:
-        return None
-    axis = steps[0][0]
-    return axis if w.first[axis] == 0 and box[axis] == (0, keys) else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from tapestry.ir.kernel import Box, shape
 from tapestry.ir.program import Free, Launch, Load, Program, Step, allocated, reads
 from tapestry.runtime import target_protocol
 from tapestry.runtime.executor import Executor, Held, Route, kernel_of, silent
-from tapestry.runtime.one_process.held_state import Folded, Grown, HeldWeights, fold
+from tapestry.runtime.one_process.held_state import Folded, HeldWeights, fold
 from tapestry.runtime.one_process.static_schedule import BoundProgram, Schedule, schedule
 from tapestry.runtime.target_protocol import (
     Array,
@@ -133,10 +133,6 @@ class LocalExecutor(Executor):
         weights_held: weights by buffer, as the Program has them; those that are read packed alone are dropped.
         equal: launches by step and device, with a number that is the same where kernels are one function.
         packed: packed weights of the model by bytes, type, box and key; several executors may share it.
-        stays: inputs that are not given but there, by device and buffer; to be set before the first run.
-        grown: caches whose present is their own memory, by device and the present's buffer; to be set before the first run.
-        bound: what is done once kernels are bound.
-        after: what is done at the end of a run, while its buffers are still there.
         counted: the peaks of an earlier run, which later ones have as well.
         reads_late: weights that are there packed are not read again; by default all are read, and checked, at once.
         kept: per device, the arrays that `load` takes and what they count as: weights, packed or not.
@@ -158,10 +154,6 @@ class LocalExecutor(Executor):
         self.packing: list[Packing] = []
         self.folded: list[Folded] = []
         self.packed: dict[Hashable, Array] = {}
-        self.stays: dict[tuple[int, str], Array] = {}
-        self.grown: dict[tuple[int, str], Grown] = {}
-        self.bound: Callable[[], None] | None = None
-        self.after: Callable[[], None] | None = None
         self.counted: list[int] | None = None
         self.kept: list[dict[str, tuple[Array, int]]] = []
         self.schedule: Schedule | None = None
@@ -186,10 +178,7 @@ class LocalExecutor(Executor):
             self.begin(feeds)
             try:
                 self._steps(feeds, progress)
-                outputs = self.outputs(wanted)
-                if self.after is not None:
-                    self.after()
-                return outputs, self.measured
+                return self.outputs(wanted), self.measured
             finally:  # nothing of a run stays beyond it
                 self.held, self.feeds = Held.nothing(self.program.devices), self.weights
 
@@ -249,11 +238,8 @@ class LocalExecutor(Executor):
             sizes = {b: self.program.buffers[b].nbytes(d) for b in p.arrays if b not in p.copies}
             plain = {b: (a, target_protocol.nbytes(a)) for b, a in self.weights_held[d].items()}
             plain |= {b: (a, self.program.buffers[b].nbytes(d)) for b, a in self.folded[d].arrays.items()}
-            stays = {b: (a, self.program.buffers[b].nbytes(d)) for (e, b), a in self.stays.items() if e == d}
-            self.kept.append(plain | stays | {b: (p.arrays[b], size) for b, size in sizes.items()})
+            self.kept.append(plain | {b: (p.arrays[b], size) for b, size in sizes.items()})
         self.schedule = self.scheduled()
-        if self.bound is not None:
-            self.bound()
 
     def _ready(self, d: int) -> None:
         """Fold and pack what one device has of the weights."""
@@ -273,12 +259,11 @@ class LocalExecutor(Executor):
         for at, step in enumerate(self.program.steps):
             for d, _ in self.mine(step.blocks) if isinstance(step, Launch) else ():
                 assert isinstance(step, Launch)
-                kernel, grown = kernel_of(step, d, self.program), self.grown.get((d, step.outs[0]))
-                number = self.equal.get((at, d)) if grown is None else None
+                kernel, number = kernel_of(step, d, self.program), self.equal.get((at, d))
                 if number is not None and number in made:
                     self.kernels[at, d] = made[number]
                     continue
-                run = self.kernels[at, d] = self.target.kernel(self.graph, kernel if grown is None else grown.kernel(kernel))
+                run = self.kernels[at, d] = self.target.kernel(self.graph, kernel)
                 if number is not None:
                     made[number] = run
 
@@ -303,9 +288,7 @@ class LocalExecutor(Executor):
         launches = {at: bound for (at, _), bound in self.launches.items() if at not in self.folded[0].steps}
         room = self.room[0] - self.packing[0].extra
         kept = {n: (a, 0) for n, a in self.packing[0].arrays.items()} | self.kept[0]
-        lasting = self.resident | {self.program.buffers[b].tensor for _, b in self.stays}
-        grown = {name: g for (_, name), g in self.grown.items()}
-        return schedule(BoundProgram(self.graph, self.program, self.target, launches, lasting, kept, room, grown))
+        return schedule(BoundProgram(self.graph, self.program, self.target, launches, self.resident, kept, room))
 
     def weigh(self, array: Array) -> int:
         """Bytes of a weight that is being packed."""
@@ -329,10 +312,6 @@ class LocalExecutor(Executor):
             held.update((name, self.kept[device][name][0]) for name in step.outs)
             return
         outs = run([held[n] if n else None for n in ins], [held[s] for s in step.states])
-        grown = self.grown.get((device, step.outs[0]))
-        if grown is not None:
-            grown.tail.copy_(outs[0])
-            outs = [grown.present]
         held.update(zip(step.outs, outs, strict=True))
 
     def allocate(self, device: int, name: str) -> Array:
@@ -348,9 +327,7 @@ class LocalExecutor(Executor):
 
     def nbytes(self, device: int, name: str) -> int:
         """Bytes of the array that is there; of a packed weight, those that the plan has for it."""
-        kept, grown = self.kept[device].get(name), self.grown.get((device, name))
-        if grown is not None:
-            return grown.tail.nbytes
+        kept = self.kept[device].get(name)
         return super().nbytes(device, name) if kept is None else kept[1]
 
     def outputs(self, wanted: Collection[str] | None = None) -> dict[str, Array]:
@@ -366,6 +343,4 @@ class LocalExecutor(Executor):
 
     def new_at_every_run(self, name: str) -> bool:
         """What is computed, but for what has a position of its own."""
-        if self.schedule is not None:
-            return name in self._computed and name not in self.schedule.fixed
-        return name in self._computed and all(name != present for _, present in self.grown)
+        return name in self._computed and (self.schedule is None or name not in self.schedule.fixed)

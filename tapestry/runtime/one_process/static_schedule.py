@@ -22,7 +22,6 @@ from tapestry.ir.program import Free, Launch, Load, Program, allocated, reads
 from tapestry.ir.types import HOST
 from tapestry.runtime import target_protocol as arrays
 from tapestry.runtime.executor import Held
-from tapestry.runtime.one_process.held_state import Grown
 from tapestry.runtime.target_protocol import Array, Call, Recorder, RecordingTarget, Run, Source
 
 # Where the buffers of a program lie in one piece of memory per device: each has an offset for as long as it lives.
@@ -202,10 +201,9 @@ class BoundProgram:
 
     Attributes:
         launches: by step, the kernel and the buffers that it reads; not those that are done, whose results are kept.
-        resident: weights that stay loaded, and inputs that are there.
+        resident: weights that stay loaded.
         kept: their arrays by buffer, with what they count as.
         room: bytes that may be taken beyond the plan.
-        grown: caches with a step's own cells behind them, by buffer.
     """
 
     graph: Graph
@@ -215,7 +213,6 @@ class BoundProgram:
     resident: frozenset[str]
     kept: Positioned
     room: int
-    grown: Mapping[str, Grown]
 
     def launch(self, at: int) -> Launch:
         """A step that is a launch."""
@@ -263,7 +260,6 @@ class BoundLaunch:
     ins: tuple[str, ...]
     outs: tuple[tuple[str, Array, int], ...]
     memory: tuple[Array, ...]
-    then: Call | None = None
 
     def __call__(self, held: Held, feeds: Source) -> None:
         """Do the step."""
@@ -277,8 +273,6 @@ class BoundLaunch:
         """Do the step where everything has been counted and is there."""
         there = held.arrays[0]
         self.recorder.bind([there[n] if n else None for n in self.ins], self.memory).run()
-        if self.then is not None:
-            self.then.run()
 
 
 @dataclass(slots=True)
@@ -334,21 +328,14 @@ def schedule(bound: BoundProgram) -> Schedule | None:
     """How to run a program of one device; ``None`` where nothing is gained, or memory has no room for it."""
     program = bound.program
     able = {at: run for at, (run, _) in bound.launches.items() if _may_be_copied(bound, at)}
-    recorders = {at: _in_rows(bound, at, r) for at, r in bound.target.recorders(able).items()}
+    recorders = bound.target.recorders(able)
     if not recorders:
         return None
-    asked = _asked(bound, recorders)
-    for at in asked.values():
-        if at not in recorders:
-            (name,) = bound.launch(at).outs
-            box = program.buffers[name].boxes[0]
-            assert box is not None
-            recorders[at] = bound.target.called(bound.launches[at][0], shape(box))
     views = _inputs(bound, recorders)
     early = frozenset(n for n in views if program.buffers[n].nbytes(0) <= EARLY)
     for at, recorder in recorders.items():
         views.update(zip(bound.launch(at).outs, recorder.arrays, strict=True))
-    wanted = [_in_place(s, bound.grown) for s in slots(program, 0, bound.resident)]
+    wanted = slots(program, 0, bound.resident)
     placed = [replace(s, first=0) if s.name in early else s for s in wanted]
     together_at = chains(program, recorders, lambda i, j: bound.target.follows(recorders[i], recorders[j]))
     for joined in (together_at, []) if together_at else ([],):  # apart, they take less where there is little room
@@ -360,45 +347,15 @@ def schedule(bound: BoundProgram) -> Schedule | None:
         return None
     sizes = {s.name: s.nbytes for s in wanted if s.name in views}
     memory = _memory(program, {n: (arena.offsets[n], size) for n, size in sizes.items()}, arena.size)
-    there = {n: (bound.grown[n].present if n in bound.grown else view(memory[n]), sizes[n]) for n, view in views.items()}
-    actions = tuple(_Steps(bound, recorders, memory, there, joined, early, asked).actions())
+    there = {n: (view(memory[n]), sizes[n]) for n, view in views.items()}
+    actions = tuple(_Steps(bound, recorders, memory, there, joined, early).actions())
     return Schedule(actions, {n: a for n, (a, _) in (*bound.kept.items(), *there.items())}, extra, recorders)
-
-
-def _asked(bound: BoundProgram, recorders: Mapping[int, Recorder]) -> dict[int, int]:
-    """Launches that hardly ever want something, with the launch that makes it for them alone, of what they read themselves."""
-    program, out = bound.program, dict[int, int]()
-    readers = Counter(b for step in program.steps for b in reads(step))
-    readers.update(program.outputs.values())
-    makers = {s.outs[0]: at for at, s in enumerate(program.steps) if isinstance(s, Launch) and len(s.outs) == 1}
-    for at, recorder in recorders.items():
-        k, ins = bound.target.seldom(recorder), bound.launches[at][1]
-        if k is None or readers[ins[k]] != 1 or (by := makers.get(ins[k])) is None or by not in bound.launches:
-            continue
-        there = {*ins, *bound.kept, ""}
-        if program.buffers[ins[k]].dtype == "f32" and there.issuperset(bound.launches[by][1]):
-            out[at] = by
-    return out
 
 
 def _may_be_copied(bound: BoundProgram, at: int) -> bool:
     """Whether no output of a launch is a large one of the model, which had better be where it can be handed out."""
-    large = (n for n in bound.launch(at).outs if bound.program.buffers[n].nbytes(0) > COPIED and n not in bound.grown)
+    large = (n for n in bound.launch(at).outs if bound.program.buffers[n].nbytes(0) > COPIED)
     return not any(n in bound.program.outputs.values() for n in large)
-
-
-def _in_rows(bound: BoundProgram, at: int, recorder: Recorder) -> Recorder:
-    """A launch as one that can be recorded; one that makes a cache's new cells has them row by row, as the cache does."""
-    out = bound.launch(at).outs[0]
-    if (grown := bound.grown.get(out)) is None:
-        return recorder
-    made = recorder.arrays[0](torch.empty(grown.tail.numel(), dtype=grown.tail.dtype))
-    return recorder if made.is_contiguous() else bound.target.called(bound.launches[at][0], tuple(made.shape))
-
-
-def _in_place(s: Slot, grown: Mapping[str, Grown]) -> Slot:
-    """Of a cache with new cells behind it, the new ones alone take memory."""
-    return replace(s, nbytes=grown[s.name].tail.nbytes) if s.name in grown else s
 
 
 def _inputs(bound: BoundProgram, recorders: Mapping[int, Recorder]) -> dict[str, Callable[[Array], Array]]:
@@ -410,7 +367,7 @@ def _inputs(bound: BoundProgram, recorders: Mapping[int, Recorder]) -> dict[str,
             continue
         buffer = program.buffers[step.buffer]
         box = buffer.boxes[0]
-        given = buffer.tensor in bound.graph.inputs and buffer.tensor not in bound.resident
+        given = buffer.tensor in bound.graph.inputs
         if box is not None and given and buffer.dtype != HOST:
             out[step.buffer] = partial(_viewed, extents=shape(box))
     return out
@@ -437,7 +394,6 @@ class _Steps:
     arrays: Positioned
     chains: Sequence[tuple[int, ...]]
     early: frozenset[str]
-    asked: Mapping[int, int]
     out: list[Action] = field(default_factory=list[Action])
     now: list[tuple[int, Call | None]] = field(default_factory=list[tuple[int, Call | None]])
 
@@ -462,32 +418,13 @@ class _Steps:
     def _launch(self, at: int, fixed: Positioned) -> None:
         outs, ins = self.bound.launch(at).outs, self.bound.launches[at][1]
         memory, recorder = tuple(self.memory[n] for n in outs), self.recorders[at]
-        grown = self.bound.grown.get(outs[0])
-        made = recorder.arrays[0](memory[0])
-        behind = None if grown is None else self.bound.target.move(made, grown.tail, grown.cache.axis)
         if all(n in fixed for n in ins if n):
             call = recorder.bind([fixed[n][0] if n else None for n in ins], memory)
             if call.fixed:
-                self._limit(recorder, call, ins)
-                self._ask(at, call)
-                self.now += [(at, call)] if behind is None else [(at, call), (at, behind)]
+                self.now.append((at, call))
                 return
         self._close()
-        self.out.append(BoundLaunch(at, recorder, ins, tuple((n, *self.arrays[n]) for n in outs), memory, behind))
-
-    def _ask(self, at: int, call: Call) -> None:
-        """Let a call ask for what it hardly ever wants, where that would have been made in the same segment."""
-        made = next(((k, c) for k, (i, c) in enumerate(self.now) if i == self.asked.get(at)), None)
-        if made is not None and made[1] is not None:
-            self.now[made[0]] = (self.asked[at], None)
-            self.bound.target.ask(call, made[1])
-
-    def _limit(self, recorder: Recorder, call: Call, ins: tuple[str, ...]) -> None:
-        """Let a call that runs over the cells of caches leave out those that are not filled."""
-        grown = [(self.bound.grown.get(ins[k]), axis) for k, axis in self.bound.target.cells(recorder)]
-        if grown and all(g is not None and g.cache.axis == axis for g, axis in grown):
-            assert grown[0][0] is not None
-            self.bound.target.limit(call, grown[0][0].filled.address)
+        self.out.append(BoundLaunch(at, recorder, ins, tuple((n, *self.arrays[n]) for n in outs), memory))
 
     def _staged(self, at: int, step: Load) -> StagedInput:
         buffer = self.bound.program.buffers[step.buffer]

@@ -16,25 +16,20 @@ from itertools import accumulate
 from math import prod
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 import numpy as np
 
 from tapestry import api, flags
-from tapestry.build.store import Build, Cache
+from tapestry.build.store import Build
 from tapestry.errors import RunError, TapestryError
 from tapestry.ir.graph import Graph
 from tapestry.ir.types import Tensor, numpy_dtype
-from tapestry.runtime import kept_state
 from tapestry.runtime.feeds import check_indices, index_bounds
-from tapestry.runtime.kept_state import State
 from tapestry.runtime.session import MakeExecutor, OnceRead, Session, as_numpy, check_feeds
 from tapestry.runtime.target_protocol import Target
 from tapestry.sizes.sized_opener import SizedOpener
-
-if TYPE_CHECKING:
-    from tapestry.runtime.one_process.held_state import Carry, HeldState, Places
 
 Array = np.ndarray[Any, Any]
 
@@ -58,32 +53,14 @@ class Member:
         return self.compiled.build.plan.graph
 
     @cached_property
-    def state(self) -> State | None:
-        """What stays on the devices between steps."""
-        return kept_state.read_state(self.compiled.build.report, self.graph)
-
-    @cached_property
-    def caches(self) -> Sequence[Cache]:
-        """The same, one by one."""
-        return self.state.caches if self.state else ()
-
-    @cached_property
-    def rows(self) -> int:
-        """Of a step of what keeps caches, or of their first axis, if those are more; 0 where nothing is kept."""
-        names = [c.past for c in self.caches] + ([self.state.mask] if self.state else [])
-        return max((self.graph.tensors[n].shape[0] for n in names), default=0)
-
-    @cached_property
     def inputs(self) -> dict[str, Tensor]:
         """What a caller gives."""
-        stay = {c.past for c in self.caches}
-        return {t: self.graph.tensors[t] for t in self.graph.inputs if t not in stay}
+        return {t: self.graph.tensors[t] for t in self.graph.inputs}
 
     @cached_property
     def outputs(self) -> dict[str, Tensor]:
         """What a caller may ask for."""
-        stay = {c.present for c in self.caches}
-        return {t: self.graph.tensors[t] for t in self.compiled.build.program.outputs if t not in stay}
+        return {t: self.graph.tensors[t] for t in self.compiled.build.program.outputs}
 
     @cached_property
     def widest(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -100,7 +77,7 @@ class Member:
     @cached_property
     def bounds(self) -> Any:
         """What its indices may be."""
-        return [b for b in index_bounds(self.graph) if b[0] in self.inputs]
+        return index_bounds(self.graph)
 
     def checked(self, feeds: Mapping[str, Any]) -> dict[str, Any]:
         """The inputs, over the caller's memory where that can be. Of a build for several sizes as they are: they say which.
@@ -141,9 +118,6 @@ def members(builds: Sequence[Given]) -> list[Member]:
         if build.model_sha256 != first.model_sha256 or build.program.devices != first.program.devices:
             what = "the builds of a session are of one model, on as many devices"
             raise TapestryError(what, where=build.model, why=f"another one is of {first.model}")
-        if (m.state and m.state.capacity) != (out[0].state and out[0].state.capacity):
-            what = "the builds of a session keep caches of one capacity"
-            raise TapestryError(what, why=f"{m.state and m.state.capacity} and {out[0].state and out[0].state.capacity}")
     return out
 
 
@@ -170,15 +144,8 @@ def chosen(of: Sequence[Member], feeds: Mapping[str, Any]) -> int:
 class Engine(Protocol):
     """Runs one member of a session at a time."""
 
-    def step(
-        self, member: int, feeds: Mapping[str, Any], wanted: Collection[str], at: Places, fresh: Collection[int]
-    ) -> dict[str, Any]:
-        """Outputs by name, from inputs that were checked.
-
-        Args:
-            at: where caches are appended to.
-            fresh: rows of them that are emptied first.
-        """
+    def step(self, member: int, feeds: Mapping[str, Any], wanted: Collection[str]) -> dict[str, Any]:
+        """Outputs by name, from inputs that were checked."""
         ...
 
     def close(self) -> None:
@@ -189,8 +156,8 @@ class Engine(Protocol):
 class Loader:
     """Opens sessions of builds of one model, in this process; a weight that several read in one form is there once."""
 
-    def __init__(self, members: Sequence[Member], state: HeldState, libraries: bool = False) -> None:
-        self.members, self.state, self.libraries = members, state, libraries
+    def __init__(self, members: Sequence[Member]) -> None:
+        self.members = members
         self.once = OnceRead()
         self.packed: dict[Hashable, Array] = {}
 
@@ -208,57 +175,27 @@ class Loader:
         member = next(m for m in self.members if m.compiled.build is build)
         if member.compiled.sized is not None:
             return self.opener(make)(build, constants, True, {})
-        session = api.open_session(build, constants, weights=slices, make=make, libraries=self.libraries)
+        session = api.open_session(build, constants, weights=slices, make=make)
         if isinstance(session.executor, LocalExecutor):
             session.executor.packed = self.packed
-        keep(member, session, self.state)
         return session
-
-
-def keep(member: Member, session: Session, state: HeldState) -> None:
-    """Let a session keep its caches there, before it is bound.
-
-    Raises:
-        TapestryError: its target has no place for them.
-    """
-    from tapestry.runtime.one_process.logical_devices import LocalExecutor
-
-    if not member.caches:
-        return
-    if not isinstance(session.executor, LocalExecutor):
-        raise TapestryError(f"no caches stay on {member.compiled.build.target}", hint="--target torch-cpu, or without --state")
-    state.join(session.executor, member.caches)
-
-
-def held(members: Sequence[Member], carry: Carry | None = None) -> HeldState:
-    """Where the caches of all members are going to be."""
-    from tapestry.runtime.one_process.held_state import HeldState
-
-    longest = max((m.state.new for m in members if m.state), default=0)
-    return HeldState(longest, max(m.rows for m in members), carry)
 
 
 class InProcess:
     """Everything in this process."""
 
-    def __init__(self, members: Sequence[Member], libraries: bool = False) -> None:
+    def __init__(self, members: Sequence[Member]) -> None:
         flags.before_torch()
         from tapestry.runtime.one_process.logical_devices import LocalExecutor
 
-        self.members, self.state = members, held(members)
-        loader = Loader(members, self.state, libraries)
+        loader = Loader(members)
         self.sessions = [loader(m.compiled.build, b"".join(m.compiled.constants.values())) for m in members]
         for s in self.sessions:
             if isinstance(s.executor, LocalExecutor):
                 s.executor.bind()
 
-    def step(
-        self, member: int, feeds: Mapping[str, Any], wanted: Collection[str], at: Places, fresh: Collection[int]
-    ) -> dict[str, Any]:
+    def step(self, member: int, feeds: Mapping[str, Any], wanted: Collection[str]) -> dict[str, Any]:
         """Outputs by name."""
-        self.state.clear(fresh)
-        if (kept := self.members[member].state) is not None:
-            self.state.expect(at, kept.caches[0], feeds[kept.mask])
         return self.sessions[member].compute(feeds, wanted=wanted).outputs
 
     def close(self) -> None:
@@ -273,9 +210,7 @@ class AnySize:
         self.compiled = member.compiled
         self.compiled.prepare()
 
-    def step(
-        self, member: int, feeds: Mapping[str, Any], wanted: Collection[str], at: Places, fresh: Collection[int]
-    ) -> dict[str, Any]:
+    def step(self, member: int, feeds: Mapping[str, Any], wanted: Collection[str]) -> dict[str, Any]:
         """Outputs by name, from inputs that are checked here, where their sizes are known."""
         one = Member(self.compiled.at_inputs(feeds))
         return one.compiled.session.compute(one.checked(feeds), wanted=wanted).outputs
@@ -409,17 +344,15 @@ class Closed(TapestryError):
 class Fault(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     """What went wrong, as a `TapestryError` says it."""
 
-    kind: str
     what: str
     where: str = ""
     why: str = ""
     hint: str = ""
 
     @property
-    def error(self) -> TapestryError:
+    def error(self) -> RunError:
         """The same as an error."""
-        kind = RunError if self.kind == "RunError" else TapestryError
-        return kind(self.what, where=self.where, why=self.why, hint=self.hint)
+        return RunError(self.what, where=self.where, why=self.why, hint=self.hint)
 
 
 def send(to: socket.socket, header: msgspec.Struct, arrays: Sequence[Array] = ()) -> None:
@@ -478,11 +411,3 @@ def fill(at: socket.socket, there: memoryview, may_end: bool = False) -> bool:
             raise Closed("the other side has closed in the middle of a frame")
         done += count
     return True
-
-
-def fill_array(at: socket.socket, shape: Sequence[int], dtype: np.dtype[Any]) -> Array:
-    """An array, received into memory of its own."""
-    out = np.empty(tuple(shape), dtype)
-    if out.nbytes:
-        fill(at, out.reshape(-1).view(np.uint8).data)
-    return out

@@ -32,13 +32,11 @@ from tapestry.ir.symbolic_plan import Sizes
 from tapestry.onnx_eval.opaque_node import HostValue
 from tapestry.runtime.processes import distributed
 from tapestry.runtime.session import KEPT, Session, SizedSessions, shapes_of
-from tapestry.runtime.target_protocol import Array
 from tapestry.system.processes import started
 from tapestry.tools.serving import engines
-from tapestry.tools.serving.engines import Fault, Loader, Member, SharedPlaces, held, members
+from tapestry.tools.serving.engines import Fault, Loader, Member, SharedPlaces, members
 
 if TYPE_CHECKING:
-    from tapestry.runtime.one_process.held_state import Places
     from tapestry.runtime.processes.worker import Rank
 
 
@@ -60,14 +58,12 @@ class Order(msgspec.Struct, forbid_unknown_fields=True):
 class Request(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     """One step of a member; values of the host are in it, arrays in the shared memory. Without a member: end.
 
-    ``at`` says where caches are appended to, ``fresh`` which rows are emptied first, ``sizes`` what symbols with several are.
+    ``sizes`` says what symbols with several are.
     """
 
     member: int | None = None
     sizes: tuple[int, ...] = ()
     wanted: list[str] = []
-    at: list[tuple[int, int]] = []
-    fresh: list[int] = []
     hosted: dict[str, str] = {}
 
 
@@ -136,9 +132,7 @@ class Ranks:
         with open(f"/proc/{self.process.pid}/task/{self.process.pid}/children") as f:
             return [int(p) for p in f.read().split()]
 
-    def step(
-        self, member: int, feeds: Mapping[str, Any], wanted: Collection[str], at: Places, fresh: Collection[int]
-    ) -> dict[str, Any]:
+    def step(self, member: int, feeds: Mapping[str, Any], wanted: Collection[str]) -> dict[str, Any]:
         """Outputs by name, copied out of the shared memory.
 
         Raises:
@@ -158,7 +152,7 @@ class Ranks:
                 hosted[name] = distributed.encode(value.value).decode()
             else:
                 np.copyto(self.places.part(self.places.inputs[member][name], value.shape), value)
-        request = Request(member=member, sizes=sizes, wanted=list(wanted), at=list(at), fresh=list(fresh), hosted=hosted)
+        request = Request(member=member, sizes=sizes, wanted=list(wanted), hosted=hosted)
         try:
             for s in self.sockets:
                 with suppress(engines.Closed):  # the report says why
@@ -206,7 +200,7 @@ class Ranks:
         try:
             fault = msgspec.json.decode(data, type=Fault)
         except msgspec.MsgspecError:
-            fault = Fault("RunError", "the process that watches the ranks was ended")
+            fault = Fault("the process that watches the ranks was ended")
         self.failed = fault.what
         self.close()
         raise fault.error
@@ -248,12 +242,12 @@ def main() -> int:
         job = launch.job_of(request, order.processes, (), of[0].compiled)
         from tapestry.runtime.processes.supervisor import supervise
 
-        loader = Loader(of, held(of, carry))
+        loader = Loader(of)
         supervise(replace(job, serve=partial(answer, order, of, loader)), order.processes, loader)
     except TapestryError as e:
         with suppress(BrokenPipeError):  # the session is gone
-            again = "a session with restart=True (serve --restart) starts the ranks again"
-            fault = Fault("RunError", e.what, e.where, e.why, again if isinstance(e, RunError) else e.hint)
+            again = "a session with restart=True starts the ranks again"
+            fault = Fault(e.what, e.where, e.why, again if isinstance(e, RunError) else e.hint)
             os.write(order.report, msgspec.json.encode(fault))
         return 1
     return 0
@@ -267,14 +261,12 @@ def answer(order: Order, of: Sequence[Member], loader: Loader, me: Rank, first: 
             os.close(fd)
     os.close(order.report)
     places = SharedPlaces([m.widest for m in of], order.memory)
-    sessions, state = [first], loader.state
+    sessions = [first]
     sessions += _others(of[1:], loader, wire, order.timeout)
     sizes = None if of[0].compiled.sized is None else _of_sizes(of[0].compiled.sized, loader, wire, order.timeout)
     with socket.socket(fileno=mine) as s, suppress(engines.Closed):  # without a word: the session is gone
         engines.send(s, Answer())
         while (request := _next(s, wire)) is not None and request.member is not None:
-            state.clear(request.fresh)
-            state.at = tuple(request.at)
             wire.batch += 1
             wire.heartbeat.batch(wire.batch)
             session = sessions[request.member] if sizes is None else sizes.at(request.sizes)
@@ -312,19 +304,6 @@ def _of_sizes(sized: SizedBuild, loader: Loader, wire: Any, timeout: float) -> S
     found = SizedSessions(sized, opened)
     found.prepare()
     return found
-
-
-def carry(values: Array | None, there: Array | None, sender: int, receiver: int) -> None:
-    """Move what is appended to a cache between ranks, all of which come here in one order."""
-    import torch
-    import torch.distributed as dist
-
-    if values is not None:
-        dist.send(values.contiguous(), receiver)
-    if there is not None:
-        came = torch.empty_like(there, memory_format=torch.contiguous_format)
-        dist.recv(came, sender)
-        there.copy_(came)
 
 
 def _next(s: socket.socket, wire: Any) -> Request | None:

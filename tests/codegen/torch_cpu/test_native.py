@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
-import signal
 import threading
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx
@@ -18,7 +15,7 @@ from tapestry import api
 from tapestry.codegen.torch_cpu import attention_c, native
 from tapestry.codegen.torch_cpu.base import contract
 from tapestry.codegen.torch_cpu.base.closures import Epilogue
-from tapestry.codegen.torch_cpu.c import c_calls, conv_c
+from tapestry.codegen.torch_cpu.c import conv_c
 from tapestry.codegen.torch_cpu.torch_ops import layers as heads
 from tapestry.ir.graph import Block
 from tapestry.ir.kernel import Kernel, whole
@@ -248,110 +245,6 @@ def test_attention_on_buffers_as_they_are(
         got = run(given, [])[0].numpy()
         np.testing.assert_array_equal(np.isnan(got), np.isnan(want))
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
-
-
-Feeds = dict[str, np.ndarray]
-
-
-def few_rows(keys: int, feeds: Feeds | None = None) -> tuple[Any, list[torch.Tensor], np.ndarray, Feeds]:
-    """(kernel, inputs, result, all inputs) of an attention of five rows, of which one sees nothing."""
-    text = attention("(acc0 * 0.25) + c", reads=ROWS[1], inputs=ROWS[0], weight=GUARDED, h=4, kv=2, s=5, n=keys, d=20, e=20)
-    graph = simplify(parse(text))
-    if feeds is None:
-        feeds = random_feeds(graph, np.random.default_rng(0))
-        feeds["c"][0] = -np.inf
-    last = len(graph.ops) - 1
-    op, before = graph.ops[last], run_ops(graph, feeds, last)
-    assert isinstance(op, Block)
-    ins = tuple(whole(graph.tensors[r.tensor].shape) for r in op.reads)
-    block = whole(tuple(d.size for d in op.space))
-    kernel = Kernel(op=last, mode="full", block=block, ins=ins, outs=(whole((2, 4, 5, 20)),))
-    found = attention_c.attention_kernel(op, graph, kernel)
-    assert found
-    given = [before[r.tensor].contiguous() for r in op.reads]
-    return found, given, interp.run(graph, feeds, wide=True)["y"], feeds
-
-
-@needed
-def test_keys_that_are_left_out_are_not_read() -> None:
-    run, given, _, feeds = few_rows(35)
-    axes = {"k": 2, "v": 2, "c": 1}
-    kept = [*range(11), *range(24, 35)]
-    wanted = few_rows(len(kept), {n: np.take(a, kept, axes[n]) if n in axes else a for n, a in feeds.items()})[2]
-    for k, axis in run.cells:
-        given[k].narrow(axis, 11, 13).fill_(np.nan)
-    memory, numbers = torch.empty(run.memory[0][0]), (ctypes.c_int64 * 2)(11, 24)
-    call = run.bind(given, [memory])
-    c_calls.limit(call, ctypes.addressof(numbers))
-    call.run()
-    np.testing.assert_allclose(run.arrays[0](memory).numpy(), wanted, rtol=1e-4, atol=1e-5)
-
-
-@needed
-@pytest.mark.parametrize("blind", [False, True])
-def test_what_is_seldom_wanted_is_made_when_it_is(blind: bool) -> None:
-    run, given, wanted, _ = few_rows(35)
-    there = given[run.seldom].clone()
-    given[run.seldom].fill_(7)
-    if not blind:
-        given = [x.nan_to_num(neginf=0.0) for x in given]
-        wanted = run(given, [])[0].numpy()
-    memory, asked = torch.empty(run.memory[0][0]), list[int]()
-    made = c_calls.called(lambda ins, _: (asked.append(1), [there])[1], tuple(there.shape)).bind(
-        [], [given[run.seldom].view(-1)]
-    )
-    call = run.bind(given, [memory])
-    c_calls.ask(call, made)
-    for _ in range(2):
-        call.run()
-        np.testing.assert_allclose(run.arrays[0](memory).numpy(), wanted, rtol=1e-4, atol=1e-5)
-    assert len(asked) == 2 * blind
-
-
-@needed
-@pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
-@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, MemoryError, None])
-@pytest.mark.parametrize("alone", [False, True])
-def test_what_a_kernel_in_python_raises_is_raised(
-    capfd: pytest.CaptureFixture[str], dtype: torch.dtype, error: type[BaseException] | None, alone: bool
-) -> None:
-    wrong = [True]
-
-    def kernel(ins: object, _: object) -> list[torch.Tensor]:
-        if wrong[0] and error:
-            raise error("of a kernel")
-        return [torch.full((2, 3), 7, dtype=dtype)]
-
-    memories = [torch.full((6,), 5, dtype=dtype) for _ in range(2)]
-    calls = [c_calls.called(kernel, (2, 3)).bind([], [m]) for m in memories]
-    run = calls[0].run if alone else c_calls.batch(calls)
-    if error:
-        with pytest.raises(error, match="of a kernel"):
-            run()
-    wrong[0] = False
-    for _ in range(2):
-        run()
-    assert all(bool((m == 7).all()) for m in memories[: 1 if alone else 2])
-    assert capfd.readouterr().err == ""
-
-
-@needed
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_signal_during_a_batch_is_heard() -> None:
-    """Python raises it at the first line of the kernel that comes next, before any handler of that kernel stands."""
-    pause = native.Called(ctypes.cast(ctypes.CDLL(None).pause, ctypes.c_void_p), 0)  # it waits for a signal
-    waits = c_calls.CCall(native.library().tapestry_called, pause, ctypes.c_int64(0), ())
-    memory = torch.zeros(2)
-    made = c_calls.called(lambda ins, _: [torch.ones(2)], (2,)).bind([], [memory])
-    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
-    try:
-        signal.setitimer(signal.ITIMER_REAL, 0.2)
-        with pytest.raises(KeyboardInterrupt):
-            c_calls.batch([waits, made])()
-    finally:
-        signal.signal(signal.SIGALRM, before)
-    c_calls.batch([made, made])()
-    assert memory.tolist() == [1, 1]
 
 
 @needed

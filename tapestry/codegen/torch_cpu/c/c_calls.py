@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import prod
 from typing import Any
 
 import torch
@@ -21,29 +20,11 @@ Run = Callable[[Ins, Sequence[Tensor]], list[Tensor]]
 
 
 @dataclass(slots=True)
-class InPython:
-    """A kernel in Python that C calls, where nobody hears what it raises: it is kept, and raised when C is done."""
-
-    call: native.Called
-    error: BaseException | None = None
-
-    @staticmethod
-    def tell(asked: Sequence[InPython]) -> None:
-        """Raise what one of them has raised; before its first line Python hears nothing but signals."""
-        errors = [x.error or KeyboardInterrupt() for x in asked if x.call.under_way]
-        for x in asked:
-            x.call.under_way, x.error = 0, None
-        if errors:
-            raise errors[0]
-
-
-@dataclass(slots=True)
 class CCall:
     """A kernel with sizes and addresses, and what has to stay for as long as it may be called.
 
     Attributes:
         fixed: whether every address is that of an input or of the output, so that it may be called again on new data in them.
-        python: what of it is in Python.
     """
 
     function: Any
@@ -51,13 +32,10 @@ class CCall:
     buffers: Any
     kept: tuple[Any, ...]
     fixed: bool = True
-    python: tuple[InPython, ...] = ()
 
     def run(self) -> None:
         """Compute."""
         self.function(ctypes.byref(self.sizes), ctypes.byref(self.buffers))
-        if self.python:
-            InPython.tell(self.python)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,8 +110,6 @@ class CpuKernel:
         on_packed: the kernel that reads all of ``packs`` packed.
         parts: the kernels of ours side by side that it is, one for each output, or the one whose sums it adds to what is given.
         link: what it is to a chain, if it may be part of one.
-        cells: reads (position, axis) of whose cells it may be told to leave some out (`limit`).
-        seldom: a read (by position) that it hardly ever wants, and may ask for then (`ask`).
         way: the row of the table that made it; ``tried``: the rows before, and why they refused.
     """
 
@@ -148,8 +124,6 @@ class CpuKernel:
     on_packed: CpuKernel | None = None
     parts: tuple[CpuKernel, ...] = ()
     link: Link | None = None
-    cells: tuple[tuple[int, int], ...] = ()
-    seldom: int | None = None
     way: str = ""
     tried: Tried = ()
 
@@ -195,18 +169,6 @@ def together(parts: Sequence[CpuKernel]) -> CpuKernel:
     return CpuKernel(bind=bind, arrays=arrays, memory=memory, parts=tuple(parts))
 
 
-def limit(call: CCall | Calls, filled: int) -> None:
-    """Let a call leave out cells: those before the first number at an address count, and those from the second on."""
-    last(call).buffers.filled = filled
-
-
-def ask(call: CCall | Calls, made: CCall) -> None:
-    """Let a call run another one where it wants what that makes."""
-    step, who = _native_step(made), last(call)
-    who.buffers.seldom, who.kept = ctypes.addressof(step), (*who.kept, step, made)
-    who.python = (*who.python, *made.python)
-
-
 def hold(call: CCall | Calls, fixed: bool) -> CCall | Calls:
     """The call, which is bound anew at every run unless it is ``fixed``."""
     last(call).fixed &= fixed
@@ -216,36 +178,6 @@ def hold(call: CCall | Calls, fixed: bool) -> CCall | Calls:
 def last(call: CCall | Calls) -> CCall:
     """The call that writes the result."""
     return call.parts[-1] if isinstance(call, Calls) else call
-
-
-def called(run: Run, extents: tuple[int, ...]) -> CpuKernel:
-    """A kernel of one output that is no function in C, as one that is."""
-
-    def bind(ins: Ins, memory: Sequence[Tensor]) -> CCall:
-        def compute() -> None:
-            try:
-                memory[0].view(extents).copy_(run(ins, [])[0])
-                state.call.under_way = 0
-            except BaseException as e:
-                state.error = e
-                memory[0].zero_()  # the calls behind it must find nothing that leads them out of an array
-
-        function, lib = ctypes.CFUNCTYPE(None)(compute), native.library()
-        assert lib is not None
-        state = InPython(native.Called(ctypes.cast(function, ctypes.c_void_p), 0))
-        return CCall(lib.tapestry_called, state.call, ctypes.c_int64(0), (*ins, *memory, function), python=(state,))
-
-    return CpuKernel(bind=bind, arrays=(lambda memory: memory.view(extents),), memory=((prod(extents), torch.float32),))
-
-
-def move(values: Tensor, there: Tensor, axis: int, at: int) -> CCall:
-    """Copy what is dense from an axis on; each row as many cells further as its number says, at an address that is not 0."""
-    item, outer = values.element_size(), prod(values.shape[:axis])
-    steps = (x.stride(axis - 1) * item if axis else 0 for x in (values, there))
-    each = prod(values.shape[1:axis])
-    sizes = native.Move(outer, values.nbytes // max(outer, 1), *steps, there.stride(axis) * item, max(each, 1))
-    lib: Any = native.library()
-    return CCall(lib.tapestry_move, sizes, native.Ends(values.data_ptr(), there.data_ptr(), at or None), (values, there))
 
 
 def shares(a: Tensor, b: Tensor) -> bool:
@@ -281,12 +213,10 @@ def batch(given: Sequence[CCall | Calls]) -> Callable[[], None]:
     assert lib is not None
     table = (native.Step * len(calls))(*(_native_step(c) for c in calls))
     run, n = lib.tapestry_run, len(calls)
-    kept, python = tuple(calls), [x for c in calls for x in c.python]
+    kept = tuple(calls)
 
     def together(_: Any = kept) -> None:  # the default keeps what the table points to
         run(table, n)
-        if python:
-            InPython.tell(python)
 
     return together
 

@@ -63,7 +63,7 @@ class Heads(ctypes.Structure):
 
     _fields_ = [
         *((name, _POINTER) for name in (
-            "q", "k", "v", "mask", "out", "top", "sum", "other", "seldom", "filled", "score", "reads",
+            "q", "k", "v", "mask", "out", "top", "sum", "other", "score", "reads",
         )),
         ("count", _PLACE),
     ]  # fmt: skip
@@ -102,24 +102,6 @@ class Step(ctypes.Structure):
     _fields_ = [("kernel", _POINTER), ("sizes", _POINTER), ("buffers", _POINTER)]
 
 
-class Called(ctypes.Structure):
-    """``Called`` of run.c: a kernel in Python, and whether it has not ended well."""
-
-    _fields_ = [("python", _POINTER), ("under_way", _PLACE)]
-
-
-class Move(ctypes.Structure):
-    """``Move`` of run.c, in bytes."""
-
-    _fields_ = [(name, _PLACE) for name in ("outer", "bytes", "from_", "to", "cell", "each")]
-
-
-class Ends(ctypes.Structure):
-    """``Ends`` of run.c: addresses."""
-
-    _fields_ = [(name, _POINTER) for name in ("from_", "to", "at")]
-
-
 MOST_LINKS = 8
 
 
@@ -144,8 +126,6 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "tapestry_attention": (None, (ctypes.POINTER(Attention), ctypes.POINTER(Heads))),
     "tapestry_scored": (None, (ctypes.POINTER(Attention), ctypes.POINTER(Heads))),
     "tapestry_attend": (None, (ctypes.POINTER(Attention), ctypes.POINTER(Heads))),
-    "tapestry_called": (None, (ctypes.POINTER(Called), _POINTER)),
-    "tapestry_move": (None, (ctypes.POINTER(Move), ctypes.POINTER(Ends))),
     "tapestry_rms_norm": (None, (ctypes.POINTER(Rows), ctypes.POINTER(RowBuffers))),
     "tapestry_several": (None, (ctypes.POINTER(Several), ctypes.POINTER(Products))),
     "tapestry_run": (None, (ctypes.POINTER(Step), _PLACE)),

@@ -144,29 +144,25 @@ INLINE float dot(const float *a, const float *b, int64_t n) {
 #endif
 }
 
-/* out = the sum of rows of v, each times its weight; of the rows, `gap` are left out behind the first `before`. */
-static void weighted(const float *w, const float *v, int64_t stride, int64_t rows, int64_t before, int64_t gap, int64_t depth, float *out) {
+/* out = the sum of rows of v, each times its weight. */
+static void weighted(const float *w, const float *v, int64_t stride, int64_t rows, int64_t depth, float *out) {
     enum { WIDE = 4 };
     for (int64_t d = 0; d < depth; d += WIDE * VL) {
         vec sums[WIDE] = {};
         lanes some[WIDE];
         UNROLL for (int i = 0; i < WIDE; i++) some[i] = first_lanes(depth - d - i * VL < 0 ? 0 : depth - d - i * VL);
         for (int64_t n = 0; n < rows; n++) {
-            const float *row = v + (n < before ? n : n + gap) * stride + d;
+            const float *row = v + n * stride + d;
             UNROLL for (int i = 0; i < WIDE; i++) sums[i] = fma_of(all(w[n]), load_some(row + i * VL, some[i]), sums[i]);
         }
         UNROLL for (int i = 0; i < WIDE; i++) store_some(out + d + i * VL, sums[i], some[i]);
     }
 }
 
-/* The quotient for few rows: keys and values are read where they lie, and those that are not filled are not read. */
-void tapestry_attend(const Attention *whole, const Heads *h) {
-    int64_t before = h->filled ? h->filled[0] : 0, gap = h->filled ? h->filled[1] - before : 0;
-    Attention part = *whole, *a = &part;
-    a->keys -= gap;
+/* The quotient for few rows: keys and values are read where they lie. */
+void tapestry_attend(const Attention *a, const Heads *h) {
     int64_t padded = (a->keys + VL - 1) / VL * VL, most = a->group * a->rows;
-    const Asked *asked = h->seldom;
-    float *score = tapestry_scratch((most + 1) * padded), *bias = score + most * padded;
+    float *score = tapestry_scratch(most * padded);
     for (int64_t i = 0; i < a->outer; i++)
         for (int64_t j = 0; j < a->inner; j += a->group) { /* a part of a group may come last */
             int64_t alike = (a->inner - j < a->group ? a->inner - j : a->group) * a->rows;
@@ -174,23 +170,17 @@ void tapestry_attend(const Attention *whole, const Heads *h) {
             const float *q = h->q + i * a->q[0] + j * a->q[1];
             for (int64_t n = 0; n < a->keys; n++)
                 for (int64_t r = 0; r < alike; r++)
-                    score[r * padded + n] = dot(q + r / a->rows * a->q[1] + r % a->rows * a->q[2],
-                                                k + (n < before ? n : n + gap) * a->k[2], a->depth);
+                    score[r * padded + n] = dot(q + r / a->rows * a->q[1] + r % a->rows * a->q[2], k + n * a->k[2], a->depth);
             for (int64_t r = 0; r < alike; r++) {
                 int64_t one = j + r / a->rows, row = r % a->rows;
                 const float *m = h->mask ? h->mask + i * a->mask[0] + one * a->mask[1] + row * a->mask[2] : 0;
-                if (m && a->mask[3] && gap) {
-                    for (int64_t n = 0; n < a->keys; n++) bias[n] = m[n < before ? n : n + gap];
-                    m = bias;
-                }
                 float top, sum, *s = score + r * padded, *out = h->out + i * a->out[0] + one * a->out[1] + row * a->out[2];
                 weigh(a, s, m, padded, &top, &sum);
-                weighted(s, v, a->v[2], a->keys, before, gap, a->depth, out);
+                weighted(s, v, a->v[2], a->keys, a->depth, out);
                 const float *other = h->other ? h->other + i * a->other[0] + one * a->other[1] : 0;
                 float none = top - top;
                 int plain = a->normal == 1 || none == 0;
                 if (a->normal == 2) none = 0;
-                if (!plain && asked) asked->kernel(asked->sizes, asked->buffers), asked = 0;
                 for (int64_t d = 0; d < a->depth; d++) out[d] = plain ? out[d] / sum : other ? other[d * a->other[2]] : none;
             }
         }

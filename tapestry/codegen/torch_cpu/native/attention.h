@@ -14,16 +14,9 @@ typedef struct {
 } Attention;
 
 typedef struct {
-    void (*kernel)(const void *sizes, const void *buffers);
-    const void *sizes, *buffers;
-} Asked;
-
-typedef struct {
     const float *q, *k, *v, *mask;
     float *out, *top, *sum; /* top and sum: outer x inner x rows, unless the quotient is wanted */
     const float *other;
-    const Asked *seldom; /* for `tapestry_attend`: makes `other`, where it is wanted; null: it is there */
-    const int64_t *filled; /* for `tapestry_attend`: of the keys count those before filled[0], and from filled[1] on; null: all */
     void (*score)(const int64_t *at, void *const *reads); /* for `tapestry_scored`: makes scores of products, in place */
     void **reads; /* what it reads; scores are behind `count` of them */
     int64_t count;
