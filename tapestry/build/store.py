@@ -329,7 +329,7 @@ def decode(data: bytes, where: str = "plan.json") -> Build:
         if version != VERSION:
             raise BuildError(f"a plan of version {version}, not {VERSION}", where=where, hint="compile the model again")
         d = msgspec.json.decode(data, type=PlanData)
-        plugins.require(d.report.get("plugins"), ("targets", "costs", "monoids"), where)
+        plugins.require(d.report.get("plugins"), ("targets", "monoids"), where)
         program = unpack(d.program)
         graph = replace(parse(d.graph), names=Names(scopes=d.names.scopes, axes=d.names.axes))
     except (msgspec.MsgspecError, KeyError, UnicodeDecodeError, RecursionError, TextError, ValueError, TypeError) as e:

@@ -22,7 +22,7 @@ from tapestry import flags
 from tapestry.errors import PluginError, TapestryError
 
 log = logging.getLogger("tapestry")
-KINDS = ("targets", "costs", "monoids", "topologies", "operators", "rules")
+KINDS = ("targets", "monoids", "topologies", "operators", "rules")
 OFF = "TAPESTRY_PLUGINS=0 switches plug-ins off"
 
 

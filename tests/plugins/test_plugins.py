@@ -77,36 +77,6 @@ def test_a_target(tmp_path: Path, installer: Installer) -> None:
     assert row["value"] == "compared only" and "tapestry-numpy-target" in row["why"]
 
 
-def test_a_cost_model(tmp_path: Path, installer: Installer) -> None:
-    installer.example("derated_costs")
-    path, figures = model(tmp_path, PRODUCTS), tmp_path / "figures.json"
-    plain = {
-        "device": {"memory": "1GiB", "bandwidth": 2e10, "launch": 5e-6, "vector": 1e10, "flops": {"f32": 1e11, "other": 5e10}},
-        "levels": [{"alpha": 5e-6, "beta": 1e-10}],
-    }
-    figures.write_text(json.dumps(plain))
-    roofline = tapestry.compile(path, devices=2, topology=str(figures))
-    figures.write_text(json.dumps(plain | {"costs": "derated"}))
-    plan = tapestry.compile(path, devices=2, topology=str(figures))
-    assert plan.report["objective_s"] > roofline.report["objective_s"]  # these products are small
-    assert 0 < plan.report["lower_bound_s"] <= plan.report["objective_s"]
-    plan.save(tmp_path / "build")
-    _, _, evidence = verify_build(tmp_path / "build")  # which makes the objective again
-    assert "tapestry-derated-costs 1.0" in said(evidence)
-    assert "figures.json" in plan.explain()
-
-
-@pytest.mark.parametrize(
-    "seconds", ["-1.0", "float('nan')", "1 / 0", "None", "True", "exit(3)", "__import__('random').random()"]
-)
-def test_costs_that_are_none(tmp_path: Path, installer: Installer, seconds: str) -> None:
-    installer.module("odd_costs", f"def f(*_): return {seconds}\n", {"tapestry.costs": {"odd": "odd_costs:f"}})
-    device = {"memory": "1GiB", "bandwidth": 2e10, "flops": {"f32": 1e11}}
-    (tmp_path / "t.json").write_text(json.dumps({"device": device, "levels": [{"alpha": 0, "beta": 0}], "costs": "odd"}))
-    with pytest.raises(PluginError, match=r"odd_costs 0\.1"):
-        tapestry.compile(model(tmp_path, PRODUCTS), devices=2, topology=str(tmp_path / "t.json"))
-
-
 def test_a_monoid(tmp_path: Path, installer: Installer) -> None:
     installer.example("maxcount_monoid")
     plan = tapestry.compile(model(tmp_path, ROWS), devices=4, pins="y:k=4@d0")

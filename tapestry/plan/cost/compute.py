@@ -33,7 +33,6 @@ from tapestry.ir.recognise import (
 )
 from tapestry.ir.states import as_scan, counted, layered, native, row_groups, varies
 from tapestry.ir.types import itemsize
-from tapestry.plan.cost import objective
 from tapestry.plan.strategy import Boxes, footprints, op_boxes, tensor_boxes
 from tapestry.plan.topology import Device, Topology
 from tapestry.plan.topology.fabric import PRODUCTS
@@ -306,7 +305,7 @@ def seconds_of_all(
         reads.append((tensor, _flat(boxes), None if new is None else np.repeat(new, n)))
     work = _quantities(op, graph, _flat(blocks), _flat(finals), reads)
     each = zip(*(w.reshape(len(blocks), n) for w in work), strict=True)
-    if topo.costs or topo.kinds:  # (of a device each, or of a package's function)
+    if topo.kinds:  # (of a device each)
         return np.stack([_priced(op, graph, w, topo) for w in each])
     return _priced(op, graph, work, topo).reshape(len(blocks), n)
 
@@ -318,9 +317,6 @@ def _flat(boxes: np.ndarray) -> Boxes:
 def _priced(op: Op, graph: Graph, work: tuple[np.ndarray, np.ndarray, np.ndarray], topo: Topology) -> np.ndarray:
     """Seconds of what `quantities` says of every device."""
     heavy, light, moved = work
-    if topo.costs:
-        kind, dtype, devices = kernel_class(op), multiplied(op, graph), topo.kinds or (topo.device,)
-        return objective.seconds_each(topo.costs, kind, dtype, (heavy, light, moved), devices)
     rates = [rates_of(op, graph, d) for d in topo.kinds or (topo.device,)]
     launch, rate, vector, bandwidth = np.array(rates).T
     power = topo.each(lambda d: d.power)
@@ -594,15 +590,14 @@ def _parts_met(
 
 
 def least_seconds(graph: Graph, topo: Topology, *, everywhere: bool = True) -> float:
-    """Seconds that no plan of the graph, and of no graph that splits in time make of it, can be under; 0 where a cost model of
-    another package prices kernels, since what that is additive in nobody knows.
+    """Seconds that no plan of the graph, and of no graph that splits in time make of it, can be under.
 
     Args:
         everywhere: whether each device launches each operation; else some device does, as with pipeline stages.
     """
     n, kinds = device_count(topo.mesh), topo.kinds or (topo.device,)
     total, power = 0.0, np.max(topo.each(lambda d: d.power))
-    for op in () if topo.costs else graph.ops:
+    for op in graph.ops:
         whole = np.array([[(0, d.size) for d in op.space]], np.int64).reshape(1, len(op.space), 2)
         heavy, light = arithmetic(op, whole, whole[:, : len(op.dims)])
         final = prod(d.size for d in op.dims)

@@ -270,7 +270,6 @@ class Topology:
         margin: the share by which several devices must be predicted to beat one device: how far measured times are off.
         native_sums: whether partial sums travel in the dtype of the results (`ir.plan.Plan`).
         figures: how sure what was measured is, where that is known.
-        costs: the plug-in that prices kernels in the place of the roofline (`cost.plugin_costs`), if any.
     """
 
     name: str
@@ -284,7 +283,6 @@ class Topology:
     overlap: bool = True
     alone: Device | None = None
     margin: float = 0.0
-    costs: str = ""
     native_sums: bool = False
     figures: Mapping[str, float] = field(default_factory=dict[str, float])
 

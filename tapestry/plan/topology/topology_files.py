@@ -77,8 +77,6 @@ def to_data(topo: Topology) -> dict[str, Any]:
         out["overlap"] = False
     if topo.margin:
         out["margin"] = topo.margin
-    if topo.costs:
-        out["costs"] = topo.costs
     if topo.alone:
         out["alone"] = device_data(topo.alone)
     return out
@@ -108,7 +106,7 @@ def from_data(data: Mapping[str, Any]) -> Topology:
             name=str(data["name"]), mesh=mesh, links=links, device=device, joined=tuple(map(_fabric, data.get("joined", ()))),
             notes=tuple(map(str, data.get("notes", ()))), kinds=kinds, calls=read_calls(data.get("collectives", ())),
             overlap=read_overlap(data), alone=_device_of_topology_data(data["alone"]) if "alone" in data else None,
-            margin=read_margin(data), costs=str(data.get("costs", "")), native_sums=data.get("native_sums", False) is True,
+            margin=read_margin(data), native_sums=data.get("native_sums", False) is True,
         )  # fmt: skip
     except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError) as e:
         raise TapestryError(f"not a topology: {type(e).__name__} {e}", hint="compile the model again") from None
@@ -220,7 +218,6 @@ class Source:
     overlap: bool = True
     alone: Device | None = None
     margin: float = 0.0
-    costs: str = ""
     figures: dict[str, float] = field(default_factory=dict[str, float])
     reserve: float = 0.0  # the share of memory that plans leave free
 
@@ -477,7 +474,7 @@ KIND = "topologies"  # of plug-ins
 PAGE = "see docs/reference/topology.md"
 KEYS = {
     "mesh", "device", "others", "levels", "interconnect", "instance_map", "link", "links", "collectives", "overlap",
-    "margin", "alone", "costs", "measured", "fit", "memory", "bandwidth", "flops", "power", "vector", "launch", "host",
+    "margin", "alone", "measured", "fit", "memory", "bandwidth", "flops", "power", "vector", "launch", "host",
     "host_latency", "name", "classes", "reserve", "devices", "alpha", "beta", "shape", "children",
     "centre", "rings", "sizes", "map", "from", "to", "at", "call", "group", "stride", "points", "rate",
 }  # fmt: skip
@@ -514,7 +511,7 @@ def topology(
         kinds = [alone]
     out = Topology(
         name=source, mesh=mesh, links=links, device=found.device, joined=fabrics, notes=notes, calls=found.calls,
-        overlap=found.overlap, alone=alone, margin=found.margin, costs=found.costs, figures=found.figures,
+        overlap=found.overlap, alone=alone, margin=found.margin, figures=found.figures,
     )  # fmt: skip
     alike = all(d == kinds[0] for d in kinds)
     return replace(out, device=kinds[0] if alike else weakest(kinds), kinds=() if alike else tuple(kinds))
@@ -621,7 +618,7 @@ def _topology_source(path: str) -> Source:
         wrong.append(f"one of 'levels', 'interconnect' and 'instance_map' must be given, and {count} are")
     if wrong:
         raise TapestryError(f"not a topology: {wrong[0]}", where=path, hint=PAGE)
-    return Source(device, levels, axes, whole, others, calls, overlap, alone, margin, str(data.get("costs", "")), figures)
+    return Source(device, levels, axes, whole, others, calls, overlap, alone, margin, figures)
 
 
 def _misspelt(found: Any, free: bool = False) -> Iterator[tuple[str, str]]:
