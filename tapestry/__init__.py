@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from tapestry.api import Compiled, compile, from_pretrained, load
     from tapestry.interop.sharding_specs import TensorDictionary
     from tapestry.lift.own_operators import operator
-    from tapestry.tools.serving.sessions import Session
+    from tapestry.tools.sessions.session import Session
 
     __version__: str
 
@@ -44,7 +44,7 @@ def __getattr__(name: str) -> Any:
 
         return operator
     if name == "Session":
-        return tool("serving.sessions").Session
+        return tool("sessions.session").Session
     if name == "TensorDictionary":
         from tapestry.interop.sharding_specs import TensorDictionary
 

@@ -50,7 +50,7 @@ def feeds(seed: int) -> dict[str, np.ndarray]:
 
 
 def executor_of(session: tapestry.Session) -> LocalExecutor:
-    out = session._engine.sessions[0].executor  # type: ignore[union-attr]
+    out = session._engine.session.executor  # type: ignore[union-attr]
     assert isinstance(out, LocalExecutor)
     return out
 
@@ -70,7 +70,7 @@ def test_a_step_of_a_small_model_is_one_call() -> None:
         schedule = executor_of(s).schedule
         assert schedule and [type(a) for a in schedule.actions] == [StagedInput, StagedInput, Segment]
         for seed in range(3):  # the first run counts, the others do not
-            peaks = s._engine.sessions[0].run(feeds(seed)).measured.peak  # type: ignore[union-attr]
+            peaks = s._engine.session.run(feeds(seed)).measured.peak  # type: ignore[union-attr]
             assert peaks == list(built().build.peak_bytes)
 
 

@@ -20,7 +20,6 @@ import torch
 import tapestry
 from tapestry.errors import RunError, TapestryError
 from tapestry.onnx_eval.ort_session import ort_session
-from tapestry.tools.serving.engines import Busy, Turns
 from tests.support.paths import ROOT
 from tests.support.small_models import N, T, f32, net, save
 
@@ -134,63 +133,7 @@ def save_as(model, name: str) -> Path:
     return path
 
 
-def test_sizes_choose_the_build_and_share_the_weights():
-    w = f32(64, 64)
-    model = net([N("MatMul", ["x", "w"], ["y"])], {"x": (T.FLOAT, ["n", 64])}, {"y": T.FLOAT}, {"w": w})
-    path = save_as(model, "two_sizes")
-    builds = [tapestry.compile(path, devices=2, shapes={"n": n}) for n in (4, 8)]
-    with tapestry.Session(builds) as s:
-        for n in (4, 8, 4):
-            x = f32(n, 64)
-            assert np.allclose(s.run({"x": x})["y"], x @ w, atol=1e-4)
-        with pytest.raises(TapestryError, match=r"no build .* takes x \[5, 64\]") as e:
-            s.run({"x": f32(5, 64)})
-        assert "[4, 64]" in str(e.value) and "[8, 64]" in str(e.value)
-        held = [x.executor for x in engine(s).sessions]
-        arrays = [[a for kept in e.kept for a, _ in kept.values()] for e in held]
-        boxes = {tuple(e.program.buffers[b].boxes) for e in held for kept in e.kept for b in kept}
-        if len(boxes) == 1:  # the plans cut the weight alike: then it is there once
-            places = [{a.data_ptr() if not a.is_mkldnn else id(a) for a in of} for of in arrays]
-            assert places[0] == places[1]
-    with pytest.raises(TapestryError, match="one model"):
-        tapestry.Session([builds[0], compiled()])
-
-
 # --- callers in turns
-
-
-def test_turns_are_taken_in_the_order_of_coming():
-    turns, order, ready = Turns(8), [], threading.Barrier(2)
-
-    def caller(k: int) -> None:
-        with turns.turn():
-            order.append(k)
-
-    with turns.turn():
-        threads = []
-        for k in range(5):
-            threads.append(threading.Thread(target=caller, args=(k,)))
-            threads[-1].start()
-            while len(turns._waiting) <= k:
-                time.sleep(0.001)
-    for t in threads:
-        t.join(10)
-    assert order == list(range(5)) and ready.n_waiting == 0
-
-
-def test_more_callers_than_may_wait_are_refused_and_time_runs_out():
-    turns = Turns(1)
-    with turns.turn():
-        with pytest.raises(Busy, match="no turn within"):
-            turns._take(0.02)
-        assert not turns._waiting
-        waiting = threading.Thread(target=lambda: turns.turn().__enter__())
-        waiting.start()
-        while not turns._waiting:
-            time.sleep(0.001)
-        with pytest.raises(Busy, match="1 callers wait already"):
-            turns._take(5)
-    waiting.join(10)
 
 
 def test_concurrent_callers_each_get_their_own_result():

@@ -83,7 +83,7 @@ class StageTrials:
         feeds = [api.load(b).random_feeds() for b in builds]
         seconds: list[list[float]] = [[] for _ in builds]
         with ExitStack() as loaded:
-            processes, session = self.options.ranks, tool("serving.sessions").Session
+            processes, session = self.options.ranks, tool("sessions.session").Session
             sessions = [loaded.enter_context(session(b, processes=processes if processes > 1 else None)) for b in builds]
             for n in range(RUNS + 1):
                 for k in range(len(builds)):
