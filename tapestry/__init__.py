@@ -44,13 +44,17 @@ def __getattr__(name: str) -> Any:
 
         return operator
     if name == "Session":
-        return tool("sessions.session").Session
+        from tapestry.viz.tool_kinds import Sessions
+
+        return tool(Sessions)
     if name == "TensorDictionary":
         from tapestry.interop.sharding_specs import TensorDictionary
 
         return TensorDictionary
     if name == "draw":
-        return tool("viewer.draw")
+        from tapestry.viz.tool_kinds import Pictures
+
+        return tool(Pictures)
     if name == "__version__":
         from tapestry.flags import version
 

@@ -39,8 +39,8 @@ from tapestry.system.quoting import printable
 if TYPE_CHECKING:  # a build is loaded and run without the compiler
     from tapestry.doors.choices import Choices, Opened
     from tapestry.runtime.target_protocol import Progress, Target
-    from tapestry.tools.viewer.html_page import Page
     from tapestry.verify.model.model_values import ModelFile
+    from tapestry.viz.tool_kinds import Page
 
 Array = np.ndarray[Any, Any]
 Values = Mapping[str, Any]
@@ -128,8 +128,9 @@ class Compiled:
     @_of_build
     def view(self, other: Compiled | None = None) -> Page:
         """The plan as a page: shown in a notebook, or ``.save("plan.html")``, ``.open()``; with another plan beside it."""
-        html_page = tool("viewer.html_page")
-        return html_page.view([(c.build, c.laws, c.evidence, c.rewrites) for c in (self, other) if c is not None])
+        from tapestry.viz.tool_kinds import Pages
+
+        return tool(Pages).view([(c.build, c.laws, c.evidence, c.rewrites) for c in (self, other) if c is not None])
 
     @_of_build
     def __repr__(self) -> str:
@@ -197,12 +198,13 @@ class Compiled:
         Raises:
             TapestryError: it cannot be written there, or the format cannot say the plan.
         """
-        formats = tool("exports.formats")
-        asked = formats.Asked(
+        from tapestry.viz import tool_kinds
+
+        asked = tool_kinds.Asked(
             build=self.build, constants=b"".join(self.constants.values()), rewrites=self.rewrites, target=Path(output),
             nearest=nearest, copy=copy_data, into=None if into is None else Path(into), configuration=configuration,
         )  # fmt: skip
-        return formats.write(format, asked)
+        return tool_kinds.write(format, asked)
 
     @_of_build
     def trace(self, file: str | Path) -> Path:

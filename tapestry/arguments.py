@@ -15,11 +15,8 @@ from typing import Any, NoReturn, TextIO, cast
 
 from tapestry.errors import TapestryError
 from tapestry.options import flags
-
-FORMATS = (
-    "onnx", "onnx-ranks", "onnx-fused", "tp-plan", "dtensor", "jax", "json", "kernels", "ir",
-    "history",
-)  # fmt: skip
+from tapestry.plugins import offered
+from tapestry.viz.tool_kinds import ExportFormat
 
 
 def whole(low: int, high: int = 1 << 63) -> Callable[[str], int]:
@@ -161,7 +158,7 @@ def verify(p: argparse.ArgumentParser) -> None:
 def export_arguments(p: argparse.ArgumentParser) -> None:
     """In which format, and where to."""
     text = "default onnx: the model with the plan as annotations; docs/howto/export.md describes each format"
-    p.add_argument("--format", choices=FORMATS, default="onnx", help=text)
+    p.add_argument("--format", choices=offered(ExportFormat), default="onnx", help=text)
     text = "if the format cannot express the plan: write the nearest plan that it can, and say how many more bytes that takes"
     p.add_argument("--nearest", action="store_true", help=text)
     p.add_argument("-o", "--output", type=Path, metavar="PATH", help="a file (default: that of --into), or a folder of several")

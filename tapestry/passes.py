@@ -20,7 +20,7 @@ from tapestry.build import store
 from tapestry.codegen import kernel_sources
 from tapestry.codegen.triton.run.tuned import cache_of_target, recorded
 from tapestry.compilation import Compilation, Constraints, Rewrites
-from tapestry.errors import LawError, PlanError, TapestryError, some
+from tapestry.errors import LawError, PlanError, TapestryError, similar, some
 from tapestry.ir.graph import Graph, Op, changes
 from tapestry.ir.plan import Layout, Plan
 from tapestry.ir.program import peak_bytes
@@ -39,7 +39,7 @@ from tapestry.plan.solver.budget import Budget, unseen
 from tapestry.plan.strategy import Language, LayoutConstraints
 from tapestry.plan.task import STEPS, Task, staging
 from tapestry.plan.topology import shared
-from tapestry.plugins import tool
+from tapestry.plugins import offered, tool
 from tapestry.rewrites.core import driver
 from tapestry.rewrites.core.rule import LEFT_OUT, Move, leaving_out, parse_move, rule_table
 from tapestry.sharding import annotation_constraints
@@ -47,6 +47,7 @@ from tapestry.sharding.annotation_constraints import constraints, with_apart
 from tapestry.sharding.annotations import staged
 from tapestry.verify import certificate
 from tapestry.verify.rewriting import normal_form, rewrite_log
+from tapestry.viz.tool_kinds import ExportFormat
 
 log = logging.getLogger("tapestry")
 RECURRENT = ("LSTM", "GRU", "RNN", "Scan", "Loop")
@@ -248,10 +249,18 @@ def state_task(c: Compilation) -> Compilation:
 
 
 def _format_language(for_format: str | None) -> Language | None:
-    """What a plan for a format of export keeps to; formats are imported where one is asked for."""
+    """What a plan for a format of export keeps to; formats are imported where one is asked for.
+
+    Raises:
+        TapestryError: there is no such format, or it says a plan as it is.
+    """
     if for_format is None:
         return None
-    return tool("exports.formats").language(for_format)
+    known = {name: f.language for name in offered(ExportFormat) if (f := tool(ExportFormat, name)).language}
+    if for_format not in known:
+        hint = similar(for_format, known) or f"one of {', '.join(known)}"
+        raise TapestryError(f"no plan can be asked for in format '{for_format}'", where="--for", hint=hint)
+    return known[for_format]
 
 
 def _folded(lifted: Lifted) -> list[str]:
@@ -328,13 +337,13 @@ def say(c: Compilation) -> Compilation:
     plan, task, for_format = c.plan, c.task, c.options.for_format
     if for_format is None:
         return c
-    formats = tool("exports.formats")
+    said = tool(ExportFormat, for_format).said
 
     def beyond(plan: PricedPlan) -> bool:
         return any(n > most for n, most in zip(peak_bytes(plan.program)[0], task.topology.memories(), strict=True))
 
     for _ in range(ROUNDS):
-        choices = formats.said(for_format, plan)
+        choices = said(plan) if said else [plan.plan.strategies]
         if plan.plan.strategies in choices:
             break
         problem, others = task.problems(plan.plan.graph)[0], list[PricedPlan]()

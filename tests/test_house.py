@@ -11,15 +11,19 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from functools import cache
-from importlib import import_module
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tapestry import plugins
+from tapestry.cli.building import Evidence, OtherOrder
+from tapestry.cli.outcome import Command
+from tapestry.tools import OFFERED
+from tapestry.viz.tool_kinds import ExportFormat, Pages, Pictures, Sessions
 from tests.support.paths import ROOT, SHARED
 from tests.support.sampling import sample
 
@@ -303,31 +307,30 @@ def test_every_pin_meets_what_the_package_asks_for():
     assert any(x.startswith("torch==") for x in lines)
 
 
-def tool_names(file: Path) -> Iterator[tuple[str, str]]:
-    """(module of `tapestry.tools`, name asked of it), by the calls of `tool` in a file and the variables that hold a tool."""
-
-    def module_of(value: ast.expr | None) -> str | None:
-        match value:
-            case ast.Call(func=ast.Name(id="tool"), args=[ast.Constant(value=str(module))]):
-                return module
-            case ast.IfExp(body=body):
-                return module_of(body)
-        return None
-
-    tree = ast.parse(file.read_text())
-    held = {
-        t.id: module for n in ast.walk(tree) if isinstance(n, ast.Assign) and (module := module_of(n.value))
-        for t in n.targets if isinstance(t, ast.Name)
-    }  # fmt: skip
-    for n in ast.walk(tree):
-        if isinstance(n, ast.Attribute):
-            module = held.get(n.value.id) if isinstance(n.value, ast.Name) else module_of(n.value)
-            if module:
-                yield module, n.attr
+def test_what_programs_offer_is_of_its_kind():
+    """The table of `tapestry.tools` has names in strings, which no type checker sees through."""
+    kinds = {k.__name__: k for k in (Command, Evidence, ExportFormat, OtherOrder, Pages, Pictures, Sessions)}
+    assert kinds.keys() == OFFERED.keys()
+    for kind, names in ((kinds[k], names) for k, names in OFFERED.items()):
+        wanted = ["__call__"] if "__call__" in vars(kind) else [n for n in vars(kind) if not n.startswith("_")]
+        for name in names:
+            found = plugins.tool(kind, name)
+            assert isinstance(found, kind) if is_dataclass(kind) else all(callable(getattr(found, n)) for n in wanted), (
+                kind,
+                name,
+            )
 
 
-def test_what_is_asked_of_a_tool_is_there():
-    """No type checker sees through a name in a string."""
-    asked = sorted({pair for file in PACKAGE if file.suffix == ".py" for pair in tool_names(file)})
-    assert len(asked) > 8
-    assert [f"{m}.{name}" for m, name in asked if not hasattr(import_module(f"tapestry.tools.{m}"), name)] == []
+def names_of_programs(text: str) -> list[str]:
+    """Strings of a source that are a path of a module of `tapestry.tools`."""
+    strings = (n.value for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Constant) and isinstance(n.value, str))
+    modules = {module for names in OFFERED.values() for module, _ in names.values()}
+    short = {m.removeprefix("tapestry.tools.") for m in modules}
+    return [s for s in strings if s in modules | {m for m in short if "." in m}]
+
+
+def test_only_the_table_names_programs_in_strings():
+    assert names_of_programs('tool("exports.formats")') and names_of_programs('x = "tapestry.tools.viewer"')
+    others = [p for p in PACKAGE if not p.is_relative_to(ROOT / "tapestry" / "tools" / "viewer")]  # it names its own folder
+    found = [str(p.relative_to(ROOT)) for p in others if names_of_programs(p.read_text())]
+    assert found == ["tapestry/tools/__init__.py"]

@@ -31,12 +31,12 @@ import torch
 import tapestry
 from bench.exporters.author_nets import TRANSFORMERS, Made, nets
 from bench.support import record
-from tapestry.arguments import FORMATS
 from tapestry.doors import torch_export
 from tapestry.errors import TapestryError
 from tapestry.ir.graph import Opaque
 from tapestry.lift.normalize.prepare import SMALL_FLOATS
-from tapestry.tools.exports.formats import NEAREST
+from tapestry.plugins import offered, tool
+from tapestry.viz.tool_kinds import ExportFormat
 
 CLOSE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 Inputs = dict[str, torch.Tensor]
@@ -122,10 +122,10 @@ def _checkpoint(module: Any, inputs: Inputs, want: np.ndarray) -> float | str:
 def _formats(plan: Any) -> dict[str, str]:
     """For each format: "written", or why not."""
     out: dict[str, str] = {}
-    for form in FORMATS:
+    for form in offered(ExportFormat):
         with tempfile.TemporaryDirectory() as folder:
             try:
-                plan.export(Path(folder) / "out", form, nearest=form in NEAREST, copy_data=form == "onnx")
+                plan.export(Path(folder) / "out", form, nearest=tool(ExportFormat, form).nearest, copy_data=form == "onnx")
                 out[form] = "written"
             except TapestryError as e:
                 out[form] = str(e)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
 from tapestry import arguments, flags, options
 from tapestry.arguments import shapes
@@ -20,7 +21,30 @@ from tapestry.system.quoting import printable
 
 if TYPE_CHECKING:
     from tapestry import api
+    from tapestry.runtime.session import Result
     from tapestry.runtime.target_protocol import Progress
+
+
+class Evidence(Protocol):
+    """Proofs of what a build has besides its plan: rows for a report."""
+
+    def __call__(self, folder: Path, report: Callable[..., None], /) -> list[dict[str, str]]:
+        """Prove it.
+
+        Raises:
+            LawError: something is not what it stands for.
+        """
+        ...
+
+
+class OtherOrder(Protocol):
+    """A run in another order than the plan's."""
+
+    def __call__(
+        self, compiled: api.Compiled, feeds: Mapping[str, Any], seed: int, report: Progress, /
+    ) -> tuple[Result, dict[str, Any]]:
+        """What it made, and what is said of it beside a plain run."""
+        ...
 
 
 def compile_model(args: argparse.Namespace) -> Outcome:
@@ -114,7 +138,7 @@ def verify(args: argparse.Namespace) -> Outcome:
     replayed = replay_rewrites(args.build, build.plan.graph)
     rewrites = None if replayed is None else {"steps": replayed.steps, "shown": dict(replayed.shown)}
     with bar(args, "verify") as report:
-        kernels = tool("kernel_proofs.build_kernels").prove_kernels(args.build, report) if args.kernels else None
+        kernels = tool(Evidence)(args.build, report) if args.kernels else None
 
     def text() -> None:
         print(f"{args.build}: {sum(laws.values()):,} checks of {len(laws)} laws, all hold")
@@ -233,10 +257,8 @@ def _in_any_order(args: argparse.Namespace, compiled: api.Compiled, feeds: Mappi
     """(result, document) of a run block by block in a random order, beside one in the plan's."""
     from tapestry import api
 
-    schedules = tool("schedules")
     _, document = api.run_checked(compiled, feeds, check=args.check)
-    other = api.open_session(compiled.build, b"".join(compiled.constants.values()), make=schedules.AnyOrderExecutor)
-    result, told = schedules.run_beside(compiled.session, other, feeds, args.seed, report)
+    result, told = tool(OtherOrder)(compiled, feeds, args.seed, report)
     return result, document | {"passed": document["passed"] and told["same_bits"], "schedule": told}
 
 

@@ -18,22 +18,21 @@ from typing import Any, TextIO
 
 from tapestry import arguments
 from tapestry.cli import building, outcome, rewriting
-from tapestry.cli.outcome import Outcome
+from tapestry.cli.outcome import Command
 from tapestry.errors import BuildError, ModelError, RunError, TapestryError, absent, similar, unusable
 from tapestry.plugins import tool
 from tapestry.system import interrupts
 
 FLAG = re.compile(r"--[a-z-]+")
 Arguments = Callable[[argparse.ArgumentParser], None]
-Command = Callable[[argparse.Namespace], Outcome]
-COMMANDS: dict[str, tuple[Command | str, Sequence[Arguments], str]] = {
+COMMANDS: dict[str, tuple[Command | None, Sequence[Arguments], str]] = {
     "compile": (building.compile_model, [arguments.compile], "find, verify and write a plan"),
     "run": (
         building.run, [arguments.run_arguments, arguments.processes, arguments.checked, arguments.scheduled],
         "run a plan (random inputs when none are given)",
     ),
     "explain": (building.explain, [arguments.explain], "show the plan: how it is cut, what it sends, what it costs"),
-    "view": ("viewer", [arguments.view], "write one HTML page: graph, index spaces, tensors, time, alternatives"),
+    "view": (None, [arguments.view], "write one HTML page: graph, index spaces, tensors, time, alternatives"),
     "verify": (building.verify, [arguments.build, arguments.verify], "check a build again, from its files alone"),
     "kernels": (
         building.kernels, [arguments.build, arguments.output_folder, arguments.kernels],
@@ -41,18 +40,18 @@ COMMANDS: dict[str, tuple[Command | str, Sequence[Arguments], str]] = {
     ),
     "tune": (building.tune, [arguments.tune], "measure the kernels' knobs on this machine's GPU, for every later run"),
     "export": (
-        "exports", [arguments.build, arguments.export_arguments], "write the plan in the format of another tool",
+        None, [arguments.build, arguments.export_arguments], "write the plan in the format of another tool",
     ),
     "check-sharding": (
         building.check_sharding, [arguments.model, arguments.check_sharding],
         "check a model's multi-device annotations",
     ),
     "tiles": (
-        "tiling", [arguments.tiles_arguments],
+        None, [arguments.tiles_arguments],
         "start, stop and size of every tile of a tensor, and what another tiling moves",
     ),
     "prove": (
-        "prove", [arguments.prove_arguments],
+        None, [arguments.prove_arguments],
         "prove that a parallel program computes a model, or show a cell that differs",
     ),
     "calibrate": (building.calibrate, [arguments.calibrate], "measure this machine and write a topology file"),
@@ -62,8 +61,9 @@ COMMANDS: dict[str, tuple[Command | str, Sequence[Arguments], str]] = {
     ),
     "opt": (rewriting.opt, [arguments.opt], "apply rules to IR text"),
     "rules": (rewriting.rules, [arguments.rules], "list the rewrite rules, or show one with before and after"),
-    "auto-shard": ("auto_shard.command", [arguments.auto_shard], "find pipeline stages for the nodes of an ONNX file"),
+    "auto-shard": (None, [arguments.auto_shard], "find pipeline stages for the nodes of an ONNX file"),
 }  # fmt: skip
+"""What a command runs (without it: what a program offers under its name), its arguments, and what it does."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -109,7 +109,8 @@ def _run(args: argparse.Namespace, out: TextIO, *, last: bool) -> int:
         _look(args)
         _load_operators(args)
         with _reading(args):
-            return _command(args.name)(args).end(args, out)
+            command = COMMANDS[args.name][0] or tool(Command, args.name)
+            return command(args).end(args, out)
     except TapestryError as e:
         status = failed(e)
         return _leave(status) if isinstance(e, RunError) and last else status
@@ -125,12 +126,6 @@ def _run(args: argparse.Namespace, out: TextIO, *, last: bool) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
-
-
-def _command(name: str) -> Command:
-    """What a command runs: one of ours, or the function of a tool that is called as the command is."""
-    command = COMMANDS[name][0]
-    return getattr(tool(command), name.replace("-", "_")) if isinstance(command, str) else command
 
 
 def parsed(words: Sequence[str]) -> argparse.Namespace:

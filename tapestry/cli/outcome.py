@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TextIO
+from typing import Protocol, TextIO
 
 from tapestry.arguments import print_json
 
@@ -33,6 +33,14 @@ class Outcome:
         elif self.insist or not args.quiet:
             self.show()
         return self.status
+
+
+class Command(Protocol):
+    """What a command runs."""
+
+    def __call__(self, args: argparse.Namespace, /) -> Outcome:
+        """How it ends."""
+        ...
 
 
 def bar(args: argparse.Namespace, title: str) -> AbstractContextManager[Callable[..., None]]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tapestry.arguments import shapes
-from tapestry.cli.outcome import Outcome
+from tapestry.cli.outcome import Command, Outcome
 from tapestry.errors import TapestryError, similar, some
 from tapestry.plugins import tool
 
@@ -101,13 +101,8 @@ def rules(args: argparse.Namespace) -> Outcome:
         return _checked(args.check)
     for path in args.rules:
         load_rules(path)
-    laboratory = tool("rulebook") if args.derive or args.ablate or args.discover is not None else None
-    if laboratory and args.derive:
-        return laboratory.derived(args.derive, mesh=args.mesh, most=args.forms, dot=args.dot, svg=args.svg, view=args.view)
-    if laboratory and args.ablate:
-        return laboratory.ablated(args.ablate, shapes(args.shapes))
-    if laboratory:
-        return laboratory.discovered(args.discover, shapes(args.shapes), args.terms)
+    if args.derive or args.ablate or args.discover is not None:
+        return tool(Command, "rule laboratory")(args)
     if args.rule is not None and args.rule not in rule_table():
         hint = similar(args.rule, sorted(rule_table())) or "`tapestry rules` lists them"
         raise TapestryError(f"there is no rule '{args.rule}'", hint=hint)

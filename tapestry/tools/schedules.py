@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from tapestry.api import Compiled, open_session
 from tapestry.ir.graph import Graph
 from tapestry.ir.kernel import Box, intersect, shape, size
 from tapestry.ir.program import Launch, Load, Program, Reduce, Transfer
@@ -175,6 +176,14 @@ def _add(h: Any, value: Any) -> None:
             _add(h, x)
     else:
         h.update(repr(value).encode())
+
+
+def run_in_any_order(
+    compiled: Compiled, feeds: Mapping[str, Any], seed: int, progress: Progress = silent
+) -> tuple[Result, dict[str, Any]]:
+    """Run a build block by block in a random order, beside a run in the plan's."""
+    other = open_session(compiled.build, b"".join(compiled.constants.values()), make=AnyOrderExecutor)
+    return run_beside(compiled.session, other, feeds, seed, progress)
 
 
 def run_beside(

@@ -17,6 +17,7 @@ from tapestry.ir.types import itemsize
 from tapestry.plugins import tool
 from tapestry.viz.format import human, shape_text, wrapped
 from tapestry.viz.tables import Sheet, sheets
+from tapestry.viz.tool_kinds import Pictures
 
 ROWS, COLUMNS = 12, 60  # characters of a sheet
 
@@ -41,7 +42,7 @@ def _pattern(args: argparse.Namespace) -> Outcome:
     tiling.over(len(extents))
     shown = tiling_document(extents, tiling, after, args.dtype)
     if args.svg:
-        tool("viewer.draw").tiles(extents, tiling).save(args.svg)
+        tool(Pictures).tiles(extents, tiling).save(args.svg)
         shown["svg"] = str(args.svg)
     return Outcome(shown, lambda: print(tiling_text(shown, extents, tiling), end=""), insist=True)
 

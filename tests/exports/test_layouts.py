@@ -14,11 +14,13 @@ import pytest
 import torch
 
 import tapestry
-from tapestry import arguments, cli
+from tapestry import cli
 from tapestry.interop.placement import held
 from tapestry.ir.program import Launch
+from tapestry.plugins import offered
 from tapestry.tools.exports import formats, layouts
 from tapestry.tools.exports.onnx_nodes import NotExpressible
+from tapestry.viz.tool_kinds import ExportFormat
 from tests.support.small_models import save
 from tests.support.two_hosts import free_port
 
@@ -167,7 +169,7 @@ def test_what_is_moved_before_an_operation_is_said_of_it(tmp_path):
 
 
 def test_the_commands_formats_are_those_of_the_table(tmp_path, capsys):
-    assert tuple(formats.FORMATS) == arguments.FORMATS and set(formats.NEAREST) <= set(arguments.FORMATS)
+    assert tuple(formats.FORMATS) == offered(ExportFormat)
     tapestry.compile(save("mlp"), mesh="1").save(tmp_path / "build")
     assert cli.main(["export", str(tmp_path / "build"), "--format", "json", "--nearest", "-o", str(tmp_path / "p.json")]) == 2
     assert "as it is, or not at all" in capsys.readouterr().err

@@ -22,6 +22,7 @@ from tapestry.plugins import tool
 from tapestry.system.processes import end_with_parent
 from tapestry.tools.auto_shard import auto_shard
 from tapestry.tools.auto_shard.auto_shard import Options, Trial
+from tapestry.viz.tool_kinds import Sessions
 
 RUNS = 5  # of each, after one that counts for nothing; their median does
 TOGETHER = 4  # candidates that are loaded at a time
@@ -83,7 +84,7 @@ class StageTrials:
         feeds = [api.load(b).random_feeds() for b in builds]
         seconds: list[list[float]] = [[] for _ in builds]
         with ExitStack() as loaded:
-            processes, session = self.options.ranks, tool("sessions.session").Session
+            processes, session = self.options.ranks, tool(Sessions)
             sessions = [loaded.enter_context(session(b, processes=processes if processes > 1 else None)) for b in builds]
             for n in range(RUNS + 1):
                 for k in range(len(builds)):

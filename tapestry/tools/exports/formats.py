@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import json
 import textwrap
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from tapestry.build import store
-from tapestry.build.store import Build, new_file
-from tapestry.errors import BuildError, TapestryError, similar, some
+from tapestry.build.store import new_file
+from tapestry.errors import BuildError, TapestryError, some
 from tapestry.interop.sharding_specs import OURS
 from tapestry.ir.plan import Strategy
 from tapestry.plan.search.priced_plan import PricedPlan
-from tapestry.plan.strategy import Language
 from tapestry.sharding import export_sharding
 from tapestry.tools.exports import kernel_package, layouts, onnx_files, rank_onnx, tp_plan
 from tapestry.verify.rewriting import rewrite_log
+from tapestry.viz.tool_kinds import Asked, ExportFormat, write
 
 INDENTED: dict[str, Any] = {
     "initial_indent": "  ",
@@ -28,92 +27,9 @@ INDENTED: dict[str, Any] = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
-    """A build, and what is asked of its export.
-
-    Attributes:
-        constants: data of derived constants.
-        rewrites: the log of rewrites, as it is stored; nothing where the build has none.
-        nearest: whether the nearest plan that the format can say will do.
-        copy: whether external data that would be out of reach is copied.
-        into: an annotated file whose configurations are kept; ``configuration`` is the name of the plan's.
-    """
-
-    build: Build
-    constants: bytes
-    rewrites: bytes
-    target: Path
-    nearest: bool = False
-    copy: bool = False
-    into: Path | None = None
-    configuration: str = OURS
-
-
-@dataclass(frozen=True, slots=True)
-class Format:
-    """A format: what it is, what writes it, and a line or more of what was written, of the document that writing gives.
-
-    Attributes:
-        language: what it can say of a graph's operations, for a search of such plans alone; none: that cannot be asked for.
-        said: the strategies of a plan that was found so, as the format says them: one choice, or several.
-    """
-
-    about: str
-    write: Callable[[Asked], dict[str, Any]]
-    text: Callable[[dict[str, Any]], list[str]]
-    language: Language | None = None
-    said: Callable[[PricedPlan], Sequence[tuple[Strategy, ...]]] | None = None
-
-
-def language(form: str) -> Language | None:
-    """What a plan for a format keeps to.
-
-    Raises:
-        TapestryError: there is no such format, or it says a plan as it is.
-    """
-    known = [name for name, f in FORMATS.items() if f.language]
-    if form not in known:
-        hint = similar(form, known) or f"one of {', '.join(known)}"
-        raise TapestryError(f"no plan can be asked for in format '{form}'", where="--for", hint=hint)
-    return FORMATS[form].language
-
-
-def said(form: str, plan: PricedPlan) -> Sequence[tuple[Strategy, ...]]:
-    """The strategies of a plan that was planned for a format, as the format says them: one choice, or several.
-
-    Raises:
-        NotExpressible: it cannot.
-    """
-    as_said = FORMATS[form].said
-    return as_said(plan) if as_said else [plan.plan.strategies]
-
-
 def _placed(plan: PricedPlan, form: str) -> Sequence[tuple[Strategy, ...]]:
     layouts.places(plan, form, nearest_will_do=False)
     return [plan.plan.strategies]
-
-
-def write(form: str, asked: Asked) -> dict[str, Any]:
-    """Write a build in a format.
-
-    Raises:
-        TapestryError: it cannot be written there; NotExpressible: the format cannot say the plan.
-    """
-    target = asked.target
-    if form not in FORMATS:
-        raise TapestryError(f"no format named '{form}'", hint=similar(form, FORMATS) or f"one of {', '.join(FORMATS)}")
-    if asked.nearest and form not in NEAREST:
-        what = "the format says a plan as it is, or not at all"
-        raise TapestryError(what, where=f"--nearest, --format {form}", hint=f"formats with it: {', '.join(sorted(NEAREST))}")
-    if form != "onnx" and (asked.into is not None or asked.configuration != OURS):
-        what = "only annotations have configurations"
-        raise TapestryError(what, where=f"--into or --configuration, --format {form}", hint="--format onnx")
-    if target.is_dir() and form not in FOLDERS:
-        raise TapestryError("cannot write there", where=str(target), why="it is a folder", hint="another -o")
-    if target.resolve() == Path(asked.build.model).resolve():
-        raise TapestryError("cannot write there", where=str(target), why="it is the build's model", hint="another -o")
-    return {"format": form, **FORMATS[form].write(asked)}
 
 
 def export(
@@ -206,52 +122,52 @@ def _history(a: Asked) -> dict[str, Any]:
     return {"file": str(a.target), "steps": len(document["steps"]), "end_sha256": document["end_sha256"]}
 
 
-FORMATS: dict[str, Format] = {
-    "onnx": Format(
+FORMATS: dict[str, ExportFormat] = {
+    "onnx": ExportFormat(
         "the model with the plan as multi-device annotations",
         lambda a: export_sharding.export(a.build, a.target, copy=a.copy, into=a.into, configuration=a.configuration),
         _annotated,
     ),
-    "onnx-ranks": Format(
+    "onnx-ranks": ExportFormat(
         "a folder with an ONNX file for each rank, collectives as nodes",
         lambda a: rank_onnx.export_ranks(a.build, a.constants, a.target, nearest=a.nearest), _ranks, rank_onnx.language,
+        nearest=True, folder=True,
     ),
-    "onnx-fused": Format(
+    "onnx-fused": ExportFormat(
         "the graph after every rewrite as plain ONNX for one device",
         lambda a: onnx_files.export_fused(a.build, a.constants, a.target),
         lambda d: [f"{d['model']}: {d['nodes']} nodes for {d['operations']} operations, weights in {d['data']}"],
     ),
-    "tp-plan": Format(
+    "tp-plan": ExportFormat(
         "transformers' base_model_tp_plan: a style for each linear layer and table",
         lambda a: tp_plan.export_tp_plan(a.build, a.target, nearest=a.nearest), _styles, tp_plan.language, tp_plan.said,
+        nearest=True,
     ),
-    "dtensor": Format(
+    "dtensor": ExportFormat(
         "placements of torch.distributed.tensor for every parameter, input, output and activation",
         lambda a: layouts.export_places(a.build, a.target, "dtensor", nearest_will_do=a.nearest), _placement_lines,
-        layouts.language, lambda plan: _placed(plan, "dtensor"),
+        layouts.language, lambda plan: _placed(plan, "dtensor"), nearest=True,
     ),
-    "jax": Format(
+    "jax": ExportFormat(
         "a PartitionSpec for every parameter, input, output and activation",
         lambda a: layouts.export_places(a.build, a.target, "jax", nearest_will_do=a.nearest), _placement_lines,
-        layouts.language, lambda plan: _placed(plan, "jax"),
+        layouts.language, lambda plan: _placed(plan, "jax"), nearest=True,
     ),
-    "json": Format(
+    "json": ExportFormat(
         "the layout of every tensor, and what every operation cuts",
         lambda a: layouts.export_json(a.build, a.target),
         lambda d: [f"{d['file']}: {d['tensors']} tensors, {d['operations']} operations, {d['plan_bytes']:,} bytes moved"],
     ),
-    "kernels": Format(
+    "kernels": ExportFormat(
         "the Triton kernels as a Python package of torch's custom operators, which needs torch and triton alone",
-        lambda a: kernel_package.export_kernels(a.build, a.target), _kernels,
+        lambda a: kernel_package.export_kernels(a.build, a.target), _kernels, folder=True,
     ),
-    "ir": Format(
+    "ir": ExportFormat(
         "the plan's graph: IR text (.tap), or a JSON document",
         lambda a: onnx_files.export_ir(a.build, a.constants, a.target, copy=a.copy), _text_of_ir,
     ),
-    "history": Format(
+    "history": ExportFormat(
         "the rewrites from the lifted graph to the plan's, for tapestry opt --replay", _history,
         lambda d: [f"{d['file']}: {some(d['steps'], 'rewrite')} to the graph of SHA-256 {d['end_sha256']}"],
     ),
 }  # fmt: skip
-NEAREST = frozenset({"onnx-ranks", "tp-plan", "dtensor", "jax"})
-FOLDERS = frozenset({"onnx-ranks", "kernels"})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,15 +10,26 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tapestry.arguments import shapes
 from tapestry.cli.outcome import Outcome
 from tapestry.errors import TapestryError
 from tapestry.plugins import tool
+from tapestry.viz.tool_kinds import Pages, Pictures
 
 if TYPE_CHECKING:
     from tapestry.tools.rulebook.production_space import ProductionSpace
 
 Row = dict[str, Any]
 ROUNDS = 15  # runs of a build, of which the median counts
+
+
+def laboratory(args: argparse.Namespace) -> Outcome:
+    """``tapestry rules --derive``, ``--ablate`` or ``--discover``."""
+    if args.derive:
+        return derived(args.derive, mesh=args.mesh, most=args.forms, dot=args.dot, svg=args.svg, view=args.view)
+    if args.ablate:
+        return ablated(args.ablate, shapes(args.shapes))
+    return discovered(args.discover, shapes(args.shapes), args.terms)
 
 
 def derived(what: str, *, mesh: str, most: int, dot: bool, svg: Path | None, view: Path | None = None) -> Outcome:
@@ -39,11 +51,10 @@ def derived(what: str, *, mesh: str, most: int, dot: bool, svg: Path | None, vie
     space.derive(graph)
     document = _space(space)
     if svg:
-        tool("viewer.draw").derivation(document).save(svg)
+        tool(Pictures).derivation(document).save(svg)
     if view:
-        page = tool("viewer.html_page")
-        text = page.assemble({"derivations": document, "name": Path(what).name}, f"forms of {Path(what).name} · Tapestry")
-        page.write_page(view, text)
+        name = Path(what).name
+        tool(Pages).titled({"derivations": document, "name": name}, f"forms of {name} · Tapestry").save(view)
 
     def text() -> None:
         print("\n".join(_dot(document) if dot else _listed(document)))
@@ -89,7 +100,7 @@ def _listed(document: Row) -> Iterator[str]:
     yield best["graph"].rstrip()
 
 
-def ablated(models: Sequence[Path], shapes: Mapping[str, Any]) -> Outcome:
+def ablated(models: Sequence[Path], sizes: Mapping[str, Any]) -> Outcome:
     """``tapestry rules --ablate``: objective and processor time with the book, without it, and by equation."""
     from tapestry import api
     from tapestry.rewrites.core.driver import rules_of
@@ -97,13 +108,13 @@ def ablated(models: Sequence[Path], shapes: Mapping[str, Any]) -> Outcome:
     book = [r.name for r in rules_of("algebra")]
     rows: list[Row] = []
     for model in models:
-        whole = api.compile(model, devices=1, shapes=shapes)
+        whole = api.compile(model, devices=1, shapes=sizes)
         used = [n for n in dict.fromkeys(m.partition("@")[0] for m in map(str, whole.build.moves)) if n in book]
         cases = [("all", ()), ("none", ("algebra",))]
         cases += [(f"without {n}", (n,)) for n in used]
         cases += [(f"{n} alone", tuple(m for m in book if m != n)) for n in used]
         for name, without in cases:
-            done = whole if name == "all" else api.compile(model, devices=1, shapes=shapes, without=without)
+            done = whole if name == "all" else api.compile(model, devices=1, shapes=sizes, without=without)
             moves = [str(m) for m in done.build.moves]
             times = {"objective_s": done.report["objective_s"], "cpu_s": _timed(done)}
             rows.append({"model": str(model), "equations": name, **times, "moves": moves})
@@ -118,14 +129,14 @@ def ablated(models: Sequence[Path], shapes: Mapping[str, Any]) -> Outcome:
     return Outcome({"ablations": rows}, text, insist=True)
 
 
-def discovered(models: Sequence[Path], shapes: Mapping[str, Any], terms: int) -> Outcome:
+def discovered(models: Sequence[Path], sizes: Mapping[str, Any], terms: int) -> Outcome:
     """``tapestry rules --discover``: proved equations that the book does not derive, as texts for it, most saved first."""
     from tapestry.lift import lift
     from tapestry.plan.topology import parse_mesh, topology
     from tapestry.rewrites.core.driver import simplify
     from tapestry.tools.rulebook.discovery import Discovery
 
-    corpus = {str(m): simplify(lift(m, shapes, weights=False).graph) for m in models}
+    corpus = {str(m): simplify(lift(m, sizes, weights=False).graph) for m in models}
     search = Discovery(corpus=corpus, topology=topology(parse_mesh("1"), "cpu"), terms=terms)
     rows: list[Row] = [
         {"equation": f.title, "family": f.family, "proof": f.proof, "rounding": f.rounding, "shown": dict(f.shown),

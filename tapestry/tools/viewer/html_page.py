@@ -209,6 +209,11 @@ class Page:
         return f'<iframe {frame} srcdoc="{html.escape(self.html)}"></iframe>'
 
 
+def titled(document: dict[str, Any], title: str) -> Page:
+    """The page of other data than a build."""
+    return Page(assemble(document, title))
+
+
 def view(builds: Sequence[Parts]) -> Page:
     """The page of one build, or of two beside each other."""
     names = [Path(b.model).stem for b, *_ in builds]
