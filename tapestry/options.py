@@ -9,14 +9,13 @@ import argparse
 import re
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tapestry.ir.plan import Mesh
-    from tapestry.plan.solver.budget import Found
 
 TYPES = {"int": int, "float": float, "Path": Path, "str": str}
 
@@ -93,7 +92,7 @@ class Options:
     print_after: Sequence[str] = option("--print-after", "print the IR after a pass; it can be read back", (), metavar="PASS")
     # fmt: on
     interrupt: threading.Event = field(default_factory=threading.Event)
-    found: Found | None = None
+    found: Callable[[float, float], None] | None = None
     began: float = field(default_factory=time.perf_counter)
     kept: frozenset[str] = frozenset()
 

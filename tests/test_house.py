@@ -1,4 +1,4 @@
-"""The house rules that tools can check: imports, linters, sizes of rooms, files and functions, names.
+"""The house rules that tools can check: imports, linters, sizes of rooms, names.
 
 Each check of our own is also shown to fail on a small tree that breaks it. The pages are tested in tests/docs."""
 
@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tapestry import plugins
-from tapestry.cli.building import Evidence, OtherOrder
+from tapestry.cli.building import KernelEvidence, OtherOrder
 from tapestry.cli.outcome import Command
 from tapestry.tools import OFFERED
 from tapestry.viz.tool_kinds import ExportFormat, Pages, Pictures, Sessions
@@ -31,11 +31,11 @@ BIN = Path(sys.executable).parent
 OURS = sorted(p for d in ("tapestry", "tests", "bench", "examples", "docs") for p in (ROOT / d).rglob("*.py"))
 PACKAGE = [p for p in OURS if p.is_relative_to(ROOT / "tapestry")]
 
-MAX_FILE, MAX_FUNCTION, MAX_ROOM = 799, 49, 16
+MAX_ROOM = 16
 FORBIDDEN_NAMES = ("utils.py", "util.py", "helper.py", "helpers.py", "common.py", "misc.py", "manager.py")
 
 
-FUNCTION, IMPORT = (ast.FunctionDef, ast.AsyncFunctionDef), (ast.Import, ast.ImportFrom)
+IMPORT = (ast.Import, ast.ImportFrom)
 ENVIRONMENT = {"os.environ", "os.environb", "os.getenv", "os.putenv"}
 
 
@@ -44,14 +44,11 @@ class Source:
     """What the rules ask of a source; its syntax tree is not kept.
 
     Attributes:
-        functions: names and numbers of lines.
-        imports: at its top and inside of functions; ``for_types``: those of them under ``if TYPE_CHECKING``.
+        imports: at its top, inside of functions and for types.
         environment: what it reads and sets the environment with, written ``a.b``.
     """
 
-    functions: tuple[tuple[str, int], ...]
     imports: tuple[ast.Import | ast.ImportFrom, ...]
-    for_types: frozenset[ast.AST]
     environment: frozenset[str]
 
 
@@ -69,13 +66,10 @@ def source(text: str) -> Source:
     """What a source says, which several checks ask."""
     tree = ast.parse(text)
     nodes = list(statements(tree))
-    checks = [n for n in nodes if isinstance(n, ast.If) and "TYPE_CHECKING" in ast.unparse(n.test)]
     imports = tuple(n for n in nodes if isinstance(n, IMPORT))
     dotted = {ast.unparse(n) for n in ast.walk(tree) if isinstance(n, ast.Attribute)} if "env" in text else set[str]()
     return Source(
-        functions=tuple((f.name, (f.end_lineno or f.lineno) - f.lineno + 1) for f in nodes if isinstance(f, FUNCTION)),
         imports=imports,
-        for_types=frozenset(x for n in checks for x in statements(n) if isinstance(x, IMPORT)),
         environment=frozenset(ENVIRONMENT & (dotted | {m for n in imports for m in imported(n)})),
     )
 
@@ -108,32 +102,10 @@ def test_pyright():
 # sizes
 
 
-def long_files(files: Iterable[Path], most: int = MAX_FILE) -> dict[str, int]:
-    """Files of more lines than that."""
-    sizes = {str(p): p.read_text().count("\n") for p in files}
-    return {p: n for p, n in sizes.items() if n > most}
-
-
-def long_functions(files: Iterable[Path], most: int = MAX_FUNCTION) -> dict[str, int]:
-    """Functions of more lines than that, by file and name."""
-    found: dict[str, int] = {}
-    for p in files:
-        found |= {f"{p}:{name}": n for name, n in read(p).functions}
-    return {name: n for name, n in found.items() if n > most}
-
-
 def full_rooms(files: Iterable[Path], most: int = MAX_ROOM) -> dict[str, int]:
     """Folders of more modules than that; ``__init__.py`` is the folder itself."""
     rooms = Counter(str(p.parent) for p in files if p.name != "__init__.py")
     return {room: n for room, n in rooms.items() if n > most}
-
-
-def test_files_stay_short():
-    assert long_files(OURS) == {}
-
-
-def test_functions_stay_short():
-    assert long_functions(OURS) == {}
 
 
 def test_rooms_stay_small():
@@ -141,16 +113,10 @@ def test_rooms_stay_small():
     assert full_rooms([*OURS, *native]) == {}
 
 
-def test_sizes_are_measured(tmp_path):
+def test_a_full_room_is_seen(tmp_path):
     for k in range(17):
         (tmp_path / f"m{k}.py").write_text("x = 1\n")
-    (tmp_path / "long.py").write_text("def f():\n" + "    x = 1\n" * 799)
-    files = sorted(tmp_path.glob("*.py"))
-    assert full_rooms(files) == {str(tmp_path): 18}
-    assert long_files(files) == {str(tmp_path / "long.py"): 800}
-    assert long_functions(files) == {f"{tmp_path / 'long.py'}:f": 800}
-    (tmp_path / "long.py").write_text("def f():\n" + "    x = 1\n" * 48)
-    assert long_functions(files) == {}
+    assert full_rooms(tmp_path.glob("*.py")) == {str(tmp_path): 17}
 
 
 WEIGH = SHARED / "tools" / "house" / "measure.py"
@@ -180,13 +146,11 @@ def module_name(file: Path, root: Path) -> str:
 
 
 def import_graph(files: Iterable[Path], root: Path) -> dict[str, set[str]]:
-    """Which modules among the files each of them imports, at its top or inside of a function; not for types alone."""
+    """Which modules among the files each of them imports, at its top or inside of a function, or for types alone."""
     modules = {module_name(p, root): p for p in files}
     graph: dict[str, set[str]] = {}
     for name, p in modules.items():
-        said = read(p)
-        named = {x for n in said.imports if n not in said.for_types for x in targets(n, modules)}
-        graph[name] = named - {name}
+        graph[name] = {x for n in read(p).imports for x in targets(n, modules)} - {name}
     return graph
 
 
@@ -227,19 +191,16 @@ def test_no_circle_of_imports():
     assert circles(import_graph(PACKAGE, ROOT)) == []
 
 
-@pytest.mark.parametrize("text", ["from p.a import f\n", "import p.a\n", "def g():\n    from p import a\n"])
+@pytest.mark.parametrize(
+    "text",
+    ["from p.a import f\n", "import p.a\n", "def g():\n    from p import a\n", "if TYPE_CHECKING:\n    from p import a\n"],
+)
 def test_a_circle_is_seen(tmp_path, text):
     (tmp_path / "p").mkdir()
     (tmp_path / "p" / "a.py").write_text("from p import b\n")
     (tmp_path / "p" / "b.py").write_text(text)
     (tmp_path / "p" / "c.py").write_text("from p import a, b\n")
     assert circles(import_graph(tmp_path.rglob("*.py"), tmp_path)) == [["p.a", "p.b"]]
-
-
-def test_an_import_for_types_is_no_circle(tmp_path):
-    (tmp_path / "a.py").write_text("import b\n")
-    (tmp_path / "b.py").write_text("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import a\n")
-    assert circles(import_graph(tmp_path.rglob("*.py"), tmp_path)) == []
 
 
 def imports_of(file: Path) -> set[str]:
@@ -309,7 +270,7 @@ def test_every_pin_meets_what_the_package_asks_for():
 
 def test_what_programs_offer_is_of_its_kind():
     """The table of `tapestry.tools` has names in strings, which no type checker sees through."""
-    kinds = {k.__name__: k for k in (Command, Evidence, ExportFormat, OtherOrder, Pages, Pictures, Sessions)}
+    kinds = {k.__name__: k for k in (Command, ExportFormat, KernelEvidence, OtherOrder, Pages, Pictures, Sessions)}
     assert kinds.keys() == OFFERED.keys()
     for kind, names in ((kinds[k], names) for k, names in OFFERED.items()):
         wanted = ["__call__"] if "__call__" in vars(kind) else [n for n in vars(kind) if not n.startswith("_")]

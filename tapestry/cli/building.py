@@ -25,14 +25,14 @@ if TYPE_CHECKING:
     from tapestry.runtime.target_protocol import Progress
 
 
-class Evidence(Protocol):
-    """Proofs of what a build has besides its plan: rows for a report."""
+class KernelEvidence(Protocol):
+    """Proofs of the kernels of a build: a row of a report for each."""
 
     def __call__(self, folder: Path, report: Callable[..., None], /) -> list[dict[str, str]]:
-        """Prove it.
+        """Prove them.
 
         Raises:
-            LawError: something is not what it stands for.
+            LawError: a kernel is not its operation.
         """
         ...
 
@@ -138,7 +138,7 @@ def verify(args: argparse.Namespace) -> Outcome:
     replayed = replay_rewrites(args.build, build.plan.graph)
     rewrites = None if replayed is None else {"steps": replayed.steps, "shown": dict(replayed.shown)}
     with bar(args, "verify") as report:
-        kernels = tool(Evidence)(args.build, report) if args.kernels else None
+        kernels = tool(KernelEvidence)(args.build, report) if args.kernels else None
 
     def text() -> None:
         print(f"{args.build}: {sum(laws.values()):,} checks of {len(laws)} laws, all hold")

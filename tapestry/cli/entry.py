@@ -20,6 +20,7 @@ from tapestry import arguments
 from tapestry.cli import building, outcome, rewriting
 from tapestry.cli.outcome import Command
 from tapestry.errors import BuildError, ModelError, RunError, TapestryError, absent, similar, unusable
+from tapestry.flags import version
 from tapestry.plugins import tool
 from tapestry.system import interrupts
 
@@ -178,9 +179,7 @@ class _Version(argparse.Action):
     """``--version``; the version is looked up only then."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        import tapestry
-
-        print(f"tapestry {tapestry.__version__}")
+        print(f"tapestry {version()}")
         if self.const:
             print(*outcome.lines(), sep="\n")
         parser.exit()

@@ -21,7 +21,7 @@ OFFERED: Mapping[str, Mapping[str, tuple[str, str]]] = {
         ("onnx", "onnx-ranks", "onnx-fused", "tp-plan", "dtensor", "jax", "json", "kernels", "ir", "history"),
         ("tapestry.tools.exports.formats", "FORMATS"),
     ),
-    "Evidence": {"": ("tapestry.tools.kernel_proofs.build_kernels", "prove_kernels")},
+    "KernelEvidence": {"": ("tapestry.tools.kernel_proofs.build_kernels", "prove_kernels")},
     "OtherOrder": {"": ("tapestry.tools.schedules", "run_in_any_order")},
     "Pages": {"": ("tapestry.tools.viewer.html_page", "")},
     "Pictures": {"": ("tapestry.tools.viewer.draw", "")},

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -21,13 +20,10 @@ import torch.distributed as dist
 from tapestry.ir.kernel import Box, cut, shape
 from tapestry.ir.program import ALL_REDUCE, REDUCE_SCATTER, Call, Reduce
 from tapestry.runtime import target_protocol
-from tapestry.runtime.messages.moves import Move
+from tapestry.runtime.messages.moves import Move, RankDevices
 from tapestry.runtime.messages.point_to_point import MessageBuffers, Piece, PointToPoint, in_one_piece
 from tapestry.runtime.processes.wire import COMPUTE, Start, Team
 from tapestry.runtime.target_protocol import Array
-
-if TYPE_CHECKING:
-    from tapestry.runtime.processes.distributed import RankExecutor
 
 Tensor = torch.Tensor
 
@@ -365,7 +361,7 @@ class MergeByMessages(_Merge):
                     self._rows(group, k, device, e).copy_(self.merged[e][k])
 
 
-def merge(rank: RankExecutor, at: int, step: Reduce, use: int, call: Call) -> Move:
+def merge(rank: RankDevices, at: int, step: Reduce, use: int, call: Call) -> Move:
     """A reduction by the call that carries its first phase."""
     if rank.one_device_each and call.name in (ALL_REDUCE, REDUCE_SCATTER) and len(call.groups[0]) > 1:
         names = step.sent

@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -35,12 +34,36 @@ from tapestry.ir.program import (
 from tapestry.runtime import target_protocol
 from tapestry.runtime.executor import copy, ends, present
 from tapestry.runtime.messages.point_to_point import MessageBuffers, Piece, PointToPoint, drained_at, in_one_piece, posted_ahead
-from tapestry.runtime.processes.wire import IN_FLIGHT, Start, Team, flat_bytes
-
-if TYPE_CHECKING:
-    from tapestry.runtime.processes.distributed import RankExecutor
+from tapestry.runtime.one_process.logical_devices import LocalExecutor
+from tapestry.runtime.processes.wire import IN_FLIGHT, Start, Team, Wire, flat_bytes
+from tapestry.runtime.target_protocol import Array
 
 Tensor = torch.Tensor
+
+
+class RankDevices(LocalExecutor):
+    """The devices of one rank, as what it moves uses them.
+
+    Attributes:
+        placed: where what comes is put, by device and buffer: the same place in every batch.
+        one_device_each: whether every rank has one.
+    """
+
+    wire: Wire
+    placed: dict[tuple[int, str], Array]
+    one_device_each: bool
+
+    @abstractmethod
+    def dies_at(self, at: int, name: str) -> bool:
+        """Whether a buffer is a kernel's, and a step is the last to read it."""
+
+    @abstractmethod
+    def team(self, call: Call) -> Team | None:
+        """Those with whom this rank makes a call; ``None`` where it takes no part."""
+
+    @abstractmethod
+    def tag(self, at: int, part: int, src: int, dst: int) -> int:
+        """The tag of a message between two devices in one part of a step."""
 
 
 @dataclass(slots=True)
@@ -56,7 +79,7 @@ class Move(ABC):
         began: when it was started, in nanoseconds since 1970.
     """
 
-    rank: RankExecutor
+    rank: RankDevices
     at: int
     use: int
     parts: list[PointToPoint] = field(default_factory=list[PointToPoint])
@@ -109,7 +132,7 @@ class Move(ABC):
         """Where it is first used: wait, and put in place what came; whether anything did."""
 
 
-def transfer(rank: RankExecutor, at: int, step: Transfer, use: int, call: Call) -> Move:
+def transfer(rank: RankDevices, at: int, step: Transfer, use: int, call: Call) -> Move:
     """A transfer by the call that carries it."""
     whole = rank.one_device_each and call.name in (ALL_GATHER, ALL_TO_ALL, BROADCAST)
     return (TransferByCall if whole else TransferByMessages)(rank, at, use, step=step, call=call)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -23,22 +23,17 @@ import torch
 from tapestry import flags
 from tapestry.errors import RunError, TapestryError
 from tapestry.ir.graph import Graph
-from tapestry.ir.kernel import shape
+from tapestry.ir.kernel import Box, shape
 from tapestry.ir.program import Call, Free, Launch, Load, Program, Reduce, Transfer, allocated, reads
 from tapestry.ir.types import HOST
 from tapestry.onnx_eval.opaque_node import HostValue, is_map, is_sequence
 from tapestry.runtime import target_protocol
 from tapestry.runtime.executor import Route, owners, silent
 from tapestry.runtime.messages.merging import merge
-from tapestry.runtime.messages.moves import Move, calls_of, first_uses, freed_at, set_times, signature, transfer
+from tapestry.runtime.messages.moves import Move, RankDevices, calls_of, first_uses, freed_at, set_times, signature, transfer
 from tapestry.runtime.messages.point_to_point import MessageBuffers, Piece, PointToPoint
-from tapestry.runtime.one_process.logical_devices import LocalExecutor
 from tapestry.runtime.processes.wire import COMPUTE, WEIGHTS, Groups, Team, Wire, clock
 from tapestry.runtime.target_protocol import Array, Measured, Progress, Source, Target
-
-if TYPE_CHECKING:
-    from tapestry.ir.kernel import Box
-
 
 # Where a rank's tensors are, and which backend of torch.distributed carries them: gloo on CPUs, NCCL on GPUs.
 #
@@ -138,11 +133,10 @@ class Slice:
     end: int
 
 
-class RankExecutor(LocalExecutor):
+class RankExecutor(RankDevices):
     """The devices of one rank.
 
     Attributes:
-        placed: where what comes is put, by device and buffer: the same place in every batch.
         actions: what each step does on this rank.
         put: takes the blocks of outputs of this rank (output, box, array) where rank 0 is not to gather them.
         backend_calls: calls of torch.distributed in the last run, by name, without those that bring outputs to rank 0.
@@ -156,7 +150,7 @@ class RankExecutor(LocalExecutor):
         self.slices: list[Slice] = []
         self.calls = calls_of(graph, program, wire.backend)
         self.one_device_each = wire.world == program.devices
-        self.placed: dict[tuple[int, str], Array] = {}
+        self.placed = {}
         self.moves: dict[int, Move] = {}
         self.actions: list[tuple[Callable[[], object], ...]] = []
         self.last: list[Move] = []
