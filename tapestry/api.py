@@ -19,7 +19,7 @@ from tapestry.build.sized_builds import SizedBuild
 from tapestry.errors import BuildError, TapestryError, unusable
 from tapestry.ir.graph import Opaque
 from tapestry.ir.symbolic_plan import Sizes, formula_of, text_of
-from tapestry.ir.types import DTYPES, Tensor
+from tapestry.ir.types import DTYPES, Array, Tensor
 from tapestry.onnx_eval.opaque_node import HostValue, is_array
 from tapestry.plugins import tool
 from tapestry.runtime.feeds import random_feeds
@@ -42,7 +42,6 @@ if TYPE_CHECKING:  # a build is loaded and run without the compiler
     from tapestry.verify.model.model_values import ModelFile
     from tapestry.viz.tool_kinds import Page
 
-Array = np.ndarray[Any, Any]
 Values = Mapping[str, Any]
 """Inputs or outputs by name: arrays, and lists and dictionaries for what is no tensor."""
 

@@ -13,7 +13,7 @@ from onnx import ModelProto, TensorProto, helper
 
 from tapestry.errors import LawError, ModelError, TapestryError, refusing
 from tapestry.ir.graph import Graph
-from tapestry.ir.types import FLOATS, numpy_dtype
+from tapestry.ir.types import FLOATS, Array, numpy_dtype
 from tapestry.lift.file.protos import EARLY, standard_opset
 from tapestry.lift.file.structure import TEXT, file_bytes, load, load_text
 from tapestry.lift.file.weight_data import read_weight
@@ -25,7 +25,6 @@ from tapestry.verify import interp
 from tapestry.verify.model import awkward_operands, model_laws
 from tapestry.verify.model.model_values import ModelFile, WrongSizes, subgraphs
 
-Array = np.ndarray[Any, Any]
 Evidence = dict[str, Any]
 POINTS = 1 << 37  # index points of a graph whose model is still run
 QUICKLY = 1 << 34  # where a plan has just been made

@@ -19,10 +19,7 @@ from tapestry.errors import BuildError
 from tapestry.ir.graph import Graph
 from tapestry.ir.kernel import Box
 from tapestry.ir.program import Buffer, Free, Launch, Load, Message, Program, Reduce, Shared, Step, Transfer
-from tapestry.ir.types import itemsize
-
-Array = np.ndarray[Any, Any]
-
+from tapestry.ir.types import Array, itemsize
 
 T = TypeVar("T")
 

@@ -15,9 +15,7 @@ from typing import Any
 import numpy as np
 
 from tapestry.ir.index import Aff
-from tapestry.ir.types import DTYPES, FLOATS
-
-Array = np.ndarray[Any, Any]
+from tapestry.ir.types import DTYPES, FLOATS, Array
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+Array = np.ndarray[Any, Any]
+
 # name -> (bytes per element, numpy name); bfloat16 comes from ml_dtypes
 DTYPES: dict[str, tuple[int, str]] = {
     "f64": (8, "float64"), "f32": (4, "float32"), "f16": (2, "float16"), "bf16": (2, "bfloat16"),

@@ -18,12 +18,9 @@ import numpy as np
 
 from tapestry.errors import TapestryError
 from tapestry.ir.graph import Opaque
-from tapestry.ir.types import HOST, STORED, numpy_dtype
+from tapestry.ir.types import HOST, STORED, Array, numpy_dtype
 from tapestry.onnx_eval.ort_session import Guarded, OrtError, apart
 from tapestry.onnx_eval.reference_fixes import SHORT, once, reference_evaluator
-
-Array = np.ndarray[Any, Any]
-
 
 # pyright: basic
 # onnx and onnxruntime come without complete types

@@ -16,9 +16,7 @@ from tapestry.errors import TapestryError
 from tapestry.ir.expr import Arg, Call, Const, Expr, Index, walk
 from tapestry.ir.graph import Block, Graph, Opaque, Read
 from tapestry.ir.index import dims_of
-from tapestry.ir.types import FLOATS, STORED, Tensor, numpy_dtype
-
-Array = np.ndarray[Any, Any]
+from tapestry.ir.types import FLOATS, STORED, Array, Tensor, numpy_dtype
 
 
 def random_feeds(graph: Graph, seed: int) -> dict[str, Any]:

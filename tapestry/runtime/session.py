@@ -21,7 +21,7 @@ from tapestry.ir.graph import Graph
 from tapestry.ir.kernel import Box
 from tapestry.ir.program import Program
 from tapestry.ir.symbolic_plan import Sizes, equal_launches
-from tapestry.ir.types import DTYPES, Tensor, Weight, itemsize, numpy_dtype
+from tapestry.ir.types import DTYPES, Array, Tensor, Weight, itemsize, numpy_dtype
 from tapestry.lift.file.weight_data import read_checked
 from tapestry.onnx_eval.opaque_node import HostValue, is_array
 from tapestry.plan.topology import from_data
@@ -30,8 +30,6 @@ from tapestry.runtime.feeds import check_indices, index_bounds
 if TYPE_CHECKING:
     from tapestry.runtime.executor import Executor
     from tapestry.runtime.target_protocol import Measured, Progress, Source, Target
-
-Array = np.ndarray[Any, Any]
 
 
 NO_WEIGHTS = "compile again without --no-weights, or a module whose weights are not on the meta device"

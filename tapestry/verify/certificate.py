@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
@@ -27,12 +26,9 @@ from tapestry.ir.plan import Layout, Mesh, Plan, Stage
 from tapestry.ir.program import Buffer, Free, Launch, Load, Message, Program, Reduce, Transfer, allocated
 from tapestry.ir.states import native
 from tapestry.ir.syntax.printer import signature
-from tapestry.ir.types import DTYPES, FLOATS, HOST, itemsize
+from tapestry.ir.types import DTYPES, FLOATS, HOST, Array, itemsize
 from tapestry.verify import exchange, monoid_laws
 from tapestry.verify.exchange import Boxes, Breach, Hulls, Lists, Parts, Spans, first, spans_of
-
-Array = np.ndarray[Any, Any]
-
 
 # The distinct cells among many positions of a tensor, and where each position's is: as `numpy.unique`, without sorting.
 

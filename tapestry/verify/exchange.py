@@ -19,10 +19,7 @@ from tapestry.ir.laws import where
 from tapestry.ir.plan import Stage, coordinates, interval
 from tapestry.ir.program import Message, Program, Reduce, Transfer
 from tapestry.ir.states import varies
-from tapestry.ir.types import itemsize
-
-Array = np.ndarray[Any, Any]
-
+from tapestry.ir.types import Array, itemsize
 
 # Lists of boxes, one box per device, as the plan checker handles them: numbered by value, and as arrays.
 #

@@ -26,12 +26,9 @@ from tapestry.ir.index import Aff, bounds, evaluate
 from tapestry.ir.kernel import Box, cut
 from tapestry.ir.laws import where
 from tapestry.ir.monoid import MONOIDS
-from tapestry.ir.types import FLOATS, HOST, numpy_dtype
+from tapestry.ir.types import FLOATS, HOST, Array, numpy_dtype
 from tapestry.onnx_eval import opaque_node
 from tapestry.verify.model.model_values import ModelFile, ReferenceValues
-
-Array = np.ndarray[Any, Any]
-
 
 # One walk over a block at a point, whatever stands for places and values: arrays of numbers here, index expressions and terms
 # in `rewriting.normal_form` and in the proofs of kernels.

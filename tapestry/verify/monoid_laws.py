@@ -7,7 +7,6 @@ an operation's body gives for drawn values of what it reads, and merges of those
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -16,10 +15,9 @@ from tapestry.ir.expr import Expr
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.laws import where
 from tapestry.ir.monoid import BUILT_IN, MONOIDS, Monoid
-from tapestry.ir.types import FLOATS, numpy_dtype
+from tapestry.ir.types import FLOATS, Array, numpy_dtype
 from tapestry.verify.interp import value
 
-Array = np.ndarray[Any, Any]
 State = tuple[Array, ...]
 DRAWS = 256  # states of each operation
 NEAR = 1e-9  # of the greatest number in what is merged: rounding in float64

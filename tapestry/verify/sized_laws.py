@@ -25,12 +25,9 @@ from tapestry.ir.kernel import Box, whole
 from tapestry.ir.laws import where
 from tapestry.ir.program import Free, Program, allocated
 from tapestry.ir.symbolic_plan import Formula, Region, Size, Sizes, SymbolicPlan, formula_of, names_of
-from tapestry.ir.types import itemsize
+from tapestry.ir.types import Array, itemsize
 from tapestry.verify import certificate
 from tapestry.verify.exchange import Breach, Coverage, Lists, Parts, Point, Spans, everywhere
-
-Array = np.ndarray[Any, Any]
-
 
 # Facts about boxes whose ends follow from sizes, for every size of a region: isl finds a size and a cell where one fails.
 #

@@ -18,9 +18,7 @@ import numpy as np
 
 from tapestry.errors import TapestryError
 from tapestry.ir.symbolic_plan import Formula, Region, Sizes
-
-Array = np.ndarray[Any, Any]
-
+from tapestry.ir.types import Array
 
 # Columns: a number of a model at every size of a region, and the sizes at which one expression gives it.
 #

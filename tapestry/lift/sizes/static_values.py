@@ -15,7 +15,8 @@ import numpy as np
 import onnx
 from onnx import numpy_helper
 
-Array = np.ndarray[Any, Any]
+from tapestry.ir.types import Array
+
 CELLS = 1 << 16  # of a value at one size
 NUMBERS = 1 << 25  # of a value at all sizes
 Operator = Callable[["Call"], Array | None]

@@ -10,7 +10,6 @@ import re
 import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
@@ -19,15 +18,12 @@ from tapestry.ir import laws
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.syntax.parser import parse
 from tapestry.ir.syntax.printer import to_text
-from tapestry.ir.types import FLOATS, numpy_dtype
+from tapestry.ir.types import FLOATS, Array, numpy_dtype
 from tapestry.rewrites.core.driver import apply_moves
 from tapestry.rewrites.core.rule import Move, Refusal, Rule, parse_move
 from tapestry.verify import interp
 from tapestry.verify.rewriting import normal_form
 from tapestry.verify.rewriting.trials import Trial
-
-Array = np.ndarray[Any, Any]
-
 
 TOLERANCE = 1e-9  # of float64, relative to the greatest magnitude: rules may reassociate, not approximate
 

@@ -20,11 +20,9 @@ from typing import Any, TypeVar
 import numpy as np
 
 from tapestry.errors import TapestryError
+from tapestry.ir.types import Array
 from tapestry.plan.topology import Topology, device_data, from_data
 from tapestry.plan.topology.fabric import CLASSES, PRODUCTS, CallTimes, KernelRates, calls_data, classes_data
-
-Array = np.ndarray[Any, Any]
-
 
 ROUNDS = 20
 VECTORS = 8  # rates of what products are computed with that are tried, each half of the one before

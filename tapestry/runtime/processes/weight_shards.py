@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 from zipfile import BadZipFile
 
 import numpy as np
@@ -19,11 +18,9 @@ import numpy as np
 from tapestry.build.store import new_folder
 from tapestry.errors import TapestryError
 from tapestry.ir.graph import Graph
+from tapestry.ir.types import Array
 from tapestry.runtime.executor import file_name, write_outputs
 from tapestry.runtime.feeds import random_feeds
-
-Array = np.ndarray[Any, Any]
-
 
 # Streams of requests: where each batch's inputs are, and which batches are done.
 #

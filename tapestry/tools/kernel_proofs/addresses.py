@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -12,12 +11,10 @@ from tapestry.errors import LawError
 from tapestry.ir import space
 from tapestry.ir.index import Aff, dims_of
 from tapestry.ir.kernel import Box, shape
+from tapestry.ir.types import Array
 from tapestry.tools.kernel_proofs.kernel_text import Buffer, Evaluation, OutOfReach, evaluated_together, lanes
 from tapestry.tools.kernel_proofs.program_reading import Access, Program, Store
 from tapestry.tools.kernel_proofs.terms import Terms, Unsupported
-
-Array = np.ndarray[Any, Any]
-
 
 # Questions about integers under conditions, answered by isl: does a condition follow, are two expressions equal.
 

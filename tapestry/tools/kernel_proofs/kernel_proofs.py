@@ -16,6 +16,7 @@ from tapestry.ir.graph import Block, Graph
 from tapestry.ir.index import Aff, Mod, const, dims_of
 from tapestry.ir.kernel import Kernel, shape, strides
 from tapestry.ir.states import varies
+from tapestry.ir.types import Array
 from tapestry.tools.kernel_proofs import addresses
 from tapestry.tools.kernel_proofs.addresses import Conditions
 from tapestry.tools.kernel_proofs.kernel_text import Evaluation, KernelText, OutOfReach, block_of, evaluated_together
@@ -23,9 +24,6 @@ from tapestry.tools.kernel_proofs.program_reading import Program, Store
 from tapestry.tools.kernel_proofs.term_matching import Matching, Operation, flattened, orders
 from tapestry.tools.kernel_proofs.terms import Terms, Unsupported, kind_of
 from tapestry.tools.kernel_proofs.triton_source import read_launch
-
-Array = np.ndarray[Any, Any]
-
 
 # Kernels of two passes: what the first one leaves in scratch, as terms at any address of it.
 

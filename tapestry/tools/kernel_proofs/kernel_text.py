@@ -13,11 +13,9 @@ import numpy as np
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.index import Aff, Floor, const
 from tapestry.ir.kernel import Kernel
+from tapestry.ir.types import Array
 from tapestry.tools.kernel_proofs.terms import Terms, Unsupported
 from tapestry.verify.interp import NUMPY
-
-Array = np.ndarray[Any, Any]
-
 
 NOT_GIVEN = "not given:"  # begins the name of what an operation reads and its kernel does not
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from tapestry.ir.expr import PRIMITIVES
 from tapestry.ir.index import Aff, const
+from tapestry.ir.types import Array
 from tapestry.tools.kernel_proofs import terms as term_arithmetic
 from tapestry.tools.kernel_proofs.kernel_text import (
     Buffer,
@@ -32,9 +33,6 @@ from tapestry.tools.kernel_proofs.kernel_text import (
 )
 from tapestry.tools.kernel_proofs.terms import REDUCING, Kind, Terms, Unsupported, arithmetic, extreme, kind_of
 from tapestry.verify.interp import NUMPY
-
-Array = np.ndarray[Any, Any]
-
 
 # Functions that a source brings along: which primitive each is, found by its values and not by its name.
 

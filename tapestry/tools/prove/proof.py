@@ -14,7 +14,7 @@ import numpy as np
 
 from tapestry.errors import TapestryError
 from tapestry.ir.graph import Block, Graph, Op
-from tapestry.ir.types import FLOATS
+from tapestry.ir.types import FLOATS, Array
 from tapestry.lift.file.structure import Given, load
 from tapestry.runtime.feeds import random_feeds
 from tapestry.tools.prove.collectives import Collective, results
@@ -24,7 +24,6 @@ from tapestry.tools.prove.reductions import alike
 from tapestry.tools.prove.values import Miss, Ref, Table, Value, extents
 from tapestry.verify import interp
 
-Array = np.ndarray[Any, Any]
 Values = dict[str, Value]
 
 

@@ -24,7 +24,7 @@ from tapestry.errors import ModelError, TapestryError, refusing
 from tapestry.ir.expr import Const
 from tapestry.ir.graph import Graph, Op
 from tapestry.ir.index import Aff, const, dim, evaluate, floordiv, modulo
-from tapestry.ir.types import FLOATS, INTEGERS, Tensor
+from tapestry.ir.types import FLOATS, INTEGERS, Array, Tensor
 from tapestry.lift.builder import fit
 from tapestry.lift.file.external_data import open_inside, parse_place
 from tapestry.lift.file.protos import attributes, nested, replace_nodes, standard_opset, static_shape, subgraphs
@@ -36,7 +36,6 @@ from tapestry.tools.prove.plan_ranks import Placed, apart, by_data, inferred, ra
 from tapestry.tools.prove.values import Ref, Table, Value, extents
 from tapestry.verify import interp
 
-Array = np.ndarray[Any, Any]
 NODE = "DistCollective"
 KINDS = ("ALL_REDUCE", "ALL_GATHER", "REDUCE_SCATTER", "ALL_TO_ALL", "BROADCAST", "REDUCE", "GATHER", "SCATTER")
 SIZES = ("Resize", "Upsample", "Pad", "Range", "Clip", "Reshape", "Tile", "Expand", "Slice")  # whose inputs shapes depend on

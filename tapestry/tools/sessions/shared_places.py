@@ -17,9 +17,8 @@ import numpy as np
 
 from tapestry.api import Compiled
 from tapestry.errors import RunError
-from tapestry.ir.types import Tensor, numpy_dtype
+from tapestry.ir.types import Array, Tensor, numpy_dtype
 
-Array = np.ndarray[Any, Any]
 Tensors = Sequence[Tensor]
 ALIGNMENT = 64
 

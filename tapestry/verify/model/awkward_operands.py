@@ -24,15 +24,12 @@ from tapestry.ir.expr import Call, Expr, Index, arg_positions, distinct
 from tapestry.ir.graph import Block, Graph, Opaque
 from tapestry.ir.index import Aff, Mod, dim, dims_of
 from tapestry.ir.laws import where
-from tapestry.ir.types import FLOATS, numpy_dtype
+from tapestry.ir.types import FLOATS, Array, numpy_dtype
 from tapestry.onnx_eval import opaque_node
 from tapestry.onnx_eval.opaque_node import HostValue, is_array
 from tapestry.verify.model.cell_values import SPREAD, TRIALS, CellValues, cells, explained, same
 from tapestry.verify.model.counterparts import Counterpart, Counterparts, NoCounterpart, alike, near
 from tapestry.verify.model.model_values import LAW, ModelFile, Reader, ReferenceValues
-
-Array = np.ndarray[Any, Any]
-
 
 # Which awkward numbers are put where: into each read of an operation, at cells that only one of the output's cells looks at.
 #

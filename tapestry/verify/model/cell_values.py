@@ -19,13 +19,10 @@ from tapestry.ir.expr import Call, Const, Index, distinct
 from tapestry.ir.graph import Block, Graph, Op, Opaque
 from tapestry.ir.index import Aff, Floor, Mod, dims_of
 from tapestry.ir.monoid import MONOIDS, ByPrimitive, Product
-from tapestry.ir.types import FLOATS, numpy_dtype
+from tapestry.ir.types import FLOATS, Array, numpy_dtype
 from tapestry.onnx_eval.opaque_node import HostValue
 from tapestry.verify import certificate
 from tapestry.verify.interp import Arrays, meshed, opaque, steps
-
-Array = np.ndarray[Any, Any]
-
 
 Known = Callable[[str], Any]
 UNIT = {"f64": 2.0**-53, "f32": 2.0**-24, "f16": 2.0**-11, "bf16": 2.0**-8}

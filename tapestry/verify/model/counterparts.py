@@ -12,14 +12,11 @@ from onnx import NodeProto, helper
 from tapestry.errors import LawError, TapestryError
 from tapestry.ir.graph import Block, Graph, Opaque
 from tapestry.ir.syntax.printer import signature
-from tapestry.ir.types import FLOATS, numpy_dtype
+from tapestry.ir.types import FLOATS, Array, numpy_dtype
 from tapestry.onnx_eval.opaque_node import RANDOM, Asked, HostValue, draws, is_array
 from tapestry.verify.interp import opaque
 from tapestry.verify.model.cell_values import other_distribution
 from tapestry.verify.model.model_values import ModelFile, Reader, ReferenceValues, outer_names, run_node, subgraphs
-
-Array = np.ndarray[Any, Any]
-
 
 # pyright: basic
 # onnx comes without complete types

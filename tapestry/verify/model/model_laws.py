@@ -25,7 +25,7 @@ from tapestry.errors import LawError, TapestryError
 from tapestry.ir.graph import Block, Dim, Graph, Op, Opaque, Split
 from tapestry.ir.laws import where
 from tapestry.ir.syntax.printer import signature
-from tapestry.ir.types import FLOATS, STORED, numpy_dtype
+from tapestry.ir.types import FLOATS, STORED, Array, numpy_dtype
 from tapestry.onnx_eval.opaque_node import HostValue, draws, is_array
 from tapestry.verify.interp import opaque
 from tapestry.verify.model import counterparts, model_values
@@ -34,7 +34,6 @@ from tapestry.verify.model.cell_values import UNIT, CellValues, cells, explained
 from tapestry.verify.model.counterparts import Counterparts
 from tapestry.verify.model.model_values import LAW, ModelFile, Reader, ReferenceValues, awkward
 
-Array = np.ndarray[Any, Any]
 View = Callable[[Array], Array]
 Claim = tuple[str, View]
 """A value of the model, and what a tensor of the plan is of it."""

@@ -16,13 +16,10 @@ from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto,
 
 from tapestry.errors import LawError, TapestryError
 from tapestry.ir.graph import Graph, Opaque
-from tapestry.ir.types import HOST, Weight, numpy_dtype
+from tapestry.ir.types import HOST, Array, Weight, numpy_dtype
 from tapestry.onnx_eval import opaque_node
 from tapestry.onnx_eval.opaque_node import RANDOM, Asked, is_array
 from tapestry.onnx_eval.ort_session import OrtError, apart, inlined
-
-Array = np.ndarray[Any, Any]
-
 
 # pyright: basic
 # onnx and onnxruntime come without complete types

@@ -21,13 +21,10 @@ from tapestry.ir.index import Aff, const, dim, dims_of, span, substitute
 from tapestry.ir.kernel import whole
 from tapestry.ir.monoid import MONOIDS, ByPrimitive, Monoid, Product
 from tapestry.ir.space import Point
-from tapestry.ir.types import FLOATS, Tensor, numpy_dtype
+from tapestry.ir.types import FLOATS, Array, Tensor, numpy_dtype
 from tapestry.verify import certificate
 from tapestry.verify.interp import Walk, guards
 from tapestry.verify.model.cell_values import CellValues
-
-Array = np.ndarray[Any, Any]
-
 
 MOST_TERMS = 20_000
 _NONE = frozenset[str]()

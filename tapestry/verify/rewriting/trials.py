@@ -17,7 +17,6 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import isfinite, prod
-from typing import Any
 
 import numpy as np
 
@@ -27,11 +26,8 @@ from tapestry.ir.graph import Block, Graph, Op
 from tapestry.ir.index import Aff, const, dims_of
 from tapestry.ir.monoid import primitive_of
 from tapestry.ir.recognise import place_read, routed, selection
-from tapestry.ir.types import FLOATS, INTEGERS, Tensor
+from tapestry.ir.types import FLOATS, INTEGERS, Array, Tensor
 from tapestry.verify.rewriting.normal_form import Cells, Difference, Draw, Place, TooMuch
-
-Array = np.ndarray[Any, Any]
-
 
 # Which cells of a result are compared, and around which numbers inputs are drawn: what the operations of both sides name.
 
