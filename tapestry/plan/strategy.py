@@ -15,10 +15,9 @@ import numpy as np
 
 from tapestry.errors import PlanError
 from tapestry.interop.placement import layout_of_boxes
-from tapestry.ir.footprint import Boxes, hull
+from tapestry.ir.footprint import Boxes, hull, opaque_boxes
 from tapestry.ir.graph import Block, Graph, Op
 from tapestry.ir.index import dims_of
-from tapestry.ir.kernel import Box
 from tapestry.ir.monoid import MONOIDS
 from tapestry.ir.plan import Layout, Mesh, Strategy, coordinates, may_cut, shares
 from tapestry.ir.states import varies
@@ -209,7 +208,7 @@ def footprints_of_all(op: Op, graph: Graph, some: Sequence[Strategy], mesh: Mesh
     block = np.concatenate([op_boxes(op, s.dims, mesh) for s in some])
     many = (len(some), len(block) // len(some))
     if not isinstance(op, Block):
-        return {k: boxes.reshape(*many, *boxes.shape[1:]) for k, _, boxes in _opaque_footprints(op, graph, block)}
+        return {k: boxes.reshape(*many, *boxes.shape[1:]) for k, _, boxes in opaque_boxes(op, graph, block)}
     final = np.concatenate([tensor_boxes(tuple(d.size for d in op.dims), s.out, mesh) for s in some])
     reduced = _reduced_names(op) if op.monoid is not None else set[str]()
     cut = np.repeat([any(d in reduced for d in s.dims) for s in some], many[1])
@@ -226,31 +225,6 @@ def footprints_of_all(op: Op, graph: Graph, some: Sequence[Strategy], mesh: Mesh
             found = np.stack([np.minimum(found[..., 0], other[..., 0]), np.maximum(found[..., 1], other[..., 1])], -1)
         out[k] = found.reshape(*many, *found.shape[1:])
     return out
-
-
-def read_box(op: Op, graph: Graph, k: int, block: Box) -> Box:
-    """The part of its tensor that read number k of a block needs, clipped to the tensor."""
-    points = np.array(block, np.int64).reshape(1, len(block), 2)
-    if not isinstance(op, Block):
-        found = next(boxes for n, _, boxes in _opaque_footprints(op, graph, points) if n == k)
-    else:
-        spans = {d.name: (points[:, i, 0], points[:, i, 1] - 1) for i, d in enumerate(op.space)}
-        found = hull(op.reads[k], spans, graph.tensors[op.reads[k].tensor].shape, 1)
-    return tuple((int(lo), int(hi)) for lo, hi in found[0])
-
-
-def _opaque_footprints(op: Op, graph: Graph, block: Boxes) -> Iterator[tuple[int, str, Boxes]]:
-    assert not isinstance(op, Block)
-    for k, t in enumerate(op.ins):
-        if not t:
-            continue
-        shape = graph.tensors[t].shape
-        out = np.zeros((len(block), len(shape), 2), np.int64)
-        out[:, :, 1] = shape
-        for i, axis in enumerate(op.in_axes[k]):
-            if axis is not None:
-                out[:, axis] = block[:, i]
-        yield k, t, out
 
 
 # Layouts that the search must keep to, as annotations of the model give them: a filter on every operation's strategies.

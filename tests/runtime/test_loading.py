@@ -36,6 +36,33 @@ SIDE, LAYERS = 2048, 6  # of the model that is loaded in halves: weights of 16 M
 ENV = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
+# --- modules
+
+OF_THE_COMPILER = (
+    "tapestry.doors", "tapestry.pipeline", "tapestry.passes", "tapestry.plan.search", "tapestry.plan.solver", "tapestry.plan.strategy",
+    "tapestry.plan.structural_search", "tapestry.plan.lower", "tapestry.plan.cost", "tapestry.plan.memory", "tapestry.lift.operators",
+    "tapestry.lift.onnx_to_graph", "tapestry.lift.normalize", "tapestry.sharding", "tapestry.tools",
+)  # fmt: skip
+LOADED = f"""
+import sys
+import tapestry.api
+def compiler():
+    rules = {{m for m in sys.modules if m.startswith("tapestry.rewrites.") and not m.startswith("tapestry.rewrites.core")}}
+    return sorted(rules | {{m for m in sys.modules if m.startswith({OF_THE_COMPILER})}})
+assert not compiler(), compiler()
+build = tapestry.api.load(sys.argv[1])
+build.run(build.random_feeds())
+assert not compiler(), compiler()
+"""
+
+
+def test_a_build_is_loaded_and_run_without_the_compiler(tmp_path):
+    for name in ("mlp", "conv_chain", "opaques"):
+        api.compile(save(name), mesh="2").save(tmp_path / name)
+        done = subprocess.run([sys.executable, "-c", LOADED, tmp_path / name], env=ENV, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+
+
 # --- tiles
 
 

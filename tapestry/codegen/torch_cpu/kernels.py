@@ -35,6 +35,7 @@ from tapestry.codegen.torch_cpu.torch_ops.layers import viewed
 from tapestry.codegen.torch_cpu.views import pixels, rows, seen
 from tapestry.ir import plan
 from tapestry.ir.expr import Expr, arg_positions
+from tapestry.ir.footprint import read_box
 from tapestry.ir.graph import Block, Graph, Op, Opaque
 from tapestry.ir.kernel import Box, Kernel, shape, size
 from tapestry.ir.monoid import parts_of
@@ -43,7 +44,6 @@ from tapestry.ir.states import as_scan, layered
 from tapestry.ir.types import HOST, STORED, numpy_dtype
 from tapestry.ir.types import Tensor as TensorType
 from tapestry.onnx_eval import opaque_node
-from tapestry.plan.strategy import read_box
 
 Tensor = torch.Tensor
 

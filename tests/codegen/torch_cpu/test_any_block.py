@@ -13,11 +13,11 @@ import torch
 
 from tapestry.codegen.torch_cpu import FEWEST, TorchCpu
 from tapestry.codegen.torch_cpu.kernels import from_numpy, to_numpy
+from tapestry.ir.footprint import read_box
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.kernel import Box, Kernel, whole
 from tapestry.ir.syntax.parser import parse
 from tapestry.ir.types import itemsize
-from tapestry.plan.strategy import read_box
 from tapestry.rewrites.core.rule_check import random_feeds
 from tapestry.runtime.target_protocol import torch_dtype
 from tapestry.verify import interp
