@@ -1,7 +1,7 @@
 """What a compiler pass is, and the one runner that all passes go through.
 
 A pass is a function from a `Compilation` to the next one. The runner reports it (progress, and Ctrl-C, which ends a search and
-aborts anything else), notes what it reads and makes, times it, measures what it makes, prints the IR after it where that is
+aborts anything else), times it, measures what it makes, prints the IR after it where that is
 asked for, and checks the laws between passes with ``TAPESTRY_DEBUG=2`` or more.
 """
 
@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
-from typing import Any, cast
+from typing import Any
 
 from tapestry import flags
 from tapestry.compilation import Compilation
@@ -64,21 +64,6 @@ class Pass:
         return self.function.__name__.replace("_", "-")
 
 
-class _Noted:
-    """A compilation as a pass sees it; what the pass reads and makes is noted."""
-
-    def __init__(self, of: Compilation) -> None:
-        self.of, self.takes, self.gives = of, dict[str, None](), dict[str, Any]()
-
-    def __getattr__(self, name: str) -> Any:
-        self.takes[name] = None
-        return getattr(self.of, name)
-
-    def made(self, **values: Any) -> Compilation:
-        self.gives |= values
-        return self.of.made(**values)
-
-
 @dataclass(slots=True, kw_only=True)
 class Runner:
     """Runs passes.
@@ -115,17 +100,13 @@ class Runner:
 
     def _run(self, p: Pass) -> None:
         self.report(p.phase, p.name)
-        noted = _Noted(self.at)
-        start, worked = time.perf_counter(), time.process_time()
-        result = p.function(cast("Compilation", noted))
-        seconds, worked = time.perf_counter() - start, time.process_time() - worked
-        new, takes = noted.gives, [name for name in FIELDS if name in noted.takes]
-        changed = any(getattr(self.at, k) is not v for k, v in new.items())
-        self.at = result if new else self.at
+        before, start, worked = self.at, time.perf_counter(), time.process_time()
+        self.at = p.function(before)
+        seconds, worked = round(time.perf_counter() - start, 4), round(time.process_time() - worked, 4)
+        new = {name: v for name in FIELDS if (v := getattr(self.at, name)) is not getattr(before, name)}
         self.seconds[p.phase] = round(self.seconds.get(p.phase, 0.0) + seconds, 4)
-        row: dict[str, Any] = {"name": p.name, "phase": p.phase, "takes": takes, "gives": [*new], "seconds": round(seconds, 4)}
-        row |= {"processor_seconds": round(worked, 4)}
-        self.rows.append(row | {"changed": changed, **sizes(new.values())})
+        row = {"name": p.name, "phase": p.phase, "gives": [*new], "seconds": seconds, "processor_seconds": worked}
+        self.rows.append(row | sizes(new.values()))
         self._look(p, new)
 
     def _look(self, p: Pass, new: Mapping[str, Any]) -> None:

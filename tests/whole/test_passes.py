@@ -1,8 +1,7 @@
-"""The list of passes: what each takes and gives is what it read and made, ``compile`` shows what ran, and what is printed reads back."""
+"""The list of passes: what each gives is what it made, ``compile`` shows what ran, and what is printed reads back."""
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import json
 import logging
@@ -70,16 +69,10 @@ def test_what_no_pass_has_made_cannot_be_used():
         Runner(at=at, report=unreported).run([p for p in PASSES if p.name == "simplify"])
 
 
-def test_passes_read_what_earlier_ones_made_and_say_so():
-    rows = tapestry.compile(save("attention"), mesh="2x2").report["passes"]
-    there = {f.name for f in dataclasses.fields(Compilation) if f.default is dataclasses.MISSING} | {"whole", "sums", "front"}
-    for row in rows:
-        assert {*row["takes"]} <= there, row["name"]
-        there |= {*row["gives"]}
-    takes = {r["name"]: (r["takes"], r["gives"]) for r in rows}
-    assert takes["solve"] == (["task", "budget", "form", "problems"], ["candidate"])
-    assert takes["compare-whole-graph"][1] == ["planned", "plan", "peak_alone"]
-    assert takes["check-memory"] == (["options", "source"], [])
+def test_passes_say_what_they_made():
+    gives = {r["name"]: r["gives"] for r in tapestry.compile(save("attention"), mesh="2x2").report["passes"]}
+    assert gives["solve"] == ["candidate"] and gives["check-memory"] == []
+    assert "peak_alone" in gives["compare-whole-graph"]
 
 
 def test_every_rule_that_is_tried_by_price_says_so():
@@ -99,7 +92,7 @@ def test_json_says_what_ran(name, tmp_path):
     assert [r["name"] for r in d["passes"]] == NAMES
     rows = {r["name"]: r for r in d["passes"]}
     for p in PASSES:
-        assert rows[p.name]["takes"] and rows[p.name]["seconds"] >= 0
+        assert rows[p.name]["seconds"] >= 0
     assert rows["read-model"]["nodes"] == d["nodes"]
     assert rows["hoist-transfers"]["operations"] == d["ops"] and rows["solve"]["steps"] > 0
     assert rows["hoist-transfers"]["peak_bytes"] == max(d["peak_bytes"])

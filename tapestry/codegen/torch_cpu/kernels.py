@@ -237,8 +237,12 @@ def _sums(a: Asked) -> CpuKernel | Refusal:
     return _on_weights(a, sibling_sums.packable(a.op, a.graph, a.kernel, a.plain, _whole, a.how))
 
 
-def _dense(a: Asked) -> CpuKernel | Refusal:
-    return _on_weights(a, dense.packable(a.op, a.graph, a.kernel, a.plain, a.how))
+def _dense_convolution(a: Asked) -> CpuKernel | Refusal:
+    return _on_weights(a, dense.convolution_on_packed(a.op, a.graph, a.kernel, a.plain, a.how))
+
+
+def _linear_layer(a: Asked) -> CpuKernel | Refusal:
+    return _on_weights(a, dense.linear_on_packed(a.op, a.graph, a.kernel, a.plain, a.how))
 
 
 def _part_on_packed(a: Asked) -> CpuKernel | Refusal:
@@ -291,7 +295,8 @@ KERNELS: Kernels = (
     Way("group by group", _regrouped, "statistics of a group are computed once, not for each of its channels"),
     Way("convolution of 8 bits on a packed weight", _eights, "sums in i32; the rows below know floats alone"),
     Way("several sums on packed weights", _sums, "reads once what they share; each by itself would read it again"),
-    Way("on a packed weight", _dense, "the products that cost most in models, so before what takes them as they are"),
+    Way("convolution on a packed weight", _dense_convolution, "asked before the linear layer, which would write windows out"),
+    Way("linear layer on a packed weight", _linear_layer, "the products that cost most, so before what takes them as they are"),
     Way("on buffers as they are", lambda a: a.plain, "takes everything, so it comes last"),
 )
 """Kernels of a whole block, most special first."""

@@ -89,6 +89,23 @@ def _is_weight(r: Read) -> bool:
     return not r.when and r.other is None and all(e.is_dim or e == const(0) for e in r.index) and len({*plain}) == len(plain)
 
 
+@dataclass(frozen=True, slots=True)
+class _Roles:
+    """What dimensions and axes are in a convolution.
+
+    Attributes:
+        axes: of the image, in torch's order.
+        outs: the places of the output; ``windows``: the taps at each; an empty name where there is one, as of ``channel``.
+    """
+
+    axes: list[Axis]
+    outs: list[Dim]
+    channel: str
+    windows: list[str]
+    feature: Dim
+    batch: Dim
+
+
 @dataclass(slots=True)
 class _Sight:
     """Looks for the convolution of an image ``x`` with a weight ``w``."""
@@ -107,11 +124,10 @@ class _Sight:
         roles = None if image is None else self._roles(op, image)
         if roles is None or any(c is None for k, c in enumerate(cells) if k == self.w):
             return None
-        places, outs, channel, windows, feature, batch = roles
-        dims = (batch, feature, *outs)
+        dims = (roles.batch, roles.feature, *roles.outs)
         if {d.name for d in op.dims if d.size > 1} - {d.name for d in dims} or len({d.name for d in dims}) < len(dims):
             return None
-        return self._result(op, pairs, cells, places, dims, channel, windows)
+        return self._result(op, pairs, cells, dims, roles)
 
     def _cut(self) -> tuple[Block, dict[str, tuple[str, str]]]:
         """The operation with dimensions of one point gone, and those in two that the image alone has by rows and columns."""
@@ -149,7 +165,7 @@ class _Sight:
         return None if guards and k in (self.x, self.w) else out
 
     def _roles(self, op: Block, image: list[Axis]) -> _Roles | None:
-        """(axes of the image in torch's order, output places, channel, windows, feature, batch) of a convolution."""
+        """What the axes of the image are in a convolution."""
         reduced, weight = {d.name for d in op.reduce}, {n for e in op.reads[self.w].index for n in dims_of(e)}
         sizes = {d.name: d for d in op.dims}
         features = [d for d in op.dims if d.name in weight]
@@ -173,13 +189,13 @@ class _Sight:
         if sorted([*inner, *filter(None, names)]) != sorted(reduced):
             return None
         axes = [rest[0] if rest else (dim(batch.name), 1), channels[0] if channels else (const(0), 1), *places]
-        return axes, outs, "".join(inner), names, features[0], batch
+        return _Roles(axes, outs, "".join(inner), names, features[0], batch)
 
     def _result(
-        self, op: Block, pairs: dict[str, tuple[str, str]], cells: list[list[Axis] | None], image: list[Axis],
-        dims: tuple[Dim, ...], channel: str, windows: list[str],
-    ) -> Seen | None:  # fmt: skip
-        wanted = {self.x: image, self.w: self._weight(cells[self.w] or [], dims[1].name, channel, windows)}
+        self, op: Block, pairs: dict[str, tuple[str, str]], cells: list[list[Axis] | None], dims: tuple[Dim, ...], roles: _Roles
+    ) -> Seen | None:
+        names = [roles.channel, *roles.windows]
+        wanted = {self.x: roles.axes, self.w: self._weight(cells[self.w] or [], [roles.feature.name, *names])}
         reads, views, tensors, ins = (
             list[Read](),
             list[View | None](),
@@ -203,7 +219,7 @@ class _Sight:
             order += [first[n] for n in pairs.get(d.name, (d.name,)) if n in first]
         order += [i for i in range(len(dims)) if i not in order]
         reduced = {d.name: d for d in op.reduce}
-        inner = tuple(reduced[n] for n in (channel, *windows) if n)
+        inner = tuple(reduced[n] for n in names if n)
         shape = tuple(d.size for d in dims)
         new_op = replace(op, dims=dims, reduce=inner, reads=tuple(reads))
         if convolution(new_op) is None:
@@ -221,14 +237,10 @@ class _Sight:
         return Seen(alone, kernel, tuple(views), tuple(order), tuple(d.size for d in self.op.dims))
 
     @staticmethod
-    def _weight(cells: list[Axis], feature: str, channel: str, windows: list[str]) -> list[Axis] | None:
+    def _weight(cells: list[Axis], names: list[str]) -> list[Axis] | None:
         """The weight's axes in torch's order, those that it lacks of one cell."""
         own = {str(e): (e, n) for e, n in cells}
-        names = [feature, channel, *windows]
         return [own.get(n, (const(0), 1)) for n in names] if own.keys() <= {*names} else None
-
-
-_Roles = tuple[list[Axis], list[Dim], str, list[str], Dim, Dim]
 
 
 def _view(given: list[Axis], wanted: list[Axis]) -> View:

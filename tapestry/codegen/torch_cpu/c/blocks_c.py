@@ -80,18 +80,10 @@ def mapped(op: Block, graph: Graph, kernel: Kernel, plain: Run, how: How = PLAIN
     writer = Writer(names, reads, out, given=[] if how.any_size else None)
     name = print_c.register(writer.function(found), how.compiles)
     extents = shape(out)
-    record = functools.partial(_record_of_maps_c, name, used, writer.sizes())
-    few = size(out) < LEAST
-    more: dict[str, Any] = {"plain": plain, "few": few, "compiles": how.compiles}
-    return recorded(lambda m: m.view(extents), record, size(out), functions=(name,), **more)
-
-
-def _record_of_maps_c(name: str, used: Sequence[int], sizes: Any, ins: Ins, memory: Tensor) -> CCall:
-    function: Any = print_c.function(name)
-    given = [row_major(held(ins[k])) for k in used]
-    buffers = (ctypes.c_void_p * (len(given) + 1))(*(x.data_ptr() for x in given), memory.data_ptr())
-    fixed = all(shares(x, held(ins[k])) for x, k in zip(given, used, strict=True))
-    return CCall(function, sizes, buffers, (*given, memory), fixed)
+    return CpuKernel(
+        plain=plain, bind=functools.partial(_record, name, used, writer.sizes()), arrays=(lambda m: m.view(extents),),
+        memory=((size(out), torch.float32),), functions=(name,), few=size(out) < LEAST, compiles=how.compiles,
+    )  # fmt: skip
 
 
 def _exprs(p: Piece) -> tuple[Expr, ...]:

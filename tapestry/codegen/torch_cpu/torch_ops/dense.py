@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from math import prod
-from typing import Any
 
 import torch
 
@@ -65,76 +64,104 @@ class _Dense:
 
 
 def packable(op: Block, graph: Graph, kernel: Kernel, plain: Run, how: How = PLAIN) -> CpuKernel | Refusal:
-    """A linear layer or a convolution that reads its weight packed."""
-    frame = Frame(op.space, kernel.block)
+    """A convolution or a linear layer that reads its weight packed."""
+    return convolution_on_packed(op, graph, kernel, plain, how) or linear_on_packed(op, graph, kernel, plain, how)
+
+
+def convolution_on_packed(op: Block, graph: Graph, kernel: Kernel, plain: Run, how: How) -> CpuKernel | Refusal:
+    """A convolution that reads its weight packed."""
+    return _on_packed(op, graph, kernel, plain, how, _convolution)
+
+
+def linear_on_packed(op: Block, graph: Graph, kernel: Kernel, plain: Run, how: How) -> CpuKernel | Refusal:
+    """A linear layer that reads its weight packed."""
+    return _on_packed(op, graph, kernel, plain, how, _linear)
+
+
+def _on_packed(
+    op: Block, graph: Graph, kernel: Kernel, plain: Run, how: How, product: Callable[[Block, Graph, Kernel], _Dense | Refusal]
+) -> CpuKernel | Refusal:
+    """A product with what follows it: by our kernel alone, by torch's operators, or by a function in C."""
     if not torch.backends.mkldnn.is_available() or any(hi <= lo for lo, hi in kernel.block):
         return Refusal("it has no points, or torch has no oneDNN")
     if op.inner or op.monoid != "sum" or len(op.body) != 1 or op.body[0].dtype != "f32":
         return Refusal("it is no sum of f32")
     if transposed(op, graph, kernel):
         return Refusal("it is a transposed convolution, which torch does on weights as they are")
-    conv = _convolution(op, graph, kernel)
-    found = conv or _linear(op, graph, kernel, frame)
+    found = product(op, graph, kernel)
     if not found:
-        return Refusal(
-            f"it is no convolution ({conv.why if isinstance(conv, Refusal) else ''}), and no linear layer ({found.why})"
-        )
+        return found
     if found.weight in op.then_reads():
         return Refusal("what follows the sum reads the weight too")
-    then, size = found.then, prod(frame.extents[: len(op.dims)])
-    base = Frame(op.dims, kernel.block[: len(op.dims)])
-    tail = None if then.rest is None else Expressions(op, graph, kernel, then.rest, base, owned=True)
-    bias, residual = _part(op, kernel, then.bias), _part(op, kernel, then.residual)
+    then, base = found.then, Frame(op.dims, kernel.block[: len(op.dims)])
+    whole = _Whole(
+        found, prod(base.extents), _part(op, kernel, then.bias), _part(op, kernel, then.residual),
+        None if then.rest is None else Expressions(op, graph, kernel, then.rest, base, owned=True),
+    )  # fmt: skip
+    alone, rest = then.rest == (Acc(0, "f32"),), then.rest if kernel.outs == (base.box,) else None
+    after = _after(op, graph, kernel, rest[0], found.order, how) if rest and not alone else None
+    if found.record and (whole.tail is None or alone):
+        made = recorded(found.array, whole.record, whole.size, link=found.link)
+    elif after is None:
+        made = CpuKernel(plain=whole)
+    elif not found.record:
+        made = CpuKernel(plain=_Finished(whole, after, how.compiles))
+    else:
+        made = recorded(
+            found.array, _Finished(whole, after, how.compiles).record, whole.size, plain=whole, functions=(after.name,),
+            few=whole.size < LEAST, compiles=how.compiles,
+        )  # fmt: skip
+    return CpuKernel(plain=plain, packs={found.weight: found.pack}, on_packed=made, way=found.name, tried=found.tried)
 
-    def packed(ins: Ins, _: Sequence[Tensor]) -> list[Tensor]:
-        out = found(ins, bias(ins) if bias else None, residual(ins) if residual else None, size)
-        return tail(ins, [out]) if tail else [out]
 
-    def record(ins: Ins, memory: Tensor) -> CCall | Calls:
-        assert found.record
-        return found.record(ins, bias(ins) if bias else None, residual(ins) if residual else None, memory)
+@dataclass(frozen=True, slots=True)
+class _Whole:
+    """A product with the bias and the residual that it takes, and the rest of what follows by torch's operators."""
 
-    def reading(on_packed: CpuKernel) -> CpuKernel:
-        packs = {found.weight: found.pack}
-        return CpuKernel(plain=plain, packs=packs, on_packed=on_packed, way=found.name, tried=found.tried)
+    product: _Dense
+    size: int
+    bias: Callable[[Ins], Tensor] | None
+    residual: Callable[[Ins], Tensor] | None
+    tail: Expressions | None
 
-    if found.record and (tail is None or then.rest == (Acc(0, "f32"),)):
-        return reading(recorded(found.array, record, size, link=found.link))
-    rest = then.rest if kernel.outs == (base.box,) else None
-    after = _after(op, graph, kernel, rest[0], found.order, how) if rest and then.rest != (Acc(0, "f32"),) else None
-    if after is None:
-        return reading(CpuKernel(plain=packed))
-    if not found.record:
-        return reading(CpuKernel(plain=_Finished(found, bias, after, packed, how.compiles)))
+    def __call__(self, ins: Ins, _: Sequence[Tensor]) -> list[Tensor]:
+        """Compute into new memory."""
+        out = self.product(ins, *self._added(ins), self.size)
+        return self.tail(ins, [out]) if self.tail else [out]
 
-    def both(ins: Ins, memory: Tensor) -> Calls:
-        return Calls.of(record(ins, memory), after.record(ins, memory))
+    def record(self, ins: Ins, memory: Tensor) -> CCall | Calls:
+        """The call of our kernel, which has no tail."""
+        assert self.product.record
+        return self.product.record(ins, *self._added(ins), memory)
 
-    more: dict[str, Any] = {"plain": packed, "few": size < LEAST, "compiles": how.compiles}
-    return reading(recorded(found.array, both, size, functions=(after.name,), **more))
+    def _added(self, ins: Ins) -> tuple[Tensor | None, Tensor | None]:
+        return self.bias(ins) if self.bias else None, self.residual(ins) if self.residual else None
 
 
 @dataclass(frozen=True, slots=True)
 class _Finished:
-    """A product by oneDNN, and what follows by a function in C in the product's memory; ``plain`` without that function."""
+    """A product, and what follows by a function in C in the product's memory; by torch's operators without that function."""
 
-    product: _Dense
-    bias: Callable[[Ins], Tensor] | None
+    whole: _Whole
     after: Cells
-    plain: Run
     compiles: bool
 
     def __call__(self, ins: Ins, states: Sequence[Tensor]) -> list[Tensor]:
-        """Compute into new memory."""
+        """Compute into new memory; the product by oneDNN, which takes no residual."""
         if print_c.function(self.after.name, self.compiles) is None:
-            return self.plain(ins, states)
-        assert self.product.run
-        out = self.product.run(ins, self.bias(ins) if self.bias else None, None)
+            return self.whole(ins, states)
+        product, bias = self.whole.product, self.whole.bias
+        assert product.run
+        out = product.run(ins, bias(ins) if bias else None, None)
         dense = out.untyped_storage().nbytes() == out.nbytes
-        if not (out.permute(self.product.order).is_contiguous() if self.after.box else dense):
-            return self.plain(ins, states)
+        if not (out.permute(product.order).is_contiguous() if self.after.box else dense):
+            return self.whole(ins, states)
         self.after.record(ins, out.as_strided((out.numel(),), (1,))).run()
         return [out]
+
+    def record(self, ins: Ins, memory: Tensor) -> Calls:
+        """The calls of our kernel, and of the function."""
+        return Calls.of(self.whole.record(ins, memory), self.after.record(ins, memory))
 
 
 def _after(op: Block, graph: Graph, kernel: Kernel, value: Expr, order: tuple[int, ...], how: How) -> Cells | None:
@@ -191,7 +218,7 @@ def _part(op: Block, kernel: Kernel, k: int | None) -> Callable[[Ins], Tensor] |
     return lambda ins: take(held(ins[k]))
 
 
-def _linear(op: Block, graph: Graph, kernel: Kernel, frame: Frame) -> _Dense | Refusal:
+def _linear(op: Block, graph: Graph, kernel: Kernel) -> _Dense | Refusal:
     """Rows of one factor times a weight read by columns and the reduced dimensions alone."""
     found = sides(op)
     if found is None or not op.reduce:
@@ -199,7 +226,7 @@ def _linear(op: Block, graph: Graph, kernel: Kernel, frame: Frame) -> _Dense | R
     a, b, a_dims, b_dims = found
     for x, w, x_dims, w_dims in ((a, b, a_dims, b_dims), (b, a, b_dims, a_dims)):
         if x.dtype == "f32" and isinstance(w, Arg) and w.dtype == "f32":
-            dense = _product(op, graph, kernel, frame, x, w.pos, x_dims, w_dims)
+            dense = _product(op, graph, kernel, Frame(op.space, kernel.block), x, w.pos, x_dims, w_dims)
             if dense:
                 return dense
     return Refusal("no factor is a tensor of f32 that is read by rows of the sum and by one more dimension")
