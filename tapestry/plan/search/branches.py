@@ -47,6 +47,15 @@ class _Branch:
     known: list[tuple[int, ...]] = field(compare=False)
 
 
+@dataclass(frozen=True, slots=True)
+class Usages:
+    """What choices use over time, the most that there may be at each time, and what using it costs there."""
+
+    demands: Sequence[Demand] = ()
+    limits: Sequence[float] = ()
+    price: np.ndarray | None = None
+
+
 @dataclass(slots=True)
 class Branching:
     """A search through the branches of a problem.
@@ -54,7 +63,6 @@ class Branching:
     Attributes:
         clock: puts a choice on the clock.
         best: seconds of the best plan that is known, or from which on plans are of no use.
-        usages: what choices use over time, limits, and prices over time.
         done: the least bound of plans that were put on the clock.
     """
 
@@ -62,18 +70,18 @@ class Branching:
     clock: Clock
     best: float
     budget: Budget
-    usages: tuple[Sequence[Demand], Sequence[float], np.ndarray | None] = ((), (), None)
+    usages: Usages = Usages()
     done: float = np.inf
     met: dict[tuple[int, ...], float] = field(default_factory=dict[tuple[int, ...], float])
     priced: list[np.ndarray] = field(init=False)
     room: float = 0.0
 
     def __post_init__(self) -> None:
-        demands, limits, price = self.usages
+        limits, price = self.usages.limits, self.usages.price
         self.priced = [np.zeros(n) for n in self.problem.sizes]
         if price is not None and len(price) == len(limits):
             total = np.concatenate([[0.0], np.cumsum(price)])
-            for d in demands:
+            for d in self.usages.demands:
                 self.priced[d.node] = self.priced[d.node] + d.amounts * (total[d.hi] - total[d.lo])
             self.room = float(price @ np.array(limits, float))
 
@@ -129,9 +137,9 @@ class Branching:
 
     def fits(self, kept: Kept) -> bool:
         """Whether what choices use at least is within the limits."""
-        demands, limits, _ = self.usages
+        limits = self.usages.limits
         used = np.zeros(len(limits))
-        for d in demands:
+        for d in self.usages.demands:
             used[d.lo : d.hi] += d.amounts[kept[d.node]].min()
         return bool((used <= np.array(limits, float)).all())
 

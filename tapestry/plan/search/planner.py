@@ -19,7 +19,7 @@ from tapestry.ir.plan import Layout, Plan, Strategy, still
 from tapestry.ir.program import Transfer, peak_bytes
 from tapestry.ir.syntax.printer import to_text
 from tapestry.plan import ring_attention
-from tapestry.plan.search.branches import KNOWN, Branching, least_seconds
+from tapestry.plan.search.branches import KNOWN, Branching, Usages, least_seconds
 from tapestry.plan.search.paths import Game
 from tapestry.plan.search.priced_plan import (
     PricedPlan,
@@ -153,8 +153,6 @@ TINY = 24  # operations of graphs for which it is tried in passing too
 MIXTURES = 3  # plans of a mixed answer, with more and more room for what lowering adds
 ROUNDS = 48  # of the bound on time; answers that may be faster are put on the clock
 
-Usages = tuple[Sequence[Demand], Sequence[float], np.ndarray | None]
-
 
 def search(
     graph: Graph,
@@ -235,15 +233,15 @@ def spatial(
         best, tight = ringed(within_memory(problem, first, budget, begun, -np.inf, squeeze)), True
     if peak(best) > limit or not clock:
         return best
-    found = _on_the_clock(problem, _faster(begun, best), budget, (bound, upper), tight=tight, small=small)
+    found = _on_the_clock(problem, _faster(begun, best), budget, bound, upper, tight=tight, small=small)
     return replace(found, unlimited=first if tight else None)
 
 
 def _on_the_clock(
-    problem: Problem, best: PricedPlan, budget: Budget, ends: tuple[float, float], *, tight: bool, small: int
+    problem: Problem, best: PricedPlan, budget: Budget, bound: float, upper: float, *, tight: bool, small: int
 ) -> PricedPlan:
-    """A plan that takes no longer than one that fits, and a bound; ``tight``: the bound is of plans that fit."""
-    bound, upper = ends
+    """A plan that takes no longer than one that fits, and a bound at least as high; ``tight``: it is of plans that fit. From
+    ``upper`` seconds on no plan is of use."""
     limit = problem.topo.device.memory
     uses: Sequence[Demand] = demands(problem, surely=True) if tight else ()
     limits = [float(limit)] * len(problem.graph.ops) if tight else []
@@ -265,7 +263,8 @@ def _on_the_clock(
         best = _mixture(problem, best, game, budget)
         budget.found(best.objective, bound)
     if watched and len(problem.menus) <= small and bound < min(best.objective, upper) * (1 - PROVED):
-        best, bound = _branched(problem, best, budget.part(CLOSE), (bound, upper), met, (uses, limits, game.price))
+        usages = Usages(uses, limits, game.price)
+        best, bound = _branched(problem, best, budget.part(CLOSE), bound, upper, met=met, usages=usages)
         budget.found(best.objective, bound)
     return replace(best, bound=min(bound, best.objective))
 
@@ -287,12 +286,13 @@ def _mixture(problem: Problem, best: PricedPlan, game: Game, budget: Budget) -> 
 
 
 def _branched(
-    problem: Problem, best: PricedPlan, budget: Budget, ends: tuple[float, float], met: list[list[int]], usages: Usages
+    problem: Problem, best: PricedPlan, budget: Budget, bound: float, upper: float, *, met: list[list[int]], usages: Usages
 ) -> tuple[PricedPlan, float]:
     """A plan at least as good, and a bound: of all choices by branches, while there is work for them.
 
     Args:
-        ends: a bound that is known, and seconds from which on no plan is of use.
+        bound: one that is known.
+        upper: seconds from which on no plan is of use.
         met: choices that answered the game.
     """
     limit = problem.topo.device.memory
@@ -307,7 +307,6 @@ def _branched(
         least = [least_seconds(simulate(p.plan, p.program, problem.topo)) for p in fitting if np.isfinite(p.objective)]
         return min(seconds, default=np.inf), min(least, default=np.inf)
 
-    bound, upper = ends
     search = Branching(problem, clock, min(best.objective, upper), budget, usages)
     bound = max(bound, search.search(met[-KNOWN:], bound))
     return best, bound
