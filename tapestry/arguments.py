@@ -35,7 +35,7 @@ def seconds(text: str) -> float:
     """A type of argument: a time of at least 0, without end as well."""
     value = float(text)
     if not value >= 0:
-        raise argparse.ArgumentTypeError(f"{text} is no time")
+        raise argparse.ArgumentTypeError(f"{text}: seconds must be ≥ 0")
     return value
 
 

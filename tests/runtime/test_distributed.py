@@ -246,7 +246,7 @@ def test_a_stream_goes_on_where_it_ended(tmp_path):
         (("--seed", -1), "argument --seed: -1 is not 0 or more"),
         (("--max-restarts", -1), "argument --max-restarts: -1 is not 0 or more"),
         (("--processes", 2, "--port", 65536), "argument --port: 65536 is not 0 to 65535"),
-        (("--timeout", "nan"), "argument --timeout: nan is no time"),
+        (("--timeout", "nan"), "argument --timeout: nan: seconds must be ≥ 0"),
         (("--processes", 2, "--library"), "--library: a run by ranks uses no vendor library"),
     ],
 )

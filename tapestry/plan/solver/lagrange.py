@@ -18,29 +18,43 @@ from tapestry.plan.solver.budget import Budget
 from tapestry.plan.solver.elimination import Contraction, PairTable, minimise, undominated
 from tapestry.plan.solver.pairs import ROUNDING, Multipliers, Solution, proved
 
-CUTS = 150  # choices that the model remembers
-FLOOR = 2e-4  # smallest box, as a part of the bound
-STALL = 25  # rounds without progress after which it goes on in another way, or stops
-PACE, SLOW = 0.01, 1e-4  # of steps along the excess: at first, and when they may stop
-NEWS = 3  # times that get a price in one round
-GENTLE = 0.3  # of the time for making a choice fit, at the highest peaks alone
-FALLS, FALL = 10, 4.0  # prices that fall from very high ones, each by this factor
-TURNS = 6  # rounds of very high prices until a choice keeps to the limit
-TURN, FAR = 3.0, 0.3  # by how much (as a logarithm) prices differ after a round, where the limit is passed by this part of it
-SWELL = 1.2  # of what is added to prices, from round to round
-FIRST = 0.3  # of the budget, for messages without new prices
-STILL = 1e-5  # of the bound: messages that raise it by less have settled
-BOX = 0.2  # of the gap: how far prices may go at once, at first
-GROWTH = 1.3  # of a price, each time that it was too low to make a choice fit
-TURNED, TILT = 24, 1.5  # rounds that multiply prices; by how much at most (as a logarithm)
-AMBITION, BOLDER, BOLD = 0.1, 1.5, 0.5  # of the bound: what such a round aims at first; times this when it is better; at most
-PATIENCE = 3  # rounds without a better bound until half is aimed at
-RAISED, RAISE = 12, 1.3  # rounds of ever higher prices until a choice keeps to the limits
-MEMORY = 0.7  # of the excess of the rounds before
-LEFT, HELD = 1e-5, 1e-3  # of prices spread evenly, which every time keeps; of all prices, what counts as one
-AROUND = 0.05  # of all prices: how far the model's first ones may be from the best ones
-CLOSE = 2e-4  # of the bound: what the model promises at least where another round is worth it
-MODEL = 3_000  # units for each cut and active price of the model, about
+
+class Cutting:
+    """Settings of the cutting-plane model of `ascend`."""
+
+    cuts = 150  # choices that the model remembers
+    floor = 2e-4  # smallest box, as a part of the bound
+    stall = 25  # rounds without progress after which it goes on in another way, or stops
+    pace, slow = 0.01, 1e-4  # of steps along the excess: at first, and when they may stop
+    news = 3  # times that get a price in one round
+    first = 0.3  # of the budget, for messages without new prices
+    still = 1e-5  # of the bound: messages that raise it by less have settled
+    box = 0.2  # of the gap: how far prices may go at once, at first
+    model = 3_000  # units for each cut and active price of the model, about
+
+
+class Fitting:
+    """Settings of the prices that make a choice fit: `force`."""
+
+    gentle = 0.3  # of the time for making a choice fit, at the highest peaks alone
+    falls, fall = 10, 4.0  # prices that fall from very high ones, each by this factor
+    turns = 6  # rounds of very high prices until a choice keeps to the limit
+    turn, far = 3.0, 0.3  # by how much (as a logarithm) prices differ after a round, from this part past the limit
+    swell = 1.2  # of what is added to prices, from round to round
+    growth = 1.3  # of a price, each time that it was too low to make a choice fit
+
+
+class Turning:
+    """Settings of `ExactPrices`, whose rounds multiply prices."""
+
+    turned, tilt = 24, 1.5  # rounds that multiply prices; by how much at most (as a logarithm)
+    ambition, bolder, bold = 0.1, 1.5, 0.5  # of the bound: what a round aims at first; times this when it is better; at most
+    patience = 3  # rounds without a better bound until half is aimed at
+    raised, rise = 12, 1.3  # rounds of ever higher prices until a choice keeps to the limits
+    memory = 0.7  # of the excess of the rounds before
+    left, held = 1e-5, 1e-3  # of prices spread evenly, which every time keeps; of all prices, what counts as one
+    around = 0.05  # of all prices: how far the model's first ones may be from the best ones
+    close = 2e-4  # of the bound: what the model promises at least where another round is worth it
 
 
 @dataclass(slots=True)
@@ -61,7 +75,7 @@ class Prices:
         """Remember a choice; forget the one that says least at the best prices."""
         self.costs.append(cost)
         self.over.append(over.astype(np.float32))
-        if len(self.costs) > CUTS:
+        if len(self.costs) > Cutting.cuts:
             price = self.best_price[self.active]
             value = [c + float(o[self.active] @ price) for c, o in zip(self.costs[:-20], self.over[:-20])]
             k = int(np.argmax(value))
@@ -74,7 +88,7 @@ class Prices:
         near, rest = max(len(over) // 200, 1), over.copy()
         for t in self.active:
             rest[max(0, t - near) : t + near + 1] = -1.0
-        for _ in range(NEWS):
+        for _ in range(Cutting.news):
             t = int(rest.argmax())
             if rest[t] <= 0:
                 break
@@ -112,7 +126,7 @@ class Prices:
         first = not np.isfinite(self.best)
         if first:
             self.box = 0.1 * abs(bound)
-            self.least_box = FLOOR * abs(cost) * 1e-3
+            self.least_box = Cutting.floor * abs(cost) * 1e-3
         better = bound > self.best
         if better:
             if not first and bound > self.best + 2e-5 * abs(self.best):
@@ -120,7 +134,7 @@ class Prices:
             self.best, self.best_price = bound, self.price
         else:
             self.box *= 0.7
-        self.box = max(self.box, FLOOR * abs(self.best), self.least_box)
+        self.box = max(self.box, Cutting.floor * abs(self.best), self.least_box)
         return better
 
 
@@ -205,48 +219,48 @@ class ExactPrices(Prices):
         if not self.price.any():
             self.price = np.maximum(over, 0.0) ** 2
             self.price = self.price * (0.5 * scale / max(float(self.price.sum()), 1e-300))
-        aim, worse, mean = AMBITION, 0, over
-        for _ in range(TURNED):
+        aim, worse, mean = Turning.ambition, 0, over
+        for _ in range(Turning.turned):
             if self.ended() or budget.over() or not self.price.any():
                 return
             before = self.best
             bound, over = self.look()
-            mean, worse = MEMORY * mean + (1 - MEMORY) * over, 0 if bound > before else worse + 1
-            aim = min(aim * BOLDER, BOLD) if bound > before else aim
-            if worse == PATIENCE:
+            mean, worse = Turning.memory * mean + (1 - Turning.memory) * over, 0 if bound > before else worse + 1
+            aim = min(aim * Turning.bolder, Turning.bold) if bound > before else aim
+            if worse == Turning.patience:
                 aim, worse, self.price = aim / 2, 0, self.best_price if self.best_price.any() else 0.1 * self.price
-            held = self.price > HELD * self.price.max()
+            held = self.price > Turning.held * self.price.max()
             length = (self.best - bound + aim * scale) / max(float(self.price @ mean**2), 1e-300)
-            change = min(length, TILT / max(float(np.abs(mean[held]).max(initial=0.0)), 1e-300)) * mean
-            some = LEFT * self.price.sum() / len(over)
-            self.price = np.maximum(self.price * np.exp(np.clip(change, -TILT, TILT)), some)
+            change = min(length, Turning.tilt / max(float(np.abs(mean[held]).max(initial=0.0)), 1e-300)) * mean
+            some = Turning.left * self.price.sum() / len(over)
+            self.price = np.maximum(self.price * np.exp(np.clip(change, -Turning.tilt, Turning.tilt)), some)
             scale = max(scale, abs(self.best))
 
     def fit(self, budget: Budget) -> None:
         """Raise prices, most where the limit is passed, until a choice, or a mixture of choices, keeps to the limits."""
-        self.price = self.best_price + LEFT * self.best_price.sum() / max(len(self.best_price), 1)
-        for _ in range(RAISED):
+        self.price = self.best_price + Turning.left * self.best_price.sum() / max(len(self.best_price), 1)
+        for _ in range(Turning.raised):
             if np.isfinite(self.least) or budget.over() or not self.price.any():
                 return
             _, over = self.look()
             most, whole = float(over.max(initial=0.0)), float(self.price.sum())
-            self.price = self.price * np.exp(np.clip(over / max(most, FAR), -FAR, 1.0) * TILT)
-            self.price *= RAISE * whole / self.price.sum()
+            self.price = self.price * np.exp(np.clip(over / max(most, Fitting.far), -Fitting.far, 1.0) * Turning.tilt)
+            self.price *= Turning.rise * whole / self.price.sum()
 
     def refine(self, rounds: int) -> None:
         """The best prices of the model, at the times that have nearly all of the price, and new peaks."""
         whole = float(self.best_price.sum())
-        self.active = [int(t) for t in np.flatnonzero(self.best_price > HELD * whole)]
-        self.price = np.where(self.best_price > HELD * whole, self.best_price, 0.0)
+        self.active = [int(t) for t in np.flatnonzero(self.best_price > Turning.held * whole)]
+        self.price = np.where(self.best_price > Turning.held * whole, self.best_price, 0.0)
         for k in range(rounds):
             if self.ended() or not self.active:
                 return
             _, over = self.look()
-            self.box = AROUND * whole if not k else self.box
+            self.box = Turning.around * whole if not k else self.box
             self.watch(over)
             self.step(over, self.least)
-            self.budget.spend(MODEL * len(self.costs) * len(self.active))
-            if self.promise() <= CLOSE * abs(self.best):
+            self.budget.spend(Cutting.model * len(self.costs) * len(self.active))
+            if self.promise() <= Turning.close * abs(self.best):
                 return
 
 
@@ -297,7 +311,7 @@ def ascend(
     state.active = [int(t) for t in np.flatnonzero(price)]
     unary, least, last, stall = state.unary(), np.inf, -np.inf, 0
     for k in range(rounds):
-        bound = _pass(messages, unary, budget if k else budget.share(FIRST), sweeps if k else 10 * sweeps)
+        bound = _pass(messages, unary, budget if k else budget.share(Cutting.first), sweeps if k else 10 * sweeps)
         choice = messages.descend(unary, messages.decode(unary), 5)
         budget.spend(2 * messages.work)
         over = state.learn(bound, choice)
@@ -306,18 +320,18 @@ def ascend(
             least = force(state, forcing or budget, mixture)
             over = state.excess(choice)
         if not k and np.isfinite(least):
-            state.box = max(state.box, BOX * (least - state.best))
+            state.box = max(state.box, Cutting.box * (least - state.best))
         stall = 0 if state.best > last + 2e-5 * abs(last) or not np.isfinite(last) else stall + 1
         last = state.best if stall == 0 else last
-        if stall > STALL and not state.pace and state.active:
-            state.pace, stall, state.price = PACE, 0, state.best_price
+        if stall > Cutting.stall and not state.pace and state.active:
+            state.pace, stall, state.price = Cutting.pace, 0, state.best_price
         elif state.pace and stall and stall % 8 == 0:
             state.pace, state.price = state.pace * 0.6, state.best_price
-        if proved(least, state.best) or (stall > STALL and state.pace < SLOW) or budget.over():
+        if proved(least, state.best) or (stall > Cutting.stall and state.pace < Cutting.slow) or budget.over():
             break
         state.watch(over)
         state.step(over, least)
-        budget.spend(MODEL * len(state.costs) * len(state.active))
+        budget.spend(Cutting.model * len(state.costs) * len(state.active))
         unary = state.unary()
     return state
 
@@ -329,7 +343,7 @@ def _pass(messages: Messages, unary: np.ndarray, budget: Budget, most: int) -> f
         messages.sweep(unary, reverse=False)
         bound = messages.sweep(unary, reverse=True)
         budget.spend(2 * messages.work)
-        if budget.over() or bound - last <= STILL * abs(bound):
+        if budget.over() or bound - last <= Cutting.still * abs(bound):
             return bound
         last = bound
     return last
@@ -342,10 +356,10 @@ def force(state: Ascent, budget: Budget, mixture: Mixture) -> float:
     best prices upwards, at the highest peaks alone, which costs least, and where that takes too long, wherever there is one.
     Every round's bound counts then, so that the best prices come close meanwhile.
     """
-    least = _frugal(state, budget.share(GENTLE), mixture)
+    least = _frugal(state, budget.share(Fitting.gentle), mixture)
     if np.isfinite(least):
         return least
-    least = _push(state, budget.share(GENTLE), mixture, gentle=True)
+    least = _push(state, budget.share(Fitting.gentle), mixture, gentle=True)
     return least if np.isfinite(least) else _push(state, budget, mixture, gentle=False)
 
 
@@ -359,7 +373,7 @@ def _frugal(state: Ascent, budget: Budget, mixture: Mixture) -> float:
     unit, kept = np.maximum(use.limit, 1.0), messages.message.copy()
     most = float(use.priced(1.0 / unit, len(messages.net.unary)).max(initial=0.0))
     least, level, weight = np.inf, 0.1 * messages.large / max(most, 1e-300), np.ones(len(unit))
-    for k in range(TURNS + FALLS if most > 0 else 0):
+    for k in range(Fitting.turns + Fitting.falls if most > 0 else 0):
         price = level * weight / unit
         unary = messages.unary + use.priced(price, len(messages.net.unary))[messages.label]
         _pass(messages, unary, budget, 1 if k else 3)
@@ -367,11 +381,11 @@ def _frugal(state: Ascent, budget: Budget, mixture: Mixture) -> float:
         least, over = mixture.see(choice, price), state.excess(choice)
         budget.spend(2 * messages.work)
         if np.isfinite(least):
-            level /= FALL
+            level /= Fitting.fall
         if over.max(initial=0.0) > 0:
-            weight = weight * np.exp(np.clip(over / max(float(over.max()), FAR), -1.0, 1.0) * TURN)
+            weight = weight * np.exp(np.clip(over / max(float(over.max()), Fitting.far), -1.0, 1.0) * Fitting.turn)
             weight /= weight.mean()
-        if budget.over() or (k >= TURNS and not np.isfinite(least)):
+        if budget.over() or (k >= Fitting.turns and not np.isfinite(least)):
             break
     messages.message = kept
     return least
@@ -389,8 +403,8 @@ def _push(state: Ascent, budget: Budget, mixture: Mixture, *, gentle: bool) -> f
         state.watch(over)
         at = np.array([t for t in state.active if over[t] > 0], np.int64) if gentle else _peaks(over, window)
         state.price = state.price.copy()
-        state.price[at] = state.price[at] * (1.2 if gentle else GROWTH) + step
-        step *= SWELL if over.max(initial=0.0) < 0.2 else SWELL**4
+        state.price[at] = state.price[at] * (1.2 if gentle else Fitting.growth) + step
+        step *= Fitting.swell if over.max(initial=0.0) < 0.2 else Fitting.swell**4
         unary = state.unary()
         bound = _pass(messages, unary, budget, 1)
         choice = messages.descend(unary, messages.decode(unary), 2)

@@ -77,7 +77,7 @@ def read_figures(data: Mapping[str, Any]) -> dict[str, float]:
     said: Mapping[str, Any] = data.get("measured", {})
     found = {k: float(said[k]) for k in ("when", "rounds", "agreement", "others") if said.get(k) is not None}
     if not all(isfinite(x) and x >= 0 for x in found.values()):
-        raise ValueError("'measured' has a number that cannot be")
+        raise ValueError("numbers of 'measured' must be finite and ≥ 0")
     return found if {"when", "others"} <= found.keys() else {}
 
 

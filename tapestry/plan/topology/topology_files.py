@@ -161,7 +161,7 @@ def _fabric(f: Mapping[str, Any]) -> Fabric:
     if not all(isfinite(c) and c >= 0 for c in costs) or not all(
         0 <= w.src < out.size and 0 <= w.dst < out.size for w in wires
     ):
-        raise ValueError("a link that cannot be")
+        raise ValueError("costs of a link must be finite and ≥ 0, its ends below the size of its fabric")
     return out
 
 

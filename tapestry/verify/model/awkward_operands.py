@@ -150,6 +150,7 @@ class Footprint:
     Attributes:
         seen: a read each.
         boxes: for each tensor, and each output cell, a box around all that the cell looks at there.
+        untried: how often a place that a sum picks was not worked out, by the reason.
     """
 
     def __init__(self, graph: Graph, parts: Counterparts, part: Counterpart) -> None:
@@ -158,6 +159,7 @@ class Footprint:
         self.asked: dict[str, list[Seen]] = {}
         self.seen: list[Seen] = []
         self.boxes: dict[str, Box] = {}
+        self.untried = Counter[str]()
 
     def look(self, op: Block, points: Array, rng: np.random.Generator) -> Footprint:
         """Through all reads, also those of tensors that the model does not have."""
@@ -210,7 +212,8 @@ class Footprint:
                 probe = replace(op, outs=op.outs[:1], reduce=(), monoid=None, inner=(), body=(a,), then=())
                 try:
                     found = CellValues(self.graph, self.parts.known).block(probe, points)[0][0]
-                except (TapestryError, NoCounterpart, ArithmeticError, ValueError):
+                except (TapestryError, NoCounterpart, ArithmeticError, ValueError) as e:
+                    self.untried[f"picked places not tried ({e if isinstance(e, NoCounterpart) else 'of no evaluator'})"] += 1
                     continue
                 yield name, np.where((found >= 0) & (found < merged[name]), found, -1).astype(int)
 
@@ -388,6 +391,7 @@ class AwkwardOperands:
         points = cells(op, self.graph, rng, TARGETS, WORK // max(1, behind // BEHIND))
         points = points[rng.permutation(len(points))[:TARGETS]]
         found = Footprint(self.graph, self.parts, part).look(op, points, rng)
+        self.counts.update(found.untried)
         if not found.seen:
             raise NoCounterpart("of no floats")
         return found, points, rng
