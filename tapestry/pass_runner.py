@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import logging
 import time
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -106,13 +106,9 @@ class Runner:
         new = {name: v for name in FIELDS if (v := getattr(self.at, name)) is not getattr(before, name)}
         self.seconds[p.phase] = round(self.seconds.get(p.phase, 0.0) + seconds, 4)
         row = {"name": p.name, "phase": p.phase, "gives": [*new], "seconds": seconds, "processor_seconds": worked}
-        self.rows.append(row | sizes(new.values()))
-        self._look(p, new)
-
-    def _look(self, p: Pass, new: Mapping[str, Any]) -> None:
-        """What a person may want to see between two passes, and the laws."""
+        row |= sizes(new.values())
+        self.rows.append(row)
         level = flags.debug_level()
-        row = self.rows[-1]
         log.log(logging.WARNING if level else logging.INFO, "%s: %.3f s; %s", p.name, row["seconds"], sizes_text(row))
         if p.name in self.print_after or level >= 3:
             text = dump(p.name, [*new.values(), *(getattr(self.at, name) for name in reversed(FIELDS))])

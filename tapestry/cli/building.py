@@ -98,7 +98,10 @@ def explain(args: argparse.Namespace) -> Outcome:
     from tapestry.viz import explain as build_diff
 
     if args.analyze:
-        return _analyze(args)
+        from tapestry import launch
+
+        build, analysis = launch.analyze(args.build, args.processes, args.trace)
+        return Outcome({**build.report, "analysis": analysis}, lambda: print(measured.text(analysis), end=""), insist=True)
     if args.processes:
         raise TapestryError("nothing is run", where="--processes", hint="--analyze runs the build")
     build, _ = store.read(args.build)
@@ -118,14 +121,6 @@ def explain(args: argparse.Namespace) -> Outcome:
         document["trace"] = {"file": str(args.trace), **measured.write_trace(args.trace, build.plan, timed)}
         text += explain.trace_text(document["trace"])
     return Outcome({**build.report, **document, "text": text}, lambda: print(text, end=""), insist=True)
-
-
-def _analyze(args: argparse.Namespace) -> Outcome:
-    from tapestry import launch
-    from tapestry.viz import measured
-
-    build, analysis = launch.analyze(args.build, args.processes, args.trace)
-    return Outcome({**build.report, "analysis": analysis}, lambda: print(measured.text(analysis), end=""), insist=True)
 
 
 def verify(args: argparse.Namespace) -> Outcome:
@@ -229,7 +224,9 @@ def run(args: argparse.Namespace) -> Outcome:
         if args.schedule is None:
             result, document = api.run_checked(compiled, feeds, check=args.check, progress=report)
         else:
-            result, document = _in_any_order(args, compiled, feeds, report)
+            _, document = api.run_checked(compiled, feeds, check=args.check)
+            result, told = tool(OtherOrder)(compiled, feeds, args.seed, report)
+            document |= {"passed": document["passed"] and told["same_bits"], "schedule": told}
     document |= random
     if args.output:
         from tapestry.runtime.executor import write_outputs
@@ -251,15 +248,6 @@ def _said_of_files(items: Sequence[str]) -> Generator[None]:
 
 def _tell(text: str) -> None:
     print(f"tapestry run: {text}", file=sys.stderr)
-
-
-def _in_any_order(args: argparse.Namespace, compiled: api.Compiled, feeds: Mapping[str, Any], report: Progress) -> Any:
-    """(result, document) of a run block by block in a random order, beside one in the plan's."""
-    from tapestry import api
-
-    _, document = api.run_checked(compiled, feeds, check=args.check)
-    result, told = tool(OtherOrder)(compiled, feeds, args.seed, report)
-    return result, document | {"passed": document["passed"] and told["same_bits"], "schedule": told}
 
 
 def _inputs(items: list[str]) -> dict[str, Any]:

@@ -108,7 +108,10 @@ def _run(args: argparse.Namespace, out: TextIO, *, last: bool) -> int:
 
     try:
         _look(args)
-        _load_operators(args)
+        if getattr(args, "ops", ()):
+            from tapestry.lift.own_operators import load_operators
+
+            load_operators(*args.ops)
         with _reading(args):
             command = COMMANDS[args.name][0] or tool(Command, args.name)
             return command(args).end(args, out)
@@ -183,13 +186,6 @@ class _Version(argparse.Action):
         if self.const:
             print(*outcome.lines(), sep="\n")
         parser.exit()
-
-
-def _load_operators(args: argparse.Namespace) -> None:
-    if getattr(args, "ops", ()):
-        from tapestry.lift.own_operators import load_operators
-
-        load_operators(*args.ops)
 
 
 def _reading(args: argparse.Namespace) -> AbstractContextManager[None]:

@@ -130,17 +130,9 @@ class Pages(Protocol):
         ...
 
 
-class Running(Protocol):
-    """A build that stays loaded."""
-
-    def run(self, feeds: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Outputs by name."""
-        ...
-
-
 class Sessions(Protocol):
     """``tapestry.Session``, as programs use it."""
 
-    def __call__(self, build: Path, *, processes: int | None = None) -> AbstractContextManager[Running]:
-        """Load a build, in this process or on ranks of this host."""
+    def __call__(self, build: Path, *, processes: int | None = None) -> AbstractContextManager[Any]:
+        """What runs a build that stays loaded, in this process or on ranks of this host."""
         ...

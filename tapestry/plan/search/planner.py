@@ -100,10 +100,6 @@ def beginning(problem: Problem, start: Start) -> list[int] | None:
             choice[i] = menu.strategies.index(known)
     if 2 * sum(c >= 0 for c in choice) < len(choice):
         return None
-    return _completed(problem, choice)
-
-
-def _completed(problem: Problem, choice: list[int]) -> list[int]:
     out, missing = list(choice), {i for i, c in enumerate(choice) if c < 0}
     total = {i: np.zeros(len(problem.menus[i].strategies)) for i in missing}
     for f in problem.factors:
