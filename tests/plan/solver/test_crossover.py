@@ -107,5 +107,5 @@ def test_times_that_are_passed_cost_more(monkeypatch):
         return lagrange._frugal(start, Budget(SECOND), mixture)
 
     assert least() <= count
-    monkeypatch.setattr(lagrange, "TURNS", 0)
+    monkeypatch.setattr(lagrange.Fitting, "turns", 0)
     assert least() == np.inf
