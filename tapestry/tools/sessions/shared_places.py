@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
 from math import prod
-from typing import Any
 
 import numpy as np
 
