@@ -9,7 +9,7 @@ TORCH := $(shell sed -n '/^torch==/p' constraints.txt)
 WORKERS := -n auto --maxprocesses 4
 TESTS ?=
 
-.PHONY: setup demo test test-all installed dist lint format docs bench clean
+.PHONY: setup demo test test-all installed dist lint format docs clean
 
 setup: $(STAMP)
 
@@ -57,10 +57,6 @@ format: setup
 # real output and measured figures into README and docs
 docs: setup
 	@$(BIN)/python -m tests.docs.update
-
-# what the README cites, measured on the code as it is
-bench: setup
-	@$(BIN)/python -m bench headline
 
 clean:
 	rm -rf build

@@ -235,13 +235,6 @@ def test_file_names_say_what_is_inside():
     assert [str(p) for p in OURS if p.name in FORBIDDEN_NAMES] == []
 
 
-def test_the_lines_that_decide_are_where_the_page_says():
-    rows = re.findall(r"^\| [^|]+ \| `(tapestry/[^`]+)` \| `(\w+)` \|$", (ROOT / "docs" / "architecture.md").read_text(), re.M)
-    assert len(rows) == 10
-    for file, name in rows:
-        assert re.search(rf"^ *(def {name}\(|{name} = )", (ROOT / file).read_text(), re.M), (file, name)
-
-
 def test_function_names_have_few_meanings():
     """grep for a name leads to four places at most."""
     names = Counter(n.name for p in PACKAGE for n in ast.parse(p.read_text()).body if isinstance(n, ast.FunctionDef))

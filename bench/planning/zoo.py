@@ -1,6 +1,6 @@
 """Models of transformers by their makers' configurations, with two layers: planned for 8 H100, without a weight anywhere.
 
-    python -m bench zoo [NAME …] [--json] [--values] [--page docs/zoo.md] [--python PATH] [--limit SECONDS]
+    python -m bench zoo [NAME …] [--json] [--values] [--page FILE] [--python PATH] [--limit SECONDS]
 
 Each is on the meta device in bfloat16, and planned for ``triton:sm90``. With --values the same architectures have small
 random weights, and what the plan computes on two devices is held against torch in float32 and in bfloat16: an answer is
@@ -142,7 +142,7 @@ def page(planned_rows: list[Row], values_rows: list[Row]) -> str:
     of = record.read_more("zoo", "commit", "")
     out = [
         "# Models of transformers\n",
-        "Written by `python -m bench zoo --page docs/zoo.md`"
+        "Written by `python -m bench zoo --page FILE`"
         + (f" (last at {of}; a row stays until it is measured again)." if of else "."),
         "\nModels by their makers' configurations, with two layers, in bfloat16, without weights (on the meta device). The",
         "plans are for 8 H100 and the target `triton:sm90`. Seconds are processor time from the module to the verified plan.",

@@ -126,7 +126,7 @@ def document(args: argparse.Namespace, rows: list[Row], state: str, seconds: flo
             versions[package] = version(package)
         except PackageNotFoundError:
             versions[package] = None
-    mark = {**stamp("gpu_tiny" if args.tiny else "gpu"), "state": state} | ({"note": TINY} if args.tiny else {})
+    mark = {**stamp(), "state": state} | ({"note": TINY} if args.tiny else {})
     return {**mark, "versions": versions, "seconds": None if args.tiny else round(seconds, 1), "rows": rows}
 
 

@@ -61,7 +61,6 @@ def drawings(found: dict[str, tapestry.Compiled]) -> dict[str, draw.Drawing]:
         "mlp-reduced": draw.index_space(replace(graph.ops[1], splits=(replace(split, dim="m"),)), graph, device=1),
         "halo-space": draw.index_space("conv2", halo, device=1), "halo-tensor": draw.tensor(halo, "r"),
         "layer-graph": draw.graph(layer), "layer-lanes": draw.lanes(layer),
-        "readme-space": draw.index_space("layers.0.down_proj", halo, device=2),
     }  # fmt: skip
 
 

@@ -141,7 +141,7 @@ def test_the_json_page_names_every_key_of_compile_and_run(tmp_path: Path):
 
 
 def test_a_figure_that_is_not_the_measured_one_is_seen():
-    assert generated("<!-- from: cpu.models -->0<!-- /from -->") != "<!-- from: cpu.models -->0<!-- /from -->"
+    assert generated("<!-- from: cpu.geomean -->0<!-- /from -->") != "<!-- from: cpu.geomean -->0<!-- /from -->"
 
 
 def test_output_that_is_not_the_real_one_is_seen(tmp_path: Path):

@@ -10,7 +10,6 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.docs import generated_blocks, generated_ranks  # noqa: F401  (they register what they make)
 from tests.docs.console import replay
 from tests.docs.generated import generate
 from tests.docs.pages import GENERATED, Page, pages
