@@ -68,7 +68,9 @@ class Options:
     layouts: Sequence[str] = option(
         "--layout", "fix where an input starts or an output ends: x:0=4@d0, or x:replicated", (), nargs="+",
         metavar="TENSOR:axis=parts@axis")
-    rules: Sequence[Path] = option("--rules", "a file of your own rewrite rules", (), metavar="FILE")
+    rules: Sequence[Path] = option(
+        "--rules", "a file of your own rewrite rules; algebra: the book of equations, which is not tried unasked", (),
+        metavar="FILE")
     ops: Sequence[Path] = option(  # `lift.own_operators`
         "--ops", "a file of your own operators, as IR text", (), metavar="FILE")
     sharding: bool = option("--ignore-sharding", "ignore the multi-device annotations in the model", True)
@@ -81,7 +83,7 @@ class Options:
         nargs="+", metavar="NODE")
     micro_batches: str = option("--micro-batches", "parts of the batch, run one after another", "auto", metavar="auto|M")
     without: Sequence[str] = option(
-        "--without-rule", "leave out a rewrite rule, or a phase of rules (algebra: the book of equations)", (), metavar="RULE")
+        "--without-rule", "leave out a rewrite rule, or a phase of rules", (), metavar="RULE")
     exact: bool = option("--exact", "results with the same bits on 1, 2, 3, 4, 6, 8, 12 or 24 devices", False)
     weights: bool = option("--no-weights", "accept a model whose external data is missing", True)
     pareto: bool = option("--pareto", "also list the best plans for latency against memory", False)

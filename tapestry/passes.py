@@ -41,7 +41,7 @@ from tapestry.plan.task import STEPS, Task, staging
 from tapestry.plan.topology import shared
 from tapestry.plugins import offered, tool
 from tapestry.rewrites.core import driver
-from tapestry.rewrites.core.rule import LEFT_OUT, Move, leaving_out, parse_move, rule_table
+from tapestry.rewrites.core.rule import BOOK, LEFT_OUT, Move, leaving_out, own_rules, parse_move
 from tapestry.sharding import annotation_constraints
 from tapestry.sharding.annotation_constraints import constraints, with_apart
 from tapestry.sharding.annotations import staged
@@ -138,7 +138,7 @@ def simplify(c: Compilation) -> Compilation:
     plan leaves out users' rules that may change rounding."""
     if c.annotations and not staged(c.annotations):
         return c.made(graph=c.lifted.graph)
-    loose = frozenset(r.name for r in rule_table().values() if not r.built_in and not r.exact)
+    loose = frozenset(r.name for r in own_rules().values() if not r.built_in and not r.exact)
     return c.made(graph=driver.simplify(c.lifted.graph, disabled=c.without | loose if c.options.exact else c.without))
 
 
@@ -241,6 +241,7 @@ def state_task(c: Compilation) -> Compilation:
         request=Request(stages=1) if language else staging(asked, bound=c.constraints.whole_mesh),
         previous_plan=_fitted_before(earlier) if earlier else None,
         machine=machine if free and not same_model else None, disabled_rules=disabled | c.without,
+        book=BOOK in map(str, c.options.rules),
         lifted=lifted.graph if free and not earlier else None,
         whole=c.whole.graph if c.whole and free and STEPS not in disabled else None,
         meter=budget.meter,

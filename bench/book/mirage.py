@@ -103,9 +103,7 @@ def measure(name: str) -> Row:
     path = FOLDER / f"{name}.onnx"
     onnx.save(GRAPHS[name](), path)
     file, kernels, nbytes = PUBLISHED[name]
-    sides = {
-        key: api.compile(path, devices=1, topology=TOPOLOGY, without=off) for key, off in (("without", "algebra"), ("with", ()))
-    }
+    sides = {key: api.compile(path, devices=1, topology=TOPOLOGY, rules=r) for key, r in (("without", ()), ("with", "algebra"))}
     checked = api.run_checked(sides["with"], sides["with"].random_feeds(0), check=True)[1]
     ours = {key: {k: v for k, v in counted(b).items() if k != "objective_s"} for key, b in sides.items()}
     return {"program": name, "ours": ours["with"], "without_book": ours["without"], "moves": list(sides["with"].build.moves),

@@ -40,7 +40,7 @@ ONE = (MeshAxis("d0", 1),)
 
 def compiled(path: Path, devices: int, book: bool) -> api.Compiled:
     """The model compiled, with the book of equations or without."""
-    return api.compile(path, devices=devices, topology="cpu", without=() if book else "algebra")
+    return api.compile(path, devices=devices, topology="cpu", rules="algebra" if book else ())
 
 
 def counted(build: api.Compiled) -> Row:

@@ -2,8 +2,8 @@
 
     .venv/bin/python -m bench with_book [--only NAME …] [--mesh MESH …]
 
-A row is one model on one mesh, searched twice in one process from one lifted graph: without the book (as by ``--without-rule
-algebra``), then with it. Models are the exports of shared/models without their weights, ResNet-50 of the onnx package, and the
+A row is one model on one mesh, searched twice in one process from one lifted graph: without the book, then with it (as by
+``--rules algebra``). Models are the exports of shared/models without their weights, ResNet-50 of the onnx package, and the
 encoders of `bench compiler`; meshes are 2 and 4 processes of one machine, 2x4 of them, and 8 and 8x8 H100. Rows that are not
 measured anew stay. Writes bench/results/with_book.json; exits 1 if a plan is worse with the book, or a search takes more than
 twice as long.
@@ -15,6 +15,7 @@ import argparse
 import gzip
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -30,7 +31,7 @@ from tapestry import pipeline
 from tapestry.doors.choices import Choices, opened_source
 from tapestry.doors.choices import options as options_of
 from tapestry.pass_runner import Runner
-from tapestry.rewrites.core.driver import rule_names
+from tapestry.rewrites.core.rule import BOOK
 
 FOLDER = record.WORK / "with_book"
 LONG: dict[str, Any] = {"s72": 8, "s43": 8, "s53": 4096}
@@ -70,9 +71,9 @@ def lifted(name: str, path: Path, mesh: str) -> tuple[Runner, pipeline.Options]:
     return pipeline.begun(options, lambda phase, name: None), options
 
 
-def searched(runner: Runner, options: pipeline.Options, without: frozenset[str]) -> tuple[Runner, float]:
-    """A search without some rules, and its processor seconds."""
-    runner = replace(runner, at=runner.at.made(without=without))
+def searched(runner: Runner, options: pipeline.Options, rules: Sequence[Path]) -> tuple[Runner, float]:
+    """A search with some rules, and its processor seconds."""
+    runner = replace(runner, at=runner.at.made(options=replace(options, rules=rules)))
     start = time.process_time()
     pipeline.searched(runner, options)
     return runner, time.process_time() - start
@@ -81,7 +82,7 @@ def searched(runner: Runner, options: pipeline.Options, without: frozenset[str])
 def measure(name: str, path: Path, mesh: str) -> Row:
     """One model on one mesh."""
     begun, options = lifted(name, path, mesh)
-    (_, before), (runner, after) = sides = [searched(begun, options, w) for w in (rule_names(["algebra"]), frozenset())]
+    (_, before), (runner, after) = sides = [searched(begun, options, rules) for rules in ((), (Path(BOOK),))]
     old, new = (r.at.plan.objective for r, _ in sides)
     equations = [t.data() for t in runner.at.planned.scope.equations]
     return {
@@ -98,7 +99,7 @@ def main() -> int:
     parser.add_argument("--mesh", action="append", choices=MESHES, help="only these meshes")
     args = parser.parse_args()
     rows = list[Row]()
-    searched(*lifted("encoder 6", encoder.write(6, FOLDER), "2"), frozenset())  # what is imported and made once is no model's
+    searched(*lifted("encoder 6", encoder.write(6, FOLDER), "2"), (Path(BOOK),))  # what is imported and made once is no model's
     for name, mesh in cases():
         if (args.only and name not in args.only) or (args.mesh and mesh not in args.mesh):
             continue

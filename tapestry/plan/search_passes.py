@@ -23,8 +23,8 @@ from tapestry.plan.search.problem import Problem
 from tapestry.plan.solver.budget import SECOND, Budget
 from tapestry.plan.structural_search import SIMPLIFYING, WORTH, Book, Improvement, Tried
 from tapestry.plan.task import STEPS, Task
-from tapestry.rewrites.core.driver import OPTIONAL, disabled_by, simplify, without
-from tapestry.rewrites.core.rule import Move
+from tapestry.rewrites.core.driver import OPTIONAL, disabled_by, rules_of, simplify, without
+from tapestry.rewrites.core.rule import Move, own_rules
 
 STRUCTURE = 3.0 * SECOND  # for the built-in structural rules
 FIRST = 0.7  # of the budget, for one form of the model
@@ -292,7 +292,7 @@ def restructure(candidate: Candidate, graph: Graph, task: Task, budget: Budget) 
         return candidate
     disabled = task.disabled_rules | disabled_by(form.moves)
     least = task.meter.spent / max(1, len(scope.forms))
-    book = Book(topology=task.topology, meter=task.meter, units=max(LEAST, OTHERS * task.meter.spent), disabled=disabled)
+    book = _book(task, disabled)
 
     def refuse(graph: Graph) -> tuple[Graph, list[Move]]:
         return fused(graph, task.machine, disabled) if task.machine else (graph, [])
@@ -304,7 +304,7 @@ def restructure(candidate: Candidate, graph: Graph, task: Task, budget: Budget) 
         book_units=STRUCTURE,
         least=least,
         disabled=disabled,
-        book=book.derivations,
+        book=book.derivations if book else None,
         refuse=refuse,
     )
     unfused = graph if form.moves and not disabled_by(form.moves) else None
@@ -318,6 +318,15 @@ def restructure(candidate: Candidate, graph: Graph, task: Task, budget: Budget) 
     )  # fmt: skip
     form = replace(form, graph=new, moves=(*(() if anew else form.moves), *moves)) if moves else form
     return replace(candidate, form=form, result=found, scope=scope)
+
+
+def _book(task: Task, disabled: frozenset[str]) -> Book | None:
+    """The book of equations where it is asked for, else the rules of its phase that are the user's own, if there are any."""
+    if not task.book:
+        if not any(r.phase == "algebra" and not r.built_in for r in own_rules().values()):
+            return None
+        disabled |= {r.name for r in rules_of("algebra") if r.built_in}
+    return Book(topology=task.topology, meter=task.meter, units=max(LEAST, OTHERS * task.meter.spent), disabled=disabled)
 
 
 def _closed(graph: Graph, found: PricedPlan, task: Task, budget: Budget) -> PricedPlan:

@@ -341,7 +341,7 @@ class Improvement:
         unfinished: others, whose plans may be better: there was no work left to find out.
         met: whether there was any move.
         book_units: of the budget, for planning what the book derives.
-        book: what the book of equations makes of a graph's regions, and ``refuse`` fuses by price what it made.
+        book: what the book of equations makes of a graph's regions, if it is tried; ``refuse`` fuses by price what it made.
         derived: what came of it.
     """
 
@@ -355,7 +355,7 @@ class Improvement:
     unfinished: int = 0
     met: bool = False
     book_units: float = 0.0
-    book: Callable[[Graph], list[Derivation]] = lambda graph: []
+    book: Callable[[Graph], list[Derivation]] | None = None
     refuse: Callable[[Graph], tuple[Graph, list[Move]]] = lambda graph: (graph, [])
     derived: list[Tried] = field(default_factory=list[Tried])
 
@@ -363,7 +363,7 @@ class Improvement:
         """The graph, its best plan and the moves that led to it, from a graph and its plan; or from what it was before it was
         fused by price, where the book makes a better one of that (the last result says whether)."""
         accepted: list[Move] = []
-        first = self._derived(unfused, found) if unfused else None
+        first = self._derived(unfused, found) if unfused and self.book else None
         if first:
             graph, found, accepted = first
         while (step := self._derived(graph, found) or self._better(graph, found)) is not None:
@@ -375,6 +375,8 @@ class Improvement:
 
     def _derived(self, graph: Graph, found: PricedPlan) -> tuple[Graph, PricedPlan, list[Move]] | None:
         """The first graph with a better plan that the book makes: of all kinds of regions at once, else of one."""
+        if self.book is None:
+            return None
         every = self.book(graph)
         ours = self.budget.part(self.book_units)
         begin = ours.left()

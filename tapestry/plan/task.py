@@ -42,6 +42,7 @@ class Task:
         previous_plan: an earlier plan that fits in time only, with the moves to its graph.
         machine: for which fusions are chosen before the search; none: the graph stays as it is.
         disabled_rules: simplifications that the graph was made without.
+        book: whether the book of equations is tried.
         whole: the same with recurrences as one operation each, where it has any.
         lifted: the graph before simplification, to make it again without some of them; none: that is not asked for.
         meter: of the work that planning takes.
@@ -61,6 +62,7 @@ class Task:
     previous_plan: tuple[Plan, Sequence[Move]] | None = None
     machine: Machine | None = None
     disabled_rules: frozenset[str] = _NONE
+    book: bool = False
     lifted: Graph | None = None
     whole: Graph | None = None
     meter: Meter = field(default_factory=Meter)

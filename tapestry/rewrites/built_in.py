@@ -1,4 +1,4 @@
-"""The package's own rules, put into the table of `core.rule.rule_table` by importing this file.
+"""The package's own rules but the book of equations, put into the table of `core.rule.own_rules` by importing this file.
 
 `ORDER` is the order in which rules of one phase are tried: which fusion comes first decides what the others still find.
 """
@@ -9,7 +9,6 @@ from pathlib import Path
 
 from tapestry.rewrites.core.rule import TABLE
 from tapestry.rewrites.equations.rule_texts import register_file
-from tapestry.rewrites import algebra  # noqa: F401
 from tapestry.rewrites import contractions  # noqa: F401
 from tapestry.rewrites import inline_map  # noqa: F401
 from tapestry.rewrites import slice_strided  # noqa: F401
@@ -29,5 +28,5 @@ ORDER = (
 
 for _name in ("fuse_maps", "fuse_places", "select_first"):
     register_file(Path(__file__).parent / f"{_name}.tap")
-for _name in ORDER:  # behind the equations, which are tried first
+for _name in ORDER:
     TABLE[_name] = TABLE.pop(_name)

@@ -31,7 +31,7 @@ from tapestry.plan.pipelines.segments import needed, stage_numbers
 from tapestry.plan.strategy import Dims, LayoutConstraints
 from tapestry.rewrites.core.driver import applied, apply_moves, disabled_by, simplify, swept, without
 from tapestry.rewrites.core.edit import is_view
-from tapestry.rewrites.core.rule import Move, parse_move, rule_table
+from tapestry.rewrites.core.rule import Move, own_rules, parse_move
 from tapestry.sharding.annotations import Annotations, shapes
 
 # Pipeline stages that a user or a file gives: by the nodes at which stages end, or by the stage of every node.
@@ -454,7 +454,7 @@ def with_apart(lifted: Graph, apart: Sequence[str], disabled: frozenset[str], st
     accept = of_one_stage if stage_of else None
     graph = simplify(replace(lifted, outputs=held_back), disabled=disabled, accept=accept)
     graph = replace(graph, outputs=lifted.outputs)
-    return swept(rule_table()["drop_dead"], graph)
+    return swept(own_rules()["drop_dead"], graph)
 
 
 def _crossing(lifted: Graph, stage_of: Mapping[str, int]) -> list[str]:
@@ -514,7 +514,7 @@ def _after(graph: Graph, rule: str, disabled: frozenset[str]) -> Graph:
     """The graph simplified after a move; a result with its axes apart would be put back into its view, and stays."""
     if rule != "unfuse":
         return simplify(graph, disabled=disabled)
-    return swept(rule_table()["drop_dead"], swept(rule_table()["compose_views"], graph))
+    return swept(own_rules()["drop_dead"], swept(own_rules()["compose_views"], graph))
 
 
 def _ends(

@@ -1,6 +1,9 @@
 """Derivations by the book of equations: found by price, composed, replayed as texts, planned beside the graph as it is."""
 
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -13,9 +16,10 @@ from tapestry.plan.solver.budget import Meter
 from tapestry.plan.structural_search import Book
 from tapestry.plan.topology import parse_mesh, topology
 from tapestry.rewrites.core.driver import apply_legal, replay, simplify
-from tapestry.rewrites.core.rule import parse_move
+from tapestry.rewrites.core.rule import BOOK, parse_move, rule_table
 from tests.support.command_line import run
 
+ALGEBRA = (Path(BOOK),)
 LAYER = """{x}t{k}: f32[256, 256] = op [i: 256, n: 256 | m: 4 sum]
   reads a{k}[i, m], b{k}[m, n], w{k}[i, n]
   body a{k} * b{k}
@@ -81,27 +85,27 @@ def test_rules_that_are_left_out_are_not_used() -> None:
 @pytest.mark.parametrize("name", ["last_token", "chain", "unet"])
 def test_a_plan_with_the_book_is_better_and_right(name: str, tmp_path) -> None:
     model = SEEN[name]()
-    without, with_ = (planned(model, tmp_path, without=w) for w in (("algebra",), ()))
+    without, with_ = (planned(model, tmp_path, rules=r) for r in ((), ALGEBRA))
     assert with_.build.report["objective_s"] < without.build.report["objective_s"] / 2
     taken = [t for t in with_.build.report["equations"] if t["taken"]]
     assert taken and taken[0]["after_s"] < taken[0]["before_s"]
     assert set(with_.build.report["rewrites"]["shown"]) & {"normal form", "isl and sampled cells"}
-    again = planned(model, tmp_path, without=())
+    again = planned(model, tmp_path, rules=ALGEBRA)
     assert again.build.report["plan_sha256"] == with_.build.report["plan_sha256"]
 
 
 def test_fusions_that_stand_in_the_way_are_left_out(tmp_path) -> None:
     """Two contractions of one factor go side by side, unless their sum is one contraction."""
-    assert list(planned(SEEN["two_products"](), tmp_path).build.moves) == ["common_factor@t2"]
+    assert list(planned(SEEN["two_products"](), tmp_path, rules=ALGEBRA).build.moves) == ["common_factor@t2"]
 
 
 def test_an_exact_plan_uses_none(tmp_path) -> None:
-    assert not planned(SEEN["chain"](), tmp_path, exact=True).build.moves
+    assert not planned(SEEN["chain"](), tmp_path, exact=True, rules=ALGEBRA).build.moves
 
 
 def test_the_search_is_never_worse_on_several_devices(tmp_path) -> None:
     model = SEEN["lora"]()
-    without, with_ = (planned(model, tmp_path, "4", without=w).build.report for w in (("algebra",), ()))
+    without, with_ = (planned(model, tmp_path, "4", rules=r).build.report for r in ((), ALGEBRA))
     assert with_["objective_s"] <= without["objective_s"] * (1 + 1e-9)
 
 
@@ -124,3 +128,40 @@ def test_ablation_on_the_command_line(tmp_path) -> None:
     rows = {r["equations"]: r for r in json.loads(out)["ablations"]}
     assert status == 0 and set(rows) == {"all", "none", "without increasing_out", "increasing_out alone"}
     assert rows["all"]["objective_s"] == rows["increasing_out alone"]["objective_s"] < rows["none"]["objective_s"]
+
+
+def test_a_plain_compile_reads_no_book(tmp_path) -> None:
+    """The matcher of equations is there for three rules of another phase; the book, and what proves it, is not."""
+    (tmp_path / "m.onnx").write_bytes(SEEN["chain"]().SerializeToString())
+    done = python(
+        "import sys, tapestry; built = tapestry.compile(sys.argv[1], devices=2, topology='cpu'); assert not built.build.moves\n"
+        "from tapestry.rewrites.core.rule import own_rules\n"
+        "assert 'algebra' not in {r.phase for r in own_rules().values()}\n"
+        "assert not {'tapestry.rewrites.algebra', 'tapestry.rewrites.equations.instances'} & set(sys.modules)",
+        tmp_path / "m.onnx",
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def python(script: str, *args: Path):
+    """A process that has read nothing yet."""
+    return subprocess.run([sys.executable, "-c", script, *map(str, args)], capture_output=True, text=True, check=False)
+
+
+def test_a_build_that_used_the_book_is_verified_without_being_asked_for_it(tmp_path) -> None:
+    (tmp_path / "m.onnx").write_bytes(SEEN["two_products"]().SerializeToString())
+    status, out, _ = run("compile", tmp_path / "m.onnx", "-o", tmp_path / "b", "--json", "--rules", "algebra")
+    assert status == 0 and json.loads(out)["moves"] == ["common_factor@t2"]
+    done = python("import sys; from tapestry.cli import main; sys.exit(main(['verify', sys.argv[1], '-q']))", tmp_path / "b")
+    assert done.returncode == 0, done.stderr
+
+
+def test_rules_of_ones_own_of_the_phase_are_tried(tmp_path) -> None:
+    """They are asked for by their file; the book is not."""
+    rule = rule_table()["common_factor"]
+    (tmp_path / "mine.tap").write_text(rule.rule.text.replace("common_factor", "mine_alone"))
+    try:
+        built = planned(SEEN["two_products"](), tmp_path, rules=(tmp_path / "mine.tap",))
+        assert list(built.build.moves) == ["mine_alone@t2"]
+    finally:
+        rule_table().pop("mine_alone", None)

@@ -36,7 +36,7 @@ from tapestry.plan.solver.network import Factor
 from tapestry.plan.strategy import Dims, LayoutConstraints, Pin, tensor_boxes
 from tapestry.plan.topology import Link, Topology
 from tapestry.rewrites.core.driver import logged
-from tapestry.rewrites.core.rule import Move, rule_table
+from tapestry.rewrites.core.rule import Move, own_rules
 from tapestry.rewrites.tiled_region import batch_move, micro_batch
 
 # What the pipeline search cuts into stages: the operations of one micro-batch, in order.
@@ -90,7 +90,7 @@ def sequence(graph: Graph, micro: int) -> StageSequence | None:
     before = tuple(i for i, p in enumerate(found.part) if p < 0 and i < copies[0][0])
     after = tuple(i for i, p in enumerate(found.part) if p < 0 and i > copies[0][0])
     equal = all([_extents(found.graph, i) for i in c] == [_extents(found.graph, i) for i in copies[0]] for c in copies)
-    graph = logged(rule_table()["micro_batch"], graph, found.graph, str(move))
+    graph = logged(own_rules()["micro_batch"], graph, found.graph, str(move))
     return StageSequence(graph=graph, copies=copies, before=before, after=after, moves=(move,)) if equal else None
 
 

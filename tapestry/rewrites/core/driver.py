@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from tapestry.errors import LawError, TapestryError, similar, some
 from tapestry.ir.graph import Graph, Op, Opaque, Rewrite
-from tapestry.rewrites.core.rule import Accept, Draft, MatchRule, Move, Phase, Rule, left_out, rule_table
+from tapestry.rewrites.core.rule import Accept, Draft, MatchRule, Move, Phase, Rule, left_out, own_rules, rule_named, rule_table
 from tapestry.verify.rewriting.proofs import UNPROVED, prove_step
 
 # The one place through which every rewrite of a graph goes: it is logged there, and a user's rule is proved there.
@@ -29,10 +29,10 @@ def apply_moves(graph: Graph, moves: Iterable[Move]) -> Graph:
         TapestryError: one is not legal; LawError: a user's rule does not say the same there.
     """
     for move in moves:
-        if move.rule not in rule_table():
+        rule = rule_named(move.rule)
+        if rule is None:
             hint = similar(move.rule, sorted(rule_table())) or "`tapestry rules` lists them"
             raise TapestryError(f"no rule named '{move.rule}'", hint=hint)
-        rule = rule_table()[move.rule]
         if left_out(rule.name, (move.at,)):
             raise TapestryError("the rule is left out there: its proof failed", where=str(move))
         graph = logged(rule, graph, rule.apply(graph, move), str(move))
@@ -45,7 +45,7 @@ def apply_each_legal(graph: Graph, moves: Sequence[Move]) -> tuple[Graph, list[M
     Raises:
         LawError: a user's rule does not say the same at one place.
     """
-    rule = rule_table().get(moves[0].rule) if moves else None
+    rule = rule_named(moves[0].rule) if moves else None
     if len(moves) > 1 and isinstance(rule, MatchRule) and rule.built_in and not rule.at_once:
         after, done = rule.apply_legal(graph, moves)
         return logged(rule, graph, after, rule.name), done
@@ -192,7 +192,8 @@ SIMPLIFIED = "simplified"  # ``simplified@graph`` among moves: the graph was sim
 
 def rules_of(phase: Phase) -> list[Rule]:
     """The rules of a phase, in the order in which they were registered."""
-    return [r for r in rule_table().values() if r.phase == phase]
+    table = rule_table() if phase in ("algebra", "request") else own_rules()  # (the book has no others)
+    return [r for r in table.values() if r.phase == phase]
 
 
 def simplify(

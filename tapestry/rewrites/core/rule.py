@@ -143,14 +143,30 @@ class Sized(Protocol):
 
 TABLE: dict[str, Rule] = {}
 WAITING: list[Callable[[], None]] = []
-"""What fills the table before it is first used."""
+"""What fills the table, but for the book of equations, before it is first used."""
+BOOK = "algebra"  # the word for the book, where rules are asked for
+READ_BOOK: list[Callable[[], None]] = []
+"""What puts the book of equations in front of the table, where somebody asks for it or for all rules."""
 
 
-def rule_table() -> dict[str, Rule]:
-    """The table of rules by name, in the order in which they are tried."""
+def own_rules() -> dict[str, Rule]:
+    """The table of rules by name, in the order in which they are tried; the book is among them only if it was read before."""
     while WAITING:
         WAITING.pop()()
     return TABLE
+
+
+def rule_table() -> dict[str, Rule]:
+    """The table of all rules by name, in the order in which they are tried."""
+    own_rules()
+    while READ_BOOK:
+        READ_BOOK.pop()()
+    return TABLE
+
+
+def rule_named(name: str) -> Rule | None:
+    """A rule; the book is read only if no other rule has the name."""
+    return own_rules().get(name) or rule_table().get(name)
 
 
 LEFT_OUT: ContextVar[frozenset[str]] = ContextVar("LEFT_OUT", default=frozenset())

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -14,14 +15,16 @@ from tapestry.errors import TapestryError, similar
 from tapestry.ir.graph import changes
 from tapestry.ir.syntax.parser import parse
 from tapestry.plugins import entry_points as plugins
-from tapestry.rewrites.core.driver import apply_moves
-from tapestry.rewrites.core.rule import parse_move, register, rule_table
+from tapestry.rewrites.core.driver import apply_moves, rules_of
+from tapestry.rewrites.core.rule import BOOK, parse_move, register, rule_table
 from tapestry.rewrites.core.rule_check import documented
 from tapestry.rewrites.equations.build import Equation, rounding
 from tapestry.rewrites.equations.conditions import MEASURES, PROPERTIES
-from tapestry.rewrites.equations.instances import Proof, describe, prove_moves
 from tapestry.rewrites.equations.pattern import RuleText, parse_rules
 from tapestry.verify.rewriting.proofs import prove_steps
+
+if TYPE_CHECKING:  # the package's own rules are not proved as they are loaded
+    from tapestry.rewrites.equations.instances import Proof
 
 KIND = "rules"  # of plug-ins
 _BROUGHT: dict[str, dict[str, Proof | None]] = {}
@@ -40,6 +43,8 @@ def equation(text: RuleText, module: str = __name__) -> type[Equation]:
         @property
         def doc(self) -> str:
             """The equation, and an example of it."""
+            from tapestry.rewrites.equations.instances import describe
+
             return describe(self)
 
     Made.__name__ = Made.__qualname__ = text.name
@@ -59,7 +64,8 @@ def load_rules(path: str | Path) -> dict[str, Proof | None]:
 
     A ``.tap`` file holds equations: it is data, and nothing in it is executed. Each is proved on random instances first. Any
     other file is the user's own Python, and is imported: its ``@register`` lines put its rules in the table, and nothing is
-    proved yet. Every rule of a user's is proved wherever it is applied (`rewrites.core.driver`).
+    proved yet. Every rule of a user's is proved wherever it is applied (`rewrites.core.driver`). The word ``algebra`` stands
+    for the package's own book of equations, which the tests prove.
 
     Raises:
         TextError: a file of equations does not read.
@@ -67,6 +73,8 @@ def load_rules(path: str | Path) -> dict[str, Proof | None]:
         TapestryError: the file is missing or fails to import; an equation has no instance to try it on.
     """
     path, name = Path(path), str(path)
+    if name == BOOK:
+        return dict.fromkeys(r.name for r in rules_of("algebra") if r.built_in)
     if not path.is_file() and plugins.has(KIND, name):
         return _of_plugin(name)
     if not path.is_file():
@@ -93,7 +101,9 @@ def _of_plugin(name: str) -> dict[str, Proof | None]:
 
 
 def _load_equations(path: Path) -> dict[str, Proof | None]:
-    out = dict[str, Proof | None]()
+    from tapestry.rewrites.equations.instances import prove_moves
+
+    out: dict[str, Proof | None] = {}
     for text in parse_rules(path.read_text(encoding="utf-8"), str(path), WORDS):
         register(equation(text, f"tapestry_rules_{path.stem}"))
         try:

@@ -104,17 +104,18 @@ def ablated(models: Sequence[Path], sizes: Mapping[str, Any]) -> Outcome:
     """``tapestry rules --ablate``: objective and processor time with the book, without it, and by equation."""
     from tapestry import api
     from tapestry.rewrites.core.driver import rules_of
+    from tapestry.rewrites.core.rule import BOOK
 
     book = [r.name for r in rules_of("algebra")]
     rows: list[Row] = []
     for model in models:
-        whole = api.compile(model, devices=1, shapes=sizes)
+        whole = api.compile(model, devices=1, shapes=sizes, rules=BOOK)
         used = [n for n in dict.fromkeys(m.partition("@")[0] for m in map(str, whole.build.moves)) if n in book]
         cases = [("all", ()), ("none", ("algebra",))]
         cases += [(f"without {n}", (n,)) for n in used]
         cases += [(f"{n} alone", tuple(m for m in book if m != n)) for n in used]
         for name, without in cases:
-            done = whole if name == "all" else api.compile(model, devices=1, shapes=sizes, without=without)
+            done = whole if name == "all" else api.compile(model, devices=1, shapes=sizes, rules=BOOK, without=without)
             moves = [str(m) for m in done.build.moves]
             times = {"objective_s": done.report["objective_s"], "cpu_s": _timed(done)}
             rows.append({"model": str(model), "equations": name, **times, "moves": moves})
