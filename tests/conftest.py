@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 os.environ["TAPESTRY_TOPOLOGY"] = "cpu"  # what this machine measures is no test's business
 os.environ["TAPESTRY_STRICT"] = "1"  # a rule that proposes what its proof refuses is our mistake
 os.environ["OPENBLAS_NUM_THREADS"] = "1"  # numpy's products here are small, and there is a test on every core
-settings.register_profile("tapestry", deadline=None)  # a first call pays for imports
-settings.load_profile("tapestry")
+settings.register_profile("all", deadline=None)  # a first call pays for imports
+settings.register_profile("quick", deadline=None, max_examples=20)
 
 FAMILIES = (
     ("test_conformance", "test_special_values"),  # all cases of onnx's suite are made once
@@ -33,6 +33,11 @@ FAMILIES = (
 
 LONG = ("test_docs", "test_distributed", "test_loading", *(names[0] for names in FAMILIES))
 """Files and families that take long with few cases: they begin first, so that no worker waits for them at the end."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """`make test` tries fewer examples of each property."""
+    settings.load_profile("quick" if "not slow" in config.option.markexpr else "all")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -53,6 +58,11 @@ def pytest_collection_finish() -> None:
     """What imports and collection made stays to the end: the garbage collector need not look at it again and again."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    """What is frozen as Python ends is never freed, and triton's binding would report it as leaked."""
+    gc.unfreeze()
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -363,7 +363,7 @@ class Improvement:
         """The graph, its best plan and the moves that led to it, from a graph and its plan; or from what it was before it was
         fused by price, where the book makes a better one of that (the last result says whether)."""
         accepted: list[Move] = []
-        first = self._derived(unfused, found) if unfused and self.book else None
+        first = self._derived(unfused, found) if unfused else None
         if first:
             graph, found, accepted = first
         while (step := self._derived(graph, found) or self._better(graph, found)) is not None:

@@ -52,6 +52,7 @@ def assert_scheme(problem: Problem, scheme: tuple[int, ...]) -> None:
 # --- graphs and subgraphs
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_subgraphs_partition_the_nodes_in_topological_order(seed):
     graph = random_graph(seed, 30)
@@ -69,6 +70,7 @@ def test_subgraphs_partition_the_nodes_in_topological_order(seed):
             whole.translate((whole.all,), Problem(graph, fine))  # nothing is torn apart
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_memory_of_a_stage_is_what_its_definition_says(seed):
     graph = random_graph(seed)
@@ -81,7 +83,7 @@ def test_memory_of_a_stage_is_what_its_definition_says(seed):
 # --- the searches
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_heuristic_keeps_the_laws_and_the_program_is_never_worse(seed):
     graph = random_graph(seed, 24)
@@ -113,6 +115,7 @@ def test_heuristic_keeps_the_laws_and_the_program_is_never_worse(seed):
             assert seen.best is None or found.rank <= seen.best.rank
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_the_program_equals_brute_force(seed):
     graph = random_graph(seed, 8)

@@ -77,7 +77,7 @@ def brute(problem: dict) -> float:
 CASES = [(seed, forbid, tight) for seed in range(60) for forbid, tight in ((0.0, 0.35), (0.2, 0.45), (0.1, 0.9))]
 
 
-@pytest.mark.sampled(100)
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize(("seed", "forbid", "tight"), CASES)
 def test_search_finds_the_optimum_and_proves_it(seed, forbid, tight):
     problem = random_problem(seed, forbid=forbid, tightness=tight)
@@ -92,6 +92,7 @@ def test_search_finds_the_optimum_and_proves_it(seed, forbid, tight):
     assert best * (1 - 1e-6) - 1e-6 <= found.bound <= best * (1 + 1e-9)
 
 
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize(("seed", "forbid", "tight"), CASES[:90])
 def test_reductions_keep_the_optimum(seed, forbid, tight):
     """Brute force over what is left, lifted back, gives the brute-force optimum."""
@@ -115,6 +116,7 @@ def test_reductions_keep_the_optimum(seed, forbid, tight):
     assert least == best
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("seed", range(40))
 def test_any_multipliers_give_a_bound_and_rule_out_nothing_better(seed):
     problem = random_problem(seed, forbid=0.15, tightness=0.5)
