@@ -66,7 +66,11 @@ def source(text: str) -> Source:
     tree = ast.parse(text)
     nodes = list(statements(tree))
     imports = tuple(n for n in nodes if isinstance(n, IMPORT))
-    dotted = {ast.unparse(n) for n in ast.walk(tree) if isinstance(n, ast.Attribute)} if re.search(r"environ|tenv", text) else set[str]()
+    dotted = (
+        {ast.unparse(n) for n in ast.walk(tree) if isinstance(n, ast.Attribute)}
+        if re.search(r"environ|tenv", text)
+        else set[str]()
+    )
     return Source(
         imports=imports,
         environment=frozenset(ENVIRONMENT & (dotted | {m for n in imports for m in imported(n)})),

@@ -19,6 +19,7 @@ def options(tmp_path: Path, **more: object) -> argparse.Namespace:
     return argparse.Namespace(**{**given, **more})
 
 
+@pytest.mark.slow
 def test_a_row_that_hangs_costs_itself_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "SECTION", "tests.bench.test_gpu_bench")
     monkeypatch.setattr(gpu, "IDLE", 4.0)

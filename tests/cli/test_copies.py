@@ -51,7 +51,7 @@ def _made(kind: str, folder: Path) -> tapestry.Compiled:
     return _file()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["file", "loaded", "module", "sizes"])
 @pytest.mark.parametrize("ran", [False, True])
 def test_a_deep_copy_gives_the_same(kind, ran, tmp_path):

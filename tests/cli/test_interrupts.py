@@ -120,6 +120,7 @@ def _endless() -> onnx.ModelProto:
     return oh.make_model(graph, opset_imports=[oh.make_opsetid("", 17)], ir_version=9)
 
 
+@pytest.mark.slow
 def test_a_loop_that_never_ends(tmp_path):
     onnx.save(_endless(), tmp_path / "m.onnx")
     words = ["compile", tmp_path / "m.onnx", "-o", tmp_path / "b", "--mesh", "2", "--topology", "cpu", "-q"]
@@ -131,6 +132,7 @@ def test_a_loop_that_never_ends(tmp_path):
     assert status == 130 and "Traceback" not in err and seconds < 2
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("code", [IN_PROCESS, SWALLOWED], ids=["in onnxruntime", "swallowed"])
 def test_what_an_exception_does_not_end(code, tmp_path):
     onnx.save(_endless(), tmp_path / "m.onnx")
@@ -141,7 +143,7 @@ def test_what_an_exception_does_not_end(code, tmp_path):
     assert status == 130 and "Traceback" not in err and seconds < 2
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "words",
     [["--help"], ["--version"], ["--version", "-v"], ["--print-completion", "bash"], ["compile", "--help"], ["rules"], ["rules", "--json"],

@@ -41,6 +41,7 @@ ALONE = [pytest.param(p, id=p.name) for p in PAGES if any(b.alone for b in p.blo
 EVERY = [pytest.param(p, id=p.name) for p in PAGES]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("page", RUN)
 def test_commands_print_what_the_page_shows(page: Page, tmp_path: Path):
     for block, real in replay(page, tmp_path / "tapestry", lambda b: not b.alone):
@@ -209,6 +210,7 @@ def test_a_page_names_the_topology_of_what_it_compiles(page: Page):
     assert [c for c in found if "topology" not in c and "**how" not in c] == []
 
 
+@pytest.mark.slow
 def test_the_machines_differ_in_what_they_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Otherwise the tests above would show nothing: README's layer, without ``--topology``, is another plan on each."""
     onnx.save(layer.model(), tmp_path / "layer.onnx")

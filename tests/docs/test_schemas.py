@@ -51,6 +51,7 @@ def test_schemas_are_those_of_the_code(name: str):
     assert file_of(name).read_text() == schema(name), "python -m tests.docs.update --generated"
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", MODELS)
 def test_builds_keep_to_the_schemas(name: str):
     validator = pytest.importorskip("jsonschema").Draft202012Validator
@@ -72,6 +73,7 @@ def test_every_graph_of_the_grammar_reads_back(text: str):
     assert again == graph and to_text(again) == to_text(graph)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_plans_graph_reads_back(name: str, tmp_path: Path):
     graph = store.read(built(name))[0].plan.graph
@@ -149,6 +151,7 @@ def operations(graph: Graph) -> list[str]:
     return sorted(op_text(op, graph) for op in graph.ops)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_history_replays_to_the_plans_graph(name: str, tmp_path: Path):
     plan = store.read(built(name))[0].plan.graph

@@ -83,6 +83,7 @@ def tensor_parallel(tmp_path, **more):
     return tapestry.compile(program, topology="h100", **more)
 
 
+@pytest.mark.slow
 def test_styles_where_the_best_plan_cuts_the_sequence(tmp_path):
     free = tensor_parallel(tmp_path, devices=2)
     with pytest.raises(TapestryError, match=r"no tp_plan style|nothing for a tp_plan"):

@@ -48,6 +48,7 @@ def exported(folder: Path, *, apart: bool) -> Path:
     return folder / "b"
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("apart", [False, True])
 def test_text_compiles_to_the_same_values(tmp_path: Path, apart: bool) -> None:
     """Beside the model; and elsewhere, once the files with weights are copied."""

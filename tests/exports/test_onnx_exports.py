@@ -35,7 +35,7 @@ def constants(c) -> bytes:
     return b"".join(c.constants.values())
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", NAMES)
 def test_onnxruntime_runs_the_fused_graph(name, tmp_path):
     c = compiled(name)
@@ -48,7 +48,7 @@ def test_onnxruntime_runs_the_fused_graph(name, tmp_path):
     assert_same(found, c.run(feeds), c.build.plan.graph)
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", NAMES)
 def test_rank_files_of_any_plan(name, seed, tmp_path):

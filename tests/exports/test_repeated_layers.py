@@ -49,6 +49,7 @@ def nodes(path) -> list:
     return [said, sorted(weights), [o.name for o in model.graph.output]]
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("head", [True, False])
 def test_the_file_is_that_of_all_layers(head, tmp_path, monkeypatch):
@@ -72,6 +73,7 @@ def shared() -> list[nn.Module]:
     return layers
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("net", "folds"),
@@ -114,6 +116,7 @@ class Wired(nn.Module):
         return seen[-1]
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["first", "second", "beside", "weight 2", "weight 3", "twice"])
 def test_layers_that_all_read_one_layers_value_are_not_folded_as_a_chain(kind):

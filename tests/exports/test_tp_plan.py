@@ -93,7 +93,7 @@ def test_megatron(tmp_path, capsys):
     assert proved(tmp_path, capsys) == "proved"
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "pins",
     [
@@ -114,6 +114,7 @@ def test_any_plan_becomes_one_that_computes_the_model(pins, tmp_path, capsys):
     assert proved(tmp_path, capsys) == "proved"
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("pins", [[], ["lm_head:out=tp"], ["lm_head:in=tp"], ["embed_tokens:out=tp"]])
 def test_a_tied_head_is_cut_as_its_table_is(pins, tmp_path):
     model, table = decoder(), "m.model.embed_tokens.weight"

@@ -109,6 +109,7 @@ def test_commutative(name: str, data: st.DataObject) -> None:
     agree(name, merge(name, a, b), merge(name, b, a))
 
 
+@pytest.mark.slow
 @given(st.lists(moderate, min_size=1, max_size=20))
 def test_moments_are_mean_and_variance(xs: list[float]) -> None:
     n, mean, spread = fold(lambda a, b: merge("moments", a, b), [(1.0, x, 0.0) for x in xs])
@@ -175,6 +176,7 @@ def guarded(act: Action, otherwise: float | None = None) -> Action:
     return with_guard
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("sums_of", [1, 2])
 def test_another_centre_is_an_action_with_and_without_its_guard(sums_of: int) -> None:
     """A guard may keep infinities apart, never change the value where the centres are equal."""

@@ -54,6 +54,7 @@ CLASSES = {"class_treeids": [0, 0, 0], "class_nodeids": [1, 1, 2], "class_ids": 
 TARGETS = {"target_treeids": [0, 0], "target_nodeids": [1, 2], "target_ids": [0, 1], "target_weights": [1.5, -2.0]}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("declared", [(1,), (None,), (None, 3), ()], ids=str)
 def test_trees_run_whatever_the_file_declares(tmp_path, declared):
     """onnxmltools declares labels of one sample (LightGBM), CatBoost other things; onnx infers nothing."""
@@ -77,6 +78,7 @@ def test_trees_run_whatever_the_file_declares(tmp_path, declared):
     assert report["host_values"] == {}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "op, attributes, width",
     [
@@ -142,6 +144,7 @@ def written_for(version, op, **attributes):
     return model(nodes, [value("x", F, "n", 3, 2)], [value("y", F, None, 3, 2)], functions=[inner, outer], domains=["local"])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("version, op", [(14, "Relu"), (13, "Softmax"), (16, "LeakyRelu")])
 def test_functions_of_another_opset(tmp_path, version, op):
     """skl2onnx's KNNImputer mixes opsets 14, 16 and 18."""
@@ -186,7 +189,7 @@ def counting(limit, *, start=0, step=1, most=None, test="Less", by="state", kind
     )
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "how, steps",
     [
@@ -217,6 +220,7 @@ def test_a_loop_that_ends_by_its_data_stays_opaque(tmp_path):
     held(made, {"x": data(6, 4)}, tmp_path)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("op", "attributes"),
     [

@@ -84,6 +84,7 @@ def draw(tmp_path, one: onnx.NodeProto, feeds=None, consts=None, outputs=("y",),
     return evaluate(lift_model(model, tmp_path, **options), feeds or {})
 
 
+@pytest.mark.slow
 def test_uniform(tmp_path):
     one = helper.make_node("RandomUniform", [], ["y"], shape=[100, 100], low=-1.0, high=3.0, name="u")
     y = draw(tmp_path, one)["y"]
@@ -210,6 +211,7 @@ def test_independent_symbols_are_not_guessed(tmp_path):
         lift_model(model, tmp_path, {"n": 4})
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("devices", [1, 3])
 def test_a_symbol_may_be_zero(tmp_path, devices):
     model = two_inputs([2, "past"], [2, 4], node("Concat", "a b", axis=1))
@@ -260,7 +262,7 @@ def test_folded_shapes_are_constants_of_the_models_opset(tmp_path, opset):
 # --- whole models
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("path", sorted(LIGHT.glob("*.onnx")), ids=lambda p: p.stem)
 def test_light_models(path):
     """As shipped: their weights are ConstantOfShape, which lift as maps without reads."""
@@ -269,7 +271,7 @@ def test_light_models(path):
     assert {op.kind for op in lifted.graph.ops if isinstance(op, Opaque)} <= {"LRN"}
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @needs_shared
 @pytest.mark.parametrize("name", EXPORTS)
 def test_exports(tmp_path, name):

@@ -87,6 +87,7 @@ def expected(x: np.ndarray, w: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return -g.min(1), g.max(1) / 16
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("devices", [1, 4])
 def test_a_file_of_operators(mlp: Path, operators: Path, devices: int) -> None:
     build = tapestry.compile(mlp, ops=operators, devices=devices)
@@ -171,6 +172,7 @@ def test_another_definition_takes_the_place(operators: Path, tmp_path: Path) -> 
     assert tapestry.compile(path).verify()["model"] > 0
 
 
+@pytest.mark.slow
 def test_the_command_line(mlp: Path, operators: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.plan"
     status, _, said = run("compile", mlp, "-o", out)

@@ -31,6 +31,7 @@ def model(tmp_path, given, *, constant):
     return path
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("constant", [False, True])
 @pytest.mark.parametrize("places", [FLAT, PAIRS], ids=["flat", "pairs"])
 def test_a_sparse_weight_is_a_dense_one(tmp_path, places, constant):

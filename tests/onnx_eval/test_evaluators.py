@@ -71,6 +71,7 @@ def test_no_session_is_no_refusal():
     assert found == 1 and asked.libraries == ["onnx.reference"] and not asked.refused
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("alone", [True, False])
 def test_a_node_that_ends_onnxruntime_does_not_end_us(alone):
     """It divides the least whole number by -1, and extents of nothing in an Einsum."""

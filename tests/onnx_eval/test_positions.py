@@ -44,6 +44,7 @@ def feeds(ins, **given):
     return {n: rng.standard_normal(s).astype(np.float32) for n, (t, s) in ins.items() if t == F} | given
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", CASES)
 def test_a_given_position_outside_is_refused(case, tmp_path):
     path, (made, ins) = tmp_path / "m.onnx", model(case)
@@ -60,6 +61,7 @@ def test_a_given_position_outside_is_refused(case, tmp_path):
                 build.run(given)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", CASES)
 def test_a_known_position_outside_is_refused(case, tmp_path):
     path = tmp_path / "m.onnx"

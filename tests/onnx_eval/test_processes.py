@@ -66,6 +66,7 @@ def _there(process: int) -> bool:
         return False
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.skipif(sys.platform != "linux", reason="a signal of Linux")
 @pytest.mark.parametrize("program", [LOOPING, BUSY, SPAWNED], ids=["onnxruntime", "a thread's", "multiprocessing's"])
 def test_a_process_is_gone_when_its_parent_is_killed(program, tmp_path):

@@ -82,6 +82,7 @@ def test_rules_that_are_left_out_are_not_used() -> None:
     assert book(disabled=frozenset({"distribute_update"})).derivations(graph) == []
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["last_token", "chain", "unet"])
 def test_a_plan_with_the_book_is_better_and_right(name: str, tmp_path) -> None:
     model = SEEN[name]()

@@ -121,7 +121,7 @@ def rewritten(graph: Graph, rng: random.Random, count: int) -> Graph:
     return graph
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("mesh", ["1", "2", "2x2"])
 def test_any_moves_any_strategies_any_streamed_weights(name: str, mesh: str) -> None:
@@ -164,6 +164,7 @@ def test_a_fitted_plan_fits_runs_and_is_bounded(name: str, mesh: str) -> None:
     assert 0 < fitted.found.bound <= fitted.found.objective
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", MODELS)
 def test_rewrites_never_cost_less_than_the_bound(name: str) -> None:
@@ -174,6 +175,7 @@ def test_rewrites_never_cost_less_than_the_bound(name: str) -> None:
         assert search(other, topo).objective >= least_seconds(graph, topo) * (1 - 1e-12)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_no_plan_of_rewrites_needs_less_than_is_said_beforehand(name: str) -> None:
     """What is refused because of it could not have been planned: neither on all devices together nor on one of them."""
@@ -234,6 +236,7 @@ def test_streamed_weights_cost_their_loads() -> None:
     assert max(peak(found.program)) < max(peak(plain.program))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("mesh", ["1", "2"])
 @pytest.mark.parametrize("name", ["mlp", "conv_chain", "attention", "residual"])
 def test_the_fewest_streamed_weights_are_worked_out_exactly(name: str, mesh: str) -> None:
@@ -286,6 +289,7 @@ def fitted(text: str, limit: int, seconds: float = 4.0) -> tuple[Graph, Fitted]:
     return graph, found
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("share", [0.5, 0.2, 0.1])
 def test_a_long_attention_is_cut_over_queries(share: float) -> None:
@@ -349,6 +353,7 @@ def test_one_dimension_is_cut_in_time_and_in_space() -> None:
     certificate.check(found.plan.annotated(), found.program, mesh=found.plan.mesh)
 
 
+@pytest.mark.slow
 def test_a_tensor_that_waits_is_computed_again() -> None:
     _, found = fitted(SKIP, 10_000)  # b and c, or c and d; a would make it 12,288
     assert [m.rule for m in found.moves] == ["recompute"]
@@ -362,6 +367,7 @@ def test_what_cannot_fit_says_by_how_much_and_what_was_tried() -> None:
     assert "bytes of 4,000" in text and "too many" in text and "device 0" in text and "tried" in text and "split_time" in text
 
 
+@pytest.mark.slow
 def test_a_result_that_another_one_is_made_of_is_counted_once() -> None:
     text = """graph two
 input x: f32[64, 64]
@@ -380,6 +386,7 @@ output h, y
     assert any(m.rule == "split_time" for m in found.moves)
 
 
+@pytest.mark.slow
 def test_lowering_many_parts_compares_few_footprints(monkeypatch) -> None:
     """A tensor that is read in n parts: about one comparison (with all parts at once) for each part, not one for each two."""
     text = "graph parts\ninput x: f32[512]\ny: f32[512] = op [i: 512]\n  reads x[i]\n  body max(x, 0.0)\noutput y\n"

@@ -68,7 +68,7 @@ def on_the_clock(problem: Problem, choice: tuple[int, ...]) -> float:
     return priced_plan(problem, choice, -np.inf).objective
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("seed", range(24))
 def test_the_planner_is_brute_force(seed: int) -> None:
     """Devices in a row and in a grid; ends that are free and ends that are fixed. On the clock, of the 200 plans whose costs
@@ -91,6 +91,7 @@ def test_the_planner_is_brute_force(seed: int) -> None:
     certificate.check(found.plan.annotated(), found.program, mesh=found.plan.mesh)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("seed", range(6))
 def test_with_little_memory_too(seed: int) -> None:
     """Among the plans that fit, none is better; where none fits, it says so."""
@@ -214,6 +215,7 @@ def test_data_parallel_for_many_sequences(tmp_path: Path) -> None:
     assert set(p.cut.values()) <= {"b0", "x0"} and not p.transfers
 
 
+@pytest.mark.slow
 def test_sequences_that_start_cut_stay_cut_but_for_attention(tmp_path: Path) -> None:
     """Ulysses: heads for attention, the sequence for all else, and an all-to-all between."""
     layouts = ["x:1=8@d0", "y:1=8@d0"]
@@ -222,6 +224,7 @@ def test_sequences_that_start_cut_stay_cut_but_for_attention(tmp_path: Path) -> 
     assert p.cut["scores"] == "b1" and set(p.transfers) == {"all_to_all"}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("preset", ["h100", "a100-pcie"])
 def test_space_for_one_big_image(preset: str, tmp_path: Path) -> None:
     """One picture cannot be cut by batch: rows or columns are, and only halos travel."""
@@ -252,6 +255,7 @@ def experts(path: Path, tokens: int, routed: bool, count: int = 8, d: int = 1024
     return model(path, nodes, [tokens, d], [tokens, d], {"wg": [d, count], "w1": [count, d, f], "w2": [count, f, d]}, consts)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("routed", [False, True])
 @pytest.mark.parametrize(("tokens", "mixed", "sent"), [(32, None, "all_gather"), (256, "x0", "all_reduce")])

@@ -129,6 +129,7 @@ def test_communication_that_is_free_in_the_problem_is_absent_from_the_program():
     assert seen == {True, False}
 
 
+@pytest.mark.slow
 def test_more_bytes_cost_more_on_a_link_without_latency():
     """With nothing but one link's bandwidth to pay for, the objective orders two-device plans as their bytes do."""
     graph = chain()
@@ -182,6 +183,7 @@ def test_too_little_memory_is_said_in_bytes():
     assert "more memory (memory)" in text
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["chain", "smooth"])
 def test_the_memory_demands_never_overestimate(name):
@@ -343,6 +345,7 @@ def conv_bytes(kernel: int, stride: int, pad: int) -> tuple[dict, dict]:
     return {t["kind"]: t["bytes"] for t in build.report["transfers"]}, dict(build.report)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("kernel", "stride", "pad", "nbytes"), [(3, 1, 1, 6_422_528), (3, 2, 1, 3_211_264), (7, 2, 3, 16_056_320)]

@@ -55,7 +55,7 @@ def made(text: str, devices: int, *, turn: bool = True, extra: int = 0) -> tuple
     return graph, Plan(graph=graph, mesh=mesh, strategies=(s,), inputs=fixed)
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", TEXTS)
 @pytest.mark.parametrize("devices", [2, 4, 8])
 def test_round_a_mesh_axis(name: str, devices: int) -> None:

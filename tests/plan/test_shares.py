@@ -78,6 +78,7 @@ def test_equal_weights_are_the_balanced_cut():
             assert interval(extent, even, (0, 1), c) == interval(extent, same, (0, 1), c) == expected
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ["conv_chain", "attention", "residual", "reductions", "gathers", "norms"])
 @pytest.mark.parametrize("mesh", MESHES, ids=lambda m: "x".join(str(a.weights) for a in m))
 def test_plans_with_uneven_shares_compute_the_same(name, mesh):
@@ -94,6 +95,7 @@ def test_plans_with_uneven_shares_compute_the_same(name, mesh):
                 certificate.check(plan.annotated(), program, mesh=even)
 
 
+@pytest.mark.slow
 def test_one_fast_and_three_slow_devices(tmp_path):
     """The fast device takes a larger share, and the plan is faster than the best even one; runs equal the reference."""
     source = file(tmp_path)
@@ -167,6 +169,7 @@ def test_kinds_that_are_refused(others, tmp_path):
         topology(parse_mesh("4"), file(tmp_path, others=others))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("weights", [[[1, 2]], [[0, 1, 1, 1]], [[1, 1, 1, -1]], [[1, 1, 1, 10**9]], [[1] * 4, [1] * 4]])
 def test_shares_in_a_file_that_are_refused(weights, tmp_path):
     build = tapestry.compile(save("mlp"), devices=4)

@@ -37,7 +37,7 @@ def joined(tmp_path, mesh, **spec):
     return topology(parse_mesh(mesh), file(tmp_path, interconnect={**LINK, **spec}))
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("text", [m[0] for m in MAPS[:10]])
 def test_maps_of_the_slides_compile(text, tmp_path):
     """The number of devices comes from the map; the plan runs, and its topology comes back from the build."""
@@ -163,6 +163,7 @@ def test_presets_take_any_mesh(preset, mesh):
         assert once.seconds < both.seconds < 1.0
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("mesh", "what", "message"),
     [

@@ -92,6 +92,7 @@ def slowest_receiver(layout, boxes, wanted, width, topo):
     return (worst + topo.device.launch if sent else 0.0), sum(cells for _, _, cells in sent) * width
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("shape", "mesh"), CASES, ids=str)
 def test_costs_are_those_of_the_slowest_receiver(shape, mesh, tmp_path):
     path = tmp_path / "levels.json"
@@ -119,7 +120,7 @@ WIRED = [
 ]  # fmt: skip
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("joined", WIRED, ids=lambda d: next(iter(d)))
 @pytest.mark.parametrize("mesh", ["8", "2x4", "4x2", "2x2x2"])
 def test_messages_over_wires_are_walked(mesh, joined, tmp_path):
@@ -151,6 +152,7 @@ def test_costs_in_pieces_are_the_costs(monkeypatch):
     assert np.array_equal(whole.seconds, pieces.seconds)
 
 
+@pytest.mark.slow
 def test_a_thousand_devices_need_no_table_of_pairs():
     """An n×n table for these 57 x 57 costs would hold 3.5 billion numbers."""
     topo = topology(parse_mesh("8x16x8"), "h100")
@@ -168,6 +170,7 @@ def test_a_thousand_devices_need_no_table_of_pairs():
     assert found.bytes[:, whole].tolist() == missing
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("shape", "mesh"), [((8, 12), "4"), ((8, 12), "2x2"), ((7, 5), "2x2"), ((6, 9), "3x2"), ((16,), "2x2x2")]
 )

@@ -56,6 +56,7 @@ def said(evidence) -> str:
 # each kind
 
 
+@pytest.mark.slow
 def test_a_target(tmp_path: Path, installer: Installer) -> None:
     installer.example("numpy_target")
     import numpy_target
@@ -97,6 +98,7 @@ ODD = Monoid(name="odd", fields=("v",), zero=lambda d: (number(0, d[0]),), combi
 """
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("merge", "commutes", "law"),
     [
@@ -225,6 +227,7 @@ BROKEN = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("how", BROKEN)
 def test_what_does_not_load_is_named_and_stops_nothing_else(tmp_path: Path, installer: Installer, how: str) -> None:
     source, why = BROKEN[how]
@@ -238,6 +241,7 @@ def test_what_does_not_load_is_named_and_stops_nothing_else(tmp_path: Path, inst
     assert status == 0 and "broken_pack 0.1" in out and why in out
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("source", "why"),
     [
@@ -272,6 +276,7 @@ class Short(NumpyTarget):
 """
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("result", ["a[:1]", "a.double()", "a.t().contiguous().t()", "1 / 0"])
 def test_results_of_another_shape_or_type_are_refused(tmp_path: Path, installer: Installer, result: str) -> None:
     installer.example("numpy_target")

@@ -65,6 +65,7 @@ CUTS = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("way", CUTS)
 def test_a_look_up_of_a_part_of_the_rows(way: str, tmp_path: Path) -> None:
     model = saved(LOOKED_UP, tmp_path / "m.onnx", WEIGHTS)
@@ -99,6 +100,7 @@ PIECES = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("what", PIECES)
 def test_reads_that_begin_inside_a_row(what: str, tmp_path: Path) -> None:
     """The second rank of the first has no cell of what the model puts before the image."""
@@ -108,6 +110,7 @@ def test_reads_that_begin_inside_a_row(what: str, tmp_path: Path) -> None:
     assert verdict.status == PROVED, verdict.text()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("what", PIECES)
 def test_pieces_in_another_order_are_refuted(what: str, tmp_path: Path) -> None:
     text, weights, pins = PIECES[what]
@@ -137,6 +140,7 @@ def _sum(rank: onnx.ModelProto) -> None:
     node.CopyFrom(helper.make_node("Split", list(node.input), outs, name=node.name, axis=0, num_outputs=2))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("fault", [_constant, _half, _sum], ids=lambda f: f.__name__)
 def test_a_fault_in_such_a_program_is_refuted(fault, tmp_path: Path) -> None:
     model = saved(LOOKED_UP, tmp_path / "m.onnx", WEIGHTS)

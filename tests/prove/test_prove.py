@@ -35,6 +35,7 @@ RIGHT = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("net", "style"), RIGHT, ids=str)
 def test_a_right_program_is_proved(net: str, style: Style, tmp_path: Path) -> None:
     model, program = write(net, style, tmp_path, SIZES)
@@ -52,6 +53,7 @@ HALOS = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("layers", "axes", "world", "way"), HALOS, ids=str)
 def test_windows_cut_in_space_are_proved(layers: list[Layer], axes: int, world: int, way: str, tmp_path: Path) -> None:
     model, program = write_halos(tmp_path, layers, world, 16, axes, way)
@@ -59,6 +61,7 @@ def test_windows_cut_in_space_are_proved(layers: list[Layer], axes: int, world: 
     assert verdict.status == PROVED, verdict.text()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_of_halos_are_refuted_with_a_witness(fault: str, tmp_path: Path) -> None:
     model, program = write_halos(tmp_path, [Layer()], 4, 16, 1, "halo", fault)
@@ -73,7 +76,7 @@ def test_stages_of_a_pipeline(tmp_path: Path) -> None:
     assert prove(model, [program]).status == PROVED
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_fault_is_refuted_with_a_witness(kind: str, tmp_path: Path) -> None:
     styles = [("decoder", Style(tp=4)), ("decoder", Style(tp=2, sequence=True)), ("decoder", Style(tp=2, context=True))]
@@ -95,6 +98,7 @@ def test_a_fault_is_refuted_with_a_witness(kind: str, tmp_path: Path) -> None:
     pytest.fail("no network has a place for this fault")
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("what", ["Mul", "Exp", "Add"])
 def test_a_ring_that_forgets_a_step_is_refuted(what: str, tmp_path: Path) -> None:
@@ -326,6 +330,7 @@ def _two_sections(path: Path, w: np.ndarray, u: np.ndarray, v: np.ndarray, ranks
     onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10), path)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("sections", [(6, 6), (8, 4)])
 @pytest.mark.parametrize("halves", [True, False])
 def test_a_weight_that_is_cut_within_its_sections(sections: tuple[int, int], halves: bool, tmp_path: Path) -> None:

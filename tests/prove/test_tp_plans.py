@@ -26,6 +26,7 @@ def decided(net: str, plan: dict[str, str], folder: Path, ranks: int = 2) -> Ver
     return prove(model, [folder / "plan.json"])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_right_plan_is_proved(ranks: int, tmp_path: Path) -> None:
     """Attention and a gated feed-forward part; then with the head's columns, gathered; then with biases."""

@@ -123,7 +123,7 @@ def test_one_kernel_with_a_product_in_tiles(name: str) -> None:
         compare(have[t], c.expected[t], c.graph.tensors[t].dtype)
 
 
-@pytest.mark.sampled(40)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("mesh", ["1", "2", "3", "2x2"])
 def test_any_plan_on_the_cpu(name: str, mesh: str) -> None:
@@ -137,6 +137,7 @@ def test_any_plan_on_the_cpu(name: str, mesh: str) -> None:
         assert_same(found, c.expected, c.graph, (name, mesh, seed))
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["conv, norm, relu, pool", "residual, mean", "argmax", "log-sum-exp", "layer norm"])
 def test_blocks_and_states_on_triton(name: str) -> None:
@@ -216,6 +217,7 @@ FORMS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("case", CASES)
@@ -241,6 +243,7 @@ def test_parts_fill_the_chip_where_rows_do_not() -> None:
     assert all(k.bm * k.bn <= 128 * 128 for k in candidates(found) if k.descriptors)  # two fields are folded: fewer lanes
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("monoid", ["max", "logsumexp", "argmax"])
 def test_rows_without_a_number_or_without_anything(monoid: str) -> None:
     """A NaN wins, infinities count, and a row of minus infinity stays one, whatever the lanes past the end hold."""
@@ -379,6 +382,7 @@ def test_few_rows_are_not_gone_through_by_a_handful_of_programs() -> None:
     assert reduced(131072) == ["fuse_contraction"]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("precision", ["ieee", "tf32"])
 @pytest.mark.parametrize("target", ["sm80", "sm90", "sm100", "gfx942"])
 def test_every_shape_has_a_tile(target: str, precision: str) -> None:
@@ -396,6 +400,7 @@ def test_every_shape_has_a_tile(target: str, precision: str) -> None:
         assert found.kind == "folded" and list(candidates(found, target)), (text, target)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", ["f32", "bf16", "f16", "f64"])
 @pytest.mark.parametrize("again", ["cast(u, f64)", "cast(u, f32)", "u"])
 def test_what_is_kept_of_a_row_is_not_rounded_more(dtype: str, again: str) -> None:

@@ -132,6 +132,7 @@ def layer_kernels(graph: Graph) -> int:
     return at[1] - at[0]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", DECODERS)
 def test_a_decoder_layer_is_at_most_eight_kernels(name: str) -> None:
     c, before, _ = decoded(name)
@@ -139,6 +140,7 @@ def test_a_decoder_layer_is_at_most_eight_kernels(name: str) -> None:
     assert layer_kernels(c.graph) <= 8 - (name == "decoder")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", DECODERS)
 def test_fusions_change_nothing_and_replay(name: str) -> None:
     c, before, moves = decoded(name)
@@ -151,6 +153,7 @@ def test_fusions_change_nothing_and_replay(name: str) -> None:
     assert same_dependences(simplify(one), small, name) == {}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", DECODERS)
 def test_fused_kernels_run_on_triton(name: str) -> None:
     c, _, _ = decoded(name)
@@ -163,7 +166,7 @@ def test_fused_kernels_run_on_triton(name: str) -> None:
             compare(have[t], want[t], c.graph.tensors[t].dtype)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", DECODERS)
 @pytest.mark.parametrize("mesh", ["1", "3", "2x2"])
 def test_fused_graphs_run_under_any_plan(name: str, mesh: str) -> None:

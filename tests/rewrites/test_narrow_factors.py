@@ -176,7 +176,7 @@ def eight_bits(folder: Path, kind: str, columns: bool) -> tuple[dict[str, np.nda
     return {**feeds, "y": want}, lifted.graph
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("columns", [False, True])
 @pytest.mark.parametrize("kind", ["f8", "i8", "u8"])
 def test_a_dequantised_product_is_one_kernel(tmp_path: Path, kind: str, columns: bool) -> None:

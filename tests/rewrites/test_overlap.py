@@ -74,6 +74,7 @@ def moved(text: str, parts: int) -> Graph:
 PAIRS = [((a, v), (b, w)) for (a, b), v, w in itertools.product(itertools.product(KINDS, KINDS), WINDOWS[:4], WINDOWS[:4])]
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("first,second", PAIRS[::3], ids=str)
 def test_dependences_and_values_stay(first, second) -> None:
     """Blocks that divide the rows and blocks that do not; strides, paddings, no padding; convolution and pooling."""
@@ -84,6 +85,7 @@ def test_dependences_and_values_stay(first, second) -> None:
     assert len(report.moves) == len(moves)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("first,second", PAIRS[1::5], ids=str)
 def test_blocks_on_the_cpu(first, second, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every block from buffers that hold its footprint alone; convolutions stay torch's convolutions."""
@@ -112,6 +114,7 @@ def test_blocks_on_the_cpu(first, second, monkeypatch: pytest.MonkeyPatch) -> No
     assert len(calls) == count * [first[0], second[0]].count("conv")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("first,second", PAIRS[2::16], ids=str)
 def test_triton_runs_them(first, second) -> None:
     check(to_text(moved(chain(first, second), 2)))
@@ -155,6 +158,7 @@ def model(tmp_path: Path, channels: int, size: int) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_one_exchange_where_latency_dominates(tmp_path: Path) -> None:
     path = model(tmp_path, 16, 64)
     layouts = ["x:2=4@d0", "y:2=4@d0"]

@@ -58,7 +58,7 @@ def experts(rows: int, count: int, width: int, wide: int, top: int, seed: int = 
     return build(nodes, feeds, ["y"], consts), feeds, want.reshape(rows * top, wide, 1)
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("rows", "count", "width", "wide", "top"), [(7, 5, 9, 11, 2), (3, 8, 17, 5, 1), (33, 3, 6, 10, 3)])
 @pytest.mark.parametrize("cut", ["", "y:v={}@d0", "y:i={}@d0", "y:b0={}@d0"])
 def test_rows_times_the_matrix_that_each_picks_on_any_cut(tmp_path, rows, count, width, wide, top, cut) -> None:

@@ -75,6 +75,7 @@ def test_one_operation_that_says_the_same(name: str) -> None:
     close(run_cpu(after, feeds), interp.run(before, feeds, wide=True)["y"])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", CASES)
 def test_triton(name: str) -> None:
     text = to_text(fused(name))
@@ -83,6 +84,7 @@ def test_triton(name: str) -> None:
     check(text, config=KernelConfig(rows=4, cols=64))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", CASES)
 def test_partial_states_of_triton(name: str) -> None:
     graph = fused(name)
@@ -139,6 +141,7 @@ def test_a_row_is_loaded_once(name: str) -> None:
     assert text.count("tl.load(x_ptr") == 1 and "tl.load(x_1_ptr" not in text and "for " not in source
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["group norm", "group norm of flat groups", "a group of sums"])
 def test_blocks_of_whole_groups_and_of_parts_of_them(name: str) -> None:
     """Statistics are computed once per group where a block has whole groups, and are right where it has not."""

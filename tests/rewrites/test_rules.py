@@ -266,6 +266,7 @@ def test_split_reduce_refuses_splits_and_opaques() -> None:
 GRID = list(itertools.product((7, 10), (1, 2, 3), (1, 2, 3), (1, 2, 3), (0, 1, 2)))  # size, kernel, stride, dilation, pad
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("width", [0, 7], ids=["1d", "2d"])
 @pytest.mark.parametrize("rule", ["slice_dilated", "slice_strided"])

@@ -81,6 +81,7 @@ CASES = [
 ]  # fmt: skip
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("name", "dtype", "devices"), CASES)
 def test_proposals_are_proved(name: str, dtype: str, devices: int) -> None:
     torch.manual_seed(0)

@@ -56,6 +56,7 @@ def space(text: str, mesh: str = "1", most: int = 60) -> ProductionSpace:
     return out
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("text", "mesh"), [(LINEAR, "1"), (LINEAR, "2"), (STRIDED, "1"), (STDDEV, "2")])
 def test_every_form_computes_the_same(text, mesh):
     found = space(text, mesh, 25)

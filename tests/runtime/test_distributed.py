@@ -141,6 +141,7 @@ def test_messages_that_are_checked(tmp_path):
     assert calls[0] == calls[1] and sum(calls[0][0].values()) > 0
 
 
+@pytest.mark.slow
 def test_torchrun_runs_it(tmp_path):
     build = attention_build()
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "tapestry.runtime"]
@@ -199,6 +200,7 @@ def requests(folder: Path, count: int) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_an_input_that_does_not_fit_is_the_inputs_fault(tmp_path):
     """PricedPlan before ranks are started: exit status 2, as in one process, and no rank is blamed."""
     name = api.load(attention_build()).build.plan.graph.inputs[0]
@@ -319,6 +321,7 @@ def ranks_of(launcher: subprocess.Popen, out: Path, count: int) -> list[int]:
     raise AssertionError(f"no ranks: {launcher.communicate()}")
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("number", "words", "within"),

@@ -49,6 +49,7 @@ def merges(c: tapestry.api.Compiled) -> list[Reduce]:
 CASES = [("bf16", 2, 64, 128), ("bf16", 4, 64, 128), ("f16", 2, 64, 128), ("bf16", 3, 5, 7), ("bf16", 4, 1, 3)]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("dtype, devices, rows, columns", CASES)
 def test_half_the_bytes_and_nearly_the_values(tmp_path: Path, dtype: str, devices: int, rows: int, columns: int) -> None:
     path = model(tmp_path, dtype, rows, columns)
@@ -73,6 +74,7 @@ def test_half_the_bytes_and_nearly_the_values(tmp_path: Path, dtype: str, device
     assert np.any(got != np.asarray(wide.run({"x": x})["y"])) or rows * columns < 50  # it was rounded
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("processes", [2, 4])
 @pytest.mark.parametrize("rows, columns, kind", [(64, 128, "reduce_scatter"), (3, 7, "reduce_scatter"), (1, 1, "all_reduce")])
 def test_ranks_round_as_one_process_does(tmp_path: Path, processes: int, rows: int, columns: int, kind: str) -> None:

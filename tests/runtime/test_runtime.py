@@ -402,7 +402,7 @@ def bits(outs: dict[str, np.ndarray]) -> dict[str, bytes]:
     return {t: a.tobytes() for t, a in outs.items()}
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("text", ["2", "3", "4", "8", "2x2", "2x4"])
 def test_random_operators_give_the_same_bits_under_any_split(text):
     c = case("noise")

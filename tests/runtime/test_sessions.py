@@ -225,6 +225,7 @@ def test_an_interrupt_in_the_middle_of_a_step_ends_the_session(monkeypatch):
     assert all(gone(p) for p in pids)
 
 
+@pytest.mark.slow
 def test_ranks_that_cannot_start_say_why(tmp_path):
     plan = compiled()
     plan.save(tmp_path / "plan")

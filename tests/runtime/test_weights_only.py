@@ -36,6 +36,7 @@ def normed() -> onnx.ModelProto:
     return net(nodes, {"x": (T.FLOAT, (1, 37, 29))}, {"y": T.FLOAT, "z": T.FLOAT}, weights, opset=18)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("mesh", ["1", "2"])
 def test_a_norm_of_a_weight_is_worked_out_once(mesh: str, tmp_path: Path) -> None:

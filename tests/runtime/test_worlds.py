@@ -219,6 +219,7 @@ def test_several_hosts_need_a_token(monkeypatch, tmp_path):
         flags.token()
 
 
+@pytest.mark.slow
 def test_a_run_on_one_host_listens_on_loopback_alone(tmp_path):
     compiled = api.load(attention_build())
     (tmp_path / "in").mkdir()

@@ -83,7 +83,7 @@ def test_memory_of_a_stage_is_what_its_definition_says(seed):
 # --- the searches
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_heuristic_keeps_the_laws_and_the_program_is_never_worse(seed):
     graph = random_graph(seed, 24)

@@ -57,6 +57,7 @@ def stage_of_nodes(found) -> dict[str, set[int]]:
     return out
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("micro", [1, 2])
 def test_stages_end_where_they_are_asked_to(model, micro):
     """Also between a product and what would be fused into it: then they stay two operations."""
@@ -67,6 +68,7 @@ def test_stages_end_where_they_are_asked_to(model, micro):
     assert "stage 0 ends at mm0, as asked" in found.explain(every=True)
 
 
+@pytest.mark.slow
 def test_several_nodes_may_end_a_stage(tmp_path):
     nodes = [N("Relu", ["x"], ["a"], "left"), N("Tanh", ["x"], ["b"], "right"), N("Exp", ["x"], ["c"], "late"),
              N("Sum", ["a", "b", "c"], ["y"], "join")]  # fmt: skip
@@ -76,6 +78,7 @@ def test_several_nodes_may_end_a_stage(tmp_path):
     assert [found[n] for n in ("left", "right", "late", "join")] == [{0}, {0}, {1}, {1}]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -94,6 +97,7 @@ def test_what_cannot_be_is_refused(model, options, words):
     assert words in str(caught.value)
 
 
+@pytest.mark.slow
 def test_pins_and_layouts_hold_on_the_mesh_of_a_stage(model):
     found = compiled(model, mesh="2x2", stages=2, pins=["mm3:n=2@d1"], layouts=["x:0=2@d1", "y:1=2@d1"])
     plan = found.build.plan
@@ -115,6 +119,7 @@ def test_a_layout_on_a_stage_is_its_axes_by_name():
     assert on_stage((None, 1), mesh, (MeshAxis("b", 2),)) is None
 
 
+@pytest.mark.slow
 def test_annotations_hold_inside_stages(model, tmp_path):
     """Specs over the fast axis of the mesh, and stages over the slow one, which nothing may cross without need."""
     slow = {"device": DEVICE, "levels": [{"devices": 2, "alpha": 1e-6, "beta": 1e-10}, {"alpha": 1.0, "beta": 1e-10}]}
@@ -132,6 +137,7 @@ def test_a_file_that_names_stages_is_compiled_so(model):
     assert not alone.report["stages"]
 
 
+@pytest.mark.slow
 def test_siblings_of_two_stages_are_not_joined(tmp_path):
     """Softmax and a sum over the same rows would be one pass over them."""
     nodes = [N("MatMul", ["x", "w"], ["m"], "mm"), N("Softmax", ["m"], ["s"], "soft", axis=1),
@@ -152,6 +158,7 @@ def test_micro_batches_that_leave_a_stage_empty_are_left_out(tmp_path):
         tapestry.compile(tmp_path / "m.onnx", devices=2, topology="cpu", stage_at="mm", micro_batches=2)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("options", [{"stage_at": "act1"}, {"stages": 2, "pins": "mm0:n=1@d0"}])
 def test_weights_are_streamed_into_stages_as_they_are_asked_for(model, options):
@@ -160,6 +167,7 @@ def test_weights_are_streamed_into_stages_as_they_are_asked_for(model, options):
     assert found.build.plan.streamed and max(found.report["peak_bytes"]) <= memory
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "change",
     [
@@ -189,6 +197,7 @@ def test_weights_are_streamed_where_a_stage_does_not_fit_otherwise(model):
     assert not compiled(model, devices=2, stages=2, memory=4 * weight).build.plan.streamed
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("slow", [0, 2])
 def test_stages_on_devices_of_several_kinds(model, slow):

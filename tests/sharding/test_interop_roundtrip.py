@@ -33,7 +33,7 @@ def cuts(build) -> int:
     return sum(d is not None for s in build.build.plan.strategies for d in s.dims)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("mesh", ["4", "2x2"])
 @pytest.mark.parametrize(
     "name", ["mlp", "conv_chain", "attention", "norms", "views", "gathers", "opaques", "residual", "halves"]
@@ -75,7 +75,7 @@ def test_pins_and_layouts_survive(tmp_path):
     assert ignored.build.plan.strategies != before.build.plan.strategies
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("name", "pins"),
     [

@@ -329,6 +329,7 @@ def test_the_command_shows_both_evaluations(tmp_path, capsys):
     assert "as the slides say" in capsys.readouterr().out
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("tilings", "topology", "code", "words"),
     [
@@ -369,6 +370,7 @@ def test_tilings_that_no_plan_can_keep_are_refused(tilings, devices, words, tmp_
     assert devices or {"not-kept", "tile-pattern"} & {f.code for f in check_file(path)}  # and the checker says so
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("tilings", "mesh"),
     [

@@ -73,6 +73,7 @@ def parts(build, tensor, array):
     return {d: array[tuple(slice(lo, hi) for lo, hi in b)].tolist() for d, b in enumerate(boxes)}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_an_example_of_the_proposal(name, tmp_path):
     s, expected = EXAMPLES[name]
@@ -180,6 +181,7 @@ def test_specs_on_different_axes_compose(tmp_path):
     assert [f.code for f in check_file(empty) if f.level == "error"] == ["agreement"]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("keepdims", [0, 1])
 def test_a_reduction_along_the_cut_axis_is_completed_on_all(keepdims, tmp_path):
     """Two steps, local and across; by default the result is on all devices that take part, along another axis it stays cut."""
@@ -200,6 +202,7 @@ def matmul(tmp_path, specs, devices=2):
     return annotated(m, devices, tmp_path, [("mm", t, *s) for t, s in specs.items()])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("specs", "devices", "dims", "out"),
     [
@@ -234,6 +237,7 @@ def test_an_input_without_a_spec_has_that_of_its_producer(tmp_path):
 # what the formalism leaves out: it names the operators as unsupported
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("node", "shape", "weights"),
     [
@@ -310,6 +314,7 @@ def test_several_configurations_in_one_model(tmp_path, capsys):
     assert "not the build's model" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_symbol_in_a_constant_number_of_shards_at_every_size(tmp_path):
     source, target = tmp_path / "m.onnx", tmp_path / "s.onnx"
     onnx.save(pair(), source)
@@ -344,6 +349,7 @@ def fused_axis(m, node, tensor, entries, devices=(0, 1, 2, 3)):
         x.dim_value = size
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("node", "tensor"), [("fuse", "t"), ("act", "r")])
 def test_several_shardings_of_one_axis(node, tensor, tmp_path):
     """4 × 6 fused into 24, each in two: device 1 has columns 3 to 5 of the rows 0 and 1 of 6, interleaved cells of the axis."""

@@ -140,6 +140,7 @@ def same(model: onnx.ModelProto, tmp_path: Path, low: tuple[int, ...], high: tup
     return same_model(source.model, lift.bound_inputs(source, symbols, {}, at), symbols, Region(low, high, {}), at)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", [n for n, (_, pieces) in CASES.items() if pieces])
 def test_a_model_is_one_exactly_where_its_sizes_say_so(name, tmp_path):
     model, pieces = CASES[name]
@@ -153,6 +154,7 @@ def test_a_model_is_one_exactly_where_its_sizes_say_so(name, tmp_path):
             assert (found.low[0], found.high[0]) == (low, high), (n, found)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["equal", "table", "branches", "between", "tenths"])
 def test_every_size_is_right(name, tmp_path):
     path = tmp_path / "m.onnx"
@@ -211,6 +213,7 @@ def test_the_smaller_of_two_sizes_ends_where_the_other_is_smaller(tmp_path):
     assert found.high[0] <= found.low[1] and (6, 20) in found and found.high[0] - found.low[0] >= 6
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "f",
     [
@@ -261,6 +264,7 @@ def test_a_weight_that_one_region_has_and_another_has_not(tmp_path):
     assert len({frozenset(r.build.plan.graph.weights) for r in c.sized.regions}) > 1
 
 
+@pytest.mark.slow
 def test_small_tables_that_follow_from_sizes_are_one_plan(tmp_path):
     """Rows of a table by positions, and a mask by them: of few they would be constants, and others at each size."""
     model = net(
@@ -280,6 +284,7 @@ def test_small_tables_that_follow_from_sizes_are_one_plan(tmp_path):
     assert c.sized is not None and len(c.sized.regions) == 1
 
 
+@pytest.mark.slow
 def test_what_no_law_of_all_sizes_is_known_of_has_a_plan_for_each(tmp_path):
     model = net(
         [N("Resize", ["x", "", "", "to"], ["r"], name="r", coordinate_transformation_mode="asymmetric", nearest_mode="floor"), N(

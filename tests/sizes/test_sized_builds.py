@@ -64,7 +64,7 @@ def made_for(c: tapestry.Compiled, sizes: dict[str, int]) -> api.Session:
     return api.open_session(build, r.constants)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c[0]}-{c[1]}")
 def test_any_size_is_right(case):
     c = compiled(*case[:3], *case[3])
@@ -125,6 +125,7 @@ def test_a_size_outside_is_refused_with_its_range():
         compiled("rows", 1, (), "rows=1..3")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["added", "looked_up"])
 def test_sizes_that_follow_from_others_have_no_range_of_their_own(name, tmp_path):
     shapes = ("batch=1..3", "rows=1..3", "sequence=4", "past=2..9", "total=6..13")
@@ -146,6 +147,7 @@ def test_sizes_that_the_user_knows_to_be_equal():
     assert sized(c).symbols == ("batch",) and c.at({"batch": 3}).random_feeds(0)["x"].shape == (3, 3, 8)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("batch", ["1..8", "1..2"])
 def test_a_corner_in_which_a_cut_is_impossible_has_a_plan_without_it(batch):
@@ -164,6 +166,7 @@ def test_a_pin_that_a_corner_cannot_keep_to_names_the_corner():
         compiled("rows", 2, PINS["rows"], "batch=1..40")
 
 
+@pytest.mark.slow
 def test_progress_says_how_many_plans_are_done():
     said: list[tuple[str, str]] = []
     shapes = {"batch": "1..8", "sequence": "16..64"}

@@ -21,6 +21,7 @@ def close(found, expected):
     return all(np.abs(a - b).max() <= 1e-5 * np.abs(b).max() for a, b in zip(found.values(), expected, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_thread")  # as a rank has
 def test_ranks_answer_at_every_size_with_the_bits_of_one_process():
     c = replace(compiled("tokens", 2, (), "batch=2..6", "sequence=7,20,64"))  # what others have bound is for their threads

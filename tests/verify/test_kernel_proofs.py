@@ -53,6 +53,7 @@ def made(text: str, config: KernelConfig | None = None) -> tuple[Graph, Kernel, 
     return graph, kernel, kernel_text_of(graph, kernel, one, "k.py", one.source)
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_generated_is_proved(name: str):
     shown = prove(*made(CASES[name]))
@@ -64,7 +65,7 @@ def test_what_is_generated_is_proved(name: str):
 BEHIND = ("matmul, bias, relu", "conv 3x3 stride 2 pad 1", "attention", "variance", "gated")
 
 
-@pytest.mark.sampled(14)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", EDITS)
 def test_a_fault_in_the_text_is_refused(kind: str):
     tried = 0
@@ -80,6 +81,7 @@ def test_a_fault_in_the_text_is_refused(kind: str):
         pytest.skip("no small kernel has a place for it; the benchmark's have")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("descriptors", [False, True])
 def test_programs_that_choose_are_read_under_each_answer(descriptors: bool):
     """Tiles of several sums: their buffers by branches, and each sum stored in one of its own."""

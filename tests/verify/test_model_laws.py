@@ -58,6 +58,7 @@ def compared(path, feeds=None, **options):
     return model_laws.check(graph, file, feeds or random_feeds(graph, 0), read, **options).counts
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", MODELS)
 def test_graphs_of_all_kinds_are_their_models(name, tmp_path):
     path = tmp_path / "m.onnx"
@@ -77,7 +78,7 @@ def good(tmp_path_factory):
     return folder / "good"
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ALL_EDITS)
 def test_edits_that_keep_every_law_of_the_plan_are_refused(kind, good, tmp_path):
     for seed in (kind, *(f"{kind} {n}" for n in range(5))):  # the first place may be one where nothing comes of it
@@ -104,6 +105,7 @@ def test_a_build_without_its_model_says_that_nothing_was_compared(good, tmp_path
     assert status == 0 and row["kind"] == "none" and "graph not compared" in row["why"]
 
 
+@pytest.mark.slow
 def test_verify_says_what_was_compared_with_what(good):
     status, out, _ = run("verify", good, "--json")
     row = json.loads(out)["evidence"][0]
@@ -251,6 +253,7 @@ def test_an_einsum_of_nothing_does_not_end_the_process(tmp_path):
     assert document["passed"]
 
 
+@pytest.mark.slow
 def test_an_einsum_of_what_slices_leave_nothing_of(tmp_path):
     cuts = [N("Slice", ["a", "at", "at", "rows"], ["c"]), N("Slice", ["b", "at", "at", "columns"], ["d"])]
     path, data = tmp_path / "m.onnx", {"at": np.array([0]), "rows": np.array([0]), "columns": np.array([1])}
@@ -310,6 +313,7 @@ def test_tensors_with_channels_last_are_the_models(tmp_path):
     assert counts["slices"] == laid and not counts["followed back"]
 
 
+@pytest.mark.slow
 def test_faults_in_tensors_with_channels_last_are_found(tmp_path):
     """In an operation that makes one, few of its cells are other than the model's; in one that reads it, axes are exchanged."""
     graph, compared_with = laid_out(tmp_path)

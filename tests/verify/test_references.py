@@ -92,6 +92,7 @@ def opset(plan):
     plan["graph"] = plan["graph"].replace('opsets "" 18', 'opsets "" 11')
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "change",
     [exchange_weights, opset, *map(node_changed, (largest, without_largest, sorted_too, another_operator))],
@@ -107,6 +108,7 @@ def test_a_plan_without_its_model_is_checked_as_far_as_it_goes(good, tmp_path):
     assert run("verify", changed(good, tmp_path, lambda plan: plan.update(model="/nowhere/m.onnx")), "-q")[0] == 0
 
 
+@pytest.mark.sampled(1)
 def test_an_edited_kernel_is_refused_by_a_line_of_it(good, tmp_path):
     folder = changed(good, tmp_path, lambda plan: None)
     path = sorted((folder / "kernels").iterdir())[0]
@@ -116,6 +118,7 @@ def test_an_edited_kernel_is_refused_by_a_line_of_it(good, tmp_path):
     assert status == 1 and "law 'kernels' is broken" in err and "because: line " in err
 
 
+@pytest.mark.sampled(1)
 def test_what_stands_at_the_output_is_not_lost(good, tmp_path):
     """A link stays a link to the build, with nothing beside it; a folder with files of somebody's is left alone."""
     plan = tapestry.compile(good.parent / "m.onnx", devices=2)

@@ -42,6 +42,7 @@ def shown(before: str, after: str, exact: bool = False) -> dict[str, int]:
     return dict(proofs.prove_step(Rewrite("mine@y", parse(before), parse(after), exact)))
 
 
+@pytest.mark.sampled(30)
 @pytest.mark.parametrize("name", sorted(RULES))
 def test_the_example_of_every_rule_is_proved(name: str) -> None:
     before, move, _ = documented(RULES[name])

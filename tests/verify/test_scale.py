@@ -72,7 +72,7 @@ def test_counts_are_of_checks_and_not_of_proofs():
         assert four[law] - two[law] == 2 * (two[law] - one[law]) > 0
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_among_512_devices_is_found(name):
     laws, make = FAULTS[name]
@@ -86,6 +86,7 @@ def test_a_fault_among_512_devices_is_found(name):
         assert caught.value.law in laws, str(caught.value)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", [Transfer, Launch, Reduce])
 def test_a_fault_in_one_of_many_equal_steps_is_found(kind):
     """The last of equal layers is damaged after the others have been proved."""
@@ -129,6 +130,7 @@ def test_the_plan_of_512_devices_reads_back_and_is_small():
     assert len(more) < 1.3 * len(data) < 2e6  # lists of boxes and messages are written once
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", MODELS)
 def test_footprints_by_factors_are_those_of_the_whole_access(name):
     graph, rng, lists = case(name).graph, random.Random(name), Lists()

@@ -92,6 +92,7 @@ def test_names_survive_a_saved_build(tmp_path) -> None:
     assert again.names.axes["input_ids"] == ("batch", "sequence")
 
 
+@pytest.mark.slow
 def test_a_pattern_pins_every_layer() -> None:
     pins = ("layers.*.q_proj:out=tp", "layers.*.up:out=tp", "layers.*.down:in=tp", "head:sequence=2@tp")
     plan = built(pins).build.plan
@@ -183,6 +184,7 @@ def test_a_weight_that_layers_share_names_none_of_them() -> None:
     assert "layers.0.up" not in operation_names(twice)
 
 
+@pytest.mark.slow
 def test_explain_says_what_the_plan_is_like_and_folds_layers() -> None:
     pins = tuple(f"layers.*.{p}:out=tp" for p in ("q_proj", "k_proj", "v_proj", "up"))
     pins += ("layers.*.o_proj:in=tp", "layers.0.down:in=tp", "layers.1.down:in=tp", "layers.2.down:out=tp")

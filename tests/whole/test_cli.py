@@ -432,6 +432,7 @@ def test_kernels_are_compiled_and_tabled(build, tmp_path):
     assert status == 2 and err and not (tmp_path / "k2").exists()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("more", "then"),
     [

@@ -112,7 +112,7 @@ def assert_critical(s: Schedule) -> None:
     assert sum(h.seconds for h in path) == pytest.approx(s.total, rel=1e-9)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("mesh", ["3", "2x2"])
 def test_schedules_of_random_plans(name, mesh):
@@ -178,7 +178,7 @@ def test_topologies_come_back():
 # --- why
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["ladder", "mlp", "residual", "reductions"])
 @pytest.mark.parametrize("mesh", ["4", "2x2"])
 def test_alternatives_are_the_best_there_are(name, mesh):
@@ -357,6 +357,7 @@ def assert_trace(data: dict, devices: int) -> None:
     assert set(tracks) <= named and len(flows) == data["otherData"]["flows"]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("name", "mesh"), [("attention", "2x2"), ("conv_chain", "4"), ("mlp", "1")])
 def test_traces(tmp_path, name, mesh):
     b = built(name, mesh).build
@@ -433,6 +434,7 @@ def test_ratios_have_two_digits(ratio, text):
 # what is said beside one device
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("devices", [1, 4])
 def test_what_is_said_beside_one_device_is_true(tmp_path: Path, devices: int) -> None:
     """A plan on one of several devices is no faster than one device, the others are idle, and nothing is replicated."""
@@ -464,6 +466,7 @@ def test_ratios_beside_one_device_say_which_way() -> None:
     assert not [*beside_one_device({"objective_s": 1.0})]
 
 
+@pytest.mark.slow
 def test_alternatives_are_explained_of_stages_whose_operations_have_other_names() -> None:
     """Of micro-batches, which a pin of the whole model does not name."""
     build = tapestry.compile(save("attention"), devices=4, topology="cpu", stages=2, micro_batches=2, pins=["q0:b0=d0"]).build

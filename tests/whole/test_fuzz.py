@@ -68,6 +68,7 @@ def test_models_pass_the_checker(tmp_path):
             onnx.checker.check_model(str(model.save(tmp_path / "m.onnx")), full_check=False)
 
 
+@pytest.mark.slow
 def test_random_blocks_are_what_the_interpreter_makes_of_them():
     """Two evaluators that share nothing, on projections of every kind."""
     kinds: set[str] = set()
@@ -169,6 +170,7 @@ def test_running_states_agree_with_the_interpreter(tmp_path):
     assert noticed >= 3
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("via", ["stages", "exact", "triton", "search", "strategies"])
 def test_every_way_of_running_is_drawn_and_right(via, tmp_path):
@@ -187,6 +189,7 @@ def test_every_way_of_running_is_drawn_and_right(via, tmp_path):
     raise AssertionError(f"{via} was drawn {tried} times")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", [31, 187, 191, 192])
 def test_what_two_libraries_make_of_it_differently_is_no_wrong_answer(case):
     """RoiAlign and Col2Im of the reference evaluator differ from onnxruntime's; means of rows with infinities depend on the order."""
@@ -453,6 +456,7 @@ FOUND = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("what", FOUND)
 def test_what_was_found_stays_mended(what, tmp_path):
     model, recipe = FOUND[what]()

@@ -54,6 +54,7 @@ def test_a_place_that_is_taken_is_said_before_the_search(tmp_path: Path, capsys:
     assert time.process_time() - start < 2 and (tmp_path / "notes.txt").read_text() == "mine"
 
 
+@pytest.mark.slow
 def test_outputs_do_not_go_into_a_build(build: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for place in (build, build / "out", build / ".." / build.name / "out"):
         assert "a folder beside it" in said(capsys, "run", build, "--output", place)
@@ -260,6 +261,7 @@ def test_a_mistake_in_the_arguments_is_said_in_two_lines(capsys):
 # inputs that nobody gave
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("ranks", [(), ("--processes", "1")])
 def test_inputs_that_nobody_gave_are_named(tmp_path: Path, ranks: tuple[str, ...]) -> None:
     nodes = [helper.make_node("Mul", ["x", "mask"], ["y"])]
@@ -327,6 +329,7 @@ def test_the_solver_prints_nothing(capfd: pytest.CaptureFixture[str], monkeypatc
 # interrupts, and a full disk
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_by_ranks_ends_with_status_130(build: Path, tmp_path: Path) -> None:
     """As any other interrupted command: a script must not take it for a failed check."""
     feeds = tapestry.load(build).random_feeds()
@@ -354,6 +357,7 @@ sys.exit(entry.main())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("command", ["run", "trace", "compile", "view"])
 def test_what_cannot_be_written_is_named(tmp_path: Path, command: str) -> None:

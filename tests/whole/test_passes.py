@@ -48,6 +48,7 @@ def wide(tmp_path):
 # --- the list
 
 
+@pytest.mark.slow
 def test_what_passes_make_is_of_the_types_of_the_fields(monkeypatch):
     """`made` takes any value for a field, so a compilation in which every pass has something to do is looked at."""
     ends, run = list[Compilation](), Runner.run
@@ -69,6 +70,7 @@ def test_what_no_pass_has_made_cannot_be_used():
         Runner(at=at, report=unreported).run([p for p in PASSES if p.name == "simplify"])
 
 
+@pytest.mark.slow
 def test_passes_say_what_they_made():
     gives = {r["name"]: r["gives"] for r in tapestry.compile(save("attention"), mesh="2x2").report["passes"]}
     assert gives["solve"] == ["candidate"] and gives["check-memory"] == []
@@ -86,6 +88,7 @@ def test_every_rule_that_is_tried_by_price_says_so():
 # --- what ran
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["mlp", "attention"])
 def test_json_says_what_ran(name, tmp_path):
     d = document("compile", save(name), "-o", tmp_path / "b", "--devices", "2")
@@ -131,6 +134,7 @@ def test_the_search_says_what_it_has_found(capfd):
         assert quiet == (err == "")
 
 
+@pytest.mark.slow
 def test_who_watches_is_told_of_plans_and_changes_nothing():
     """Whoever watches is told of plans and bounds; the report's plan is the best of them, and watching changes nothing."""
     found = list[tuple[float, float]]()

@@ -87,6 +87,7 @@ NESTED = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", NESTED)
 def test_outputs_have_the_names_that_the_module_gives_them(name: str, tmp_path: Path) -> None:
     give, names = NESTED[name]
@@ -118,6 +119,7 @@ def test_calls_that_do_not_fit_are_refused_in_words() -> None:
         plan.check([X])  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_a_build_for_many_sizes_takes_torch_at_each() -> None:
     module, sizes = linear(), ({0: Dim("batch")},)
     program = torch.export.export(module, (X,), dynamic_shapes=sizes)
@@ -140,7 +142,7 @@ class Own(nn.Module):
         return nn.functional.dropout(x, 0.5, self.training)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("module", "differs"),
     [
@@ -198,6 +200,7 @@ def test_errors_speak_the_language_of_the_caller(tmp_path: Path) -> None:
     assert "--shape" in run("compile", save("mlp"), "-o", tmp_path / "b", "--shape", "xx=4x4")[2]
 
 
+@pytest.mark.slow
 def test_a_gpu_without_its_kernels_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     for topology, target, told in (("h100", "torch-cpu", 1), ("h100", "triton:sm90", 0), ("cpu", "torch-cpu", 0)):
         caplog.clear()

@@ -213,7 +213,7 @@ def run(graph: Graph, prepared: Prepared) -> list[np.ndarray]:
     return [to_numpy(x, d) for x, d in zip(kernel(given, []), dtypes, strict=True)]
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(2)
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("name", CASES)
 def test_any_block(name: str) -> None:
@@ -259,6 +259,7 @@ def test_a_state_is_in_memory_of_its_own() -> None:
     assert state.view(torch.int16).tolist() == [1, 2, 3]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.usefixtures("threads")
 def test_means_of_large_images_are_near() -> None:
     body = "reads x[b, c, h, w]\n  body x\n  then acc0 / 4000000.0"

@@ -37,6 +37,7 @@ def convolved(x: np.ndarray, w: np.ndarray, pads: Sequence[int], strides: Sequen
     return function(torch.nn.functional.pad(image, around), weight, stride=list(strides), groups=groups).numpy()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("op", ["", "Add", "Mul"])
 @pytest.mark.parametrize(
     ("image", "weight", "groups"), [((8, 9, 11), (8, 1, 5, 5), 8), ((3, 17), (5, 3, 3), 1), ((16, 12), (16, 1, 3), 16)]
@@ -55,6 +56,7 @@ def test_two_convolutions_of_one_image(image: tuple[int, ...], weight: tuple[int
         np.testing.assert_allclose(got[name], want, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("groups", [1, 8])
 @pytest.mark.parametrize(("kernel", "pads"), [((3, 1), (1, 0)), ((2, 1), (1, 0)), ((1, 3), (0, 1)), ((3, 3), (1, 1))])
 def test_windows_over_rows_alone_of_an_image_that_is_tokens(
@@ -89,6 +91,7 @@ def test_taps_are_listed_on_the_stack_up_to_a_number() -> None:
     assert not conv_c.convolve_3d(parts, [1, 1, 3, 65, 65], [1, 1, 2, 6, 6], Epilogue())
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 @pytest.mark.parametrize(
     ("image", "weight", "groups"),

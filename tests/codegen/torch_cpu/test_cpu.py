@@ -139,7 +139,7 @@ def conv_net(stride: int, pads: list[int], kernel: int, group: int, size: int) -
     return net(nodes, {"x": (T.FLOAT, (2, 8, size, size + 1))}, {"out": T.FLOAT}, weights)
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("stride", [1, 2, 3])
 @pytest.mark.parametrize("pads", [[0] * 4, [1] * 4, [0, 1, 1, 0], [1, 0, 2, 1]])
 @pytest.mark.parametrize(("kernel", "group"), [(1, 1), (3, 1), (3, 8), (2, 2)])
@@ -149,6 +149,7 @@ def test_packed_convolutions(stride: int, pads: list[int], kernel: int, group: i
     assert sum(len(n) for n in packs(c)) == 2
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("mesh", ["1", "2", "3"])
 def test_packed_linear_layers(mesh: str, tmp_path: Path) -> None:
     nodes = [
@@ -218,6 +219,7 @@ def test_a_part_of_a_weight_is_packed_alone(part: str, mode: str) -> None:
         np.testing.assert_allclose(got[0].numpy(), want, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("stride", [1, 2])
 @pytest.mark.parametrize("pads", [[0] * 4, [1] * 4])
 @pytest.mark.parametrize("more", [0, 1])
@@ -229,6 +231,7 @@ def test_transposed_convolutions(stride: int, pads: list[int], more: int, tmp_pa
     check(c)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("cut", ["b", "o", "c", "r", "s"])
 def test_a_part_of_a_transposed_convolution_is_only_that_part(cut: str, tmp_path: Path) -> None:
     """What a rewrite cut runs over fewer points than its tensors have, and must not compute the rest."""
@@ -312,6 +315,7 @@ LONE = """graph g
     output y"""
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("body", ["x * w", "w * x"])
 @pytest.mark.parametrize("dtype", ["f16", "f32", "f64"])
 def test_a_sum_of_one_factor_alone_is_not_taken_out_of_infinities(dtype: str, body: str) -> None:

@@ -112,7 +112,7 @@ def test_sums(case: str, zeros: str, kinds: str, compiler: str, tmp_path: Path) 
         assert found.dtype == np.int32 and np.array_equal(found, want)
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kinds", KINDS)
 @pytest.mark.parametrize("zeros", ["none", "filters"])
 @pytest.mark.parametrize("case", CASES)
@@ -173,7 +173,7 @@ def test_cases_are_convolutions(case: str, tmp_path: Path) -> None:
     assert bool(made.packs) == (not case.startswith("pixels"))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("kinds", "zeros", "out"),
     [("uint8 int8", "none", "uint8"), ("uint8 uint8", "whole", "int8"), ("int8 uint8", "filters", "uint8")],
@@ -234,7 +234,7 @@ def test_quantised_values_of_all_sorts(compiler: str, tmp_path: Path) -> None:
     assert np.array_equal(tapestry.compile(tmp_path / "model.onnx").run({"x": x.T.copy()})["y"], want)
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kinds", KINDS)
 @pytest.mark.parametrize("scaled", [False, True])
 def test_large_products(kinds: str, scaled: bool, compiler: str, tmp_path: Path) -> None:

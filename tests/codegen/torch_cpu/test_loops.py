@@ -101,6 +101,7 @@ def test_what_reads_under_a_condition_is_seen() -> None:
     assert print_c.reads_under_conditions("float acc = v >= 0 && v < 5 ? p0[((v))] : 0.0f;")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_thread")
 def test_what_follows_a_convolution_is_done_where_its_result_lies() -> None:
     net = torch.nn.Sequential(
@@ -162,6 +163,7 @@ y: f32[2, 71, 9, 6] = op [b: 2, c: 71, h: 9, w: 6]
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("laid", ["row-major", "by pixels"])
 @pytest.mark.parametrize("name", SIDE_BY_SIDE)

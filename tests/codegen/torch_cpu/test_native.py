@@ -58,6 +58,7 @@ CASES = {
 }
 
 
+@pytest.mark.sampled(11)
 @needed
 @pytest.mark.parametrize(("key", "case"), [(k, c) for k, cases in CASES.items() for c in cases])
 @pytest.mark.parametrize("size", [(9, 14), (23, 8)])
@@ -208,7 +209,7 @@ BIAS = "input c: f32[{h}, {s}, {n}]\n", ", c[h, i, n]"
 ROWS = "input c: f32[{b}, {n}]\n", ", c[b, n]"
 
 
-@pytest.mark.sampled(48)
+@pytest.mark.sampled(12)
 @needed
 @pytest.mark.parametrize(("heads", "shared"), [(4, 4), (4, 2), (6, 2), (3, 1)])
 @pytest.mark.parametrize("then", ["acc0 * 0.25", "(acc0 * 0.25) + c", "acc0 + c"])
@@ -312,6 +313,7 @@ def test_runs_at_once_do_not_meet(tmp_path: Path) -> None:
     assert not wrong
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("how", [("TAPESTRY_NATIVE", "0"), ("CC", "no-such-compiler")])
 def test_without_kernels_torch_does(how: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _, outs = runs(tmp_path)

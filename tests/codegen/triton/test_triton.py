@@ -96,6 +96,7 @@ def test_maps(name: str) -> None:
     check(MAPS[name])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", CONTRACTIONS)
 def test_contractions(name: str) -> None:
     check(CONTRACTIONS[name])
@@ -139,6 +140,7 @@ def test_reductions(name: str) -> None:
     check(REDUCTIONS[name])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["max pool", "softmax", "layer norm", "whole mean", "all"])
 def test_reductions_in_loops(name: str) -> None:
     """Tiles of 4 x 4: rows and columns past the end, and several passes of the loop."""
@@ -225,6 +227,7 @@ BLOCKS = [
 ]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("extra", [0, 1])
 @pytest.mark.parametrize(("name", "block"), BLOCKS, ids=[n for n, _ in BLOCKS])
 def test_blocks_away_from_the_origin(name: str, block: Box, extra: int) -> None:

@@ -60,14 +60,14 @@ def test_every_float_of_8_bits_is_widened_exactly(kind: str, target: str) -> Non
     np.testing.assert_array_equal(got, bits.astype(np.float32))
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("a", "b"), [(a, b) for a, b in itertools.product(KINDS, KINDS) if a <= b])
 def test_products_of_floats_of_8_bits(a: str, b: str) -> None:
     for target in (t for t in TARGETS if not unknown(t, a, b)):
         check(product(a, b), target=target)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("turned", [True, False])
 @pytest.mark.parametrize("sizes", [(3, 5, 7), (17, 64, 33), (64, 64, 128), (130, 129, 257)])
 def test_sizes_and_orders(sizes: tuple[int, int, int], turned: bool) -> None:
@@ -122,7 +122,7 @@ def whole_range(text: str, seed: int = 0) -> dict[str, np.ndarray]:
 ZEROS = ["", "i32(0)", "i32(7)", "cast(p, i32)", "cast(r, i32)"]
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("za", ZEROS)
 @pytest.mark.parametrize("zb", ["", "i32(-3)", "cast(q, i32)"])
 @pytest.mark.parametrize(("a", "b"), [("i8", "i8"), ("u8", "i8"), ("u8", "u8")])
@@ -140,6 +140,7 @@ def test_symmetric_zero_points_cost_nothing() -> None:
     assert source_of(integers("u8", "i8", "i32(3)", "")).count("tl.sum") == 1
 
 
+@pytest.mark.slow
 def test_integers_that_matrix_units_cannot_sum() -> None:
     """A zero point along the reduction, one too far away, operands of 16 bits, and sums of floats that might leave i32."""
     text = integers("i8", "i8", "cast(p, i32)", "").replace("input p: i8[]", "input p: i8[39]").replace("p[],", "p[m],")
@@ -150,7 +151,7 @@ def test_integers_that_matrix_units_cannot_sum() -> None:
     assert "tl.int32" in dots(source_of(integers("i8", "i8", "", "", (32, 32, (1 << 17) - 1), "f32")))[0]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("split", [1, 2])
 @pytest.mark.parametrize("persistent", [False, True])
 def test_integers_by_descriptors_and_in_parts(split: int, persistent: bool) -> None:
@@ -163,6 +164,7 @@ def test_integers_by_descriptors_and_in_parts(split: int, persistent: bool) -> N
     check(product("f8e4m3fn", "f8e5m2", (65, 70, 96)), config=config)
 
 
+@pytest.mark.slow
 def test_copies_have_k_last() -> None:
     """Matrix units take operands of 8 bits along k only: others are copied first."""
     for kind in ("f8e4m3fn", "i8", "u8"):
@@ -177,6 +179,7 @@ def test_copies_have_k_last() -> None:
     assert config.packed and config.descriptors
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ["f8e4m3fn", "f8e5m2", "i8", "u8"])
 @pytest.mark.parametrize("channels", [3, 18])
 def test_convolutions(kind: str, channels: int) -> None:
@@ -192,6 +195,7 @@ def test_convolutions(kind: str, channels: int) -> None:
     check(text, whole_range(text) if zero else None)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["f8e4m3fn", "f8e5m2", "i8"])
 def test_attention(kind: str) -> None:
     text = f"""graph g input q: {kind}[2, 4, 19, 24] input k: {kind}[2, 2, 35, 24] input v: {kind}[2, 2, 35, 24]
@@ -210,6 +214,7 @@ def test_attention(kind: str) -> None:
     compare(got, want, "f16")  # weights are rounded to f16
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("length", [35, 40, 60])
 def test_passes_of_an_operation_with_a_long_name_have_names_of_their_own(length: int) -> None:
     """Both operands are copied into rows first; names are cut at forty letters, behind which the passes differ."""

@@ -55,7 +55,7 @@ def test_contractions_in_every_form(form: str, dtype: str) -> None:
         check(text, config=FORMS[form])
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("form", FORMS)
 def test_residuals_in_every_form(form: str) -> None:
     """What every cell of a result needs besides its sum and a bias, of 16 bits by descriptor, of 32 by pointers."""
@@ -91,7 +91,7 @@ SIBLINGS = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", SIBLINGS)
 @pytest.mark.parametrize("descriptors", [False, True])
 def test_sums_side_by_side_have_tiles_of_their_own(name: str, descriptors: bool) -> None:
@@ -119,6 +119,7 @@ def test_a_product_of_nothing_has_settings() -> None:
         assert generate(empty, none, target=target).launches == ()
 
 
+@pytest.mark.slow
 def test_more_tiles_than_multiprocessors() -> None:
     """A persistent grid whose programs have several tiles, not all of them equally many."""
     text = matmul("bf16", 16 * 13, 16 * 13, 16)
@@ -128,6 +129,7 @@ def test_more_tiles_than_multiprocessors() -> None:
     check(text, config=config)
 
 
+@pytest.mark.slow
 def test_descriptors_of_the_program_itself() -> None:
     """For loads by warps of their own; the default is what was known before, also where the model takes them for faster."""
     text = matmul("bf16", 16 * 13, 16 * 13, 16)
@@ -142,6 +144,7 @@ def test_descriptors_of_the_program_itself() -> None:
         assert True in options and not options[0]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("score", [PLAIN, CAUSAL.format(d="")])
 def test_attention_with_warps_that_load_is_tuned_first_and_no_default(score: str) -> None:
     text = attention("bf16", score, (2, 2), (70, 70), 64)
@@ -161,6 +164,7 @@ def test_a_long_epilogue_leaves_room_for_another_program() -> None:
     assert 2 * k.num_stages * (k.bm + k.bn) * k.bk * 2 <= CHIPS["sm90"].shared and k.bm * k.bn < 128 * 128, k
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("columns", [300, 1024])
 def test_sums_beside_a_centred_state_are_folded_with_it(columns: int) -> None:
     """Cross-entropy: an exponential for each element, none for each merge of two lanes."""
@@ -192,6 +196,7 @@ def test_convolution_with_channels_last() -> None:
     check(text, config=KernelConfig(bm=16, bn=16, bk=16))
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", STREAMS)
 @pytest.mark.parametrize("descriptors", [False, True])
@@ -211,7 +216,7 @@ def test_one_loop_over_keys_that_some_row_sees(name: str, parts: int) -> None:
     check(STREAMS[name], config=config)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("dtype", ["bf16", "f16", "f32"])
 @pytest.mark.parametrize(("low", "first"), [("-3.3895313892515355e38", 40), ("-3.4028234663852886e38", 96), ("-65504.0", 40)])
 def test_keys_that_are_added_the_least_number(dtype: str, low: str, first: int) -> None:
@@ -230,6 +235,7 @@ def test_heads_that_share_keys_are_rows_of_one_tile_when_queries_are_few() -> No
     assert many.streamed is not None and [d.name for d in many.streamed.rows] == ["i"]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("mask", "shown"), [
     (CAUSAL.format(d=" + 95"), ""), (CAUSAL.format(d=" + 94"), "index_n"),
     ("where(and(and(true, ge(index(n), 0)), gt(let0, 0.0)), let0, f32(-inf))", "let0"),
@@ -251,7 +257,7 @@ def test_tiles_that_every_row_sees_have_no_mask() -> None:
     assert "tl.where(" in masked.split("tl.maximum")[0] and 'float("-inf")' not in rest.split("tl.maximum")[0]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("d", "tiles"), [("", 2), (" + 3", 3), (" + 15", 2), (" + 31", 2)])
 @pytest.mark.parametrize("keys", [64, 70])
 def test_tiles_that_some_rows_see_are_counted(d: str, tiles: int, keys: int) -> None:
@@ -270,6 +276,7 @@ def test_many_tiles_with_a_mask_are_not_written_out() -> None:
     check(text, config=KernelConfig(bm=64, bn=16))
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("dtype", ["f16", "bf16"])
 def test_scores_that_are_rounded_skip_what_the_mask_hides(dtype: str) -> None:
@@ -283,6 +290,7 @@ def test_scores_that_are_rounded_skip_what_the_mask_hides(dtype: str) -> None:
     check(added, config=KernelConfig(bm=16, bn=16))
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("parts", "deep"), [(3, (75, 90, 41)), (4, (100, 120, 55))])
 @pytest.mark.parametrize("dtype", ["f16", "f32"])
@@ -295,6 +303,7 @@ def test_the_last_part_of_a_product_may_be_short(dtype: str, parts: int, deep: t
         check(text, config=config)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("pad", ["0.0", "1.0"])
 def test_pads_in_a_short_part(pad: str) -> None:
     """A pad of ones is no zero past the end."""
@@ -349,6 +358,7 @@ SPLIT = {
 CENTRED = ("moments", "logsumexp")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("monoid", SPLIT)
 def test_reductions_in_parts_over_the_grid(monoid: str) -> None:
     text = f"""graph g input x: f32[3, 48] y: f32[3] = op [i: 3 | j: 48 {monoid}] reads x[i, j] body {SPLIT[monoid]} output y"""
@@ -399,7 +409,7 @@ CONV = """graph g input x: bf16[2, 16, 9, 7] input k: bf16[24, 16, 3, 3]
     output y"""
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("descriptors", [False, True])
 def test_operands_copied_into_rows_first(parts: int, descriptors: bool) -> None:

@@ -84,14 +84,14 @@ def check_states(graph: Graph, values: Arrays) -> int:
     return count
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", TEXTS)
 def test_of_kernels(name: str) -> None:
     graph = parse(TEXTS[name])
     assert check_states(graph, random_arrays(graph)) == 1
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", CASES)
 def test_of_attention(name: str) -> None:
     graph = fused(CASES[name])

@@ -194,6 +194,7 @@ def test_a_check_runs_as_often_as_the_executor_has_ways() -> None:
     assert document["passed"] and len(runs) == 4
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("target", "here", "card"),
     [("triton:sm90", "", "h100"), ("triton:sm90", "NVIDIA H200", "h200"), ("triton", "NVIDIA H100 PCIe", "h100"),

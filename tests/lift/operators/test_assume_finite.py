@@ -28,6 +28,7 @@ def plans(**choices):
     return Attention(), x, tapestry.compile(Attention(), x, devices=2, topology="h100", **choices)
 
 
+@pytest.mark.slow
 def test_the_guard_around_softmax_goes_and_nothing_else_changes() -> None:
     _, _, guarded = plans()
     net, x, plan = plans(assume_finite=True)
@@ -40,6 +41,7 @@ def test_the_guard_around_softmax_goes_and_nothing_else_changes() -> None:
     assert "assume_finite" not in guarded.report
 
 
+@pytest.mark.slow
 def test_what_rests_on_it_is_counted_and_checked_again(tmp_path) -> None:
     _, _, plan = plans(assume_finite=True)
     plan.save(tmp_path / "b")

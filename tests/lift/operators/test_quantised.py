@@ -28,7 +28,7 @@ RNG = np.random.default_rng(5)
 # products of integers
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kinds", ["uint8 uint8", "uint8 int8", "int8 int8"])
 @pytest.mark.parametrize("zeros", ["none", "scalars", "rows", "read"])
 def test_integer_products(tmp_path, kinds, zeros):
@@ -50,6 +50,7 @@ def test_integer_products(tmp_path, kinds, zeros):
     assert found.dtype == np.int32 and np.array_equal(found, want)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("right", [torch.uint8, torch.int8])
 @pytest.mark.parametrize("left", [torch.uint8, torch.int8])
 def test_integer_products_of_any_strides(left, right):
@@ -78,6 +79,7 @@ print(exact(torch.uint8))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("processor", ["AVX2", "ALL"])
 def test_integer_products_of_the_largest_values_on_any_processor(processor):
@@ -94,7 +96,7 @@ def test_sums_beyond_i32_wrap_in_batches():
     assert torch.equal(dense._multiply(x, y), want) and torch.equal(dense._multiply(x[:1], y[:1]), want[:1])
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("zero", [0, 9, None])
 def test_integer_convolutions(tmp_path, groups, zero):
@@ -112,6 +114,7 @@ def test_integer_convolutions(tmp_path, groups, zero):
     assert np.array_equal(tapestry.compile(tmp_path / "model.onnx", devices=2).run(feeds)["y"], want)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("out", ["uint8", "int8"])
 @pytest.mark.parametrize("columns", [False, True])
 def test_products_scaled_and_rounded(tmp_path, out, columns):
@@ -136,7 +139,7 @@ def test_products_scaled_and_rounded(tmp_path, out, columns):
 # floats of 8 bits
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", [T.FLOAT8E4M3FN, T.FLOAT8E4M3FNUZ, T.FLOAT8E5M2, T.FLOAT8E5M2FNUZ])
 @pytest.mark.parametrize("to", [T.FLOAT, T.FLOAT16, T.BFLOAT16])
 def test_widening_a_float_of_8_bits(tmp_path, kind, to):
@@ -166,6 +169,7 @@ def test_dequantising_floats_of_8_bits(tmp_path, axis):
     assert all(isinstance(op, Block) for op in graph.graph.ops)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("size, block", [((5,), 3), ((4, 5), 2), ((5, 5), 4)])
 def test_blocks_of_4_bits_stay_with_the_axis_that_they_divide(tmp_path, size, block):
     """Scales by blocks along the last axis, also of a vector: cut along the others, on three devices."""
@@ -185,6 +189,7 @@ def test_blocks_of_4_bits_stay_with_the_axis_that_they_divide(tmp_path, size, bl
     assert np.array_equal(found["wy"], (w.astype(np.float32) - wide[1]) * wide[0])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("what", ["both signs", "positive", "negative", "zeros", "one"])
 def test_dynamic_quantisation(tmp_path, what):
     """Scale, zero point and bytes, bit for bit."""

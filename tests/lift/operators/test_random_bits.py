@@ -31,6 +31,7 @@ def test_square_roots_of_odd_values() -> None:
     assert torch.equal(root(torch.tensor([2.0]).expand(3)), torch.full((3,), float(np.sqrt(np.float32(2)))))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("seed", range(6))
 def test_any_split_gives_the_same_bits(seed: int) -> None:
     c = case("noise")

@@ -45,19 +45,21 @@ def check(folder, kind: str, way: str, attributes=None, native=True, **options):
     return agree(made, feeds, list(made.output), folder=folder, native=native, opset=14)
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind, way", list(itertools.product(GATES, WAYS)))
 @pytest.mark.parametrize("lengths", [None, (5, 2, 4)])
 def test_every_direction_with_and_without_lengths(tmp_path, kind, way, lengths):
     check(tmp_path, kind, way, lengths=lengths)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", GATES)
 def test_without_bias_initial_state_and_peepholes(tmp_path, kind):
     check(tmp_path, kind, "forward", bias=False, initial=False, peep=False)
     check(tmp_path, kind, "bidirectional", initial=False, steps=1)
 
 
+@pytest.mark.slow
 def test_attributes_of_the_gates(tmp_path):
     check(tmp_path, "GRU", "bidirectional", {"linear_before_reset": 1})
     check(tmp_path, "GRU", "reverse", {"linear_before_reset": 1}, bias=False, lengths=(1, 5, 3))

@@ -144,6 +144,7 @@ def wide_or_long(n: int) -> Graph:
     return parse(BRANCHES.replace("64", str(n)))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("n", [64, 256])
 def test_what_is_hidden_is_not_paid_for(n: int) -> None:
     """Of the plans of two branches the one that takes least on the clock is found, though its costs add up to more."""

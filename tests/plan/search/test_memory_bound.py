@@ -42,6 +42,7 @@ def played(game: Game, choice: list[int]) -> list[float]:
     return [game.bound for _ in game.play(choice, ROUNDS, Budget.of(None))]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("seed", range(12))
 def test_no_choice_within_the_limit_is_below_the_bound(seed: int) -> None:
     """At every limit and after every round; and never below the bound of all choices."""

@@ -19,6 +19,7 @@ from tests.support.small_models import case, mesh_of, save
 NAMES = ["attention", "conv_chain", "reductions"]
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", NAMES)
 def test_interrupted_and_resumed_is_as_good_as_unbroken(name, tmp_path):
@@ -50,6 +51,7 @@ def test_the_same_problem_needs_no_second_proof(monkeypatch):
     assert (again.plan, again.bound) == (first.plan, first.bound)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("lie", [1.0, 1e6])
 def test_a_bound_of_another_problem_is_not_used(lie):
     """A false bound with another problem's key, or none, changes nothing; the strategies are still a start."""

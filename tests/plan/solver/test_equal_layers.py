@@ -44,7 +44,7 @@ def brute(sizes, factors) -> float:
     return min(evaluate(c, factors) for c in itertools.product(*map(range, sizes)))
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("seed", range(25))
 def test_chains_of_equal_layers_are_solved_exactly(seed):
     """The optimum is the brute-force one and so is the bound."""
@@ -64,6 +64,7 @@ def test_the_claim_is_that_of_the_whole():
     assert (found.objective, found.bound) == (0.0, 0.0)
 
 
+@pytest.mark.slow
 def test_eighty_layers():
     """And without time there is a choice and an honest bound."""
     sizes, factors = layers(3, 80, width=6, labels=5)
@@ -72,6 +73,7 @@ def test_eighty_layers():
     assert none.bound <= found.objective <= none.objective
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("seed", range(5))
 def test_no_time_gives_a_choice_and_an_honest_bound(seed):
     sizes, factors = layers(seed, 4)

@@ -351,6 +351,7 @@ def test_the_file_format_and_the_command(tmp_path):
     assert "skipped" in run.stdout
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("seed", range(12))
 def test_costs_of_microseconds(seed):
     """Infinite ones, single choices, and several ways round."""

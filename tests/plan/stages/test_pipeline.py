@@ -113,6 +113,7 @@ def brute_seconds(pieces, piece):
     return min(evaluate(list(c), factors) for c in itertools.product(*(range(n) for n in problem.sizes)))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("name", "mesh", "micro"),
     [("mlp", "2", 1), ("gathers", "3", 1), ("scalars", "2", 1), ("branches", "2", 2), ("batched", "2x2", 2)],
@@ -142,7 +143,7 @@ def test_cuts_submeshes_and_strategies_together_are_exact(name, mesh, micro):
     assert found.found.bound <= found.found.objective
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["attention", "norms", "conv_chain", "branches", "gathers"])
 def test_estimates_are_upper_and_bounds_are_lower(name):
     """An estimate is the cost of one of a piece's plans but for how tensors arrive; the bound is below every chain."""
@@ -159,7 +160,7 @@ def test_estimates_are_upper_and_bounds_are_lower(name):
     assert estimates.bound() <= chain.total
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("micro", [1, 2])
 @pytest.mark.parametrize("name", ["attention", "conv_chain", "branches", "batched", "conv_other_ranks", "opaques", "residual"])
 def test_found_plans_pass_and_run_right(name, micro):
@@ -230,6 +231,7 @@ def test_stages_are_taken_where_they_pay(model):
     assert np.allclose(build.run(feeds)["y"], compiled(model, stages=1).run(feeds)["y"], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_stages_are_not_taken_where_they_do_not(model):
     """With room for all weights everywhere, copies of the model on both nodes do without the slow link."""
     r = compiled(model).report
@@ -275,6 +277,7 @@ def test_the_plan_without_stages_is_never_beaten_by_its_own_objective():
 # --- the command line, and files
 
 
+@pytest.mark.slow
 def test_what_is_asked_for_is_done_or_refused(model, tmp_path):
     base = ["compile", model, "-o", tmp_path / "b", "--topology", model.parent / "nodes.json"]
     found = document(*base, "--mesh", "2x2", "--stages", "3", "--micro-batches", "2")
@@ -331,6 +334,7 @@ def test_stages_are_exported_and_kept(model, tmp_path, micro):
     assert after.report["micro_batches"] == micro
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("text", ["[]", "{", '{"stages": [1], "micro_batches": 1}', '{"stages": [1, 2], "micro_batches": "x"}'])
 def test_odd_stages_in_a_file_are_refused(model, tmp_path, text):
     target = tmp_path / "sharded.onnx"

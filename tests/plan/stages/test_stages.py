@@ -58,7 +58,7 @@ def checked(plan: Plan, program, **options):
     return certificate.check(plan.annotated(), program, stated_peak=peak(program), places=plan.places, **options)
 
 
-@pytest.mark.sampled(30)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("stages", STAGES)
 @pytest.mark.parametrize("name", [n for n in MODELS if n != "noise"])
 def test_any_placement_passes_and_runs_right(name, stages):
@@ -140,6 +140,7 @@ GENERIC = [
 ]  # fmt: skip
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", GENERIC)
 def test_faults_of_any_program_are_found(name):
     laws, make = FAULTS[name]
@@ -209,6 +210,7 @@ def test_messages_to_a_device_without_a_place_are_refused():
         checked(plan, replace(program, steps=(*program.steps[:at], wrong, *program.steps[at + 1 :])))
 
 
+@pytest.mark.slow
 def test_no_stage_begins_between_the_maker_and_the_reader_of_a_host_value(tmp_path):
     """What a shape depends on stays on the host of its stage: cuts are elsewhere, and a file that says otherwise is refused."""
     nodes = [

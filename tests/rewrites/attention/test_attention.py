@@ -58,6 +58,7 @@ def test_cpu(name: str, streaming: bool, monkeypatch: pytest.MonkeyPatch) -> Non
     close(run_cpu(graph, feeds), interp.run(graph, feeds, wide=True)["y"])
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", CASES)
 def test_triton(name: str) -> None:
     graph = fused(CASES[name])
@@ -65,6 +66,7 @@ def test_triton(name: str) -> None:
     check(to_text(graph), feeds_of(graph), KernelConfig(bm=16, bn=16))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("weight", [PLAIN, GUARDED])
 @pytest.mark.parametrize("bad", [np.nan, np.inf, 1e30, -np.inf])
 @pytest.mark.parametrize("value", [0.0, np.nan, np.inf])
@@ -139,6 +141,7 @@ EMPTY = attention("where(ge(index(i - n - 3), 0), (acc0 * 0.3), f32(-inf))", s=2
 OPEN = attention("acc0 * 0.3", s=5, n=29, b=1)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("text", [ODD, EMPTY, OPEN], ids=["causal", "empty rows", "open"])
 @pytest.mark.parametrize("devices", [2, 4, 8])
 def test_over_a_mesh_axis(text: str, devices: int) -> None:
@@ -270,6 +273,7 @@ def test_part_of_an_inner_reduction_is_found_out() -> None:
 # --- actions
 
 
+@pytest.mark.slow
 def test_the_actions_of_composed_monoids_are_proved() -> None:
     for m in MONOIDS.values():
         m.proof()
@@ -304,7 +308,7 @@ LAYERS = {
 }  # fmt: skip
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @needs_shared
 @pytest.mark.parametrize("name", LAYERS)
 def test_one_operation_per_layer_of_every_export(name: str, tmp_path: Path) -> None:

@@ -59,6 +59,7 @@ def check_one(proto: onnx.ModelProto, folder: Path) -> None:
     close(outs["y"], want)
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_one_operation_within_rounding_of_float64(name: str, tmp_path: Path) -> None:
     check_one(model(name), tmp_path)

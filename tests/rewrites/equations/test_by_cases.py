@@ -50,11 +50,13 @@ def refuted(rule, draws: int) -> bool:
     return False
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", QUICK)
 def test_laws_are_proved_for_all_sizes(name: str) -> None:
     assert kind(LAWS[name]) and not refuted(LAWS[name], 10)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("name", "old", "new"), SLIPS)
 def test_a_slip_is_refuted_by_some_draw_and_proved_by_none(name: str, old: str, new: str) -> None:
     rule = slipped(name, old, new)

@@ -52,6 +52,7 @@ def test_ten_of_the_built_in_rules_are_equations() -> None:
     assert {"fuse_maps", "fuse_places", "select_first"} <= set(EQUATIONS)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", [n for n in EQUATIONS if RULES[n].phase != "algebra"])
 def test_both_sides_say_the_same(name: str) -> None:
     held(name)

@@ -71,6 +71,7 @@ def test_there_are_thirty_of_each() -> None:
     assert len(RIGHT) + len(RIGHT_PAIRS) >= 30 and len(WRONG) + len(WRONG_PAIRS) >= 30
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_right_equation_is_proved(name: str, tmp_path: Path) -> None:
     (tmp_path / "mine.tap").write_text(RIGHT[name])
@@ -87,6 +88,7 @@ def test_a_wrong_equation_is_refused(name: str, tmp_path: Path) -> None:
     assert name not in RULES
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", RIGHT_PAIRS)
 def test_a_right_rule_is_applied(name: str, tmp_path: Path) -> None:
     graph, rules = written(tmp_path, name, *RIGHT_PAIRS[name])

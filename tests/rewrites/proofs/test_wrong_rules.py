@@ -119,6 +119,7 @@ RULES_AND_PLACES = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", RULES_AND_PLACES)
 @pytest.mark.usefixtures("lenient")
 def test_a_wrong_rule_is_left_out_where_its_proof_fails(

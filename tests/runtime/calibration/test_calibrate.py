@@ -133,6 +133,7 @@ def test_probes_are_of_the_classes_that_they_say():
     assert [kernel_class(p.graph.ops[0]) for p in found] == [p.kind for p in found]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", CLASSES)
 def test_a_probe_runs_on_the_targets_own_kernels(kind: str):
     """The smallest of each class: what it computes is counted as the cost model counts it, and its weights are its own."""
@@ -241,6 +242,7 @@ def test_a_machine_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     topology(parse_mesh("2"), first)
 
 
+@pytest.mark.slow
 def test_a_plan_says_of_which_machine_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The default topology of a compilation is the measured one; equal measurements give equal plans."""
     monkeypatch.delenv("TAPESTRY_TOPOLOGY")
@@ -290,6 +292,7 @@ class Machine:
         return found
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("slower", "taken", "agreement"),
     [
@@ -306,6 +309,7 @@ def test_a_machine_is_measured_until_two_rounds_agree(slower, taken, agreement, 
     assert found["measured"]["others"] == 0.0
 
 
+@pytest.mark.slow
 def test_of_two_rounds_that_agree_the_faster_one_is_kept(monkeypatch: pytest.MonkeyPatch):
     found = Machine([3.0, 1.05, 1.0]).agreed(monkeypatch)
     assert found["measured"]["kernels"] == document(measured(2), {})["measured"]["kernels"]
@@ -339,6 +343,7 @@ def kept(path: Path, **said: object) -> Path:
     return path
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("said", "load", "again"),
     [
@@ -362,6 +367,7 @@ def test_figures_made_under_load_are_made_again_when_the_load_is_gone(
     assert automatic.automatic(2) == str(path) and len(asked) == int(again)  # not twice at once
 
 
+@pytest.mark.slow
 def test_compile_and_explain_say_how_old_and_how_sure_the_figures_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("TAPESTRY_CACHE", str(tmp_path))
     monkeypatch.delenv("TAPESTRY_TOPOLOGY")
@@ -387,6 +393,7 @@ def test_the_command_measures_again_what_auto_takes(tmp_path: Path, monkeypatch:
     assert run("calibrate", "--auto", "--device", "h100")[0] == 2
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("said", [{"when": "x", "others": 1}, {"when": -1, "others": 1}, {"when": float("nan"), "others": 0}])
 def test_figures_that_cannot_be_are_refused(said, tmp_path: Path):
     (tmp_path / "t.json").write_text(json.dumps({**document(measured(2), {}), "measured": said}))

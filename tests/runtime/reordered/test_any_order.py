@@ -99,7 +99,7 @@ def sessions(name: str, **how):
     return build, api.open_session(build.build, b"".join(build.constants.values()), make=AnyOrderExecutor)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("name", "mesh"),
     [("mlp", "3"), ("conv_chain", "4"), ("attention", "2x2"), ("norms", "1"), ("noise", "3"), ("recurrent", "2"), ("opaques", "2"),

@@ -55,6 +55,7 @@ def by_index() -> onnx.ModelProto:
     return net(nodes, ins, dict.fromkeys(("normal", "uniform", "coin", "plain", "share"), T.FLOAT))
 
 
+@pytest.mark.slow
 def test_parameters_may_depend_on_the_index():
     rng = np.random.default_rng(0)
     feeds = {
