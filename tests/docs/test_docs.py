@@ -194,7 +194,7 @@ def machine(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.
     return request.param
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("machine", MACHINES, indirect=True)
 @pytest.mark.parametrize("page", [pytest.param(p, id=p.name) for p in sorted(PLANNED, key=lambda p: p.name != "README.md")])
 def test_a_page_shows_what_is_printed_on_any_machine(page: Page, machine: str, tmp_path: Path):
@@ -253,6 +253,7 @@ def is_there(module: str, name: str) -> bool:
     return is_module(module) and (is_module(f"{module}.{name}") or hasattr(import_module(module), name))
 
 
+@pytest.mark.slow
 def test_programs_beside_the_package_ask_for_what_is_there():
     """Python of the pages and notebooks, examples, benchmarks and programs of tests: some of them run seldom, or elsewhere."""
     texts = {f"{p.name}:{b.start}": b.text for p in pages() for b in p.blocks if b.language == "python" and "…" not in b.text}

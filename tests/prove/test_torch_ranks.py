@@ -106,6 +106,7 @@ def test_features_in_parts_are_proved(tmp_path: Path) -> None:
     assert verdict.status == PROVED, verdict.text()
 
 
+@pytest.mark.slow
 def test_a_collective_left_out_is_refuted_with_a_cell(tmp_path: Path) -> None:
     verdict = decided(tmp_path, same, same)
     assert verdict.status == REFUTED and verdict.witness is not None and verdict.witness["cell"], verdict.text()

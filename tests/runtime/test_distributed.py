@@ -344,7 +344,8 @@ def test_a_rank_that_fails_is_named_and_nothing_is_left(tmp_path, number, words,
     assert all((b / "y.npy").is_file() for b in out.glob("b*"))
 
 
-@pytest.mark.parametrize(("kills", "count"), [(1, 120), pytest.param(2, 200, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("kills", "count"), [(1, 120), (2, 200)])
 def test_restarts_lose_and_repeat_nothing(tmp_path, kills, count):
     ins, out = requests(tmp_path / "in", count), tmp_path / "out"
     p = tapestry("run", attention_build(), "--processes", 2, "--inputs", ins, "--output", out, "--max-restarts", 2, "--json")

@@ -118,6 +118,7 @@ def test_an_exported_program_is_a_model() -> None:
     np.testing.assert_allclose(out, module(x).detach().numpy(), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_module_on_the_meta_device_is_planned_without_weights(tmp_path: Path) -> None:
     with torch.device("meta"):
         module = nn.Sequential(nn.Linear(1024, 4096), nn.GELU(), nn.Linear(4096, 1024))
@@ -359,6 +360,7 @@ def test_what_torch_cannot_export_is_said_in_a_line() -> None:
     assert "\x1b" not in str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_view_behind_attention_exports() -> None:
     """torch's own exporter refuses it: attention's decomposition leaves other strides."""
 
@@ -380,6 +382,7 @@ def test_inputs_without_names_are_refused() -> None:
         tapestry.compile(nn.Linear(5, 3), example_inputs=torch.zeros(2, 4))
 
 
+@pytest.mark.slow
 def test_example_inputs_need_no_name() -> None:
     net, x = nn.Linear(5, 3), torch.zeros(2, 5)
     hashes = [c.report["plan_sha256"] for c in (tapestry.compile(net, (x,)), tapestry.compile(net, example_inputs=(x,)))]
