@@ -50,7 +50,7 @@ def test_integer_products(tmp_path, kinds, zeros):
     assert found.dtype == np.int32 and np.array_equal(found, want)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("right", [torch.uint8, torch.int8])
 @pytest.mark.parametrize("left", [torch.uint8, torch.int8])
 def test_integer_products_of_any_strides(left, right):

@@ -82,6 +82,7 @@ def test_what_was_taken_into_the_book_is_found_again_without_it() -> None:
     assert not [f for f in search(1500).found() if "(c - x)" in f.title]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "terms", "titles"),
     [
