@@ -62,7 +62,7 @@ def kernels(build: Path, target: str) -> dict:
     return json.loads(subprocess.run(command, capture_output=True, text=True, check=True, env=env).stdout)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("preset", ["h100", "h200", "a100-pcie"])
 def test_a_plan_costs_what_its_kernels_take_in_every_precision(product: Path, preset: str, tmp_path: Path) -> None:
     target, found = f"triton:{CHIP_OF[preset]}", dict[str, float]()

@@ -252,6 +252,7 @@ def test_ranks_end_with_the_program_that_forgot_them(tmp_path):
 # --- the example
 
 
+@pytest.mark.slow
 def test_the_decoder_of_the_examples_gives_onnxruntimes_tokens(tmp_path):
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(

@@ -39,6 +39,7 @@ def places(box: tuple[tuple[int, int], ...], at: tuple[int, ...]) -> tuple[int, 
     return tuple(lo + k for (lo, _), k in zip(box, at, strict=True))
 
 
+@pytest.mark.slow
 def test_small_tiles_give_what_the_block_gives(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every monoid, every kind of read; what is not associative as written (rounding) may differ in the last places."""
     cut = 0
@@ -86,6 +87,7 @@ WINDOWS = {  # (node, its inputs), each of many more points than cells
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WINDOWS)
 def test_a_large_window_takes_no_more_than_a_tile(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(point_values, "POINTS", 1 << 15)

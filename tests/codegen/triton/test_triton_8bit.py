@@ -151,7 +151,7 @@ def test_integers_that_matrix_units_cannot_sum() -> None:
     assert "tl.int32" in dots(source_of(integers("i8", "i8", "", "", (32, 32, (1 << 17) - 1), "f32")))[0]
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("split", [1, 2])
 @pytest.mark.parametrize("persistent", [False, True])
 def test_integers_by_descriptors_and_in_parts(split: int, persistent: bool) -> None:

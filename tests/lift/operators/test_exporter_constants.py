@@ -75,7 +75,7 @@ class Net(torch.nn.Module):
         return self.f(x)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
 @pytest.mark.parametrize("name", FORMS)
 def test_sizes_and_masks_of_a_module_are_no_opaque_operations(name, dtype):

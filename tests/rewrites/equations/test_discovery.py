@@ -71,6 +71,7 @@ def test_the_book_derives_its_own_and_no_stranger() -> None:
     assert derives(begin, end) and not derives(begin, parse(MARGIN.replace("c - x", "c + x")))
 
 
+@pytest.mark.slow
 def test_what_was_taken_into_the_book_is_found_again_without_it() -> None:
     """… in the same order each time, and the table of rules is as before."""
     before = dict(RULES)
