@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from tapestry.api import Compiled, compile, from_pretrained, load
     from tapestry.interop.sharding_specs import TensorDictionary
     from tapestry.lift.own_operators import operator
-    from tapestry.tools.sessions.session import Session
+    from tapestry.tools.sessions.held_session import Session
 
     __version__: str
 

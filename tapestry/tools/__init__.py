@@ -25,6 +25,6 @@ OFFERED: Mapping[str, Mapping[str, tuple[str, str]]] = {
     "OtherOrder": {"": ("tapestry.tools.schedules", "run_in_any_order")},
     "Pages": {"": ("tapestry.tools.viewer.html_page", "")},
     "Pictures": {"": ("tapestry.tools.viewer.draw", "")},
-    "Sessions": {"": ("tapestry.tools.sessions.session", "Session")},
+    "Sessions": {"": ("tapestry.tools.sessions.held_session", "Session")},
 }
 """Module and object by kind and name; an object without a name is the module itself."""

@@ -136,8 +136,3 @@ def test_plans_say_and_keep_the_reserve(product: Path) -> None:
     need = max(done.report["peak_bytes"])
     with pytest.raises(TapestryError, match=r"fit|many"):  # of memory for exactly the plan, a part is left free
         tapestry.compile(product, topology="h100", memory=need, memory_reserve="50%", time_limit=1)
-
-
-def test_a_limit_of_bytes_gives_no_memory_that_is_not_there(product: Path) -> None:
-    done = tapestry.compile(product, topology="h100", limits="bytes<=900GiB")
-    assert done.report["memory_bytes"] <= 78 * GiB

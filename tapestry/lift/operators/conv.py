@@ -198,7 +198,7 @@ def lift_conv_transpose(n: Node) -> None:
     contract(n, n.out(), dims, (Dim("c", x.shape[1] // groups), *taps), a_read, b_read, bias=bias)
 
 
-# Pooling: the window of a convolution under max or sum, and LRN's window over channels.
+# Pooling: the window of a convolution under max or sum.
 
 
 def _window(n: Node) -> Window:

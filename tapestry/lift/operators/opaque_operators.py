@@ -111,6 +111,3 @@ def opaque_integer_conv(n: Node) -> None:
         ins = {0: [0, None], w: [None, 0], **({8: [None, 0]} if n.has(8) else {}), **{k: [None, 0] for k in each}}
         out = {0: [0, 1]}
     emit_opaque(n, "products of shifted integers", dims, ins, out)
-
-
-# ai.onnx.ml: what is arithmetic becomes block operations; trees, vectors and tables work row by row or cell by cell.

@@ -32,7 +32,7 @@ from tapestry.runtime.target_protocol import Target
 from tapestry.sizes.sized_opener import SizedOpener
 from tapestry.tools.sessions import frames
 from tapestry.tools.sessions.frames import Fault
-from tapestry.tools.sessions.requests import Answer, Order, Request
+from tapestry.tools.sessions.rank_requests import Answer, Order, Request
 from tapestry.tools.sessions.shared_places import SharedPlaces, places_of
 
 if TYPE_CHECKING:

@@ -32,7 +32,7 @@ from tapestry.runtime.session import KEPT, check_feeds, shapes_of
 from tapestry.system.processes import started
 from tapestry.tools.sessions import frames
 from tapestry.tools.sessions.frames import Fault
-from tapestry.tools.sessions.requests import Answer, Order, Request
+from tapestry.tools.sessions.rank_requests import Answer, Order, Request
 from tapestry.tools.sessions.shared_places import places_of
 
 PARTING = 10.0  # seconds in which ranks that were told to end are gone

@@ -62,7 +62,7 @@ def made(text: str) -> tuple[kernels.CpuKernel, np.ndarray, np.ndarray]:
     [
         (LINEAR, "matrix product in panels", "no values are weighted by a softmax"),
         (WORKED_OUT, "loops in C", "worked out at every run"),
-        (PRODUCT, "loops in C", "no linear layer"),
+        (PRODUCT, "loops in C", "no two factors of which each has dimensions of its own"),
         (CONV.format(k=3, n=18, m=20), "convolution, winograd", "its groups are not of one channel"),
         (CONV.format(k=5, n=8, m=12), "convolution, panels", "its window is not 3 x 3"),
     ],
