@@ -14,7 +14,7 @@ from tapestry.plugins import tool  # noqa: E402
 
 if TYPE_CHECKING:
     from tapestry.api import Compiled, compile, from_pretrained, load
-    from tapestry.interop.sharding_specs import TensorDictionary
+    from tapestry.interop.tensor_dictionary import TensorDictionary
     from tapestry.lift.own_operators import operator
     from tapestry.tools.sessions.held_session import Session
 
@@ -48,7 +48,7 @@ def __getattr__(name: str) -> Any:
 
         return tool(Sessions)
     if name == "TensorDictionary":
-        from tapestry.interop.sharding_specs import TensorDictionary
+        from tapestry.interop.tensor_dictionary import TensorDictionary
 
         return TensorDictionary
     if name == "draw":

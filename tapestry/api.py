@@ -18,22 +18,14 @@ from tapestry.build import sized_builds, store
 from tapestry.build.sized_builds import SizedBuild
 from tapestry.errors import BuildError, TapestryError, unusable
 from tapestry.ir.graph import Opaque
-from tapestry.ir.symbolic_plan import Sizes, formula_of, text_of
+from tapestry.ir.size_formula import Sizes, formula_of, text_of
 from tapestry.ir.types import DTYPES, Array, Tensor
-from tapestry.onnx_eval.opaque_node import HostValue, is_array
+from tapestry.onnx_eval.opaque_node import HostValue
+from tapestry.onnx_eval.value_kinds import is_array
 from tapestry.plugins import tool
 from tapestry.runtime.feeds import random_feeds
-from tapestry.runtime.session import (
-    MakeExecutor,
-    Result,
-    Session,
-    SizedSessions,
-    Slices,
-    as_torch,
-    has_torch,
-    largest_constant,
-    shapes_of,
-)  # fmt: skip
+from tapestry.runtime.session import MakeExecutor, Result, Session, Slices, as_torch, has_torch, largest_constant, shapes_of
+from tapestry.runtime.sized_sessions import SizedSessions
 from tapestry.system.quoting import printable
 
 if TYPE_CHECKING:  # a build is loaded and run without the compiler
@@ -208,10 +200,10 @@ class Compiled:
     @_of_build
     def trace(self, file: str | Path) -> Path:
         """Write the simulated schedule, for https://ui.perfetto.dev."""
-        from tapestry.viz import measured as trace
+        from tapestry.viz import trace as trace_module
         from tapestry.viz.explain import schedule
 
-        trace.write_trace(Path(file), self.build.plan, schedule(self.build))
+        trace_module.write_trace(Path(file), self.build.plan, schedule(self.build))
         return Path(file)
 
     def save(self, folder: str | Path, *, bundle: bool | None = None) -> None:
@@ -451,7 +443,7 @@ def open_session(
     if build.target.startswith("triton"):
         return _triton_session(build, constants, weights, make, libraries)
     from tapestry.codegen.torch_cpu import TorchCpu
-    from tapestry.runtime.target_protocol import PluginTarget
+    from tapestry.runtime.plugin_target import PluginTarget
 
     if libraries:
         raise TapestryError("there is no library to choose", where="--library", hint="compile with --target triton:sm90")
@@ -464,8 +456,9 @@ def _triton_session(
 ) -> Session:
     """A session on a GPU, or in Triton's interpreter; a rank gets kernels on arrays, not bound ones."""
     from tapestry.codegen.triton.run.device_target import TritonTarget
-    from tapestry.codegen.triton.run.tuned import chip_name, find_device, local_cache
-    from tapestry.codegen.triton.task.primitives import plain
+    from tapestry.codegen.triton.run.local_gpu import find_device
+    from tapestry.codegen.triton.run.tuned import chip_name, local_cache
+    from tapestry.codegen.triton.task.chips import plain
     from tapestry.runtime.one_process.gpu_devices import GpuExecutor
 
     device = find_device()
@@ -495,7 +488,8 @@ def tune(
         TapestryError: there is no GPU, or the interpreter is on.
     """
     from tapestry.codegen.triton.run import tune as tuner
-    from tapestry.codegen.triton.run.tuned import find_device, local_cache
+    from tapestry.codegen.triton.run.local_gpu import find_device
+    from tapestry.codegen.triton.run.tuned import local_cache
 
     build, _ = store.read(Path(folder))
     device = find_device()
@@ -535,9 +529,9 @@ def _same_bits(a: Any, b: Any) -> bool:
     """Of two values of an output; values of the host are compared as values."""
     if is_array(a) and is_array(b) and a.dtype != object:
         return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
-    from tapestry.verify import interp
+    from tapestry.verify import model_outputs
 
-    return interp.compare_outputs(a, b, 0.0).passed
+    return model_outputs.compare_outputs(a, b, 0.0).passed
 
 
 def judged(compiled: Compiled, feeds: Values, result: Result, *, check: bool) -> dict[str, Any]:
@@ -561,9 +555,9 @@ def compared(compiled: Compiled, feeds: Values, outs: Values, *, check: bool) ->
     if check:
         from tapestry import model_evidence
         from tapestry.lift.file.structure import TEXT
-        from tapestry.verify import interp
+        from tapestry.verify import model_outputs
 
-        allowed, model = interp.tolerances(compiled.build.plan.graph), Path(compiled.build.model)
+        allowed, model = model_outputs.tolerances(compiled.build.plan.graph), Path(compiled.build.model)
         if model.suffix == TEXT:
             _check(None, feeds, outs, allowed, document, ("tapestry.verify.interp", model_evidence.text_outputs(model, feeds)))
             return document
@@ -600,20 +594,20 @@ def _check(
     reference: tuple[str, Values] | None = None,
 ) -> None:  # fmt: skip
     """Compare with the reference. Where that fails, ask how far each is from the exact values, and say so."""
-    from tapestry.verify import interp
+    from tapestry.verify import model_outputs
 
-    document["reference"], expected = reference or interp.reference(cast("ModelFile", model), feeds)
+    document["reference"], expected = reference or model_outputs.reference(cast("ModelFile", model), feeds)
     exact: dict[str, Any] | None = None
     for name, a in outs.items():
-        difference = interp.compare_outputs(a, expected[name], allowed.get(name, 0.0))
+        difference = model_outputs.compare_outputs(a, expected[name], allowed.get(name, 0.0))
         row, passed = document["outputs"][name], difference.passed
         row.update(max_abs_err=difference.max_abs_err, rel_err=difference.rel_err)
         if not passed and document["reference"] == "onnxruntime" and model:
-            exact = interp.exact(model, feeds, list(expected)) if exact is None else exact
+            exact = model_outputs.exact(model, feeds, list(expected)) if exact is None else exact
             if name in exact:
-                passed, row["reference_spread"] = interp.settle(a, expected[name], exact[name], allowed.get(name, 0.0))
+                passed, row["reference_spread"] = model_outputs.settle(a, expected[name], exact[name], allowed.get(name, 0.0))
             if not row.get("reference_spread"):  # where one library alone runs the model, or most of it
-                row["reference_spread"] = interp.sensitivity(model, feeds, expected)[name]
-                near = min(row["reference_spread"], interp.SPREAD_LIMIT)
-                passed |= interp.compare_outputs(a, expected[name], near).passed
+                row["reference_spread"] = model_outputs.sensitivity(model, feeds, expected)[name]
+                near = min(row["reference_spread"], model_outputs.SPREAD_LIMIT)
+                passed |= model_outputs.compare_outputs(a, expected[name], near).passed
         document["passed"] = document["passed"] and passed

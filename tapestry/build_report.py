@@ -14,7 +14,7 @@ from tapestry.plan.requests import parse_layouts
 from tapestry.plan.simulate import simulate
 from tapestry.plan.topology import from_data, to_data
 from tapestry.rewrites.core.rule import parse_move
-from tapestry.verify.rewriting.normal_form import tests_dropped
+from tapestry.verify.rewriting.footprints import tests_dropped
 
 if TYPE_CHECKING:  # a report is held to its plan without the compiler
     from tapestry.compilation import Compilation
@@ -52,7 +52,7 @@ def plan_hash(build: store.Build) -> str:
 
 def document(runner: Runner, build: store.Build) -> dict[str, Any]:
     """The JSON document of ``compile``, without its seconds."""
-    from tapestry.codegen.kernel_sources import unfused
+    from tapestry.codegen.unfused import unfused
     from tapestry.passes import as_planned
 
     c, options = runner.at, runner.at.options

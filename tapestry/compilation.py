@@ -9,14 +9,16 @@ from typing import Any, NoReturn
 from tapestry.build import store
 from tapestry.ir.graph import Graph
 from tapestry.ir.plan import Layout
-from tapestry.lift.builder import Prepared
-from tapestry.lift.onnx_to_graph import Accumulated, Lifted, ModelSource, Symbols
+from tapestry.lift.accumulation import Accumulated
+from tapestry.lift.nodes import Prepared
+from tapestry.lift.onnx_to_graph import Lifted, ModelSource, Symbols
 from tapestry.model_evidence import Evidence
 from tapestry.options import Options
 from tapestry.plan.pipelines.stage_choice import Request
-from tapestry.plan.search.planner import Point, Start
+from tapestry.plan.search.pareto import Point
 from tapestry.plan.search.priced_plan import PricedPlan
 from tapestry.plan.search.problem import Problem
+from tapestry.plan.search.resume import Start
 from tapestry.plan.search_passes import Candidate, Form, Planned
 from tapestry.plan.solver.budget import Budget
 from tapestry.plan.task import Task

@@ -18,12 +18,12 @@ from tapestry.build import store
 from tapestry.build.store import Build
 from tapestry.errors import RunError, TapestryError, some
 from tapestry.ir.types import numpy_dtype
-from tapestry.onnx_eval.opaque_node import is_array
+from tapestry.onnx_eval.value_kinds import is_array
 from tapestry.plan.topology import PRESETS
-from tapestry.runtime.executor import places
 from tapestry.runtime.feeds import made_up
-from tapestry.runtime.processes import weight_shards as streams
-from tapestry.runtime.processes.weight_shards import Batch
+from tapestry.runtime.outputs import places
+from tapestry.runtime.processes import batches as batches_module
+from tapestry.runtime.processes.batches import Batch
 from tapestry.runtime.session import Result, hold, shapes_of
 from tapestry.runtime.target_protocol import Measured
 from tapestry.viz import measured
@@ -67,7 +67,7 @@ def _single(r: Request, names: Sequence[str], output: Path | None, count: int = 
         name, eq, file = item.rpartition("=")
         if not eq or name not in names:
             raise TapestryError(f"'{item}' is not name=file.npy", where="--input", hint=f"the inputs are {', '.join(names)}")
-        streams.load(Path(file))
+        batches_module.load(Path(file))
         files.append((name, Path(file)))
     return [Batch(number=k, name=f"run {k}", output=output, inputs=tuple(files), seed=r.seed) for k in range(count)]
 
@@ -83,9 +83,9 @@ def _at_inputs(compiled: api.Compiled, r: Request) -> api.Compiled:
     if compiled.sized is None or not (r.inputs or r.stream):
         return compiled
     if r.stream:
-        given = streams.stream(r.stream, None, "")[0].feeds(compiled.build.plan.graph)
+        given = batches_module.stream(r.stream, None, "")[0].feeds(compiled.build.plan.graph)
     else:
-        given = {name: streams.load(path) for name, path in _single(r, compiled.build.plan.graph.inputs, None)[0].inputs}
+        given = {name: batches_module.load(path) for name, path in _single(r, compiled.build.plan.graph.inputs, None)[0].inputs}
     return compiled.planned(compiled.sized.sizes_of(shapes_of(given)))
 
 
@@ -95,8 +95,8 @@ def job_of(r: Request, world: int, batches: Sequence[Batch], compiled: api.Compi
     flags.before_torch()
     import tapestry.codegen.torch_cpu.kernels  # noqa: F401  # pyright: ignore[reportUnusedImport] (forked ranks find it imported)
     from tapestry.codegen.torch_cpu import native
-    from tapestry.runtime.executor import owners
     from tapestry.runtime.processes.worker import Job
+    from tapestry.runtime.step_messages import owners
 
     owners(build.program.devices, world)
     identity = store.identity(r.folder)
@@ -130,7 +130,7 @@ def run(r: Request, how: Launch) -> Document:
         place, random = r.output or Path(scratch) / "outputs", Document()
         if r.stream:
             _comparable(compiled.build, how.check)
-            batches = streams.stream(r.stream, place if how.check else r.output, store.identity(r.folder))
+            batches = batches_module.stream(r.stream, place if how.check else r.output, store.identity(r.folder))
         else:
             batches = _single(r, compiled.build.plan.graph.inputs, place)
             random = made_up(compiled.build.plan.graph, dict(batches[0].inputs), r.seed, how.tell)
@@ -262,7 +262,7 @@ def _ranked(r: Request, check: bool) -> Document:
         mine = results if place.rank == 0 else None
         if r.stream:
             _comparable(compiled.build, check)
-            batches = streams.stream(r.stream, mine, store.identity(r.folder))
+            batches = batches_module.stream(r.stream, mine, store.identity(r.folder))
         else:
             batches = _single(r, compiled.build.plan.graph.inputs, mine)
             if place.rank == 0:
@@ -285,7 +285,8 @@ def as_rank(place: flags.World, job: Any) -> Document:
     Raises:
         RunError: this rank, or another one, has failed.
     """
-    from tapestry.runtime.processes.wire import Heartbeat, describe, end_soon, join, shared
+    from tapestry.runtime.processes.heartbeat import Heartbeat, describe, end_soon, shared
+    from tapestry.runtime.processes.rendezvous import join
     from tapestry.runtime.processes.worker import PARTING, Rank, cause, work
 
     slots = shared(place.world)

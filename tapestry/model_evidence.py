@@ -18,11 +18,11 @@ from tapestry.lift.file.protos import EARLY, standard_opset
 from tapestry.lift.file.structure import TEXT, file_bytes, load, load_text
 from tapestry.lift.file.weight_data import read_weight
 from tapestry.lift.operators import microsoft
-from tapestry.onnx_eval.opaque_node import is_array
+from tapestry.onnx_eval.value_kinds import is_array
 from tapestry.plugins.entry_points import Plugin
 from tapestry.runtime.feeds import random_feeds
 from tapestry.verify import interp
-from tapestry.verify.model import awkward_operands, model_laws
+from tapestry.verify.model import model_laws, second_opinion
 from tapestry.verify.model.model_values import ModelFile, WrongSizes, subgraphs
 
 Evidence = dict[str, Any]
@@ -163,7 +163,7 @@ def second_opinions(
     def read(name: str) -> Array:
         return read_weight(model, graph.weights[name], graph.tensors[name], constants=held)
 
-    return awkward_operands.second_opinions(graph, model_file(model)[0], feeds, read, reference)
+    return second_opinion.second_opinions(graph, model_file(model)[0], feeds, read, reference)
 
 
 def arrays(graph: Graph, constants: Mapping[str, bytes]) -> dict[str, Array]:

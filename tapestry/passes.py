@@ -24,29 +24,31 @@ from tapestry.errors import LawError, PlanError, TapestryError, similar, some
 from tapestry.ir.graph import Graph, Op, changes
 from tapestry.ir.plan import Layout, Plan
 from tapestry.ir.program import peak_bytes
+from tapestry.lift import accumulation
 from tapestry.lift import onnx_to_graph as lift
 from tapestry.lift.onnx_to_graph import Lifted
 from tapestry.model_evidence import QUICKLY, compare
 from tapestry.plan import search_passes as search
-from tapestry.plan.alternatives import Machine
+from tapestry.plan.fusion import Machine
 from tapestry.plan.hoist_transfers import early, in_better_order
-from tapestry.plan.pipelines.segments import asked_of
+from tapestry.plan.layout_constraints import Language, LayoutConstraints
 from tapestry.plan.pipelines.stage_choice import Request
+from tapestry.plan.pipelines.stage_constraints import asked_of
 from tapestry.plan.requests import parse_layouts, parse_pins, scan_blocks
-from tapestry.plan.search.planner import Start, fronts, start_of, undominated
+from tapestry.plan.search.pareto import fronts, undominated
 from tapestry.plan.search.priced_plan import PricedPlan, on_the_clock, too_big
+from tapestry.plan.search.resume import Start, start_of
 from tapestry.plan.solver.budget import Budget, unseen
-from tapestry.plan.strategy import Language, LayoutConstraints
 from tapestry.plan.task import STEPS, Task, staging
 from tapestry.plan.topology import shared
 from tapestry.plugins import offered, tool
 from tapestry.rewrites.core import driver
 from tapestry.rewrites.core.rule import BOOK, LEFT_OUT, Move, leaving_out, own_rules, parse_move
-from tapestry.sharding import annotation_constraints
+from tapestry.sharding import given_stages
 from tapestry.sharding.annotation_constraints import constraints, with_apart
 from tapestry.sharding.annotations import staged
 from tapestry.verify import certificate
-from tapestry.verify.rewriting import normal_form, rewrite_log
+from tapestry.verify.rewriting import footprints, rewrite_log
 from tapestry.viz.tool_kinds import ExportFormat
 
 log = logging.getLogger("tapestry")
@@ -120,8 +122,8 @@ def accumulate(c: Compilation) -> Compilation:
     """Products of f16 summed in the dtype that is asked for, with the error of that; as they are where none is."""
     if c.options.accumulate is None:
         return c
-    graph, report = lift.accumulated(c.lifted.graph, c.options.accumulate)
-    other = c.whole and replace(c.whole, graph=lift.accumulated(c.whole.graph, c.options.accumulate)[0])
+    graph, report = accumulation.accumulated(c.lifted.graph, c.options.accumulate)
+    other = c.whole and replace(c.whole, graph=accumulation.accumulated(c.whole.graph, c.options.accumulate)[0])
     return c.made(lifted=replace(c.lifted, graph=graph), whole=other, sums=report)
 
 
@@ -129,8 +131,8 @@ def drop_tests(c: Compilation) -> Compilation:
     """The model without its tests for NaN and infinities, where the user says that there are none."""
     if not c.options.assume_finite:
         return c
-    other = c.whole and replace(c.whole, graph=normal_form.assume_finite(c.whole.graph))
-    return c.made(lifted=replace(c.lifted, graph=normal_form.assume_finite(c.lifted.graph)), whole=other)
+    other = c.whole and replace(c.whole, graph=footprints.assume_finite(c.whole.graph))
+    return c.made(lifted=replace(c.lifted, graph=footprints.assume_finite(c.lifted.graph)), whole=other)
 
 
 def simplify(c: Compilation) -> Compilation:
@@ -146,9 +148,9 @@ def constrain(c: Compilation) -> Compilation:
     """The layouts and stages that were asked for, and those of the model's annotations, with the graph that they are of."""
     whole, mesh, options = c.lifted.graph, c.topology.mesh, c.options
     marks = None if c.annotations and staged(c.annotations) else c.annotations
-    cuts = annotation_constraints.at_nodes(options.stage_at, whole) if options.stage_at else dict[str, int]()
+    cuts = given_stages.at_nodes(options.stage_at, whole) if options.stage_at else dict[str, int]()
     if marks and not options.stage_at and c.request.stages == marks.stages > 1:
-        cuts = annotation_constraints.of_file(marks, whole)
+        cuts = given_stages.of_file(marks, whole)
     graph = with_apart(whole, (), c.without, cuts) if cuts else c.graph
     given = constraints(marks, whole, mesh, cuts) if marks else None
     for note in given.notes if given else ():

@@ -18,9 +18,10 @@ from tapestry import build_report, flags, passes
 from tapestry.build import store
 from tapestry.compilation import Compilation
 from tapestry.errors import LawError, TapestryError, some
-from tapestry.interop.instance_map import ModelTopology
+from tapestry.interop.tile_metadata import ModelTopology
+from tapestry.ir.canonical_parts import PARTS
 from tapestry.ir.graph import Graph
-from tapestry.ir.plan import PARTS, Mesh, MeshAxis, device_count
+from tapestry.ir.plan import Mesh, MeshAxis, device_count
 from tapestry.lift.file.structure import TEXT
 from tapestry.lift.onnx_to_graph import Lifted
 from tapestry.model_evidence import plugin_evidence
@@ -28,8 +29,8 @@ from tapestry.onnx_eval import ort_session
 from tapestry.options import Options
 from tapestry.pass_runner import Function, Pass, Report, Runner, check_names, unreported
 from tapestry.plan.pipelines.stage_choice import parse_request
-from tapestry.plan.search.planner import start_of
 from tapestry.plan.search.priced_plan import PricedPlan, TooBig
+from tapestry.plan.search.resume import start_of
 from tapestry.plan.topology import Topology, default_mesh, linked, parse_bytes, parse_mesh, topology
 from tapestry.plugins import entry_points as plugins
 from tapestry.rewrites.core.driver import disabled_by, rule_names
@@ -37,7 +38,7 @@ from tapestry.rewrites.core.rule import leaving_out, parse_move, rule_table
 from tapestry.rewrites.equations.rule_texts import load_rules
 from tapestry.runtime.calibration.automatic import AUTO, automatic
 from tapestry.sharding import annotations
-from tapestry.sharding import annotations as file_mesh
+from tapestry.sharding import file_mesh as file_mesh_module
 from tapestry.sharding.annotations import Annotations
 
 log = logging.getLogger("tapestry")
@@ -226,7 +227,7 @@ def asked(options: Options) -> Compilation:
         raise TapestryError(f"{options.time_limit:g} seconds", where="--time-limit", hint="0 or more")
     earlier = store.read(options.resume)[0] if options.resume else None
     if options.target != "torch-cpu" and not options.target.startswith("triton"):
-        from tapestry.runtime.target_protocol import PluginTarget
+        from tapestry.runtime.plugin_target import PluginTarget
 
         PluginTarget(options.target)  # else what makes none would be found when the build is run
     for path in options.rules:
@@ -237,7 +238,7 @@ def asked(options: Options) -> Compilation:
         raise TapestryError("annotations are not read", where="--configuration", hint="without --ignore-sharding, from ONNX")
     devices = device_count(mesh) if mesh else None
     marks, carried = annotations.read(options.model, devices, options.configuration) if annotated else (None, None)
-    named = file_mesh.mesh(marks) if marks else (MeshAxis("d0", carried.count if carried else 1),)
+    named = file_mesh_module.mesh(marks) if marks else (MeshAxis("d0", carried.count if carried else 1),)
     if mesh is None or [(a.name, a.size) for a in mesh] == [(a.name, a.size) for a in named]:  # with the file's shares
         mesh = named
     topo = _topology(options, mesh, carried)

@@ -19,8 +19,9 @@ from tapestry.errors import LawError, TapestryError
 from tapestry.ir.graph import Graph
 from tapestry.plugins import entry_points as plugins
 from tapestry.runtime.session import memory_limits
-from tapestry.verify import certificate, sized_laws
-from tapestry.verify.rewriting.rewrite_log import Replayed, first_graph, read, replay
+from tapestry.verify import certificate, layout_laws, sized_laws
+from tapestry.verify.rewriting.history import first_graph
+from tapestry.verify.rewriting.rewrite_log import Replayed, read, replay
 
 if TYPE_CHECKING:
     from tapestry.lift import onnx_to_graph as lift
@@ -50,7 +51,7 @@ def _verified(folder: Path, model: Path | None) -> tuple[store.Build, dict[str, 
         plan.annotated(), build.program, limit=memory_limits(build), stated_peak=list(build.peak_bytes), places=plan.places,
         streamed=plan.streamed, exact=build.exact, native_sums=plan.native_sums,
     )  # fmt: skip
-    laws["agreement"] += certificate.check_layouts(plan)
+    laws["agreement"] += layout_laws.check_layouts(plan)
     of_model, evidence = model_evidence.compare(
         plan.graph,
         Path(build.model),
@@ -166,8 +167,9 @@ def emit_kernels(folder: Path, output: Path, target: str, report: Callable[[int,
         TapestryError: the target is unknown, or the output is a folder with other things in it.
     """
     from tapestry.codegen.triton.emit.source import kernel_key
-    from tapestry.codegen.triton.run.machine_code import compile_ahead, rows_of, summary
-    from tapestry.codegen.triton.run.tune import sound
+    from tapestry.codegen.triton.run.compile_ahead import compile_ahead
+    from tapestry.codegen.triton.run.report import rows_of, summary
+    from tapestry.codegen.triton.run.sound_choice import sound
 
     build, _ = store.read(folder)
     graph = build.plan.graph
@@ -191,10 +193,10 @@ def emit_kernels(folder: Path, output: Path, target: str, report: Callable[[int,
         rows += of_kernel
     opaque = kernel_sources.without_kernel(graph)
     if build.target == "torch-cpu":
-        from tapestry.codegen.torch_cpu.c import print_c
+        from tapestry.codegen.torch_cpu.c import generated_c
 
         kernel_sources.chosen_kernels(graph, build.program, build.target)
-        files |= {"kernels.c": print_c.registered().encode()} if print_c.registered() else {}
+        files |= {"kernels.c": generated_c.registered().encode()} if generated_c.registered() else {}
     model = summary(rows, list(opaque), build.report.get("unfused", {}))
     document = {"target": target, "precision": build.precision, "kernels": rows, "model": model, "opaque": opaque}
     files["resources.json"] = json.dumps(document, indent=1).encode()

@@ -28,7 +28,7 @@ from bench.blocks import sp800_22
 from bench.support import record
 from bench.support.record import Row
 from tapestry.codegen.torch_cpu.base import scalars
-from tapestry.ir import expr
+from tapestry.ir import philox
 
 KEY = 0x5EED_1234_ABCD
 ROW = 4096  # elements of a row, of the stream that goes down a column
@@ -60,7 +60,7 @@ def _column(first: int, count: int) -> np.ndarray[Any, Any]:
 
 def _keys(first: int, count: int) -> np.ndarray[Any, Any]:
     """Element 0 under consecutive keys: numpy's way, for the key varies."""
-    return expr.philox(np.arange(first, first + count), 0, 0, 0, np.zeros(count)).astype(np.uint32)
+    return philox.philox(np.arange(first, first + count), 0, 0, 0, np.zeros(count)).astype(np.uint32)
 
 
 STREAMS: dict[str, Callable[[int, int], np.ndarray[Any, Any]]] = {
@@ -122,7 +122,7 @@ def speed() -> Row:
     other, size = np.random.Generator(np.random.Philox(7)), len(index)
     some, high = index.numpy()[: size // 8], 1 << 31
     ways: dict[str, Callable[[], object]] = {
-        "tapestry": lambda: words(index), "tapestry without a C compiler": lambda: expr.philox(*key, some),
+        "tapestry": lambda: words(index), "tapestry without a C compiler": lambda: philox.philox(*key, some),
         "numpy Philox": lambda: other.integers(0, 2 * high, size, np.uint32), "torch": lambda: torch.randint(0, high, (size,)),
     }  # fmt: skip
     out: Row = {}

@@ -31,7 +31,7 @@ from tapestry.lift import lift
 from tapestry.plan.topology import parse_mesh, topology
 from tapestry.rewrites.core.driver import simplify
 from tapestry.tools.rulebook.discovery import TERMS, Discovery
-from tapestry.tools.rulebook.term_rules import FAMILIES
+from tapestry.tools.rulebook.small_terms import FAMILIES
 
 FOLDER = record.WORK / "discover"
 CHAPTER = record.ROOT / "tapestry" / "rewrites" / "algebra" / "found.tap"  # of the book: what came from here, and is left out

@@ -19,7 +19,7 @@ from rich.console import Console
 from bench.book.law_values import differs
 from bench.support import record
 from bench.support.record import Row
-from tapestry.rewrites.equations import conditions, instances
+from tapestry.rewrites.equations import all_sizes, by_cases
 from tapestry.rewrites.equations.pattern import RuleText, parse_rules
 from tapestry.rewrites.equations.rule_texts import WORDS
 
@@ -44,7 +44,7 @@ def laws() -> tuple[RuleText, ...]:
 
 def kind(rule: RuleText) -> str:
     """By what a law is proved; nothing where it is not."""
-    return "cases" if conditions.proved(rule) else "normal form" if instances.proved(rule) else ""
+    return "cases" if by_cases.proved(rule) else "normal form" if all_sizes.proved(rule) else ""
 
 
 def tried(rule: RuleText) -> tuple[int, str]:

@@ -25,10 +25,10 @@ from bench.support.half_models import in_half
 from bench.support.record import SHARED, WORK, Row
 from bench.support.whole_kernels import export
 from tapestry.codegen.triton.emit.source import kernel_key
-from tapestry.codegen.triton.kernel_config import roofline, work_of
-from tapestry.codegen.triton.task.descriptors import kernel_form
+from tapestry.codegen.triton.kernel_work import roofline, work_of
+from tapestry.codegen.triton.task.chips import PRECISIONS, chip_of
+from tapestry.codegen.triton.task.kernel_choice import kernel_form
 from tapestry.codegen.triton.task.lowered import unavailable
-from tapestry.codegen.triton.task.primitives import PRECISIONS, chip_of
 from tapestry.codegen.triton.task.tiles import on_chip
 from tapestry.ir.program import Launch
 from tapestry.plan.topology import from_data

@@ -14,17 +14,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from tapestry.codegen.torch_cpu.base import closures
+from tapestry.codegen.torch_cpu.base import state_merges
 from tapestry.ir import monoid as monoids
 from tapestry.ir.expr import call
 from tapestry.ir.graph import Block, Opaque
 from tapestry.ir.index import dim
 from tapestry.ir.program import Free
-from tapestry.lift.builder import LIFTERS
-from tapestry.lift.operators import conv, elementwise, gather
+from tapestry.lift.operators import elementwise, gather, window
 from tapestry.lift.operators import shape as shapes
+from tapestry.lift.registry import LIFTERS
 from tapestry.plan import lower, strategy
-from tapestry.rewrites import inline_map, slice_strided, tiled_region
+from tapestry.rewrites import cleanup, compose_views, phases, slice_strided, tiled_region
 from tapestry.rewrites.core import edit
 
 
@@ -55,9 +55,9 @@ class Swaps:
         table[key] = value
         self.undo.append(lambda: table.__setitem__(key, old))
 
-    def reducer(self, monoid: str, new: closures.Reducer) -> None:
+    def reducer(self, monoid: str, new: state_merges.Reducer) -> None:
         """How the CPU target merges the states of a monoid."""
-        old = closures.dense
+        old = state_merges.dense
         self.function(old, lambda name: new if name == monoid else old(name))
 
     def lifter(self, op: str, new: Callable[[Any], Any]) -> None:
@@ -96,8 +96,8 @@ def seeded(name: str) -> Iterator[None]:
 @bug
 def padded_window_starts_late(s: Swaps) -> None:
     """A projection off by one: a padded window begins a cell late."""
-    old = conv.Window.start
-    s.method(conv.Window, "start", lambda w, a: old(w, a) + (1 if w.before[a] else 0))
+    old = window.Window.start
+    s.method(window.Window, "start", lambda w, a: old(w, a) + (1 if w.before[a] else 0))
 
 
 @bug
@@ -206,7 +206,7 @@ def spread_between_parts_lost(s: Swaps) -> None:
     """Merging variances forgets how far the parts' means are apart."""
     old = monoids.MONOIDS["moments"].combine
     s.monoid("moments", combine=lambda a, b: (*old(a, b)[:2], call("add", a[2], b[2])))
-    dense = closures.dense("moments")
+    dense = state_merges.dense("moments")
     assert dense is not None
     s.reducer("moments", lambda f, dims: [*dense(f, dims)[:2], torch.sum(f[2], dim=dims)])
 
@@ -233,7 +233,7 @@ def last_of_a_tie(s: Swaps) -> None:
 @bug
 def view_composed_backwards(s: Swaps) -> None:
     """A view's dimensions are matched with the read's axes in reverse where both are equally long."""
-    old = inline_map.compose
+    old = compose_views.compose
 
     def wrong(read: Any, view: Block, tensors: Any, ranges: Any) -> Any:
         sizes = [d.size for d in view.dims]
@@ -246,7 +246,7 @@ def view_composed_backwards(s: Swaps) -> None:
 @bug
 def bounds_of_a_view_lost(s: Swaps) -> None:
     """Reading through a view forgets where the view ends and padding begins."""
-    s.function(inline_map._bounds, lambda *_: [])
+    s.function(compose_views._bounds, lambda *_: [])
 
 
 @bug
@@ -266,7 +266,7 @@ def positions_not_substituted(s: Swaps) -> None:
 @bug
 def stale_key_of_equal_operations(s: Swaps) -> None:
     """A stale cache key: operations are taken to be equal whatever their bodies say."""
-    old = inline_map._key
+    old = cleanup._key
 
     def wrong(op: Any, tensors: Any) -> str:
         types = [tensors[t].dtype for t in op.outs]
@@ -290,13 +290,13 @@ def phase_lost(s: Swaps) -> None:
 @bug
 def phases_shifted(s: Swaps) -> None:
     """Phases of a tensor begin one cell late where there is room."""
-    old = slice_strided.Phases._phase
+    old = phases.Phases._phase
 
     def wrong(p: Any, tensor: str, axis: int, step: int, phase: int) -> Any:
         whole = p.tensors.get(tensor) or p.graph.tensors[tensor]
         return old(p, tensor, axis, step, phase + 1 if phase + 1 < step <= whole.shape[axis] else phase)
 
-    s.method(slice_strided.Phases, "_phase", wrong)
+    s.method(phases.Phases, "_phase", wrong)
 
 
 @bug

@@ -9,8 +9,8 @@ import torch
 
 from bench.correctness.seeded_bugs import BUGS, Swaps, bug, seeded
 from tapestry.codegen.torch_cpu import TorchCpu
-from tapestry.codegen.torch_cpu.base import closures, contract, point_values, scalars, strided_reads
-from tapestry.runtime import target_protocol
+from tapestry.codegen.torch_cpu.base import contract, scalars, selection, state_merges, strided_reads
+from tapestry.runtime import arrays
 from tapestry.runtime.one_process.logical_devices import LocalExecutor
 
 # kernels and runtime
@@ -43,7 +43,7 @@ def last_state_dropped(s: Swaps) -> None:
 @bug
 def slice_forgets_its_origin(s: Swaps) -> None:
     """A message is cut at the tensor's coordinates, not the buffer's, where both fit."""
-    old = target_protocol.part
+    old = arrays.part
 
     def wrong(array: Any, box: Any, origin: Any) -> Any:
         fits = all(hi <= n for (_, hi), n in zip(box, array.shape, strict=True))
@@ -61,7 +61,7 @@ def guards_never_asked(s: Swaps) -> None:
 @bug
 def gathered_part_not_shifted(s: Swaps) -> None:
     """A masked gather on a part of the table takes positions from the table's beginning."""
-    old = point_values.gather
+    old = selection.gather
 
     def wrong(op: Any, graph: Any, kernel: Any, frame: Any) -> Any:
         *rest, (lo, hi) = kernel.block
@@ -104,7 +104,7 @@ def division_rounds_down(s: Swaps) -> None:
 @bug
 def scan_merged_backwards(s: Swaps) -> None:
     """States that fold in order are merged right to left."""
-    old = closures.combine
+    old = state_merges.combine
     s.function(old, lambda name, a, b, dtypes: old(name, b, a, dtypes))
 
 

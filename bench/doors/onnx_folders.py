@@ -16,7 +16,7 @@ import numpy as np
 import onnxruntime as ort
 
 import tapestry
-from tapestry.tools.exports import onnx_files, rank_onnx
+from tapestry.tools.exports import fused_onnx, rank_onnx
 from tests.support.programs import rank_files
 
 FAST: dict[str, Any] = {  # a machine so slow at computing, and so fast between devices, that cutting a small model pays
@@ -52,7 +52,7 @@ def _model(path: Path, place: Path) -> Iterator[Row]:
         return kept | _compared(rank_files.run(place / "ranks", feeds), expected)
 
     def fused() -> Row:
-        done = onnx_files.export_fused(c.build, constants, place / "fused.onnx")
+        done = fused_onnx.export_fused(c.build, constants, place / "fused.onnx")
         return {k: done[k] for k in ("nodes", "operations")} | _compared(_run(place / "fused.onnx", feeds), expected)
 
     for door, make in (("onnx-ranks", ranks), ("onnx-fused", fused)):

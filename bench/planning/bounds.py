@@ -30,17 +30,18 @@ from tapestry.ir.graph import Graph
 from tapestry.ir.plan import Layout, MeshAxis
 from tapestry.ir.program import Program, peak_bytes
 from tapestry.ir.syntax.parser import parse
-from tapestry.plan.cost import compute
+from tapestry.plan.cost import floor
 from tapestry.plan.hoist_transfers import early, in_better_order
-from tapestry.plan.memory import fit
+from tapestry.plan.memory_fit import fit
 from tapestry.plan.search.planner import in_rings, search
 from tapestry.plan.search.priced_plan import PricedPlan, TooBig, priced_plan
 from tapestry.plan.search.problem import Problem, build
 from tapestry.plan.simulate import simulate
 from tapestry.plan.solver.budget import SECOND, Budget
 from tapestry.plan.topology import Topology, parse_mesh, topology
-from tapestry.rewrites import split
-from tapestry.rewrites.core.driver import apply_moves, simplify
+from tapestry.rewrites import split_time
+from tapestry.rewrites.core.applied import apply_moves
+from tapestry.rewrites.core.driver import simplify
 
 MOST = 300  # plans of a graph in space
 ORDERED = 4  # plans whose transfers are put in better orders
@@ -180,8 +181,8 @@ def in_time(given: Case, rng: random.Random) -> Iterator[tuple[float, int]]:
     """(seconds, bytes) of plans of all graphs that one split in time makes."""
     for at, op in enumerate(given.graph.ops):
         for d, parts, back in itertools.product(op.space, (2, 4), (0, at)):
-            if (at or not back) and split.split_time_refusal(op, d.name, parts) is None:
-                graph = apply_moves(given.graph, [split.time_move(op, d.name, parts, back)])
+            if (at or not back) and split_time.split_time_refusal(op, d.name, parts) is None:
+                graph = apply_moves(given.graph, [split_time.time_move(op, d.name, parts, back)])
                 yield from every(problem_of(given, graph), rng, SAMPLE)
 
 
@@ -209,7 +210,7 @@ def measure(seed: int) -> Row:
     fitting += [found.objective] if found else []
     return {
         "seed": seed, "operations": len(given.graph.ops), "plans": len(plans), "memory": short, "overlap": given.topo.overlap,
-        "bound_s": found.bound if found else compute.least_seconds(given.graph, given.topo),
+        "bound_s": found.bound if found else floor.least_seconds(given.graph, given.topo),
         "objective_s": found.objective if found else None, "best_s": min(fitting, default=None),
     }  # fmt: skip
 

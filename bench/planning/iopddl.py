@@ -33,8 +33,8 @@ from bench.support.iopddl_shapes import SHAPES
 from bench.support.iopddl_shapes import problem as problem_of
 from bench.support.record import SHARED, Row, machine, merged, write
 from tapestry.plan.solver.budget import SECOND, Budget
-from tapestry.plan.solver.incumbent import search
 from tapestry.plan.solver.pairs import FORBIDDEN, Instance, Usage
+from tapestry.plan.solver.pairwise import search
 
 SECONDS = 180.0  # for an instance whose time limit the README does not tell
 

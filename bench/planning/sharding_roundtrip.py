@@ -18,7 +18,8 @@ from rich.table import Table
 import tapestry
 from bench.support.record import WORK, Row, write
 from examples import light
-from tapestry.interop.tile_patterns import exact, naive, parse
+from tapestry.interop.tile_changes import exact, naive
+from tapestry.interop.tile_patterns import parse
 from tapestry.sharding.check_sharding import check_file
 from tapestry.sharding.export_sharding import export
 from tests.support.faults import sharding_faults

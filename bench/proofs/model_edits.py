@@ -30,7 +30,7 @@ from bench.support import record
 from tapestry.errors import TapestryError
 from tapestry.runtime.feeds import random_feeds
 from tapestry.saved_build import verify_build
-from tapestry.verify import interp
+from tapestry.verify import model_outputs
 from tests.support.faults import edited_build, graph_edits
 from tests.support.faults.edited_model import mixed
 from tests.support.faults.graph_edits_awkward import ALL_EDITS
@@ -61,7 +61,7 @@ def timed(build: Path) -> dict[str, float]:
     verified = time.process_time() - start
     feeds = random_feeds(found.plan.graph, 0)
     start = time.process_time()
-    interp.reference(Path(found.model), feeds)
+    model_outputs.reference(Path(found.model), feeds)
     evaluated = time.process_time() - start
     return {"verify_s": verified, "onnxruntime_s": evaluated, "within": verified <= 3 * evaluated + 2, "evidence": evidence[0]}
 

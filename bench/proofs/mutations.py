@@ -30,9 +30,9 @@ from tapestry.ir.graph import Graph
 from tapestry.ir.plan import Mesh, MeshAxis, Plan, Stage
 from tapestry.ir.program import Program, peak_bytes
 from tapestry.lift import lift
+from tapestry.plan.layout_constraints import LayoutConstraints
 from tapestry.plan.pipelines.staged_plan import lower_plan
 from tapestry.plan.search.planner import search
-from tapestry.plan.strategy import LayoutConstraints
 from tapestry.plan.topology import parse_mesh, topology
 from tapestry.rewrites.core.driver import simplify
 from tapestry.verify import certificate

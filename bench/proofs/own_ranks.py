@@ -32,7 +32,7 @@ from tapestry.rewrites.core.driver import simplify
 from tapestry.rewrites.split import refusal
 from tapestry.tools.exports import rank_onnx
 from tapestry.tools.exports.onnx_files import DataFile, weights_of
-from tapestry.tools.prove.proof import prove
+from tapestry.tools.prove.verdict import prove
 
 BATCH, SEQUENCE = 6, 20  # sizes that nothing else in a model has
 WAYS = ("batch", "heads", "sequence")

@@ -25,7 +25,7 @@ import onnx
 from bench.proofs import own_ranks
 from bench.support import record
 from tapestry.errors import TapestryError
-from tapestry.tools.prove.proof import PROVED, REFUTED, Verdict, prove
+from tapestry.tools.prove.verdict import PROVED, REFUTED, Verdict, prove
 from tests.support.parallel_nets import Sizes, Style, write
 from tests.support.program_faults import KINDS
 from tests.support.programs import rank_files

@@ -35,7 +35,8 @@ from bench.correctness.models import materialize
 from bench.support import record
 from bench.support.record import ROOT, WORK, Row
 from tapestry import Session, api
-from tapestry.ir.program import Reduce, reduce_op
+from tapestry.ir.collective_calls import reduce_op
+from tapestry.ir.program import Reduce
 from tapestry.ir.types import FLOATS
 
 MODELS: dict[str, dict[str, str]] = {

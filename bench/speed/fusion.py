@@ -33,8 +33,8 @@ from bench.support.record import SHARED, WORK, Row, read, write
 from bench.support.whole_kernels import GPU, launches
 from tapestry.ir.graph import Block, Graph, Op
 from tapestry.lift import lift
-from tapestry.plan.alternatives import Machine, fused
-from tapestry.plan.topology.topology_files import SOURCES
+from tapestry.plan.fusion import Machine, fused
+from tapestry.plan.topology.presets import SOURCES
 from tapestry.rewrites.core.driver import simplify
 from tapestry.rewrites.core.edit import is_view
 

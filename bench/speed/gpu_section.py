@@ -24,7 +24,8 @@ from tapestry import api
 from tapestry.codegen.kernel_sources import distinct_kernels
 from tapestry.codegen.torch_cpu.kernels import from_numpy, to_numpy
 from tapestry.codegen.triton.run.device_target import TritonTarget
-from tapestry.codegen.triton.run.tuned import Choice, Tuned, find_device
+from tapestry.codegen.triton.run.local_gpu import find_device
+from tapestry.codegen.triton.run.tuned import Choice, Tuned
 from tapestry.runtime.one_process.gpu_devices import GpuExecutor
 from tapestry.runtime.session import Session
 

@@ -20,10 +20,11 @@ from onnx import ModelProto, NodeProto, numpy_helper
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
-from tapestry.lift.file.structure import bind, load, rewrite_file
+from tapestry.lift.file.structure import load
+from tapestry.lift.file.symbols import bind, rewrite_file
 from tapestry.lift.normalize.prepare import prepare, take_out_weights
 from tapestry.lift.onnx_to_graph import input_dims
-from tapestry.lift.operators.rnn import step_types
+from tapestry.lift.operators.loop_body import step_types
 from tapestry.lift.sizes.model_sizes import equations, follow
 
 Tensor = torch.Tensor

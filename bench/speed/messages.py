@@ -100,7 +100,8 @@ def rank_main(rank: int, asked: tuple[int, int, bool, int], port: int, slots: An
 
     from tapestry.codegen.torch_cpu import TorchCpu
     from tapestry.runtime.processes.distributed import RankExecutor
-    from tapestry.runtime.processes.wire import Heartbeat, Wire
+    from tapestry.runtime.processes.heartbeat import Heartbeat
+    from tapestry.runtime.processes.wire import Wire
 
     world, nbytes, scattered, batches = asked
     torch.set_num_threads(1)
@@ -139,7 +140,7 @@ def case(world: int, nbytes: int, scattered: bool, batches: int) -> Row:
     """One program on so many ranks."""
     import socket
 
-    from tapestry.runtime.processes.wire import shared
+    from tapestry.runtime.processes.heartbeat import shared
 
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))

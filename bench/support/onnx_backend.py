@@ -21,7 +21,7 @@ from onnx.backend.base import Backend, BackendRep
 
 from tapestry import api
 from tapestry.errors import ModelError, TapestryError
-from tapestry.onnx_eval.opaque_node import is_map, is_sequence
+from tapestry.onnx_eval.value_kinds import is_map, is_sequence
 
 NEWEST_IR = 13  # the newest that every evaluator reads
 

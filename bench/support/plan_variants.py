@@ -20,13 +20,13 @@ from tapestry import api
 from tapestry.build import store
 from tapestry.ir.plan import Plan, Strategy
 from tapestry.ir.program import peak_bytes
-from tapestry.plan.alternatives import batch_dims
 from tapestry.plan.lower import lower
 from tapestry.plan.search.problem import Problem, build
 from tapestry.plan.simulate import simulate
 from tapestry.plan.solver.network import Factor, Network, solve
 from tapestry.plan.strategy import footprints
 from tapestry.plan.topology import Topology, to_data, topology
+from tapestry.plan.whole_graph import batch_dims
 from tapestry.verify import certificate
 
 LARGE = 1 << 12  # cells; smaller weights are nobody's load

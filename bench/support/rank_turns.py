@@ -17,7 +17,7 @@ TIMEOUT = 120.0  # seconds: many ranks start at once, and a batch over a slow li
 
 def turns(feeds: Sequence[Mapping[str, Any]], me: Any, session: Any, wire: Any) -> None:
     """Until there is no line left."""
-    from tapestry.runtime.processes.wire import IDLE
+    from tapestry.runtime.processes.heartbeat import IDLE
 
     checked = [session.checked(f) for f in feeds]
     print("ready", flush=True)
@@ -29,7 +29,7 @@ def turns(feeds: Sequence[Mapping[str, Any]], me: Any, session: Any, wire: Any) 
 
 def main() -> None:
     """Load the build, and take turns."""
-    from tapestry.runtime.processes.weight_shards import stream
+    from tapestry.runtime.processes.batches import stream
 
     place, compiled = flags.world(), api.load(Path(sys.argv[1]))
     feeds = [b.feeds(compiled.build.plan.graph) for b in stream([Path(sys.argv[2])], None, "")]

@@ -16,8 +16,8 @@ from tapestry.codegen.triton.task.lowered import unavailable
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.kernel import Kernel, whole
 from tapestry.lift import lift
-from tapestry.plan.alternatives import Machine, fused
-from tapestry.plan.topology.topology_files import SOURCES
+from tapestry.plan.fusion import Machine, fused
+from tapestry.plan.topology.presets import SOURCES
 from tapestry.rewrites.core.driver import simplify
 
 GPU = Machine(device=SOURCES["h100"].device, eager=False)

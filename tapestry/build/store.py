@@ -9,15 +9,11 @@ stands.
 
 from __future__ import annotations
 
-import ctypes
-import errno
 import hashlib
 import json
 import os
 import shutil
-import tempfile
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -25,9 +21,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from tapestry.build import packed_program
+from tapestry.build import weight_tiles
+from tapestry.build.atomic import check_place, new_folder
 from tapestry.build.packed_program import Packed, pack, unpack
-from tapestry.errors import BuildError, TapestryError, TextError, pointer_of
+from tapestry.errors import BuildError, TextError, pointer_of
 from tapestry.ir.graph import Names
 from tapestry.ir.plan import Arrival, MeshAxis, Plan, Stage, Strategy, stages_refused
 from tapestry.ir.program import Program
@@ -35,82 +32,6 @@ from tapestry.ir.syntax.parser import parse
 from tapestry.ir.syntax.printer import to_text
 from tapestry.ir.types import numpy_dtype
 from tapestry.plugins import entry_points as plugins
-
-# Files and folders that appear whole or not at all.
-
-
-@contextmanager
-def _told(path: Path, temporary: Path) -> Generator[None]:
-    """What cannot be written is told of its own place: many a message names none, or one that is gone by then."""
-    try:
-        yield
-    except OSError as e:
-        full = e.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, None)  # (numpy gives no number)
-        if not (full if e.filename is None else str(e.filename).startswith(str(temporary))):
-            raise
-        raise TapestryError("cannot be written", where=str(path), why=e.strerror or str(e), hint="a place with room") from e
-
-
-@contextmanager
-def new_file(path: Path) -> Generator[Path]:
-    """A temporary file beside ``path`` that takes its place in one step, once it has been filled."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=".", suffix=path.suffix, dir=path.parent)
-    os.close(handle)
-    temporary = Path(name)
-    try:
-        with _told(path, temporary):
-            yield temporary
-            temporary.chmod(0o644)
-            os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def check_place(folder: Path, mark: str) -> None:
-    """Refuse a place that holds something that `new_folder` would not replace.
-
-    Raises:
-        BuildError: it does.
-    """
-    if folder.exists() and (not folder.is_dir() or (any(folder.iterdir()) and not (folder / mark).is_file())):
-        raise BuildError("the output exists and was not written by this command", where=str(folder), hint="another -o")
-
-
-@contextmanager
-def new_folder(folder: Path, mark: str) -> Generator[Path]:
-    """An empty folder that takes the place of another one in one step, once it has been filled.
-
-    Raises:
-        BuildError: the place holds something else than a folder with the file ``mark`` in it, or an empty one.
-    """
-    folder = Path(os.path.realpath(folder))  # through a link: an exchange would leave the link beside the target
-    check_place(folder, mark)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
-    try:
-        with _told(folder, temporary):
-            yield temporary
-            temporary.chmod(0o755)
-            _swap(temporary, folder)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _swap(new: Path, old: Path) -> None:
-    """Put ``new`` in the place of ``old`` (which then stands where ``new`` was)."""
-    if not old.exists():
-        os.rename(new, old)
-        return
-    libc = ctypes.CDLL(None, use_errno=True)
-    at_cwd, exchange = -100, 2
-    if hasattr(libc, "renameat2") and libc.renameat2(at_cwd, os.fsencode(new), at_cwd, os.fsencode(old), exchange) == 0:
-        return
-    aside = Path(tempfile.mkdtemp(prefix=f".{old.name}.", dir=old.parent)) / "old"
-    os.rename(old, aside)
-    os.rename(new, old)
-    shutil.rmtree(aside.parent, ignore_errors=True)
-
 
 VERSION = 2  # 1 wrote the boxes and messages of every buffer and step in full
 TILES = "weight_tiles.bin"
@@ -184,7 +105,7 @@ def files_of(
     files = {"plan.json": encode(build), "constants.bin": b"".join(constants.values()), **more}
     files |= {f"kernels/{name}": source.encode() for name, source in kernels.items()}
     files |= {REWRITES: rewrites} if rewrites else {}
-    files |= {TILES: tiles} if (tiles := packed_program.stored(build.plan.graph)) else {}
+    files |= {TILES: tiles} if (tiles := weight_tiles.stored(build.plan.graph)) else {}
     hashes = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
     body = {"version": VERSION, "passed": True, "laws": dict(laws), "evidence": list(evidence), "files": hashes}
     files["certificate.json"] = _certificate(body, body_hash(body))
@@ -404,7 +325,7 @@ def read(folder: Path, model: Path | None = None) -> tuple[Build, dict[str, int]
             )
     build = decode((folder / "plan.json").read_bytes(), str(folder / "plan.json"))
     graph, tiles = build.plan.graph, (folder / TILES).read_bytes() if TILES in files else b""
-    hashes = packed_program.restored(graph, tiles, str(folder))
+    hashes = weight_tiles.restored(graph, tiles, str(folder))
     _check_constants(build, (folder / "constants.bin").read_bytes() if "constants.bin" in files else b"", str(folder))
     weights = {t: replace(w, tiles=hashes[t]) for t, w in graph.weights.items()}
     plan = replace(build.plan, graph=replace(graph, weights=weights))
@@ -442,7 +363,7 @@ def _check_constants(build: Build, data: bytes, where: str) -> None:
         if at < 0 or part.size != t.nbytes:
             raise BuildError(f"constant '{name}' has another size than its tensor", where=where)
         cells = part.view(numpy_dtype(t.dtype)).reshape(t.shape)
-        if packed_program.root(packed_program.digests(cells)) != graph.weights[name].sha256:
+        if weight_tiles.root(weight_tiles.digests(cells)) != graph.weights[name].sha256:
             raise BuildError(f"constant '{name}' is not what its hash says", where=where, hint="compile the model again")
 
 

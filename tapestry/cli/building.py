@@ -94,8 +94,8 @@ def compile_model(args: argparse.Namespace) -> Outcome:
 def explain(args: argparse.Namespace) -> Outcome:
     """``tapestry explain``: the plan as a person reads it."""
     from tapestry.build import store
-    from tapestry.viz import explain, measured
-    from tapestry.viz import explain as build_diff
+    from tapestry.viz import build_diff as build_diff_module
+    from tapestry.viz import explain, measured, trace
 
     if args.analyze:
         from tapestry import launch
@@ -115,10 +115,10 @@ def explain(args: argparse.Namespace) -> Outcome:
         document["kernels"] = chosen_kernels(build.plan.graph, build.program, build.target)
         text += explain.chosen_text(document["kernels"], build.plan.graph)
     if other is not None:
-        document["diff"] = build_diff.compare(build, other, document)
-        text = build_diff.diff_text(document["diff"])
+        document["diff"] = build_diff_module.compare(build, other, document)
+        text = build_diff_module.diff_text(document["diff"])
     if args.trace:
-        document["trace"] = {"file": str(args.trace), **measured.write_trace(args.trace, build.plan, timed)}
+        document["trace"] = {"file": str(args.trace), **trace.write_trace(args.trace, build.plan, timed)}
         text += explain.trace_text(document["trace"])
     return Outcome({**build.report, **document, "text": text}, lambda: print(text, end=""), insist=True)
 
@@ -184,13 +184,15 @@ def doctor(args: argparse.Namespace) -> Outcome:
     """``tapestry doctor``: what splits, what is opaque, unbound or unsupported."""
     from tapestry.lift.examine import examine
     from tapestry.plugins import entry_points as plugins
-    from tapestry.viz import ir_dump as doctor
+    from tapestry.viz import doctor as doctor_module
 
     with plugins.taking_part() as parts:
-        document = doctor.dump_document(args.model, examine(args.model, shapes(args.shapes), weights=args.weights))
+        document = doctor_module.dump_document(args.model, examine(args.model, shapes(args.shapes), weights=args.weights))
     document["plugins"] = [p.data() for p in sorted(parts)]
     status = 1 if document["unsupported"] else 0
-    return Outcome(document, lambda: print(doctor.dump_text(document, all_nodes=args.verbose), end=""), status, insist=True)
+    return Outcome(
+        document, lambda: print(doctor_module.dump_text(document, all_nodes=args.verbose), end=""), status, insist=True
+    )
 
 
 def run(args: argparse.Namespace) -> Outcome:
@@ -229,7 +231,7 @@ def run(args: argparse.Namespace) -> Outcome:
             document |= {"passed": document["passed"] and told["same_bits"], "schedule": told}
     document |= random
     if args.output:
-        from tapestry.runtime.executor import write_outputs
+        from tapestry.runtime.outputs import write_outputs
 
         write_outputs(args.output, result.outputs)
     return Outcome(document, lambda: tables.show(tables.ran(document)), status=0 if document["passed"] else 1)
@@ -306,24 +308,25 @@ def calibrate(args: argparse.Namespace) -> Outcome:
     flags.before_torch()
     from tapestry.codegen.torch_cpu import TorchCpu
     from tapestry.plan.topology import device_data, parse_mesh, topology
-    from tapestry.runtime.calibration import automatic, measuring, rate_fit
-    from tapestry.runtime.calibration.call_clock import memory_bytes
-    from tapestry.runtime.calibration.measuring import ROUNDS, agreed, write
+    from tapestry.runtime.calibration import automatic, start, trace_fit
+    from tapestry.runtime.calibration.document import ROUNDS, write
+    from tapestry.runtime.calibration.machine import memory_bytes
+    from tapestry.runtime.calibration.rounds import agreed
     from tapestry.viz import tables
 
     place = flags.world()
     if args.auto and (place.world > 1 or args.device or args.from_trace or args.threads):
         raise TapestryError("it is measured as a plan of N devices runs here", where="--auto", hint="with --processes N alone")
     output, processes = automatic.place(args.processes) if args.auto else (args.output, args.processes)
-    most, seconds = (ROUNDS, args.seconds or automatic.SECONDS) if args.auto else (1, args.seconds or measuring.START_SECONDS)
+    most, seconds = (ROUNDS, args.seconds or automatic.SECONDS) if args.auto else (1, args.seconds or start.START_SECONDS)
     given = device_data(topology(parse_mesh("2"), args.device).device) if args.device else None
     with bar(args, "calibrate") as report:
         if args.from_trace:
-            document = rate_fit.from_trace(args.from_trace, memory_bytes())
+            document = trace_fit.from_trace(args.from_trace, memory_bytes())
         elif place.world > 1:
-            document = measuring.on_rank(TorchCpu, place, args.threads, seconds=seconds, given=given, say=report)
+            document = start.on_rank(TorchCpu, place, args.threads, seconds=seconds, given=given, say=report)
         else:
-            how = partial(measuring.calibrate, TorchCpu, processes, args.threads, seconds=seconds, given=given, say=report)
+            how = partial(start.calibrate, TorchCpu, processes, args.threads, seconds=seconds, given=given, say=report)
             document = agreed(how, most)
     if document is None:  # rank 0 writes
         return Outcome({}, lambda: None)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from tapestry import arguments
-from tapestry.cli import building, outcome, rewriting
+from tapestry.cli import building, plugin_list, rewriting
 from tapestry.cli.outcome import Command
 from tapestry.errors import BuildError, ModelError, RunError, TapestryError, absent, similar, unusable
 from tapestry.flags import version
@@ -184,7 +184,7 @@ class _Version(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
         print(f"tapestry {version()}")
         if self.const:
-            print(*outcome.lines(), sep="\n")
+            print(*plugin_list.lines(), sep="\n")
         parser.exit()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol, TextIO
@@ -48,22 +48,3 @@ def bar(args: argparse.Namespace, title: str) -> AbstractContextManager[Callable
     from tapestry.viz import progress
 
     return progress.bar(title, quiet=args.quiet or args.json)
-
-
-# What ``tapestry --version -v`` says of plug-ins.
-
-
-def lines() -> Iterator[str]:
-    """Every plug-in that installed packages bring, imported to see whether it loads: one a line."""
-    from tapestry import flags
-    from tapestry.ir.monoid import BUILT_IN
-    from tapestry.plan.topology import PRESETS
-    from tapestry.plugins import entry_points as plugins
-
-    if not flags.plugins():
-        yield f"plug-ins: none; {plugins.OFF}"
-        return
-    rows = plugins.listed({"targets": ("torch-cpu",), "monoids": BUILT_IN, "topologies": ("auto", *PRESETS)})
-    yield f"plug-ins: {len(rows)}" if rows else "plug-ins: none"
-    for r in rows:
-        yield f"  tapestry.{r['kind']} '{r['name']}': {r['package']} {r['version']} ({r['object']}): {r['state']}"

@@ -24,7 +24,8 @@ def opt(args: argparse.Namespace) -> Outcome:
     from tapestry.ir.graph import changes
     from tapestry.ir.syntax.ir_document import to_document
     from tapestry.ir.syntax.printer import to_text
-    from tapestry.rewrites.core.driver import SIMPLIFIED, apply_moves, simplify
+    from tapestry.rewrites.core.applied import apply_moves
+    from tapestry.rewrites.core.driver import SIMPLIFIED, simplify
     from tapestry.rewrites.core.rule import parse_move
     from tapestry.rewrites.equations.rule_texts import load_rules
     from tapestry.verify.rewriting.proofs import prove_steps, shown_text
@@ -74,8 +75,8 @@ def _graph(path: Path | None) -> Graph:
 def _replayed(args: argparse.Namespace) -> Outcome:
     """``tapestry opt --replay``: a history of rewrites, applied and proved once more."""
     from tapestry.ir.syntax.printer import to_text
+    from tapestry.verify.rewriting.history import from_document
     from tapestry.verify.rewriting.proofs import shown_text
-    from tapestry.verify.rewriting.rewrite_log import from_document
 
     if args.graph is not None or args.rule:
         raise TapestryError("a history has its own graph and moves", where="--replay", hint="leave GRAPH and -r out")
@@ -128,7 +129,7 @@ def rules(args: argparse.Namespace) -> Outcome:
 
 def _checked(paths: Sequence[Path]) -> Outcome:
     """``tapestry rules --check``: what every rule of some files was shown to keep, and by what."""
-    from tapestry.rewrites.equations.rule_texts import checked
+    from tapestry.rewrites.equations.rule_proofs import checked
     from tapestry.verify.rewriting.proofs import shown_text
 
     rows = [asdict(c) for path in paths for c in checked(path)]

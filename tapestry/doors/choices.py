@@ -16,7 +16,7 @@ import onnx
 from onnx import ModelProto
 
 from tapestry import pipeline
-from tapestry.codegen.triton.task.primitives import CHIPS, PRECISIONS, chip_of
+from tapestry.codegen.triton.task.chips import CHIPS, PRECISIONS, chip_of
 from tapestry.errors import TapestryError
 from tapestry.lift.file.external_data import parse_place
 from tapestry.lift.file.structure import TEXT, load, load_text

@@ -16,7 +16,7 @@ from tapestry.doors.choices import Choices, Opened, check_keywords, opened_sourc
 from tapestry.errors import TapestryError
 from tapestry.lift.own_operators import load_operators
 from tapestry.options import several
-from tapestry.plan.topology.topology_files import CHIP_OF
+from tapestry.plan.topology.presets import CHIP_OF
 from tapestry.sizes.sized_compile import asked as asked_sizes
 from tapestry.sizes.sized_compile import compile_sizes
 

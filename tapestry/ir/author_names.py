@@ -12,9 +12,10 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
+from tapestry.ir.attention_roles import attention
+from tapestry.ir.contraction import only_sums
 from tapestry.ir.graph import Block, Graph, Op
 from tapestry.ir.index import Aff, dim, dims_of
-from tapestry.ir.recognise import attention, only_sums
 
 PARAMETER = re.compile(r"(.+)\.[A-Za-z_]\w*")
 PRODUCTS = frozenset({"matmul", "gemm", "linear", "addmm", "conv", "conv1d", "conv2d", "conv3d", "convolution"})

@@ -15,10 +15,13 @@ from onnx import ModelProto
 from tapestry.errors import ModelError, refusing
 from tapestry.ir.graph import Graph, Opaque
 from tapestry.ir.types import HOST, Tensor, numpy_dtype
+from tapestry.lift.file.diagnosis import complete
 from tapestry.lift.file.protos import standard_opset
-from tapestry.lift.file.structure import Given, check_operators, check_tensor, complete, load, opsets_of, tensors
+from tapestry.lift.file.structure import check_operators, check_tensor, load, opsets_of, tensors
+from tapestry.lift.file.symbols import Given
 from tapestry.lift.file.weight_data import stored_tensors
-from tapestry.lift.onnx_to_graph import SUSPECT, Lifted, input_dims, lift
+from tapestry.lift.nodes import SUSPECT
+from tapestry.lift.onnx_to_graph import Lifted, input_dims, lift
 from tapestry.lift.operators import microsoft
 from tapestry.lift.sizes.model_sizes import follow, given_sizes
 from tapestry.onnx_eval import opaque_node

@@ -4,6 +4,7 @@ The CPU target asks onnxruntime first, the verifier's interpreter (``independent
 of either shows. Where only one of them can run a node, or one is known to be wrong, both ask the same one: `_evaluators`
 says where that is, and why.
 """
+# pyright: basic
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, TypeGuard
+from typing import Any
 
 import numpy as np
 
@@ -20,9 +21,8 @@ from tapestry.errors import TapestryError
 from tapestry.ir.graph import Opaque
 from tapestry.ir.types import HOST, STORED, Array, numpy_dtype
 from tapestry.onnx_eval.ort_session import Guarded, OrtError, apart
-from tapestry.onnx_eval.reference_fixes import SHORT, once, reference_evaluator
+from tapestry.onnx_eval.reference_evaluator import SHORT, once, reference_evaluator
 
-# pyright: basic
 # onnx and onnxruntime come without complete types
 
 
@@ -348,21 +348,3 @@ def _reference(node: bytes, opsets: tuple[tuple[str, int], ...], types: Types) -
 @lru_cache(maxsize=512)
 def _onnxruntime(node: bytes, opsets: tuple[tuple[str, int], ...], types: Types) -> Evaluator:
     return Guarded(_model(node, opsets, types).SerializeToString())
-
-
-# Of what kind an ONNX value of unknown type is: a tensor, a sequence, or a map.
-
-
-def is_array(value: object) -> TypeGuard[np.ndarray[Any, Any]]:
-    """A tensor."""
-    return isinstance(value, np.ndarray)
-
-
-def is_sequence(value: object) -> TypeGuard[Sequence[Any]]:
-    """A sequence: a list or a tuple."""
-    return isinstance(value, list | tuple)
-
-
-def is_map(value: object) -> TypeGuard[Mapping[Any, Any]]:
-    """A map, or values by name."""
-    return isinstance(value, Mapping)

@@ -14,15 +14,16 @@ from math import prod
 
 import numpy as np
 
+from tapestry.ir.footprint import Boxes
 from tapestry.ir.graph import Block, Op
 from tapestry.ir.kernel import Box
 from tapestry.ir.plan import Layout, Mesh, Plan, Strategy, coordinates, device_count
 from tapestry.ir.program import Buffer, Free, Launch, Load, Message, Program, Reduce, Shared, Step, Transfer, allocated, reads
-from tapestry.ir.states import counted, native, varies
+from tapestry.ir.state import counted, native, varies
 from tapestry.ir.syntax.printer import signature
 from tapestry.plan import ring_attention
-from tapestry.plan.requests import kind_of
-from tapestry.plan.strategy import Boxes, covers, footprints, merges, op_boxes, out_layout, tensor_boxes, which_cover
+from tapestry.plan.kinds import kind_of
+from tapestry.plan.strategy import covers, footprints, merges, op_boxes, out_layout, tensor_boxes, which_cover
 
 CHUNK = 1 << 16  # pairs of devices compared at once
 

@@ -18,13 +18,12 @@ from tapestry.errors import PlanError, similar
 from tapestry.ir.author_names import dim_names, matches, operation_names, weight_names
 from tapestry.ir.author_names import parts as parts_of_model
 from tapestry.ir.graph import Block, Graph, Op, Opaque, Split
-from tapestry.ir.kernel import Box, cut, intersect
+from tapestry.ir.kernel import cut
 from tapestry.ir.plan import Layout, Mesh
-from tapestry.ir.program import Message
-from tapestry.ir.states import as_scan
+from tapestry.ir.running_state import as_scan
 from tapestry.plan.strategy import Pin
-from tapestry.rewrites import split
-from tapestry.rewrites.core.driver import apply_moves
+from tapestry.rewrites import block_scan
+from tapestry.rewrites.core.applied import apply_moves
 from tapestry.rewrites.core.rule import Move
 from tapestry.rewrites.split import refusal
 
@@ -107,7 +106,7 @@ def scan_blocks(
             continue
         axes = [mesh[p.axis] for p in given if p.dim == scan.dim]
         parts = prod(a.size for a in axes)
-        if split.refusal_of_scan(op, parts) is not None:
+        if block_scan.refusal_of_scan(op, parts) is not None:
             continue
         moves.append(Move("block_scan", op.outs[0], (("parts", parts),)))
         graph = apply_moves(graph, moves[-1:])
@@ -249,38 +248,3 @@ def _layout(spec: str, shape: tuple[int, ...], mesh: Mesh, text: str, named: Map
                 where=f"--layout '{text}'", why=f"part {empty} would hold nothing",
             )  # fmt: skip
     return tuple(out)
-
-
-# Which collective a set of messages is. A name for people and for the runtime; the messages are the truth.
-
-
-def kind_of(messages: Sequence[Message], held: Sequence[Box | None], wanted: Sequence[Box | None]) -> str:
-    """``all_gather``: everyone gets whole blocks and keeps its own; ``halo``: rims of touching blocks; ``broadcast``: one
-    sender; ``all_to_all``: everyone in a group sends parts to everyone; otherwise ``send_recv``."""
-    senders = {m.src for m in messages}
-    if len(senders) == 1 and len({m.box for m in messages}) == 1:
-        return "broadcast" if len(messages) > 1 else "send_recv"
-    receivers = {m.dst for m in messages}
-    keeps = all(_keeps(held[d], wanted[d]) for d in receivers)
-    if all(m.box == held[m.src] for m in messages):
-        return "all_gather" if keeps else "send_recv"
-    if keeps and all(_touch(held[m.src], held[m.dst]) for m in messages):
-        return "halo"
-    if keeps and senders == receivers:
-        return "all_gather"
-    return "all_to_all" if senders == receivers else "send_recv"
-
-
-def _keeps(held: Box | None, wanted: Box | None) -> bool:
-    """Whether a device goes on using most of what it holds: its footprint spans its block."""
-    if held is None or wanted is None:
-        return False
-    common = intersect(held, wanted)
-    return common is not None and all(hi - lo >= 0.5 * (q - p) for (lo, hi), (p, q) in zip(common, held, strict=True))
-
-
-def _touch(a: Box | None, b: Box | None) -> bool:
-    """Whether two blocks are equal or neighbours along every axis."""
-    if a is None or b is None:
-        return False
-    return all(p <= s and r <= q for (p, q), (r, s) in zip(a, b, strict=True))

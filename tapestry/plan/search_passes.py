@@ -14,15 +14,19 @@ from dataclasses import dataclass, field, replace
 
 from tapestry.errors import some
 from tapestry.ir.graph import Graph, changes
-from tapestry.plan.alternatives import WholePlan, fused, idle_beside, one_device, within_tables
-from tapestry.plan.memory import Fitted, fit, refitted
+from tapestry.plan.algebra import Book
+from tapestry.plan.fusion import fused
+from tapestry.plan.memory_fit import Fitted, fit
 from tapestry.plan.pipelines.stage_choice import Choice, choose
-from tapestry.plan.search.planner import SMALL, TINY, cheapest, start_of
+from tapestry.plan.refit import refitted
+from tapestry.plan.search.planner import SMALL, TINY, cheapest
 from tapestry.plan.search.priced_plan import NEAR, PricedPlan, TooBig, peak
 from tapestry.plan.search.problem import Problem
+from tapestry.plan.search.resume import start_of
 from tapestry.plan.solver.budget import SECOND, Budget
-from tapestry.plan.structural_search import SIMPLIFYING, WORTH, Book, Improvement, Tried
+from tapestry.plan.structural_search import SIMPLIFYING, WORTH, Improvement, Tried
 from tapestry.plan.task import STEPS, Task
+from tapestry.plan.whole_graph import WholePlan, idle_beside, one_device, within_tables
 from tapestry.rewrites.core.driver import OPTIONAL, disabled_by, rules_of, simplify, without
 from tapestry.rewrites.core.rule import Move, own_rules
 

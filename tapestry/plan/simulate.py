@@ -16,6 +16,7 @@ from typing import TypeGuard
 
 import numpy as np
 
+from tapestry.ir.footprint import Boxes
 from tapestry.ir.graph import Block, Op
 from tapestry.ir.kernel import Box, size
 from tapestry.ir.plan import Layout, Plan, Stage, Strategy
@@ -24,10 +25,10 @@ from tapestry.ir.syntax.printer import signature
 from tapestry.ir.types import itemsize
 from tapestry.plan import ring_attention
 from tapestry.plan.cost import compute, transfer
-from tapestry.plan.cost.transfer import Way, merge, reductions
+from tapestry.plan.cost.collective import Way, merge, reductions
 from tapestry.plan.pipelines.staged_plan import link_between, stage_topology
 from tapestry.plan.search.problem import load_seconds
-from tapestry.plan.strategy import Boxes, footprints, merges, op_boxes, out_layout, tensor_boxes
+from tapestry.plan.strategy import footprints, merges, op_boxes, out_layout, tensor_boxes
 from tapestry.plan.topology import Topology
 
 BESIDE = (

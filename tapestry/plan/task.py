@@ -13,14 +13,16 @@ from dataclasses import dataclass, field, replace
 from tapestry.errors import PlanError
 from tapestry.ir.graph import Graph
 from tapestry.ir.plan import Layout, Mesh, Plan, device_count
-from tapestry.plan.alternatives import Machine
+from tapestry.plan.fusion import Machine
+from tapestry.plan.layout_constraints import LayoutConstraints
 from tapestry.plan.pipelines.stage_choice import Request
 from tapestry.plan.requests import parse_pins
-from tapestry.plan.search.planner import TINY, Start, cheapest
+from tapestry.plan.search.planner import TINY, cheapest
 from tapestry.plan.search.priced_plan import PricedPlan, TooBig
 from tapestry.plan.search.problem import Problem, Tables, build
+from tapestry.plan.search.resume import Start
 from tapestry.plan.solver.budget import Budget, Meter
-from tapestry.plan.strategy import LayoutConstraints, Pin
+from tapestry.plan.strategy import Pin
 from tapestry.plan.structural_search import variants
 from tapestry.plan.topology import Topology
 from tapestry.rewrites.core.driver import disabled_by

@@ -6,42 +6,20 @@ recorded to be replayed) and, by its `Route`, how bytes move: within the process
 
 from __future__ import annotations
 
-import hashlib
-import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
-from tapestry.build.store import new_file
-from tapestry.errors import TapestryError
 from tapestry.ir.graph import Graph
-from tapestry.ir.kernel import Box, Kernel, cut, intersect, shape, whole
+from tapestry.ir.kernel import Box, Kernel, intersect, shape, whole
 from tapestry.ir.program import Free, Launch, Load, Message, Program, Reduce, Transfer, allocated, transfer_bytes
 from tapestry.ir.types import HOST
-from tapestry.onnx_eval.opaque_node import is_map, is_sequence
-from tapestry.runtime import target_protocol as arrays
+from tapestry.runtime import arrays as arrays_module
 from tapestry.runtime.target_protocol import Array, Measured, Progress, Source, Target
-
-# Which process runs which device.
-
-
-def owners(devices: int, world: int) -> tuple[int, ...]:
-    """The rank of every device.
-
-    Raises:
-        TapestryError: there are more ranks than devices.
-    """
-    if not 1 <= world <= devices:
-        raise TapestryError(
-            f"{world} processes for the {devices} devices of the plan", hint=f"at most {devices}: a process runs whole devices"
-        )
-    return tuple(r for r in range(world) for _ in range(*cut(devices, world, r)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +132,7 @@ class Executor(ABC):
 
     def nbytes(self, device: int, name: str) -> int:
         """Bytes that a new buffer really occupies."""
-        return arrays.nbytes(self.array(device, name))
+        return arrays_module.nbytes(self.array(device, name))
 
     def new_at_every_run(self, name: str) -> bool:
         """Whether the next run leaves an output's array alone, so that it may be handed out as it is."""
@@ -196,7 +174,7 @@ class Executor(ABC):
 
     def part(self, device: int, name: str, box: Box) -> Array:
         """A view of a part of a buffer."""
-        return arrays.part(self.array(device, name), box, self.box(device, name))
+        return arrays_module.part(self.array(device, name), box, self.box(device, name))
 
     def transfer(self, step: Transfer) -> None:
         """Fill a new buffer from what the device holds itself and from what others send it."""
@@ -211,7 +189,7 @@ class Executor(ABC):
             if common is not None:
                 pieces.append((common, self.part(d, step.src, common)))
             for piece, values in pieces:
-                self.do(partial(copy, values, arrays.part(there, piece, box)))
+                self.do(partial(copy, values, arrays_module.part(there, piece, box)))
         self.measured.sent(step.kind, total)
 
     def reduce(self, step: Reduce) -> None:
@@ -234,7 +212,7 @@ class Executor(ABC):
 
     def count(self, step: Reduce, k: int, device: int, extents: tuple[int, ...]) -> Array:
         """A field that is the same number at every cell, and is not sent."""
-        dtype = arrays.torch_dtype(self.program.buffers[step.srcs[k]].dtype)
+        dtype = arrays_module.torch_dtype(self.program.buffers[step.srcs[k]].dtype)
         return torch.full(extents, step.known[k][device], dtype=dtype, device=self.target.device)
 
     def merge(self, monoid: str, states: list[list[Array]], into: list[list[Array]], sent_as: str = "") -> None:
@@ -251,8 +229,8 @@ class Executor(ABC):
         """Merged states; where they travel in a dtype of their own they are rounded to it, before and after."""
         if not sent_as:
             return self.target.merge(monoid, states)
-        came = [[arrays.rounded(a, sent_as) for a in s] for s in states]
-        return [arrays.rounded(a, sent_as) for a in self.target.merge(monoid, came)]
+        came = [[arrays_module.rounded(a, sent_as) for a in s] for s in states]
+        return [arrays_module.rounded(a, sent_as) for a in self.target.merge(monoid, came)]
 
     def monoid(self, op: int) -> str:
         """The monoid of a reduction."""
@@ -291,7 +269,7 @@ class Executor(ABC):
         found = next((a for box, a in pieces if box == everything), None)
         if found is not None and self.new_at_every_run(name):
             return found
-        return arrays.assemble(everything, self.program.buffers[name].dtype, pieces, self.home)
+        return arrays_module.assemble(everything, self.program.buffers[name].dtype, pieces, self.home)
 
     def host_output(self, tensor: str, name: str, device: int) -> Array:
         """An output that is a value of the host, from the device that has it."""
@@ -326,58 +304,3 @@ def present(box: Box | None) -> Box:
     """A box that must be there."""
     assert box is not None
     return box
-
-
-# Outputs as ``.npy`` files, each written whole or not at all.
-
-
-LONGEST = 200  # characters of a file's name, with room for endings
-
-
-def write_outputs(folder: Path, outputs: Mapping[str, Any]) -> list[Path]:
-    """One file per output; characters that a file name may not have become underscores.
-
-    Text is written as numpy's unicode strings, a sequence as one file per element (``name.0.npy``, …), a map as two:
-    ``name.keys.npy`` and ``name.values.npy``, in the same order.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    placed = places(folder, outputs)
-    for path, array in placed.values():
-        with new_file(path) as temporary:
-            np.save(temporary, array, allow_pickle=False)
-    return [path for path, _ in placed.values()]
-
-
-def places(folder: Path, outputs: Mapping[str, Any]) -> dict[str, tuple[Path, np.ndarray[Any, Any]]]:
-    """Where `write` puts each array, by its name; a sequence has several."""
-    arrays = dict(_arrays(outputs))
-    return {n: (path, arrays[n]) for n, path in zip(arrays, paths(folder, arrays), strict=True)}
-
-
-def paths(folder: Path, names: Iterable[str]) -> list[Path]:
-    """One file per name, in the same order."""
-    taken: list[Path] = []
-    for name in names:
-        path, k = folder / f"{file_name(name)}.npy", 1
-        while path in taken:
-            path, k = folder / f"{file_name(name)}_{k}.npy", k + 1
-        taken.append(path)
-    return taken
-
-
-def _arrays(outputs: Mapping[str, Any]) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
-    for name, value in outputs.items():
-        if is_sequence(value):
-            yield from _arrays({f"{name}.{k}": v for k, v in enumerate(value)})
-        elif is_map(value):
-            yield f"{name}.keys", np.array(list(value))
-            yield from _arrays({f"{name}.values": np.stack([np.asarray(v) for v in value.values()])} if value else {})
-        elif value is not None:
-            a = np.asarray(value)
-            yield name, a.astype(str) if a.dtype == object else a
-
-
-def file_name(tensor: str) -> str:
-    """A tensor's name as a file name inside the folder; of one that is too long, its beginning and its hash."""
-    name = re.sub(r"[^A-Za-z0-9_.-]", "_", tensor).lstrip(".") or "_"
-    return name if len(name) <= LONGEST else f"{name[:LONGEST]}-{hashlib.sha256(tensor.encode()).hexdigest()[:16]}"

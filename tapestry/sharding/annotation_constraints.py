@@ -11,7 +11,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from difflib import get_close_matches
 from functools import reduce
 from math import prod
 from typing import Any, NoReturn, cast
@@ -19,79 +18,21 @@ from typing import Any, NoReturn, cast
 import numpy as np
 
 from tapestry.errors import PlanError, TapestryError
-from tapestry.interop import annotation_rules
-from tapestry.interop.annotation_rules import Context, read_json, spec_rules
+from tapestry.interop import onnx_annotations
+from tapestry.interop.annotation_rules import Context, spec_rules
+from tapestry.interop.onnx_annotations import read_json
 from tapestry.interop.placement import Intervals, Placement, fused_sizes, held, layout_of, placement, spec_for
 from tapestry.interop.sharding_specs import ShardedDim, ShardingSpec, SimpleShard, with_sizes
 from tapestry.ir.expr import Arg
 from tapestry.ir.graph import Block, Dim, Graph, Op, Read
 from tapestry.ir.index import Aff, dim, dims_of, evaluate, floordiv, modulo
 from tapestry.ir.plan import Layout, Mesh
-from tapestry.plan.pipelines.segments import needed, stage_numbers
-from tapestry.plan.strategy import Dims, LayoutConstraints
-from tapestry.rewrites.core.driver import applied, apply_moves, disabled_by, simplify, swept, without
+from tapestry.plan.layout_constraints import Dims, LayoutConstraints
+from tapestry.rewrites.core.applied import apply_moves, swept
+from tapestry.rewrites.core.driver import applied, disabled_by, simplify, without
 from tapestry.rewrites.core.edit import is_view
 from tapestry.rewrites.core.rule import Move, own_rules, parse_move
 from tapestry.sharding.annotations import Annotations, shapes
-
-# Pipeline stages that a user or a file gives: by the nodes at which stages end, or by the stage of every node.
-
-
-def at_nodes(nodes: Sequence[str], lifted: Graph) -> dict[str, int]:
-    """The stage of every tensor when stages end with these nodes (or, with commas, at several nodes together): each has what
-    its nodes need and no earlier stage has; the last one has the rest.
-
-    Raises:
-        PlanError: there is no such operation, or a stage would have none.
-    """
-    makers, out = lifted.producers(), dict[str, int]()
-    ends = [[*_operations(text, lifted)] for text in nodes]
-    stages = needed(ends, lambda i: [makers[t] for t in lifted.ops[i].inputs if t in makers])
-    for k, (text, mine) in enumerate(zip(nodes, stages, strict=True)):
-        if not mine:
-            before = f"'{text}' is needed by what '{nodes[k - 1]}' ends with" if k else ""
-            raise PlanError("a stage would have no operation", where=f"--stage-at {text}", why=before, hint="another order")
-        out |= {t: k for i in mine for t in lifted.ops[i].outs}
-    rest = {t: len(nodes) for op in lifted.ops for t in op.outs if t not in out}
-    if not rest:
-        hint = "the last stage has what is left: leave this node out"
-        raise PlanError("the last stage would have no operation", where=f"--stage-at {nodes[-1]}", hint=hint)
-    return out | rest
-
-
-def _operations(text: str, lifted: Graph) -> Iterator[int]:
-    """The operations of the nodes that a text names: one name, or several with commas between them."""
-    named = [text] if any(text in (*op.source, *op.outs) for op in lifted.ops) else text.split(",")
-    for name in named:
-        found = [i for i, op in enumerate(lifted.ops) if name in op.source or name in op.outs]
-        if not found:
-            known = sorted({s for op in lifted.ops for s in op.source})
-            hint = f"for example {', '.join(get_close_matches(name, known, 4) or known[:6])}"
-            why = "it is no node, or lifting folded it away"
-            raise PlanError(f"there is no operation '{name}'", where=f"--stage-at {text}", why=why, hint=hint)
-        yield from found
-
-
-def of_file(marks: Annotations, lifted: Graph) -> dict[str, int]:
-    """The stage of every tensor as the file's nodes say; one without a stage is in the first that has all it reads.
-
-    Raises:
-        PlanError: none of the operations is in one of the stages.
-    """
-    numbers = {k: n for n, k in enumerate(sorted({*marks.stage_of.values(), *marks.node_stages.values()}))}
-    known: dict[str, int] = {}
-    for op in lifted.ops:
-        of_nodes = [numbers[marks.node_stages[s]] for s in op.source if s in marks.node_stages]
-        for t in op.outs:
-            if t in marks.stage_of or of_nodes:
-                known[t] = numbers[marks.stage_of[t]] if t in marks.stage_of else max(of_nodes)
-    found = {t: k for op, k in zip(lifted.ops, stage_numbers(lifted, known), strict=True) for t in op.outs}
-    missing = set(range(len(numbers))) - set(found.values())
-    if missing:
-        what = f"pipeline stage {min(missing)} of the file has no operation"
-        raise PlanError(what, where=marks.configuration, why="its nodes are views, constants, or dead", hint="--stages 1")
-    return found
-
 
 # Where the cells of a view are, from where those of the tensor behind it are; and the other way round.
 #
@@ -268,7 +209,7 @@ def constraints(a: Annotations, lifted: Graph, over: Mesh, stage_of: Mapping[str
     reads = {k: said.layout(s, f"node '{k[0]}'", read=True) for k, s in said.given.reads.items() if k[1] in lifted.tensors}
     values = {t: said.layout(s, f"tensor '{t}'") for t, s in said.given.values.items() if t in lifted.tensors}
     notes += [f"'{t}' is not computed any more (folded or dead)" for t in (*a.outs, *a.values) if t not in lifted.tensors]
-    chosen = [parse_move(str(m)) for m in read_json(a.model, annotation_rules.MOVES, list)]
+    chosen = [parse_move(str(m)) for m in read_json(a.model, onnx_annotations.MOVES, list)]
     graph, outs, more = _kept(said, wanted, tuple(fused), disabled_by(chosen), stage_of or {})
     notes += more
     graph, moves = _moved(graph, chosen, notes)
@@ -523,7 +464,7 @@ def _ends(
     """Layouts of inputs and outputs: as the file says; of inputs that it says nothing of, what all their readers give."""
     inputs = {t: values[t] for t in (*graph.inputs, *graph.weights) if t in values}
     outputs = {t: values[t] for t in graph.outputs if t in values}
-    for t in graph.inputs if annotation_rules.MESH not in a.model else ():
+    for t in graph.inputs if onnx_annotations.MESH not in a.model else ():
         given = [reads.get((s, t)) for i in graph.consumers().get(t, []) for s in graph.ops[i].source]
         if t not in inputs and given and given[0] is not None and all(g == given[0] for g in given):
             inputs[t] = given[0]
@@ -534,11 +475,11 @@ def _dims(a: Annotations, graph: Graph, outs: Mapping[str, Layout], over: Mesh) 
     """What every mesh axis cuts, exactly, where the file's metadata completes its specs; and layouts inside nodes."""
     out: dict[str, Dims] = {}
     inner: dict[str, Layout] = {}
-    if annotation_rules.MESH not in a.model:
+    if onnx_annotations.MESH not in a.model:
         return out, inner
     blocks = {op.outs[0] for op in graph.ops if isinstance(op, Block)}
     for props in a.nodes.values():
-        for name, s in read_json(props, annotation_rules.INTERNAL, dict).items():
+        for name, s in read_json(props, onnx_annotations.INTERNAL, dict).items():
             if _complete(s, len(over)):
                 out[str(name)] = tuple(s["dims"])
                 inner |= {str(name): tuple(s["out"])} if name in blocks else {}
@@ -547,7 +488,7 @@ def _dims(a: Annotations, graph: Graph, outs: Mapping[str, Layout], over: Mesh) 
         if not isinstance(op, Block) or layout is None or op.outs[0] in out:
             continue
         properties = a.nodes.get(a.writer.get(op.outs[0], ""), {})
-        rows: list[Any] = read_json(properties, annotation_rules.PARTIAL, list)
+        rows: list[Any] = read_json(properties, onnx_annotations.PARTIAL, list)
         partial: dict[str, dict[str, Any]] = {p["mesh_axis"]: p for p in rows if isinstance(p, dict) and "mesh_axis" in p}
         dims: list[str | None] = []
         for axis, k in zip(over, layout, strict=True):

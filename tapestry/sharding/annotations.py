@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from math import prod
 from pathlib import Path
-from typing import Any
 
 from onnx import ModelProto
 
 from tapestry.errors import PlanError, TapestryError
-from tapestry.interop import annotation_rules, instance_map, sharding_specs
-from tapestry.interop.annotation_rules import Context, Finding, findings_of, read_json, spec_rules
-from tapestry.interop.placement import layout_of, placement
+from tapestry.interop import onnx_annotations, sharding_specs, tile_metadata
+from tapestry.interop.annotation_rules import Context, findings_of
+from tapestry.interop.onnx_annotations import read_json
 from tapestry.interop.sharding_specs import OURS, DeviceConfiguration, ShardedDim, ShardingSpec, SimpleShard, key_of, name_of
 from tapestry.interop.tile_patterns import SUPPRESSED, Tiling
-from tapestry.ir.plan import Mesh, MeshAxis, coordinates, device_count
 from tapestry.lift.file.structure import load
-from tapestry.plan.topology import MAX_DEVICES, parse_mesh
+from tapestry.plan.topology import MAX_DEVICES
 
 log = logging.getLogger("tapestry")
 
@@ -60,7 +56,7 @@ class Annotations:
 
 def read(
     path: Path, devices: int | None = None, configuration: str | None = None
-) -> tuple[Annotations | None, instance_map.ModelTopology | None]:
+) -> tuple[Annotations | None, tile_metadata.ModelTopology | None]:
     """The annotations of a file for a number of devices, and the topology that it carries; ``None`` for what it has not.
 
     Args:
@@ -95,7 +91,7 @@ def read(
         raise PlanError(what, where=str(path), hint=f"at most {MAX_DEVICES:,}")
     if topology is not None and chosen.num_devices > topology.count:
         what = f"configuration '{chosen.name}' is for {chosen.num_devices} devices, the model's topology has {topology.count}"
-        raise PlanError(what, where=instance_map.COUNT, hint="--ignore-sharding, or another --configuration")
+        raise PlanError(what, where=tile_metadata.COUNT, hint="--ignore-sharding, or another --configuration")
     return _for_all_stages(_collect(model, chosen.name, chosen.num_devices)), topology
 
 
@@ -123,32 +119,32 @@ def _chosen(
     return chosen
 
 
-def _topology(model: ModelProto, devices: int | None) -> instance_map.ModelTopology | None:
+def _topology(model: ModelProto, devices: int | None) -> tile_metadata.ModelTopology | None:
     """The topology that a model carries.
 
     Raises:
         PlanError: it does not read; more devices are asked for than it has instances; a tiling names an instance beyond them.
     """
     try:
-        found = instance_map.read_topology(model)
-        wrong = next(instance_map.beyond(model), None)
+        found = tile_metadata.read_topology(model)
+        wrong = next(tile_metadata.beyond(model), None)
     except TapestryError as e:
         raise PlanError(e.what, where=e.where, why=e.why, hint="--ignore-sharding plans without") from None
     if wrong is not None:
         raise PlanError(wrong[1], where=f"tensor '{wrong[0]}'", hint="--ignore-sharding plans without")
     if found is not None and devices is not None and devices > found.count:
         what = f"the model's topology has {found.count} instances, not {devices}"
-        raise PlanError(what, where=instance_map.COUNT, hint="fewer --devices, or --ignore-sharding")
+        raise PlanError(what, where=tile_metadata.COUNT, hint="fewer --devices, or --ignore-sharding")
     return found
 
 
-def _of_tilings(model: ModelProto, topology: instance_map.ModelTopology | None, devices: int | None) -> Annotations | None:
+def _of_tilings(model: ModelProto, topology: tile_metadata.ModelTopology | None, devices: int | None) -> Annotations | None:
     """Tile patterns as specs.
 
     Raises:
         PlanError: they are for another number of instances, or a tile is on none.
     """
-    found = instance_map.read(model)
+    found = tile_metadata.read(model)
     if not found:
         return None
     count = topology.count if topology else max(devices or 1, 1 + max(max(t.instances) for t in found.values()))
@@ -204,7 +200,7 @@ def _collect(model: ModelProto, name: str, devices: int) -> Annotations:
                     outs[s.tensor] = s
                 else:
                     reads[(name_of(node), s.tensor)] = s
-    found = {h.name: sharding_specs.value_spec(h, name) for h in instance_map.values(model)}
+    found = {h.name: sharding_specs.value_spec(h, name) for h in tile_metadata.values(model)}
     return Annotations(
         configuration=name, devices=devices, outs=outs, reads=reads, model=_own(sharding_specs.metadata(model), name),
         writer={o: name_of(n) for n in model.graph.node for o in n.output},
@@ -222,7 +218,7 @@ def _for_all_stages(a: Annotations) -> Annotations:
     """Specs of the devices of one stage each, as the proposal's pipelines have them, said for all stages: a device stands for
     those in its place in the others. Where stages do not have as many devices each, in their order, all stays as it is."""
     numbers = {k: n for n, k in enumerate(sorted({*a.stage_of.values(), *a.node_stages.values()}))}
-    if len(numbers) < 2 or a.devices % len(numbers) or annotation_rules.MESH in a.model:
+    if len(numbers) < 2 or a.devices % len(numbers) or onnx_annotations.MESH in a.model:
         return a
     each = a.devices // len(numbers)
     mine = [(numbers[a.stage_of[t]], s) for t, s in a.outs.items() if t in a.stage_of]
@@ -250,12 +246,12 @@ def _all_devices(s: ShardingSpec) -> list[int]:
 
 def _own(properties: Mapping[str, str], name: str) -> dict[str, str]:
     """The properties that belong to a configuration, by their plain keys."""
-    return {k: properties[key_of(k, name)] for k in annotation_rules.KEYS if key_of(k, name) in properties}
+    return {k: properties[key_of(k, name)] for k in onnx_annotations.KEYS if key_of(k, name) in properties}
 
 
 def shapes(a: Annotations) -> dict[str, list[int]]:
     """Sizes of inputs that the annotations were made for, where the file says."""
-    sizes = read_json(a.model, annotation_rules.SHAPES, dict)
+    sizes = read_json(a.model, onnx_annotations.SHAPES, dict)
     return {k: v for k, v in sizes.items() if isinstance(v, list) and v}
 
 
@@ -265,175 +261,14 @@ def staged(a: Annotations) -> tuple[int, int] | None:
     Raises:
         PlanError: the metadata does not say that.
     """
-    text = a.model.get(annotation_rules.STAGES)
+    text = a.model.get(onnx_annotations.STAGES)
     if text is None:
         return None
     try:
         stated = json.loads(text)
         stages, micro = len([s["mesh"] for s in stated["stages"]]), int(stated["micro_batches"])
     except (ValueError, KeyError, TypeError, RecursionError) as e:
-        raise PlanError(f"not pipeline stages: {e}", where=annotation_rules.STAGES, hint="--ignore-sharding") from None
+        raise PlanError(f"not pipeline stages: {e}", where=onnx_annotations.STAGES, hint="--ignore-sharding") from None
     if not (1 <= stages <= a.devices and 1 <= micro <= a.devices * MAX_DEVICES):
-        raise PlanError(f"{stages} stages and {micro} micro-batches", where=annotation_rules.STAGES, hint="--ignore-sharding")
+        raise PlanError(f"{stages} stages and {micro} micro-batches", where=onnx_annotations.STAGES, hint="--ignore-sharding")
     return stages, micro
-
-
-# The mesh of a file's annotations: the one that it names, or one of few axes that can say all its specs, in an order of its
-# devices where they do not count on.
-
-
-MESH_AXES = 3  # of a mesh that is guessed from a file's specs
-MAX_SHARE = 1 << 20
-
-Orders = dict[int, tuple[int, ...]]
-"""By mesh axis, which of the devices along it has each coordinate."""
-
-
-def mesh(a: Annotations) -> Mesh:
-    """The mesh that the file names, or else the first of few axes that can say all its specs; where none can, one in which
-    devices along an axis have another order.
-
-    Sizes do not matter for that: every cut axis is given as many cells as a multiple of its parts.
-
-    Raises:
-        PlanError: the named mesh has another number of devices.
-    """
-    if annotation_rules.MESH in a.model:
-        named = _stated(a, parse_mesh(a.model[annotation_rules.MESH]))
-        if device_count(named) != a.devices:
-            what = f"{annotation_rules.MESH} has {device_count(named)} devices, the configuration {a.devices}"
-            raise PlanError(what, where=a.model[annotation_rules.MESH])
-        return named
-    given = (*a.outs.values(), *a.reads.values(), *a.values.values())
-    specs = list(dict.fromkeys(parts_alone(replace(s, tensor=None)) for s in given if s.dims))
-    guesses = [
-        tuple(MeshAxis(f"d{i}", n) for i, n in enumerate(sizes))
-        for k in range(1, MESH_AXES + 1) for sizes in _divisors(a.devices, k)
-    ]  # fmt: skip
-    plain = (g for g in guesses if all(layout_of(*s, g) is not None for s in specs))
-    ordered = (g for guess in guesses if (g := in_order(guess, specs)) is not None)
-    return next(plain, None) or next(ordered, None) or (MeshAxis("d0", a.devices),)
-
-
-def in_order(mesh: Mesh, specs: Sequence[tuple[ShardingSpec, tuple[int, ...]]]) -> Mesh | None:
-    """The mesh with orders of its devices in which all specs (each of a tensor of a shape) are layouts, if there are such."""
-    choices = dict.fromkeys(tuple(tuple(sorted(o.items())) for o in _orders(s, shape, mesh)) for s, shape in specs)
-    found = joined([[dict(o) for o in c] for c in choices], {})
-    if found is None:
-        return None
-    plain = {a: tuple(range(axis.size)) for a, axis in enumerate(mesh)}
-    return tuple(replace(axis, order=() if found.get(a, plain[a]) == plain[a] else found[a]) for a, axis in enumerate(mesh))
-
-
-def joined(choices: Sequence[Sequence[Orders]], chosen: Orders) -> Orders | None:
-    """One choice for every spec, such that no two want another order of one axis; each call fixes an axis more."""
-    for k, orders in enumerate(choices):
-        fitting = [o for o in orders if all(chosen.get(a, order) == order for a, order in o.items())]
-        if not any(o.keys() <= chosen.keys() for o in fitting):
-            found = (joined(choices[k + 1 :], chosen | o) for o in fitting)
-            return next((f for f in found if f is not None), None)
-    return chosen
-
-
-def _orders(spec: ShardingSpec, shape: tuple[int, ...], mesh: Mesh) -> Iterator[Orders]:
-    """Orders of the axes that some layout of a spec cuts along, for every layout; sizes of axes are numbers of parts."""
-    boxes = [placement(spec, shape).box(d) for d in range(device_count(mesh))]
-    for layout in itertools.product((None, *range(len(shape))), repeat=len(mesh)):
-        cuts = [[a for a, t in enumerate(layout) if t == k] for k in range(len(shape))]
-        if any(prod(mesh[a].size for a in by) != n for by, n in zip(cuts, shape, strict=True)):
-            continue
-        found: dict[int, dict[int, set[int]]] = {}
-        for box, digits in zip(boxes, coordinates(mesh), strict=True):
-            for k, by in enumerate(cuts):
-                rest = -1 if box is None else box[k][0]
-                for a in reversed(by):
-                    found.setdefault(a, {}).setdefault(rest % mesh[a].size if rest >= 0 else -1, set()).add(digits[a])
-                    rest //= mesh[a].size
-        if all(len(of) == mesh[a].size and all(len(d) == 1 for d in of.values()) for a, of in found.items()):
-            yield {a: tuple(min(of[c]) for c in range(mesh[a].size)) for a, of in found.items() if -1 not in of}
-
-
-def _stated(a: Annotations, mesh: Mesh) -> Mesh:
-    """The mesh with the shares and orders that the file gives its axes.
-
-    Raises:
-        PlanError: they do not fit the axes.
-    """
-    shares = _numbers(a, annotation_rules.SHARES, mesh)
-    orders = _numbers(a, annotation_rules.ORDER, mesh)
-    wrong = next((n for n, w in shares.items() if not all(1 <= x <= MAX_SHARE for x in w)), None)
-    if wrong is not None:
-        why = f"{wrong}: {str(shares[wrong])[:60]}"
-        raise PlanError("the shares do not fit the mesh", where=annotation_rules.SHARES, why=why)
-    wrong = next((n for n, o in orders.items() if sorted(o) != list(range(len(o)))), None)
-    if wrong is not None:
-        why = f"{wrong}: {str(orders[wrong])[:60]} is no order of {len(orders[wrong])} devices"
-        raise PlanError("the orders do not fit the mesh", where=annotation_rules.ORDER, why=why)
-    return tuple(replace(axis, weights=shares.get(axis.name, ()), order=orders.get(axis.name, ())) for axis in mesh)
-
-
-def _numbers(a: Annotations, key: str, mesh: Mesh) -> dict[str, tuple[int, ...]]:
-    """A number for each coordinate of some mesh axes, as metadata gives them.
-
-    Raises:
-        PlanError: it gives something else.
-    """
-    given: dict[str, list[Any]] = read_json(a.model, key, dict)
-    sizes = {axis.name: axis.size for axis in mesh}
-    for name, numbers in given.items():
-        right = type(numbers) is list and all(type(w) is int for w in numbers)
-        if not right or len(numbers) != sizes.get(name):
-            what = f"the {key.rpartition('.')[2].removesuffix('s')}s do not fit the mesh"
-            raise PlanError(what, where=key, why=f"{name}: {str(numbers)[:60]}")
-    return {name: tuple(numbers) for name, numbers in given.items()}
-
-
-def parts_alone(s: ShardingSpec) -> tuple[ShardingSpec, tuple[int, ...]]:
-    """The spec for a tensor that has the cut axes and no others, each of those that were fused as one of its own."""
-    counts = [x.num_shards or 1 for d in s.dims for x in d.shards]
-    return replace(s, dims=tuple(ShardedDim(k, (SimpleShard(n, n),)) for k, n in enumerate(counts))), tuple(counts)
-
-
-def _divisors(n: int, k: int) -> Iterator[tuple[int, ...]]:
-    if k == 1:
-        if n > 0:
-            yield (n,)
-        return
-    for f in range(2, n // 2 + 1):
-        if n % f == 0:
-            yield from ((f, *rest) for rest in _divisors(n // f, k - 1) if 1 not in rest)
-
-
-# What `compile` refuses of annotations that contradict nothing: tiles on no instance, and placements that no mesh can say.
-
-
-def unkept(path: Path, model: ModelProto, context: Context) -> Iterator[Finding]:
-    """Findings of every configuration, or of the tilings; for files whose annotations have no structural error."""
-    for c in sharding_specs.configurations(model) or (None,):
-        try:
-            a, _ = read(path, None, c.name if c else None)
-            if a is not None and staged(a) is None:
-                yield from _placements(a, context, ours=c is None)
-        except TapestryError as e:
-            yield Finding("warning", "not-kept", "", "", f"compile refuses this: {e.what}{f' ({e.where})' if e.where else ''}")
-
-
-def _placements(a: Annotations, context: Context, *, ours: bool) -> Iterator[Finding]:
-    over = mesh(a)
-    given = [*((a.writer[t], s) for t, s in a.outs.items()), *((n, s) for (n, _), s in a.reads.items()),
-             *(("", s) for t, s in a.values.items() if t not in a.outs)]  # fmt: skip
-    for node, s in given:
-        assert s.tensor is not None
-        wrong = next((m for level, _, m in spec_rules(s, a.devices, context) if level == "error"), None) if ours else None
-        if wrong is not None:
-            yield Finding("error", "tile-pattern", node, s.tensor, wrong)
-        elif not _said(s) and layout_of(*parts_alone(s), over) is None:
-            sizes = "x".join(str(x.size) for x in over)
-            why = f"mesh {sizes}, with one order of devices for all tensors, cannot put its parts on {list(s.devices)}"
-            text = f"compile refuses this: {why}"
-            yield Finding("warning", "not-kept", node, s.tensor, text)
-
-
-def _said(s: ShardingSpec) -> bool:
-    """Whether a result is computed with its axes apart, which lifting alone can tell."""
-    return any(len(d.shards) > 1 for d in s.dims)

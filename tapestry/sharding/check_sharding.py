@@ -6,27 +6,24 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import lcm, prod
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-from onnx import ModelProto, NodeProto, numpy_helper
+from onnx import ModelProto, NodeProto
 
 from tapestry.errors import ModelError, PlanError, TapestryError
-from tapestry.interop import annotation_rules, annotation_semantics, instance_map, sharding_specs
+from tapestry.interop import annotation_semantics, onnx_annotations, sharding_specs, tile_metadata
 from tapestry.interop.annotation_rules import Context, Finding, Shape, findings_of
 from tapestry.interop.placement import Intervals, Placement, describe, fused_sizes, placement
-from tapestry.interop.sharding_specs import ShardedDim, ShardingSpec, TensorDictionary, name_of, with_sizes
-from tapestry.interop.tile_patterns import Tiling, naive
+from tapestry.interop.sharding_specs import ShardedDim, ShardingSpec, name_of, with_sizes
 from tapestry.ir.graph import Block, Graph, Op
 from tapestry.ir.plan import device_count
 from tapestry.ir.types import itemsize
 from tapestry.lift import lift
-from tapestry.lift.file.structure import Given, load
+from tapestry.lift.file.structure import load
+from tapestry.lift.file.symbols import Given
 from tapestry.lift.normalize.inference import infer_shapes
 from tapestry.lift.normalize.prepare import take_out_weights
-from tapestry.onnx_eval.reference_fixes import reference_evaluator
 from tapestry.plan.topology import MAX_DEVICES, parse_mesh
-from tapestry.sharding.annotations import unkept
+from tapestry.sharding.unkept import unkept
 
 MAX_SYMBOL = 1 << 12
 Placements = Mapping[str, Placement]
@@ -47,7 +44,7 @@ def check_file(path: Path, shapes: Given = {}) -> list[Finding]:  # noqa: B006
     if all(f.level != "error" for f in findings):
         findings += unkept(path, model, context)
     if not sharding_specs.annotated(model):
-        if findings or instance_map.carried(model):
+        if findings or tile_metadata.carried(model):
             return findings
         return [Finding("warning", "no-annotations", "", "", "the model has no multi-device annotations"), *findings]
     wrong = {(f.node, f.tensor) for f in findings if f.level == "error"}
@@ -93,7 +90,7 @@ def declared(model: ModelProto) -> Context:
 def _sizes(model: ModelProto, context: Context) -> dict[str, int | str | list[int]]:
     """Sizes for the lifting: what the file's metadata says, else one that every cut divides."""
     try:
-        stated = annotation_rules.read_json(sharding_specs.metadata(model), annotation_rules.SHAPES, dict)
+        stated = onnx_annotations.read_json(sharding_specs.metadata(model), onnx_annotations.SHAPES, dict)
     except TapestryError:
         stated = {}
     weights = {t.name for t in model.graph.initializer}
@@ -116,7 +113,7 @@ def _metadata(model: ModelProto) -> Iterator[Finding]:
     sizes = {c.name or "": c.num_devices for c in sharding_specs.configurations(model)}
     for key, text in sharding_specs.metadata(model).items():
         kind, _, of = key.partition("@")
-        if kind != annotation_rules.MESH:
+        if kind != onnx_annotations.MESH:
             continue
         try:
             count = device_count(parse_mesh(text))
@@ -132,16 +129,16 @@ def _metadata(model: ModelProto) -> Iterator[Finding]:
 def _tilings(model: ModelProto) -> Iterator[Finding]:
     """Topology and tile patterns: readable, of instances that there are, enough for every configuration."""
     try:
-        topology = instance_map.read_topology(model)
+        topology = tile_metadata.read_topology(model)
     except TapestryError as e:
         yield Finding("error", "topology", "", "", f"{e.what} {e.where}".strip())
         return
     for c in sharding_specs.configurations(model):
         if topology is not None and (c.num_devices or 0) > topology.count:
-            text = f"configuration '{c.name}' has {c.num_devices} devices, {instance_map.COUNT} is {topology.count}"
+            text = f"configuration '{c.name}' has {c.num_devices} devices, {tile_metadata.COUNT} is {topology.count}"
             yield Finding("error", "instances-too-few", "", "", text)
     try:
-        for tensor, text in instance_map.beyond(model):
+        for tensor, text in tile_metadata.beyond(model):
             yield Finding("error", "instance-range", "", tensor, text)
     except TapestryError as e:
         yield Finding("error", "tile-pattern", "", "", f"{e.where}: {e.what}")
@@ -216,7 +213,7 @@ class _Meaning:
                 yield self._reshard(name, t, written[t], p)
         yield from _not_identical(op, own, name)
         outs = {t: mine[t] for t in op.outs if t in mine}
-        stated = annotation_rules.PARTIAL in sharding_specs.metadata(node)
+        stated = onnx_annotations.PARTIAL in sharding_specs.metadata(node)
         for m in annotation_semantics.missing(op, self.graph, outs, both):
             if m.how != "reduction" or not stated:
                 yield self._missing(name, m)
@@ -295,115 +292,3 @@ def _not_identical(op: Op, placed: Mapping[str, Placement], node: str) -> Iterat
             text = f"{names} are not placed alike along '{d.name}'; each device has what it needs, and some more than that"
             yield Finding("warning", "not-identical", node, next(iter(seen)), text)
             return
-
-
-# A model whose tensors carry tilings, run as the slides write it: infer shapes, broadcast or all-gather, tile again.
-#
-# The slides' rule looks at the patterns alone. Where those of a node's inputs and output are equal, every instance runs the
-# node on its own tiles. That is right for element-wise operations and wrong for others (a MatMul whose inputs are both cut
-# along the columns), which is found by running the node whole as well. Where they differ, every instance gets all of every
-# input and keeps its tile of the output.
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """What the slides' evaluation does before a node.
-
-    Attributes:
-        moves: (tensor, kind, bytes) of every input that travels.
-        wrong: whether instances that run the node on their own tiles get other values than the node has.
-    """
-
-    node: str
-    op_type: str
-    moves: tuple[tuple[str, str, int], ...]
-    wrong: bool
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes on the wire."""
-        return sum(n for _, _, n in self.moves)
-
-
-@dataclass(frozen=True, slots=True)
-class Evaluation:
-    """The steps of a run, the model's outputs, and the tilings that were used."""
-
-    steps: tuple[Step, ...]
-    outputs: Mapping[str, np.ndarray]
-    tilings: Mapping[str, Tiling]
-
-
-def evaluated(path: Path, feeds: Mapping[str, Any]) -> Evaluation:
-    """Run a model's nodes one after another on tensor dictionaries.
-
-    A tensor without a tiling is whole on every instance; inputs and weights start where they are to be, and cost nothing.
-
-    Raises:
-        ModelError: a node is outside of what the ONNX reference runs; TapestryError: a tiling does not fit.
-    """
-    model = load(path)
-    tilings = instance_map.read(model)
-    topology = instance_map.read_topology(model)
-    count = topology.count if topology else 1 + max([0, *(i for t in tilings.values() for i in t.instances)])
-    everywhere = Tiling((1,), tuple(range(count)))
-    values: dict[str, np.ndarray] = {t.name: _array(t, path) for t in model.graph.initializer} | dict(feeds)
-    steps: list[Step] = []
-    for node in model.graph.node:
-        step, outs = _node_step(node, model, values, tilings, everywhere)
-        steps.append(step)
-        values |= outs
-    return Evaluation(tuple(steps), {o.name: values[o.name] for o in model.graph.output}, tilings)
-
-
-def _array(t: Any, path: Path) -> np.ndarray:
-    return numpy_helper.to_array(t, str(path.absolute().parent))
-
-
-def _node_step(
-    node: NodeProto, model: ModelProto, values: Mapping[str, np.ndarray], tilings: Mapping[str, Tiling], everywhere: Tiling
-) -> tuple[Step, dict[str, np.ndarray]]:
-    ins = [t for t in dict.fromkeys(node.input) if t]
-    whole = _run(node, model, {t: values[t] for t in ins})
-    after = tilings.get(node.output[0], everywhere)
-    out_tiles = after.tiles(whole[node.output[0]].shape)
-    cut = [t for t in ins if tilings.get(t, everywhere).count > 1]
-    if cut and all(
-        tilings[t].pattern == after.pattern and set(tilings[t].tiles(values[t].shape)) == set(out_tiles) for t in cut
-    ):
-        return Step(name_of(node), node.op_type, (), not _local(node, model, values, tilings, after, whole)), whole
-    moves: list[tuple[str, str, int]] = []
-    for t in ins:
-        before = tilings.get(t, everywhere)
-        change = naive(before, Tiling((1,), tuple(out_tiles)), values[t].shape)
-        if change.cells():
-            moves.append((t, change.kind + (" + tile" if after.count > 1 else ""), change.cells() * values[t].itemsize))
-    return Step(name_of(node), node.op_type, tuple(moves), False), whole
-
-
-def _local(
-    node: NodeProto, model: ModelProto, values: Mapping[str, np.ndarray], tilings: Mapping[str, Tiling], after: Tiling,
-    whole: Mapping[str, np.ndarray],
-) -> bool:  # fmt: skip
-    """Whether instances get their tiles of the outputs from their own tiles of the inputs."""
-    out = node.output[0]
-    tiled = {t: TensorDictionary(values[t], g) for t, g in tilings.items() if t in node.input and g.count > 1}
-    for i, wanted in TensorDictionary(whole[out], after).extract().items():
-        try:
-            mine = _run(node, model, {t: tiled[t][i] if t in tiled else values[t] for t in node.input if t})[out]
-        except ModelError:  # the tiles' sizes do not go together
-            return False
-        if mine.shape != wanted.shape or not np.allclose(mine, wanted, rtol=1e-4, atol=1e-5, equal_nan=True):
-            return False
-    return True
-
-
-def _run(node: NodeProto, model: ModelProto, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    opsets = {o.domain: o.version for o in model.opset_import}
-    try:
-        found = reference_evaluator(node, opsets=opsets).run(None, dict(feeds))
-    except Exception as e:
-        raise ModelError(
-            "the ONNX reference does not run the node", where=f"node '{name_of(node)}'", why=str(e)[:200]
-        ) from None
-    return {o: np.asarray(a) for o, a in zip(node.output, found, strict=True) if o}

@@ -18,8 +18,8 @@ from onnx import ModelProto, ValueInfoProto, helper
 
 from tapestry.build.store import Build
 from tapestry.errors import BuildError, TapestryError
-from tapestry.interop import annotation_rules, instance_map
-from tapestry.interop.annotation_rules import Marks
+from tapestry.interop import onnx_annotations, tile_metadata
+from tapestry.interop.onnx_annotations import Marks
 from tapestry.interop.placement import grown, layout_of_boxes, on_devices, spec_of, stating, tiling_of_layout
 from tapestry.interop.sharding_specs import OURS, DeviceConfiguration, ShardingSpec, name_of
 from tapestry.interop.tile_patterns import Tiling
@@ -31,7 +31,7 @@ from tapestry.lift import lift
 from tapestry.lift.file.structure import load
 from tapestry.plan.strategy import footprints, out_layout
 from tapestry.plan.topology import from_data
-from tapestry.plan.topology.fabric import connections
+from tapestry.plan.topology.wire_shapes import connections
 from tapestry.rewrites.core.rule import parse_move
 from tapestry.sharding.annotation_constraints import fused_view, view_at, view_spec
 from tapestry.sharding.check_sharding import declared
@@ -62,25 +62,25 @@ def export(
         raise BuildError("the file is not the build's model", where=str(into), why=why, hint=f"one made from {source}")
     marks = marks_of(build, model, configuration)
     source, model = (source, model) if into is None else (into, load(into))
-    specs = annotation_rules.annotate(model, marks, beside=into is not None)
-    annotation_rules.write(model, source, target, copy=copy, replace=into is not None)
+    specs = onnx_annotations.annotate(model, marks, beside=into is not None)
+    onnx_annotations.write(model, source, target, copy=copy, replace=into is not None)
     written = {o for n in model.graph.node for o in n.output if o in marks.outs}
     return {
         "model": str(target), "ir_version": model.ir_version, "configuration": configuration, "devices": build.plan.devices,
         "configurations": [c.name for c in model.configuration], "specs": specs, "outputs": len(written & _results(build.plan)),
         "tensors": len(_results(build.plan)), "views": len(written - _results(build.plan)), "tilings": len(marks.tilings),
-        "partial": sum(len(json.loads(m.get(annotation_rules.PARTIAL, "[]"))) for m in marks.nodes.values()),
+        "partial": sum(len(json.loads(m.get(onnx_annotations.PARTIAL, "[]"))) for m in marks.nodes.values()),
     }  # fmt: skip
 
 
 def _bare(model: ModelProto) -> bytes:
     """The model without annotations, metadata of theirs and what they need, for a comparison."""
-    annotation_rules.strip(model)
+    onnx_annotations.strip(model)
     model.ir_version = 0
     del model.graph.value_info[:]
     for o in model.graph.output:
         o.ClearField("type")
-    for t in annotation_rules.external(model):
+    for t in onnx_annotations.external(model):
         for entry in t.external_data:
             if entry.key == "location":
                 entry.value = Path(entry.value).name
@@ -107,21 +107,21 @@ def marks_of(build: Build, model: ModelProto, configuration: str = OURS) -> Mark
         configuration=DeviceConfiguration(configuration, plan.devices), outs=outs, reads=reads, values=values,
         stages=_stages(plan, model), nodes={k: {key: json.dumps(v) for key, v in found.items()} for k, found in notes.items()},
         model={
-            annotation_rules.MESH: ",".join(f"{a.name}={a.size}" for a in plan.mesh),
-            annotation_rules.SHAPES: json.dumps({t: plan.graph.tensors[t].shape for t in plan.graph.inputs}),
-            annotation_rules.MOVES: json.dumps(build.moves),
-            **({annotation_rules.SHARES: json.dumps(shares)} if shares else {}),
-            **({annotation_rules.ORDER: json.dumps(order)} if order else {}),
-            **({annotation_rules.STAGES: json.dumps(_stages_data(build))} if plan.stages else {}),
+            onnx_annotations.MESH: ",".join(f"{a.name}={a.size}" for a in plan.mesh),
+            onnx_annotations.SHAPES: json.dumps({t: plan.graph.tensors[t].shape for t in plan.graph.inputs}),
+            onnx_annotations.MOVES: json.dumps(build.moves),
+            **({onnx_annotations.SHARES: json.dumps(shares)} if shares else {}),
+            **({onnx_annotations.ORDER: json.dumps(order)} if order else {}),
+            **({onnx_annotations.STAGES: json.dumps(_stages_data(build))} if plan.stages else {}),
         },
         shapes=_static_outputs(plan, model), topology=_topology(build), tilings=tilings,
         declared={t: said.value(t) for t in tilings},
     )  # fmt: skip
 
 
-def _topology(build: Build) -> instance_map.ModelTopology:
+def _topology(build: Build) -> tile_metadata.ModelTopology:
     """How many instances, and which are joined; of very many that are all joined with all only how many."""
-    return instance_map.ModelTopology(build.plan.devices, connections(from_data(build.topology), build.plan.devices))
+    return tile_metadata.ModelTopology(build.plan.devices, connections(from_data(build.topology), build.plan.devices))
 
 
 def _notes(plan: Plan, nodes: Mapping[str, str]) -> dict[str, dict[str, Any]]:
@@ -135,9 +135,9 @@ def _notes(plan: Plan, nodes: Mapping[str, str]) -> dict[str, dict[str, Any]]:
         partial = _partial(op, s, at.mesh)
         for t in op.outs if partial else ():
             if t in nodes:
-                notes.setdefault(t, {}).setdefault(annotation_rules.PARTIAL, []).extend(partial)
+                notes.setdefault(t, {}).setdefault(onnx_annotations.PARTIAL, []).extend(partial)
         if op.outs[0] not in nodes or not isinstance(op, Block):
-            notes.setdefault(holder, {}).setdefault(annotation_rules.INTERNAL, {})[op.outs[0]] = {"dims": s.dims, "out": s.out}
+            notes.setdefault(holder, {}).setdefault(onnx_annotations.INTERNAL, {})[op.outs[0]] = {"dims": s.dims, "out": s.out}
     return notes
 
 
@@ -221,7 +221,7 @@ class _Said:
     def tilings(self, placed: Mapping[str, tuple[Layout, Stage]]) -> dict[str, Tiling]:
         """Tile patterns of what starts, ends or is written in a layout that one can say."""
         plan = self.build.plan
-        named = {h.name for h in instance_map.values(self.model)} | self.nodes.keys()
+        named = {h.name for h in tile_metadata.values(self.model)} | self.nodes.keys()
         fixed = {t: (v, Stage(0, plan.mesh)) for t, v in {**plan.inputs, **plan.outputs}.items()}
         found = {
             t: tiling_of_layout(layout, self.graph.tensors[t].shape, at.mesh, at.first)

@@ -17,9 +17,11 @@ from tapestry.api import Compiled, open_session
 from tapestry.ir.graph import Graph
 from tapestry.ir.kernel import Box, intersect, shape, size
 from tapestry.ir.program import Launch, Load, Program, Reduce, Transfer
-from tapestry.onnx_eval.opaque_node import HostValue, is_array, is_map, is_sequence
-from tapestry.runtime import target_protocol
-from tapestry.runtime.block_walk import BlockWalk, Task, Told, Value, tasks_of
+from tapestry.onnx_eval.opaque_node import HostValue
+from tapestry.onnx_eval.value_kinds import is_array, is_map, is_sequence
+from tapestry.runtime import arrays
+from tapestry.runtime.block_tasks import Task, Value, tasks_of
+from tapestry.runtime.block_walk import BlockWalk, Told
 from tapestry.runtime.executor import Held, present, silent
 from tapestry.runtime.one_process.logical_devices import LocalExecutor
 from tapestry.runtime.one_process.static_schedule import Schedule
@@ -61,9 +63,7 @@ class AnyOrderExecutor(LocalExecutor):
             self.feeds, self.held = feeds, Held.nothing(self.program.devices)
             self._packs.clear()
             ends = [(d, n) for n in self.program.outputs.values() for d in self.devices if self._has(d, n)]
-            walk = BlockWalk(
-                self.tasks, ends, self.program.devices, self.seed, self._computed_by, digest, target_protocol.nbytes
-            )
+            walk = BlockWalk(self.tasks, ends, self.program.devices, self.seed, self._computed_by, digest, arrays.nbytes)
             walk.run(progress)
             self.told = walk.told
             for d, name in ends:
@@ -113,7 +113,7 @@ class AnyOrderExecutor(LocalExecutor):
 
     def _memory(self, device: int, name: str) -> Array:
         """New memory for a buffer, flat."""
-        count, dtype = size(self.box(device, name)), target_protocol.torch_dtype(self.program.buffers[name].dtype)
+        count, dtype = size(self.box(device, name)), arrays.torch_dtype(self.program.buffers[name].dtype)
         return torch.empty(count, dtype=dtype, device=self.target.device)
 
     def _packed_as(self, kernel: PackableKernel, k: int, plain: Array) -> Array:
@@ -131,7 +131,7 @@ class AnyOrderExecutor(LocalExecutor):
         own = None if held is None else intersect(held, box)
         parts += [] if own is None else [(device, own)]
         pieces = [(b, self._part(values, src, step.src, b)) for src, b in parts]
-        return target_protocol.assemble(box, buffer.dtype, pieces, self.target.device)
+        return arrays.assemble(box, buffer.dtype, pieces, self.target.device)
 
     def _merged(self, step: Reduce, device: int, values: Values) -> list[Array]:
         group = next(g for g in step.groups if device in g)
@@ -140,7 +140,7 @@ class AnyOrderExecutor(LocalExecutor):
         merged = self.merged_as_sent(self.monoid(step.op), states, step.sent_as)
         dtypes = [self.program.buffers[n].dtype for n in step.dsts]
         there = zip(boxes, dtypes, merged, strict=True)
-        return [target_protocol.assemble(box, dtype, [(box, a)], self.target.device) for box, dtype, a in there]
+        return [arrays.assemble(box, dtype, [(box, a)], self.target.device) for box, dtype, a in there]
 
     def _state(self, step: Reduce, k: int, device: int, box: Box, values: Values) -> Array:
         if step.known and step.known[k]:
@@ -148,7 +148,7 @@ class AnyOrderExecutor(LocalExecutor):
         return self._part(values, device, step.srcs[k], box)
 
     def _part(self, values: Values, device: int, name: str, box: Box) -> Array:
-        return target_protocol.part(values[device, name], box, present(self.program.buffers[name].boxes[device]))
+        return arrays.part(values[device, name], box, present(self.program.buffers[name].boxes[device]))
 
 
 def digest(array: Array) -> bytes:

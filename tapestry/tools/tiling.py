@@ -11,7 +11,8 @@ from typing import Any
 from tapestry.arguments import shapes
 from tapestry.cli.outcome import Outcome
 from tapestry.errors import TapestryError
-from tapestry.interop.tile_patterns import SUPPRESSED, Change, Tiling, exact, naive, slide_slips
+from tapestry.interop.tile_changes import Change, exact, naive
+from tapestry.interop.tile_patterns import SUPPRESSED, Tiling, slide_slips
 from tapestry.ir.kernel import shape
 from tapestry.ir.types import itemsize
 from tapestry.plugins import tool
@@ -33,7 +34,7 @@ def tiles(args: argparse.Namespace) -> Outcome:
 
 
 def _pattern(args: argparse.Namespace) -> Outcome:
-    from tapestry.interop.sharding_specs import tiling_of
+    from tapestry.interop.tensor_dictionary import tiling_of
     from tapestry.interop.tile_patterns import parse
 
     extents = _extents(args.shape)
@@ -86,12 +87,12 @@ def _model(args: argparse.Namespace) -> Outcome:
     import numpy as np
 
     from tapestry import api
-    from tapestry.sharding import check_sharding
+    from tapestry.sharding import tiled_evaluation
 
     path = Path(args.model)
     build = api.compile(path, shapes=shapes(args.shape), topology="cpu")
     feeds = build.random_feeds(0)
-    done = check_sharding.evaluated(path, feeds)
+    done = tiled_evaluation.evaluated(path, feeds)
     ours = build.run(feeds)
     wrong = [s.node for s in done.steps if s.wrong]
     agree = all(np.allclose(ours[n], a, rtol=1e-3, atol=1e-4, equal_nan=True) for n, a in done.outputs.items())

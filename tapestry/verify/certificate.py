@@ -17,161 +17,20 @@ import numpy as np
 
 from tapestry.errors import LawError, inside
 from tapestry.ir import laws
-from tapestry.ir.expr import Acc, Arg, Call, Const, distinct
+from tapestry.ir.expr import Acc, Arg, Call, Const
 from tapestry.ir.graph import Block, Graph, Op
 from tapestry.ir.kernel import size, whole
 from tapestry.ir.laws import where
 from tapestry.ir.monoid import MONOIDS
-from tapestry.ir.plan import Layout, Mesh, Plan, Stage
-from tapestry.ir.program import Buffer, Free, Launch, Load, Message, Program, Reduce, Transfer, allocated
-from tapestry.ir.states import native
+from tapestry.ir.plan import Mesh, Stage
+from tapestry.ir.program import Buffer, Free, Launch, Load, Program, Reduce, Transfer, allocated
+from tapestry.ir.state import native
 from tapestry.ir.syntax.printer import signature
-from tapestry.ir.types import DTYPES, FLOATS, HOST, Array, itemsize
-from tapestry.verify import exchange, monoid_laws
-from tapestry.verify.exchange import Boxes, Breach, Hulls, Lists, Parts, Spans, first, spans_of
-
-# The distinct cells among many positions of a tensor, and where each position's is: as `numpy.unique`, without sorting.
-
-
-SPARSE = 16  # cells of a tensor for each position, from which on sorting is quicker
-
-
-def distinct_cells(places: Array, size: int) -> tuple[Array, Array]:
-    """The cells, ascending, and for every position the number of its cell, in the positions' shape.
-
-    Args:
-        places: row-major positions, each at least 0 and under ``size``.
-        size: cells of the tensor.
-    """
-    if size > SPARSE * places.size:
-        cells, number = np.unique(places, return_inverse=True)
-        return cells, number.reshape(places.shape)
-    met = np.zeros(size, bool)
-    met[places] = True
-    cells = np.flatnonzero(met)
-    number = np.empty(size, np.int64)
-    number[cells] = np.arange(len(cells))
-    return cells, number[places]
-
-
-# Law 8, of plans that claim the same bits on any number of devices; it shares nothing with what the planner chooses by.
-#
-# What is rounded in an order that a kernel chooses (sums of floats, elementary functions) is computed in blocks of one
-# dimension: the first of at least 24 points, else the longest. A device may have whole blocks of it, ``[k n / 24]`` to
-# ``[l n / 24]``, and all of every other dimension. What IEEE 754 fixes cell by cell, and whole numbers, may be cut anywhere.
-
-
-BLOCKS = 24
-ROUNDED_ALIKE = frozenset(
-    {"add", "sub", "mul", "div", "sqrt", "neg", "abs", "sign", "floor", "ceil", "round", "where", "cast", "isnan", "isinf"}
-    | {"eq", "ne", "lt", "le", "gt", "ge", "and", "or", "xor", "not", "shl", "shr", "philox"}
-)
-
-
-def check_exact(graph: Graph, program: Program) -> int:
-    """Check every split and every launch; returns how many were looked at.
-
-    Raises:
-        LawError: naming the operation and the cut.
-    """
-    free, along = [_cut_anywhere(op) for op in graph.ops], [_along(op) for op in graph.ops]
-    for op, anywhere, axis in zip(graph.ops, free, along, strict=True):
-        parts: dict[str, int] = {}
-        for s in op.splits:
-            parts[s.dim] = parts.get(s.dim, 1) * s.parts
-        wrong = [d for d, n in parts.items() if axis is None or op.space[axis].name != d or BLOCKS % n]
-        if wrong and not anywhere:
-            raise LawError("exact", f"a cut of '{wrong[0]}' changes results in the last bits", where=where(op))
-    launches = [s for s in program.steps if isinstance(s, Launch) and 0 <= s.op < len(free)]  # others the walk refuses
-    for step in launches:
-        if not free[step.op]:
-            _blocks(graph.ops[step.op], along[step.op], step)
-    return len(graph.ops) + len(launches)
-
-
-def _blocks(op: Op, along: int | None, step: Launch) -> None:
-    """A launch takes whole blocks of the one dimension, and all of the others."""
-    for box in set(step.blocks) - {None}:
-        assert box is not None
-        for k, ((lo, hi), d) in enumerate(zip(box, op.space, strict=False)):
-            edges = {n * d.size // BLOCKS for n in range(BLOCKS + 1)} if k == along else {0, d.size}
-            if lo < hi and not {lo, hi} <= edges:
-                what = f"a device computes {lo}:{hi} of '{d.name}', which is no canonical part of {d.size}"
-                raise LawError("exact", what, where=where(op))
-
-
-def _along(op: Op) -> int | None:
-    """Which dimension is computed in blocks; None of an operation of single points."""
-    sizes = [d.size for d in op.dims]
-    long = [k for k, n in enumerate(sizes) if n >= BLOCKS]
-    if long:
-        return long[0]
-    most = max(sizes, default=0)
-    return sizes.index(most) if most > 1 else None
-
-
-def _cut_anywhere(op: Op) -> bool:
-    if not isinstance(op, Block) or (op.monoid is not None and any(e.dtype in FLOATS for e in op.body)):
-        return False
-    calls = [x for x in distinct((*op.point, *op.then)) if isinstance(x, Call)]
-    return all(x.fn in ROUNDED_ALIKE or not FLOATS & {x.dtype, *(a.dtype for a in x.args)} for x in calls)
-
-
-# What a plan says of its tensors beside its program: the layouts that its user fixed.
-
-
-def check_layouts(plan: Plan) -> int:
-    """Check that layouts are of tensors that there are, one entry per mesh axis, none beyond their axes; how many there are.
-
-    Raises:
-        LawError: naming the tensor.
-    """
-    graph = plan.graph
-    starts = {*graph.inputs, *graph.weights}
-    for what, layouts, known in (("input", plan.inputs, starts), ("output", plan.outputs, {*graph.outputs})):
-        for name, layout in layouts.items():
-            if name not in known:
-                raise LawError("agreement", f"the plan has a layout of '{name}'", where="the plan", why=f"it is no {what}")
-            _fits(name, layout, len(graph.tensors[name].shape), plan)
-    return len(plan.inputs) + len(plan.outputs)
-
-
-def _fits(name: str, layout: Layout, rank: int, plan: Plan) -> None:
-    axes = [a for a in layout if a is not None]
-    if len(layout) != len(plan.mesh) or any(not 0 <= a < rank for a in axes):
-        why = f"{list(layout)} for a tensor of rank {rank} on a mesh of {len(plan.mesh)} axes"
-        raise LawError("agreement", f"the layout of '{name}' cannot be", where="the plan", why=why)
-
-
-# Whether a transfer is what it is called: worked out from its messages as arrays, apart from the planner's words for them.
-
-
-def named(kind: str, src: Spans, dst: Spans, sent: Sequence[Message], step: str, rings: bool) -> Breach | None:
-    """Check the name of a transfer; ``permute`` is that of a round of a ring, in which each device sends once."""
-    senders, receivers = (np.array(ends, np.int64) for ends in ([m.src for m in sent], [m.dst for m in sent]))
-    if kind == "permute" and rings:
-        once = len(set(senders.tolist())) == len(senders) and len(set(receivers.tolist())) == len(receivers)
-        return None if once else Breach("agreement", "a permutation in which a device sends twice", "")
-    right = _kind(src, dst, spans_of([m.box for m in sent], src.lo.shape[1], "agreement", step), senders, receivers)
-    return None if kind == right else Breach("agreement", f"a transfer is called {kind}", f"it is a {right}")
-
-
-def _kind(src: Spans, dst: Spans, boxes: Spans, senders: np.ndarray, receivers: np.ndarray) -> str:
-    """Whole blocks gathered, rims of neighbours, one box to several, parts from all to all, or none of these."""
-    if len(set(senders.tolist())) == 1 and np.all(boxes.lo == boxes.lo[:1]) and np.all(boxes.hi == boxes.hi[:1]):
-        return "broadcast" if len(senders) > 1 else "send_recv"
-    common_lo, common_hi = np.maximum(src.lo, dst.lo)[receivers], np.minimum(src.hi, dst.hi)[receivers]
-    held = (src.hi - src.lo)[receivers]
-    there = (src.there & dst.there)[receivers]
-    stays = bool(np.all(there & np.all((common_lo < common_hi) & (common_hi - common_lo >= 0.5 * held), axis=1)))
-    if np.all((boxes.lo == src.lo[senders]) & (boxes.hi == src.hi[senders])):
-        return "all_gather" if stays else "send_recv"
-    both = src.there[senders] & src.there[receivers]
-    touch = (src.lo[senders] <= src.hi[receivers]) & (src.lo[receivers] <= src.hi[senders])
-    if stays and np.all(both & np.all(touch, axis=1)):
-        return "halo"
-    mutual = set(senders.tolist()) == set(receivers.tolist())
-    return ("all_gather" if stays else "all_to_all") if mutual else "send_recv"
+from tapestry.ir.types import DTYPES, HOST, Array, itemsize
+from tapestry.verify import block_laws, box_lists, deadlock, exchange, monoid_laws
+from tapestry.verify.box_lists import Boxes, Breach, Hulls, Lists, Parts, Spans, first
+from tapestry.verify.exact_law import check_exact
+from tapestry.verify.transfer_kinds import named
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,7 +135,7 @@ def check(
     if places is None and mesh is not None:
         places = (Stage(0, mesh),) * len(graph.ops)
     _walk(r, places)
-    r.lists.laws[exchange.LAW] += exchange.check(program)
+    r.lists.laws[deadlock.LAW] += deadlock.check(program)
     if tried := monoid_laws.check_monoids(graph):
         r.lists.laws[monoid_laws.LAW] += tried
     for d, peak in enumerate(r.peak.tolist()):
@@ -329,7 +188,7 @@ def _walk(r: _Replay, places: tuple[Stage, ...] | None) -> None:
     if places is not None:
         _stages(r, places)
     for i, op in enumerate(r.graph.ops):
-        exchange.cover(r.lists, op, r.launched.get(i, {}), None if places is None else places[i])
+        block_laws.cover(r.lists, op, r.launched.get(i, {}), None if places is None else places[i])
     _outputs(r)
 
 
@@ -359,7 +218,7 @@ def _declared(r: _Replay) -> None:
 
 def _inside(r: _Replay, shape: tuple[int, ...], b: Buffer) -> Breach | None:
     boxes = r.spans(b)
-    bad = r.lists.outside(boxes, exchange.everywhere(shape, boxes))
+    bad = r.lists.outside(boxes, box_lists.everywhere(shape, boxes))
     return None if bad < 0 else Breach("agreement", f"not inside '{b.tensor}' of shape {shape}", boxes.box(bad))
 
 
@@ -390,7 +249,7 @@ def _launch(r: _Replay, step: Launch, name: str) -> None:
     outer = len(extents) - len(inner)
     uncut = extents[n:] if step.mode == "full" else inner
     fact = ("block", number, extents, uncut)
-    r.lists.prove(fact, name, {"split_partition": 2 * taking}, lambda: exchange.in_space(points, extents, uncut, r.lists))
+    r.lists.prove(fact, name, {"split_partition": 2 * taking}, lambda: block_laws.in_space(points, extents, uncut, r.lists))
     _reads(r, step, op, points, name)
     if step.mode == "finish":
         _merged_states(r, step, points, name)
@@ -412,7 +271,7 @@ def _states(r: _Replay, step: Launch, op: Block, points: Spans, name: str) -> li
         ok = content is not None and content.op == step.op and b.field == k and b.tensor == op.outs[0]
         r.law("read_after_write", ok, f"'{s}' does not hold field {k} of the operation", name)
         assert content is not None
-        same = r.lists.differ(exchange.state(op, k, rows), r.spans(b))
+        same = r.lists.differ(block_laws.state(op, k, rows), r.spans(b))
         r.law("read_after_write", same < 0, f"'{s}' does not hold field {k} of the block on device {same}", name)
         out.append(content)
     return out
@@ -459,7 +318,7 @@ def _reads_inside(r: _Replay, step: Launch, op: Op, k: int, points: Spans, b: Bu
     if bad >= 0:
         return Breach("read_after_write", f"'{b.name}' is not alive on device {bad}")
     if step.mode == "finish" and isinstance(op, Block):
-        points = exchange.with_whole(points, tuple(d.size for d in (*op.reduce, *op.inner_dims)))
+        points = block_laws.with_whole(points, tuple(d.size for d in (*op.reduce, *op.inner_dims)))
     key = ("hull", r.signatures[step.op], k, r.lists.number(step.blocks), step.mode == "finish")
     bad, why = r.lists.reads_outside(op, r.graph, k, points, held, key)
     what = f"device {bad} reads '{b.tensor}' outside its buffer '{b.name}'"
@@ -473,7 +332,7 @@ def _merged_states(r: _Replay, step: Launch, points: Spans, name: str) -> None:
     for content in _states(r, step, op, points, name):
         fact = ("complete", r.lists.number(step.blocks), r.lists.number(content.parts), extents)
         counts = {"written_once": 2 * taking, "read_after_write": taking - 1}
-        r.lists.prove(fact, name, counts, lambda c=content: exchange.complete(points.there, c.parts, extents, r.lists))
+        r.lists.prove(fact, name, counts, lambda c=content: block_laws.complete(points.there, c.parts, extents, r.lists))
 
 
 def _launch_outs(r: _Replay, step: Launch, op: Op, points: Spans, content: Content, name: str) -> None:
@@ -497,8 +356,8 @@ def _launch_outs(r: _Replay, step: Launch, op: Op, points: Spans, content: Conte
 def _written(op: Op, k: int, points: Spans, shape: tuple[int, ...], mode: str) -> Spans:
     """What each device writes of a result or, in ``partial`` mode, of a field."""
     if mode == "partial" and isinstance(op, Block):
-        return exchange.state(op, k, points.keep(slice(0, len(op.dims))))
-    return exchange.written(op, k, points, shape)
+        return block_laws.state(op, k, points.keep(slice(0, len(op.dims))))
+    return block_laws.written(op, k, points, shape)
 
 
 def _transfer(r: _Replay, step: Transfer, name: str) -> None:
@@ -600,5 +459,5 @@ def _outputs(r: _Replay) -> None:
     for t in r.graph.outputs:
         step = f"output '{t}'"
         b = r.value(r.program.outputs.get(t, ""), t, step)
-        gap, _ = r.lists.coverage(exchange.distinct([b.boxes]), whole(r.graph.tensors[t].shape), twice=False)
+        gap, _ = r.lists.coverage(block_laws.distinct([b.boxes]), whole(r.graph.tensors[t].shape), twice=False)
         r.law("written_once", gap is None, f"output '{t}' misses a cell", step, gap)

@@ -8,27 +8,23 @@ from __future__ import annotations
 
 import itertools
 import math
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial, reduce
-from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import numpy as np
-import onnx
 
-from tapestry.errors import LawError, ModelError
-from tapestry.ir.expr import Acc, Arg, Call, Const, Expr, Index, Let, walk
+from tapestry.errors import LawError
+from tapestry.ir.expr import Acc, Arg, Call, Const, Expr, Index, Let
 from tapestry.ir.graph import Block, Dim, Graph, Guard, Inner, Op, Opaque, Read
 from tapestry.ir.index import Aff, bounds, evaluate
 from tapestry.ir.kernel import Box, cut
 from tapestry.ir.laws import where
 from tapestry.ir.monoid import MONOIDS
-from tapestry.ir.types import FLOATS, HOST, Array, numpy_dtype
+from tapestry.ir.types import HOST, Array, numpy_dtype
 from tapestry.onnx_eval import opaque_node
-from tapestry.verify.model.model_values import ModelFile, ReferenceValues
+from tapestry.verify.plain_philox import WORD, block
 
 # One walk over a block at a point, whatever stands for places and values: arrays of numbers here, index expressions and terms
 # in `rewriting.normal_form` and in the proofs of kernels.
@@ -114,28 +110,6 @@ def guards(r: Read, shape: Sequence[int]) -> list[Guard]:
     for e, n in zip(r.index, shape, strict=True) if r.other is not None else ():
         inside += [Guard(e, "ge"), Guard(e * -1 + (n - 1), "ge")]
     return [*inside, *r.when]
-
-
-# Philox4x32-10 as its paper defines it, one number at a time in Python integers: what the targets' own are held against.
-#
-# Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC'11, section 3.3.
-
-
-MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
-WEYL = (0x9E3779B9, 0xBB67AE85)  # added to the key after each round: the golden ratio and the square root of 3, less 1
-ROUNDS = 10
-WORD = 1 << 32
-
-
-def block(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:
-    """The four words of a counter, least significant first; all words are below 2^32."""
-    (x0, x1, x2, x3), (k0, k1) = counter, key
-    for _ in range(ROUNDS):
-        high0, low0 = divmod(MULTIPLIERS[0] * x0, WORD)
-        high1, low1 = divmod(MULTIPLIERS[1] * x2, WORD)
-        x0, x1, x2, x3 = high1 ^ x1 ^ k0, low1, high0 ^ x3 ^ k1, low0
-        k0, k1 = (k0 + WEYL[0]) % WORD, (k1 + WEYL[1]) % WORD
-    return x0, x1, x2, x3
 
 
 def philox(key: Any, stream: Any, draw: Any, word: Any, index: Any) -> np.ndarray[Any, np.dtype[np.int64]]:
@@ -407,137 +381,3 @@ NUMPY: dict[str, Callable[..., Any]] = {
     "gt": np.greater, "ge": np.greater_equal, "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor,
     "not": np.invert, "shl": np.left_shift, "shr": np.right_shift, "where": np.where, "philox": philox,
 }  # fmt: skip
-
-
-# Reference outputs of an ONNX file: onnxruntime's, or node by node where that cannot run the model; and how far others are.
-
-
-# pyright: basic
-# onnx comes without complete types
-
-
-SPREAD_FACTOR = 4.0  # a result may be this many times as far from the exact one as onnxruntime is
-SPREAD_LIMIT = 2e-2  # but not farther than this
-SECONDS = 60.0  # for the exact one
-NUDGE, NUDGES = 2.0**-20, 3  # relative: some roundings of float32
-TOLERANCE = {"float64": 1e-10, "float32": 1e-4, "float16": 2e-2, "bfloat16": 5e-2}  # rel_err; what is no float exactly
-UNROUNDED = frozenset({"where", "max", "min", "neg", "abs"})
-
-
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """How far an output is from its reference: ``rel_err`` is ``‖out − ref‖ / ‖ref‖``; NaN where either has one."""
-
-    max_abs_err: float
-    rel_err: float
-    passed: bool
-
-
-def reference(model: Path | ModelFile, feeds: Mapping[str, Array]) -> tuple[str, dict[str, Array]]:
-    """(which evaluator, outputs by name) of a model.
-
-    Raises:
-        ModelError: no evaluator runs the model.
-    """
-    file = ModelFile(onnx.load(model, load_external_data=False), model.parent) if isinstance(model, Path) else model
-    names = [o.name for o in file.proto.graph.output]
-    try:
-        run = ReferenceValues(file, feeds, names)
-    except Exception as e:  # the libraries raise many kinds; the message is passed on
-        hint = "for operators of a domain of your own: --ops FILE"
-        raise ModelError(f"no reference evaluator runs the model: {e}", where=str(file.folder), hint=hint) from None
-    return run.by, {n: run.get(n) for n in names}
-
-
-def exact(model: ModelFile, feeds: Mapping[str, Array], names: Sequence[str]) -> dict[str, Any]:
-    """Outputs by the ONNX reference evaluator in float64; none where it does not run the model in reasonable time."""
-    try:
-        other = ReferenceValues(model, feeds, names, independent=True, until=time.monotonic() + SECONDS)
-    except Exception:  # any failure of the second opinion leaves the first one alone
-        return {}
-    return {n: other.get(n) for n in names}
-
-
-def sensitivity(model: ModelFile, feeds: Mapping[str, Array], expected: Mapping[str, Array]) -> dict[str, float]:
-    """How far the reference's outputs move (``rel_err``) where its float inputs do by what sums of float32 round by.
-
-    No evaluator of a model that amplifies its roundings, as one that quantises what it computes, can be held to less.
-    """
-    rng, out = np.random.default_rng(0), dict.fromkeys(expected, 0.0)
-
-    def nudged(a: Any) -> Any:
-        floats = isinstance(a, np.ndarray) and a.dtype in (np.float32, np.float64)
-        return (a * (1 + NUDGE * rng.standard_normal(a.shape))).astype(a.dtype) if floats else a
-
-    for _ in range(NUDGES):
-        _, others = reference(model, {n: nudged(a) for n, a in feeds.items()})
-        out = {n: max(e, compare_outputs(others[n], expected[n], 0.0).rel_err) for n, e in out.items()}
-    return out
-
-
-def settle(out: Any, ref: Any, between: Any, tolerance: float) -> tuple[bool, float]:
-    """Whether an output is as good as the reference that it differs from, and how far that one is from the exact values.
-
-    Some models amplify rounding (an encoder-decoder with unscaled scores and random weights by 10^4 and more); there no two
-    correct evaluators agree to 1e-4. And onnxruntime's own functions have errors that are large beside small results.
-    """
-    if isinstance(between, np.ndarray) and isinstance(out, np.ndarray) and between.dtype == np.float64:
-        between = between.astype(out.dtype)
-    ours, theirs = compare_outputs(out, between, tolerance), compare_outputs(ref, between).rel_err
-    return ours.passed or ours.rel_err <= min(SPREAD_FACTOR * theirs, SPREAD_LIMIT), theirs
-
-
-def tolerances(graph: Graph) -> dict[str, float]:
-    """Per tensor, the ``rel_err`` that rounding explains: of the coarsest float in which anything it depends on is computed.
-
-    A model of bfloat16 whose logits are cast to float32 is as near to its reference as bfloat16 is. What is merely read or
-    moved in a short type (a weight, an input, rows of a table) has not been rounded by anyone, and does not count.
-    """
-    out: dict[str, float] = {}
-    for op in graph.ops:
-        if isinstance(op, Block):
-            calls = (x for e in (*op.point, *op.then) for x in walk(e) if isinstance(x, Call))
-            dtypes = {x.dtype for x in calls if x.fn not in UNROUNDED}
-        else:
-            dtypes = {graph.tensors[t].dtype for t in op.outs}
-        own = max((TOLERANCE.get(numpy_dtype(d).name, 0.0) for d in dtypes & FLOATS), default=0.0)
-        level = max([own, *(out.get(t, 0.0) for t in op.inputs)])
-        out.update((t, level) for t in op.outs)
-    return out
-
-
-def compare_outputs(out: Any, ref: Any, tolerance: float = 0.0) -> Difference:
-    """Compare an output with its reference. A NaN never passes, an infinity only where both have the same one.
-
-    Floats may be as far away as their type allows, or ``tolerance`` where that is more.
-
-    Of a sequence the worst element counts, of a map the worst value, if the keys are the same; text and absent optionals
-    are equal or not.
-    """
-    if isinstance(out, dict) and isinstance(ref, dict) and out.keys() == ref.keys():
-        return compare_outputs([out[k] for k in out], [np.asarray(ref[k]) for k in out], tolerance)
-    if isinstance(out, list) and isinstance(ref, list) and len(out) == len(ref):
-        rows = [compare_outputs(a, b, tolerance) for a, b in zip(out, ref, strict=True)]
-        return max(rows, key=lambda d: (not d.passed, d.rel_err), default=Difference(0.0, 0.0, True))
-    if not isinstance(out, np.ndarray) or not isinstance(ref, np.ndarray):
-        same = out is None and ref is None
-        return Difference(0.0, 0.0, True) if same else Difference(float("nan"), float("nan"), False)
-    if out.dtype == object or ref.dtype.kind in "OUS":
-        same = out.shape == ref.shape and bool(np.all(out == ref.astype(object)))
-        return Difference(0.0, 0.0, True) if same else Difference(float("nan"), float("nan"), False)
-    if out.shape != ref.shape or out.dtype.name != ref.dtype.name:
-        return Difference(float("nan"), float("nan"), False)
-    if out.size == 0:
-        return Difference(0.0, 0.0, True)
-    a, b = out.astype(np.float64), ref.astype(np.float64)
-    if np.isnan(a).any() or np.isnan(b).any() or not np.array_equal(np.isinf(a), np.isinf(b)):
-        return Difference(float("nan"), float("nan"), False)
-    same = a == b
-    a, b = np.where(same, 0.0, a), np.where(same & np.isinf(b), 0.0, b)
-    gap = np.where(same, 0.0, a - b)
-    norm = float(np.linalg.norm(b))
-    worst, total = float(np.abs(gap).max()), float(np.linalg.norm(gap))
-    rel = total / norm if norm > 0 else (0.0 if total == 0 else float("inf"))
-    floating = out.dtype.kind == "f" or out.dtype.name == "bfloat16"
-    limit = max(TOLERANCE.get(out.dtype.name, 1e-4), tolerance)
-    return Difference(worst, rel, rel <= limit if floating else total == 0)

@@ -5,19 +5,15 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
-
-import numpy as np
 
 from tapestry.build.store import Build
 from tapestry.errors import PlanError, some
 from tapestry.interop.placement import layout_of_boxes
 from tapestry.ir.author_names import dim_names, operation_names, parts, tensor_names
-from tapestry.ir.graph import Block, Graph, Op, Opaque
+from tapestry.ir.graph import Graph, Opaque
 from tapestry.ir.kernel import shape, size
 from tapestry.ir.plan import MeshAxis, Plan
 from tapestry.ir.program import (
@@ -27,141 +23,38 @@ from tapestry.ir.program import (
     Load,
     Program,
     Reduce,
-    Step,
     Transfer,
     alive_at,
     allocated,
-    merge_calls,
     payload_bytes,
     peak_bytes,
     transfer_bytes,
-    transfer_call,
 )
 from tapestry.plan.alternatives import Alternative, best_alternatives
-from tapestry.plan.cost import compute
-from tapestry.plan.cost.compute import block_cost, kernel_class
+from tapestry.plan.cost.block_cost import block_cost
 from tapestry.plan.pipelines.staged_plan import stage_topology
 from tapestry.plan.requests import parse_pins, read_pins
 from tapestry.plan.simulate import COMPUTE, TRANSFER, Schedule, critical_path, simulate
-from tapestry.plan.strategy import footprints, op_boxes, tensor_boxes
 from tapestry.plan.topology import Topology, from_data
+from tapestry.viz.folded import folded
 from tapestry.viz.format import (
     area,
     counterparts,
     duration,
     figures_text,
-    folded,
     human,
     kind_text,
     listed,
     moves_text,
-    plan_lines,
     shape_text,
-    signed,
-    speed,
     split_text,
     split_words,
     step_text,
-    together,
     wrapped,
 )
+from tapestry.viz.size_map import size_map_lines
+from tapestry.viz.summary import plan_lines, speed
 from tapestry.viz.tables import accumulate_lines, proof
-
-# What a step computes or sends, in the terms of the cost model: what `tapestry calibrate --from-trace` fits times to.
-
-
-def step_work(step: Step, plan: Plan, program: Program) -> dict[str, Any]:
-    """Of a kernel its class, dtype and ``work`` (contraction FLOPs, other FLOPs, bytes) on the device that has most; of a merge
-    or a transfer by one call that call, the ranks of a group, and its bytes. Nothing of what has no such terms."""
-    match step:
-        case Launch():
-            return _kernel(step, plan)
-        case Transfer() if step.messages:
-            calls = (transfer_call(step, program),)
-        case Reduce():
-            calls = merge_calls(step, program, plan.graph.ops[step.op])
-        case _:
-            return {}
-    if len(calls) != 1:
-        return {}
-    return {"call": calls[0].name, "group": len(calls[0].groups[0]), "call_bytes": calls[0].nbytes}
-
-
-def _kernel(step: Launch, plan: Plan) -> dict[str, Any]:
-    op, s, graph = plan.graph.ops[step.op], plan.strategies[step.op], plan.graph
-    if step.mode == "finish" or any(s.ring):
-        return {}
-    mesh = plan.stage(step.op).mesh
-    block = op_boxes(op, s.dims, mesh)
-    if isinstance(op, Block) and step.mode == "partial":
-        op, final = replace(op, then=()), block[:, : len(op.dims)]
-    else:
-        final = tensor_boxes(tuple(d.size for d in op.dims), s.out, mesh) if isinstance(op, Block) else block
-    reads = {(t, b.tobytes()): b for _, t, b in footprints(op, graph, s, mesh)}
-    work = compute.quantities(op, graph, block, final, reads)
-    most = int(np.argmax(sum(np.broadcast_to(w, len(block)) for w in work)))
-    each = [float(np.broadcast_to(w, len(block))[most]) for w in work]
-    return {"class": kernel_class(op), "dtype": compute.multiplied(op, graph), "work": each}
-
-
-# The map of a build for several sizes: which plan runs which size, and how good each is known to be.
-
-
-LETTERS = "abcdefghijklmnopqrstuvwxyz"
-WIDE, TALL = 48, 12  # characters of the map
-Region = Mapping[str, Any]
-
-
-def size_map_lines(sizes: Mapping[str, Any]) -> Iterator[str]:
-    """The regions, a line each and their map where two symbols vary; ``sizes`` is that of the report."""
-    symbols, regions = sizes["symbols"], sizes["regions"]
-    yield f"one build for {sizes['asked']}: {len(regions)} plan{'s' if len(regions) > 1 else ''}"
-    for k, r in enumerate(regions):
-        facts = f"{sum(r['laws'].values()):,} facts, each for all of them"
-        yield f"  {_letter(k)}: {r['sizes']}: {facts}"
-        yield f"     made at {_sizes_at(r['made_at'])}: {duration(r['objective_s'])}, gap {r['gap']:.1%}"
-        for row in r["looked_at"]:
-            own = f"a plan of its own {duration(row['best_s'])}"
-            yield f"     at {_sizes_at(row['sizes'])}: {duration(row['objective_s'])}, gap {row['gap']:.1%}; {own}"
-        yield f"     most memory: {', '.join(human(n) for n in dict.fromkeys(r['largest_peak_bytes']))} per device"
-    varying = [s for s in symbols if _end(regions, "low", s, min) < _end(regions, "high", s, max)]
-    if len(varying) == len(symbols) == 2:
-        yield from _map(varying, regions)
-
-
-def _sizes_at(sizes: Mapping[str, int]) -> str:
-    return ", ".join(f"{s} {n}" for s, n in sizes.items())
-
-
-def _end(regions: Sequence[Region], which: str, symbol: str, end: Callable[[Iterator[int]], int]) -> int:
-    return end(r[which][symbol] for r in regions)
-
-
-def _letter(k: int) -> str:
-    return LETTERS[k % len(LETTERS)]
-
-
-def _map(symbols: Sequence[str], regions: Sequence[Region]) -> Iterator[str]:
-    """Letters of regions, both sizes on a scale of powers; the first symbol grows upwards."""
-    up, right = symbols
-    rows = _scale(_end(regions, "low", up, min), _end(regions, "high", up, max), TALL)
-    columns = _scale(_end(regions, "low", right, min), _end(regions, "high", right, max), WIDE)
-    for n in reversed(rows):
-        yield f"  {n:>8,} {''.join(_region(regions, {up: n, right: m}) for m in columns)}"
-    yield f"  {up:>8.8} {columns[0]} … {columns[-1]:,} {right}"
-
-
-def _scale(low: int, high: int, most: int) -> list[int]:
-    if high - low < most:
-        return list(range(low, high + 1))
-    return sorted({round(low * math.exp(math.log(high / low) * k / (most - 1))) for k in range(most)})
-
-
-def _region(regions: Sequence[Region], at: Mapping[str, int]) -> str:
-    found = (k for k, r in enumerate(regions) if all(r["low"][s] <= n <= r["high"][s] for s, n in at.items()))
-    k = next(found, None)
-    return "." if k is None else _letter(k)
-
 
 Document = dict[str, Any]
 UNFELT = 1e-8  # seconds: less than a hundredth of the quickest launch
@@ -625,144 +518,3 @@ def _critical_text(facts: Document) -> Iterator[str]:
     for hop in facts["critical_path"]:
         where = f"step {hop['step']:>4}, device {hop['device']}"
         yield f"  {hop['share']:>6.1%} {duration(hop['seconds']):>9}  {where}: {hop['what']}"
-
-
-# Two builds side by side: what differs in cost, memory, transfers, and operation by operation.
-
-
-SHOWN = 24  # kinds of operations in the text; JSON has all operations
-KEYS: tuple[Callable[[Op], Sequence[object]], ...] = (
-    lambda op: op.outs,
-    lambda op: (op.source,) if op.source else (),
-    lambda op: op.source,
-)
-"""What two operations have in common that are one and the same, the surest first."""
-
-
-def compare(a: Build, b: Build, found_a: Document | None = None, found_b: Document | None = None) -> Document:
-    """What differs between two builds; every pair is [first, second]. ``same`` when nothing does.
-
-    ``operations`` are those whose split, block or seconds differ, largest change of time first; ``only_in_first`` and
-    ``only_in_second`` those without a counterpart.
-    """
-    found_a, found_b = found_a or document(a), found_b or document(b)
-    pairs, only_a, only_b = match(a.plan.graph.ops, b.plan.graph.ops)
-    rows = [_row(found_a["operations"][i], found_b["operations"][j]) for i, j in pairs]
-    rows = [r for r in rows if r is not None]
-    rows.sort(key=lambda r: -abs(_total(r, 1) - _total(r, 0)))
-    facts = {
-        "mesh": [_mesh(x) for x in (a, b)], "moves": [list(x.moves) for x in (a, b)],
-        "requests": [x.report.get("requests", {}) for x in (a, b)],
-        "objective_s": [x.report["objective_s"] for x in (a, b)],
-        "simulated_s": [x["simulated"]["seconds"] for x in (found_a, found_b)],
-        "peak_bytes": [max(x.peak_bytes) for x in (a, b)],
-        "host_load_bytes": [x.report["host_load_bytes"] for x in (a, b)],
-    }  # fmt: skip
-    kinds = _kinds(a.report["transfers"], b.report["transfers"])
-    alone = [[x["operations"][i]["outs"][0] for i in only] for x, only in ((found_a, only_a), (found_b, only_b))]
-    same = all(x == y for x, y in facts.values()) and not (kinds or rows or alone[0] or alone[1])
-    return {
-        "same": same, "models": [a.model, b.model], **facts, "transfers": kinds, "operations": rows,
-        "only_in_first": alone[0], "only_in_second": alone[1], "matched": len(pairs),
-    }  # fmt: skip
-
-
-def match(a: Sequence[Op], b: Sequence[Op]) -> tuple[list[tuple[int, int]], list[int], list[int]]:
-    """(pairs, left over in a, left over in b): operations that write a tensor of the same name, else that came from exactly
-    the same ONNX nodes, else that share one."""
-    pairs: list[tuple[int, int]] = []
-    left = dict(enumerate(b))
-    rest = dict(enumerate(a))
-    for key in KEYS:
-        by_key: dict[object, list[int]] = {}
-        for j, op in left.items():
-            for k in key(op):
-                by_key.setdefault(k, []).append(j)
-        for i, op in list(rest.items()):
-            counterpart = next((j for k in key(op) for j in by_key.get(k, ()) if j in left), None)
-            if counterpart is not None:
-                pairs.append((i, counterpart))
-                del left[counterpart], rest[i]
-    return sorted(pairs), list(rest), list(left)
-
-
-def _row(a: Document, b: Document) -> Document | None:
-    keys = ("split", "block", "seconds", "transfer_seconds")
-    if all(a[k] == b[k] for k in keys):
-        return None
-    nodes = list(dict.fromkeys((*a["nodes"], *b["nodes"])))
-    return {"name": a["outs"][0], "alike": a["alike"], "part": a["part"], "nodes": nodes, **{k: [a[k], b[k]] for k in keys}}
-
-
-def _total(row: Document, which: int) -> float:
-    return row["seconds"][which] + row["transfer_seconds"][which]
-
-
-def _mesh(build: Build) -> str:
-    return ", ".join(f"{a.name}={a.size}" for a in build.plan.mesh) + f" ({build.topology['name']})"
-
-
-def _kinds(a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any]]) -> list[Document]:
-    first, second = ({r["kind"]: r for r in rows} for rows in (a, b))
-    none = {"count": 0, "bytes": 0}
-    out: list[Document] = []
-    for kind in dict.fromkeys((*first, *second)):
-        x, y = first.get(kind, none), second.get(kind, none)
-        if (x["count"], x["bytes"]) != (y["count"], y["bytes"]):
-            out.append({"kind": kind, "count": [x["count"], y["count"]], "bytes": [x["bytes"], y["bytes"]]})
-    return out
-
-
-def diff_text(comparison: Document) -> str:
-    """A comparison as a person reads it."""
-    return "\n".join(_lines(comparison)) + "\n"
-
-
-def _lines(d: Document) -> Iterator[str]:
-    if d["same"]:
-        yield f"the same plan: {d['matched']} operations, none differs"
-        return
-    yield f"{'':<14} first → second"
-    for key, name, unit in (
-        ("objective_s", "objective", duration), ("simulated_s", "simulated", duration),
-        ("peak_bytes", "peak memory", human), ("host_load_bytes", "host loads", human),
-    ):  # fmt: skip
-        x, y = d[key]
-        yield f"{name:<14} {unit(x)} → {unit(y)}{f' ({y / x - 1:+.2%})' if x and x != y else ''}"
-    if d["mesh"][0] != d["mesh"][1]:
-        yield from _row_text("mesh", *d["mesh"])
-    if d["moves"][0] != d["moves"][1]:
-        yield from _row_text("moves", *("; ".join(moves_text(m)) or "none" for m in d["moves"]))
-    if d["requests"][0] != d["requests"][1]:
-        yield from _row_text("requests", *(", ".join(str(i) for v in r.values() for i in v) or "none" for r in d["requests"]))
-    for r in d["transfers"]:
-        (m, n), (x, y) = r["count"], r["bytes"]
-        yield f"{r['kind']:<14} {m} times, {human(x)} → {n} times, {human(y)}"
-    groups = list(together(d["operations"], lambda r: (r["alike"], str(r["split"]), str(r["block"]))).values())
-    groups.sort(key=lambda rows: -abs(sum(_total(r, 1) - _total(r, 0) for r in rows)))
-    yield f"operations: {d['matched']} in both, {len(d['operations'])} of them differ"
-    for rows in groups[:SHOWN]:
-        yield from _operations_of_build_diff(rows)
-    if len(groups) > SHOWN:
-        yield f"  … and {sum(map(len, groups[SHOWN:]))} more (--json has all)"
-    for which in ("first", "second"):
-        names = d[f"only_in_{which}"]
-        if names:
-            yield from wrapped(f"only in the {which}: {listed(names)}")
-
-
-def _row_text(name: str, first: str, second: str) -> list[str]:
-    return wrapped(f"{name:<14} {first} → {second}", " " * 15)
-
-
-def _operations_of_build_diff(rows: Sequence[Document]) -> Iterator[str]:
-    """Counterparts that differ in the same way, once; seconds are of all of them."""
-    one, times = rows[0], f" ×{len(rows)}" if len(rows) > 1 else ""
-    (s, t), (b, c) = one["split"], one["block"]
-    own, fetched = ([sum(r[k][n] for r in rows) for n in (0, 1)] for k in ("seconds", "transfer_seconds"))
-    nodes = f" (from {', '.join(one['nodes'])})" if one["nodes"] and not times and not one["part"] else ""
-    yield from wrapped(f"  {one['alike']}{times}{nodes}: {signed(own[1] + fetched[1] - own[0] - fetched[0])}")
-    if s != t or b != c:
-        yield from wrapped(f"    split {s} block {shape_text(tuple(b))} → {t} block {shape_text(tuple(c))}", " " * 6)
-    kernels, fetching = (" → ".join(map(duration, x)) for x in (own, fetched))
-    yield f"    kernels {kernels}, fetching and merging {fetching}"

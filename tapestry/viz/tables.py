@@ -18,7 +18,8 @@ from tapestry.interop.tile_patterns import SUPPRESSED, Tiling
 from tapestry.ir.kernel import cut
 from tapestry.plan.solver.pairs import PROVED
 from tapestry.verify.rewriting.proofs import shown_text
-from tapestry.viz.format import beside_one_device, count, duration, figures_text, human, listed, moves_text, together, wrapped
+from tapestry.viz.format import count, duration, figures_text, human, listed, moves_text, together, wrapped
+from tapestry.viz.summary import beside_one_device
 
 
 def compiled(report: Mapping[str, Any]) -> RenderableType:

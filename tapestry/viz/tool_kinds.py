@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from tapestry.build.store import Build
     from tapestry.interop.tile_patterns import Tiling
     from tapestry.ir.plan import Strategy
+    from tapestry.plan.layout_constraints import Language
     from tapestry.plan.search.priced_plan import PricedPlan
-    from tapestry.plan.strategy import Language
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

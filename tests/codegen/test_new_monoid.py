@@ -9,14 +9,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tapestry.codegen.torch_cpu.base import closures
+from tapestry.codegen.torch_cpu.base import state_merges
 from tapestry.codegen.torch_cpu.torch_ops import layers
 from tapestry.codegen.triton.emit.source import generate
+from tapestry.ir.exponential import Exponential, exponential
 from tapestry.ir.expr import Expr, call
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.kernel import Kernel, whole
 from tapestry.ir.monoid import MONOIDS, Action, Monoid, State, number, product, rebased, register, rescale
-from tapestry.ir.recognise import Exponential, exponential
 from tapestry.ir.syntax.parser import parse
 from tapestry.rewrites.core.rule_check import random_feeds
 from tapestry.verify import interp
@@ -85,7 +85,7 @@ def test_structure_is_seen(ours: str) -> None:
     centre, _, _, rate = OURS[ours]
     assert exponential(f"{ours}_values") == Exponential(centre, pytest.approx(rate), 2)
     assert exponential(ours, sums=1) and not exponential(ours, sums=2)
-    assert closures.dense(ours)
+    assert state_merges.dense(ours)
 
 
 def test_what_is_no_exponential_weight_is_none() -> None:

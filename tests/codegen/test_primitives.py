@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from tapestry.codegen.torch_cpu.base import closures, scalars
+from tapestry.codegen.torch_cpu.base import scalars, state_merges
 from tapestry.codegen.torch_cpu.c import print_c
 from tapestry.codegen.triton.task import primitives
 from tapestry.ir.expr import PRIMITIVES, Arg, call
@@ -43,4 +43,4 @@ def test_arguments_change_places_where_the_list_says_so() -> None:
 
 
 def test_a_dense_operator_may_reorder_so_it_needs_a_commutative_monoid() -> None:
-    assert {n for n in MONOIDS if closures.dense(n)} == {n for n, m in MONOIDS.items() if m.commutative}
+    assert {n for n in MONOIDS if state_merges.dense(n)} == {n for n, m in MONOIDS.items() if m.commutative}

@@ -9,7 +9,7 @@ import msgspec
 
 from tapestry.build.store import PlanData
 from tapestry.ir.syntax.ir_document import GraphData
-from tapestry.verify.rewriting.rewrite_log import HistoryData
+from tapestry.verify.rewriting.history import HistoryData
 from tests.support.paths import ROOT
 
 SCHEMAS: dict[str, tuple[type, str]] = {

@@ -19,7 +19,7 @@ from tapestry.ir.syntax.ir_document import from_document, to_document
 from tapestry.ir.syntax.parser import parse
 from tapestry.ir.syntax.printer import op_text, to_text
 from tapestry.verify import certificate
-from tapestry.verify.rewriting import rewrite_log
+from tapestry.verify.rewriting import history, rewrite_log
 from tests.docs.schemas import SCHEMAS, file_of, schema
 from tests.support.command_line import document, run
 from tests.support.paths import ROOT
@@ -42,7 +42,7 @@ def documents(name: str) -> dict[str, Any]:
     graph = store.read(built(name))[0].plan.graph
     log = rewrite_log.read((built(name) / store.REWRITES).read_bytes(), name)
     plan = json.loads((built(name) / "plan.json").read_text())
-    found = {"plan": plan, "ir": to_document(graph), "history": rewrite_log.to_document(log, graph)}
+    found = {"plan": plan, "ir": to_document(graph), "history": history.to_document(log, graph)}
     return json.loads(json.dumps(found))
 
 
@@ -199,5 +199,5 @@ def test_a_wrong_history_is_refused(edit: Any, pointer: str):
     assert len(found["steps"]) > 1 and " + " in found["begin"] and " + " in found["steps"][1]["after"]
     edit(found)
     with pytest.raises(TapestryError) as e:
-        rewrite_log.from_document(json.dumps(found).encode(), "h.json")
+        history.from_document(json.dumps(found).encode(), "h.json")
     assert e.value.pointer == pointer

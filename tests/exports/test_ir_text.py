@@ -12,7 +12,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 import tapestry
 from tapestry.errors import TapestryError
-from tapestry.tools.exports import onnx_files
+from tapestry.tools.exports import ir_text
 from tests.support.command_line import document, run
 from tests.support.small_models import f32
 
@@ -93,5 +93,5 @@ def test_a_build_whose_weights_lead_elsewhere_copies_nothing(tmp_path: Path) -> 
         moved = {t: replace(w, file=location) if w.file else w for t, w in given.plan.graph.weights.items()}
         forged = replace(given, plan=replace(given.plan, graph=replace(given.plan.graph, weights=moved)))
         with pytest.raises(TapestryError, match="cannot read external data"):
-            onnx_files.export_ir(forged, b"\0" * 4096, tmp_path / "far" / "in" / "g.tap", copy=True)
+            ir_text.export_ir(forged, b"\0" * 4096, tmp_path / "far" / "in" / "g.tap", copy=True)
         assert not [p for p in (tmp_path / "far").rglob("*") if p.is_file()], location

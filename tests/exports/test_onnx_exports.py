@@ -17,7 +17,7 @@ from tapestry import cli
 from tapestry.ir.program import Reduce, Transfer, transfer_bytes
 from tapestry.onnx_eval.ort_session import ort_session
 from tapestry.plan.lower import lower
-from tapestry.tools.exports import onnx_files, rank_onnx
+from tapestry.tools.exports import fused_onnx, rank_onnx
 from tapestry.tools.exports.onnx_nodes import Nodes, NotExpressible, Value
 from tests.support.programs import rank_files
 from tests.support.small_models import MODELS, N, T, assert_same, f32, i64, mesh_of, net, random_plan, save
@@ -39,7 +39,7 @@ def constants(c) -> bytes:
 @pytest.mark.parametrize("name", NAMES)
 def test_onnxruntime_runs_the_fused_graph(name, tmp_path):
     c = compiled(name)
-    done = onnx_files.export_fused(c.build, constants(c), tmp_path / "fused.onnx")
+    done = fused_onnx.export_fused(c.build, constants(c), tmp_path / "fused.onnx")
     feeds = c.random_feeds(0)
     session = ort_session(tmp_path / "fused.onnx")
     assert {i.name for i in session.get_inputs()} <= set(feeds) and done["operations"] == len(c.build.plan.graph.ops)
@@ -86,7 +86,7 @@ def test_what_costs_more_is_refused_unless_it_is_asked_for(tmp_path):
 def test_what_onnx_has_no_operator_for_is_refused(tmp_path):
     c = compiled("noise")
     with pytest.raises(NotExpressible, match=r"operation 'normal'.*\n.*because: ONNX has no operator for 'philox'"):
-        onnx_files.export_fused(c.build, constants(c), tmp_path / "fused.onnx")
+        fused_onnx.export_fused(c.build, constants(c), tmp_path / "fused.onnx")
     assert not list(tmp_path.iterdir())
 
 
@@ -183,7 +183,7 @@ def test_ranks_merge_light_counts_and_truths(tmp_path):
     path.write_text(ODD)
     c = tapestry.compile(path, mesh="1")
     feeds = c.random_feeds(0)
-    onnx_files.export_fused(c.build, b"", tmp_path / "fused.onnx")
+    fused_onnx.export_fused(c.build, b"", tmp_path / "fused.onnx")
     session = ort_session(tmp_path / "fused.onnx")
     names = [o.name for o in session.get_outputs()]
     assert_same(dict(zip(names, session.run(None, feeds), strict=True)), c.run(feeds), c.build.plan.graph)

@@ -13,7 +13,8 @@ from tapestry.ir.graph import Graph
 from tapestry.ir.plan import Arrival, Layout, Mesh, MeshAxis, Plan, Stage, Strategy, device_count
 from tapestry.plan.strategy import strategies, tensor_boxes
 from tapestry.rewrites import RULES
-from tapestry.rewrites.core.driver import apply_moves, simplify
+from tapestry.rewrites.core.applied import apply_moves
+from tapestry.rewrites.core.driver import simplify
 from tapestry.rewrites.core.rule import Move, Sized, parse_move
 from tests.fuzz import awkward
 

@@ -24,13 +24,13 @@ from tapestry.ir.plan import MeshAxis, Plan
 from tapestry.ir.program import Program, Reduce, Transfer, peak_bytes, transfer_bytes
 from tapestry.ir.syntax.parser import parse
 from tapestry.lift import Lifted, lift, read_weight
+from tapestry.plan.layout_constraints import LayoutConstraints
 from tapestry.plan.pipelines.staged_plan import lower_plan
 from tapestry.plan.search.planner import search
-from tapestry.plan.strategy import LayoutConstraints
 from tapestry.plan.topology import topology
 from tapestry.rewrites.core.driver import simplify
-from tapestry.runtime.executor import paths
 from tapestry.runtime.one_process.logical_devices import LocalExecutor
+from tapestry.runtime.outputs import paths
 from tapestry.runtime.target_protocol import Measured, Target
 from tapestry.verify import certificate
 from tests.fuzz import awkward

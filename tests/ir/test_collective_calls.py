@@ -9,29 +9,24 @@ from math import prod
 import numpy as np
 import pytest
 
-from tapestry.ir.expr import Arg, Const
-from tapestry.ir.graph import Block, Dim, Opaque, Read
-from tapestry.ir.index import dim
-from tapestry.ir.monoid import MONOIDS
-from tapestry.ir.program import (
+from tapestry.ir.collective_calls import (
     ALL_GATHER,
     CALLS,
     EXCHANGE,
     REDUCE_SCATTER,
-    Buffer,
     Call,
-    Message,
-    Program,
-    Reduce,
-    Transfer,
     carrier,
     merge_calls,
     merge_phases,
     on_backend,
     reduce_op,
-    transfer_bytes,
     transfer_call,
 )
+from tapestry.ir.expr import Arg, Const
+from tapestry.ir.graph import Block, Dim, Opaque, Read
+from tapestry.ir.index import dim
+from tapestry.ir.monoid import MONOIDS
+from tapestry.ir.program import Buffer, Message, Program, Reduce, Transfer, transfer_bytes
 from tapestry.ir.types import FLOATS, numpy_dtype
 from tapestry.plan.lower import exchange
 from tapestry.plan.strategy import tensor_boxes

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from tapestry.ir.graph import Dim, Graph
 from tapestry.ir.program import Buffer
-from tapestry.ir.symbolic_plan import Formula, flat, rebuilt
+from tapestry.ir.size_formula import Formula
+from tapestry.ir.symbolic_plan import flat, rebuilt
 from tests.support.small_models import case
 
 plain = st.integers(-9, 9) | st.booleans() | st.text(max_size=2) | st.floats(allow_nan=False) | st.none()

@@ -10,7 +10,7 @@ from onnx import TensorProto as T
 import tapestry
 from tapestry.errors import TapestryError
 from tapestry.ir.graph import Block
-from tapestry.lift.onnx_to_graph import measured
+from tapestry.lift.accumulation import measured
 from tapestry.verify.interp import run as evaluated
 from tests.support.small_models import N, net
 

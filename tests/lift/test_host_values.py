@@ -19,9 +19,9 @@ from tapestry.ir.program import Message, Transfer
 from tapestry.ir.syntax.parser import parse
 from tapestry.ir.syntax.printer import to_text
 from tapestry.lift import read_weight
-from tapestry.runtime import executor
-from tapestry.runtime.processes import distributed
-from tapestry.verify import certificate, interp
+from tapestry.runtime import outputs
+from tapestry.runtime.processes import host_values
+from tapestry.verify import certificate, model_outputs
 from tapestry.verify.interp import run
 from tests.support.command_line import document
 from tests.support.command_line import run as command
@@ -254,13 +254,16 @@ def test_sequences_of_maps_are_outputs_like_others(tmp_path, keys):
     names = list(*keys.values())
     assert [set(m) for m in found["maps"]] == [set(names)] * 4
     assert np.allclose([[float(m[k]) for k in names] for m in found["maps"]], found["p"])
-    again = distributed.decode(distributed.encode(found["maps"]))
-    assert [list(m) for m in again] == [list(m) for m in found["maps"]] and interp.compare_outputs(again, found["maps"]).passed
+    again = host_values.decode(host_values.encode(found["maps"]))
+    assert [list(m) for m in again] == [list(m) for m in found["maps"]] and model_outputs.compare_outputs(
+        again, found["maps"]
+    ).passed
     wrong = [dict(zip(m, reversed(m.values()), strict=True)) for m in found["maps"]]
     assert (
-        not interp.compare_outputs(wrong, found["maps"]).passed and not interp.compare_outputs([{}] * 4, found["maps"]).passed
+        not model_outputs.compare_outputs(wrong, found["maps"]).passed
+        and not model_outputs.compare_outputs([{}] * 4, found["maps"]).passed
     )
-    written = executor.write_outputs(tmp_path / "out", {"maps": found["maps"]})
+    written = outputs.write_outputs(tmp_path / "out", {"maps": found["maps"]})
     assert [p.name for p in written[:2]] == ["maps.0.keys.npy", "maps.0.values.npy"] and len(written) == 8
     assert dict(zip(np.load(written[0]).tolist(), np.load(written[1]).tolist(), strict=True)) == dict(
         zip(names, found["p"][0].tolist(), strict=True)

@@ -11,7 +11,7 @@ from tapestry.ir.expr import Arg
 from tapestry.ir.graph import Block
 from tapestry.ir.index import Aff
 from tapestry.ir.syntax.printer import op_text, to_text
-from tapestry.lift.builder import fit
+from tapestry.lift.affine_values import fit
 from tapestry.lift.operators.shape import regroup
 from tests.support.lifting import agree, build, data, evaluate, lift_model, node, space
 

@@ -96,7 +96,7 @@ def test_uniform(tmp_path):
 
 def test_normal(tmp_path):
     """Box-Muller from our own logarithm and cosine, against numpy's on the same words."""
-    from tapestry.ir.expr import philox
+    from tapestry.ir.philox import philox
 
     lifted = lift_model(build([helper.make_node("RandomNormal", [], ["y"], shape=[120, 90], name="z")], {}, ["y"]), tmp_path)
     y = evaluate(lifted, {})["y"].reshape(-1)

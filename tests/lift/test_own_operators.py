@@ -12,8 +12,8 @@ from onnx import TensorProto, helper, save
 
 import tapestry
 from tapestry.errors import ModelError, TapestryError
-from tapestry.lift import builder, own_operators
-from tapestry.onnx_eval import reference_fixes
+from tapestry.lift import own_operators, registry
+from tapestry.onnx_eval import own_nodes
 from tests.support.command_line import document, run
 from tests.support.paths import ROOT
 
@@ -46,7 +46,7 @@ output top, low
 def forgotten() -> Iterator[None]:
     """What a test defines is gone after it, as in another process."""
     yield
-    for table in (own_operators.OWN, builder.LIFTERS, reference_fixes.EVALUATORS):
+    for table in (own_operators.OWN, registry.LIFTERS, own_nodes.EVALUATORS):
         for key in [k for k in table if k[0] == "com.acme"]:
             del table[key]
 
@@ -179,7 +179,7 @@ def test_the_command_line(mlp: Path, operators: Path, tmp_path: Path) -> None:
     assert status == 2 and "unknown operator domain" in said and "--ops FILE" in said
     assert run("compile", mlp, "-o", out, "--devices", "2", "--ops", operators, "-q")[0] == 0
     own_operators.OWN.clear()
-    reference_fixes.EVALUATORS.clear()
+    own_nodes.EVALUATORS.clear()
     assert run("run", out, "--check")[0] == 2  # nothing says what the nodes are
     assert document("verify", out, "--ops", operators)["laws"]["model"] > 0
     checked = document("run", out, "--check", "--ops", operators)

@@ -15,7 +15,7 @@ from onnx import TensorProto as T
 import tapestry
 from tapestry.errors import ModelError
 from tapestry.ir.graph import Opaque
-from tapestry.onnx_eval import opaque_node, ort_session, reference_fixes
+from tapestry.onnx_eval import opaque_node, ort_session, reference_evaluator
 from tapestry.onnx_eval.opaque_node import Asked
 from tests.support.small_models import N, net
 
@@ -153,10 +153,10 @@ def test_a_result_whose_type_no_input_says_has_its_operators(dtype):
     def computed(arrays):
         return [a.astype(arrays[0].dtype) for a in (np.ones(3), np.ones(2))]
 
-    assert [r.dtype for r in reference_fixes.once("LinearAttention", 27, [x, x, x], computed)] == [short, short]
+    assert [r.dtype for r in reference_evaluator.once("LinearAttention", 27, [x, x, x], computed)] == [short, short]
 
     def normalised(arrays):
         return [arrays[0], np.ones(3, np.float32), np.ones(3, np.float32)]
 
-    found = reference_fixes.once("LayerNormalization", 17, [x, x[0, 0]], normalised)
+    found = reference_evaluator.once("LayerNormalization", 17, [x, x[0, 0]], normalised)
     assert [r.dtype for r in found] == [short, np.float32, np.float32]

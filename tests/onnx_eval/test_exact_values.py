@@ -9,7 +9,7 @@ import pytest
 
 import tapestry
 from tapestry import api
-from tapestry.verify import interp
+from tapestry.verify import model_outputs
 
 F = onnx.TensorProto.FLOAT
 
@@ -40,15 +40,15 @@ def test_a_wrong_result_does_not(wrong, tmp_path):
     outs = compiled.run(feeds)
     s = feeds["x"].astype(np.float64) @ np.random.default_rng(1).standard_normal((16, 16)).astype(np.float32) - 16
     exact = (1 / (1 + np.exp(-s))).astype(np.float32)
-    apart = interp.compare_outputs(api.compared(compiled, feeds, outs, check=True) and outs["y"], exact).rel_err
+    apart = model_outputs.compare_outputs(api.compared(compiled, feeds, outs, check=True) and outs["y"], exact).rel_err
     assert apart < 1e-4
-    theirs = interp.compare_outputs(interp.reference(Path(compiled.build.model), feeds)[1]["y"], exact).rel_err
+    theirs = model_outputs.compare_outputs(model_outputs.reference(Path(compiled.build.model), feeds)[1]["y"], exact).rel_err
     found = api.compared(compiled, feeds, {"y": outs["y"] * np.float32(wrong)}, check=True)["passed"]
     assert found == (abs(wrong - 1) <= min(4 * theirs, 2e-2))
 
 
 def test_without_exact_values_only_rounding_is_allowed(monkeypatch, tmp_path):
-    monkeypatch.setattr(interp, "SECONDS", -1.0)  # over at once
+    monkeypatch.setattr(model_outputs, "SECONDS", -1.0)  # over at once
     compiled = tapestry.compile(_model(tmp_path, "Sigmoid", -16.0), mesh="2", topology="cpu")
     feeds = compiled.random_feeds()
     outs = {"y": compiled.run(feeds)["y"] * np.float32(1.001)}
@@ -62,5 +62,5 @@ def test_without_exact_values_only_rounding_is_allowed(monkeypatch, tmp_path):
 ])  # fmt: skip
 def test_how_near_is_near(ours, theirs, passes):
     exact = np.linspace(1, 2, 8)
-    passed, _ = interp.settle((exact * ours).astype(np.float32), (exact * theirs).astype(np.float32), exact, 0.0)
+    passed, _ = model_outputs.settle((exact * ours).astype(np.float32), (exact * theirs).astype(np.float32), exact, 0.0)
     assert passed == passes

@@ -11,7 +11,7 @@ from onnx import TensorProto as T
 
 import tapestry
 from tapestry.errors import LawError
-from tapestry.onnx_eval.reference_fixes import once, reference_evaluator
+from tapestry.onnx_eval.reference_evaluator import once, reference_evaluator
 from tapestry.verify.model.model_values import ReferenceValues
 from tests.support.small_models import N, net
 

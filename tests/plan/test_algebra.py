@@ -12,8 +12,8 @@ from tapestry.ir.graph import changes
 from tapestry.ir.syntax.parser import parse
 from tapestry.ir.syntax.printer import to_text
 from tapestry.pipeline import Options, compile_model
+from tapestry.plan.algebra import Book
 from tapestry.plan.solver.budget import Meter
-from tapestry.plan.structural_search import Book
 from tapestry.plan.topology import parse_mesh, topology
 from tapestry.rewrites.core.driver import apply_legal, replay, simplify
 from tapestry.rewrites.core.rule import BOOK, parse_move, rule_table

@@ -16,9 +16,10 @@ from onnx import TensorProto as T
 import tapestry
 from examples import light
 from tapestry.errors import LawError, TapestryError
+from tapestry.ir.canonical_parts import PARTS, blocks, canonical, free, may_cut
 from tapestry.ir.graph import Split
 from tapestry.ir.kernel import cut
-from tapestry.ir.plan import PARTS, MeshAxis, Plan, blocks, canonical, free, may_cut
+from tapestry.ir.plan import MeshAxis, Plan
 from tapestry.ir.program import Launch
 from tapestry.ir.syntax.parser import parse
 from tapestry.verify import certificate

@@ -19,21 +19,23 @@ from tapestry.ir.program import Free, Load, alive_bytes
 from tapestry.ir.syntax.parser import parse
 from tapestry.plan import lower as lowering
 from tapestry.plan import strategy
-from tapestry.plan.cost.compute import least_cells, least_seconds
+from tapestry.plan.cost.floor import least_cells, least_seconds
+from tapestry.plan.least_memory import lacking
 from tapestry.plan.lower import lower
-from tapestry.plan.memory import Fitted, fit, lacking, moves
+from tapestry.plan.memory_fit import Fitted, fit
+from tapestry.plan.peaks import moves
 from tapestry.plan.search.planner import search, spatial
-from tapestry.plan.search.priced_plan import TooBig, fewest
+from tapestry.plan.search.priced_plan import TooBig
 from tapestry.plan.search.problem import build, load_seconds
+from tapestry.plan.search.streamed_weights import fewest
 from tapestry.plan.simulate import simulate
 from tapestry.plan.solver.budget import Budget
 from tapestry.plan.topology import topology
-from tapestry.rewrites import RULES
-from tapestry.rewrites import split as splitting
-from tapestry.rewrites.core.driver import apply_moves
+from tapestry.rewrites import RULES, split_time
+from tapestry.rewrites.core.applied import apply_moves
 from tapestry.rewrites.core.rule import Move
-from tapestry.rewrites.split import time_move
-from tapestry.rewrites.tiled_region import batch_move
+from tapestry.rewrites.micro_batch import batch_move
+from tapestry.rewrites.split_time import time_move
 from tapestry.saved_build import verify_build
 from tapestry.verify import certificate, interp
 from tests.support.command_line import document, run
@@ -408,13 +410,13 @@ def test_lowering_many_parts_compares_few_footprints(monkeypatch) -> None:
 
 def test_no_regions_are_looked_at_when_the_time_is_up(monkeypatch) -> None:
     graph, topo = parse(SKIP), topology(mesh_of("1"), memory=4000)
-    plan, asked, region = spatial(build(graph, topo, {}, {}, {}), Budget.of(1.0)), [0], splitting.region
+    plan, asked, region = spatial(build(graph, topo, {}, {}, {}), Budget.of(1.0)), [0], split_time.region
 
     def count(*args):
         asked[0] += 1
         return region(*args)
 
-    monkeypatch.setattr(splitting, "region", count)
+    monkeypatch.setattr(split_time, "region", count)
     moves(graph, plan, topo, 5, Budget.of(0.0))
     assert asked == [0]
     moves(graph, plan, topo, 5, Budget.of(math.inf))

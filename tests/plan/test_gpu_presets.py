@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 import tapestry
-from tapestry.codegen.triton.task.primitives import CHIPS
+from tapestry.codegen.triton.task.chips import CHIPS
 from tapestry.errors import TapestryError
 from tapestry.plan.topology import from_data, parse_mesh, to_data, topology
-from tapestry.plan.topology.topology_files import CHIP_OF, GPUS, GiB
+from tapestry.plan.topology.presets import CHIP_OF, GPUS, GiB
 from tests.support.paths import ROOT
 
 ONE = parse_mesh("1")

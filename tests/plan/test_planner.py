@@ -19,7 +19,7 @@ from tapestry.ir.syntax.parser import parse
 from tapestry.ir.syntax.printer import to_text
 from tapestry.plan.lower import lower
 from tapestry.plan.requests import parse_layouts, parse_pins
-from tapestry.plan.search import priced_plan as memory_limit
+from tapestry.plan.search import memory_limit as memory_limit_module
 from tapestry.plan.search import problem
 from tapestry.plan.search.planner import search
 from tapestry.plan.search.priced_plan import PricedPlan, priced_plan
@@ -190,10 +190,10 @@ def test_the_memory_demands_never_overestimate(name):
     """At no operation: of the program that any choice is lowered to, transfers and all."""
     graph, topo = GRAPHS[name](), topology(parse_mesh("2"))
     p = problem.build(graph, topo, {}, {}, {})
-    room = memory_limit.Room(p, surely=True)
+    room = memory_limit_module.Room(p, surely=True)
     for choice in itertools.product(*(range(n) for n in p.sizes)):
         plan = priced_plan(p, choice, 0.0)
-        need = memory_limit.needed_bytes(plan.program, topo, len(graph.ops))
+        need = memory_limit_module.needed_bytes(plan.program, topo, len(graph.ops))
         assert max(need) == max(peak_bytes(plan.program)[0])
         assert (room.estimate(choice) <= need).all()
         assert room.least() <= max(need)

@@ -12,21 +12,21 @@ import onnx
 import pytest
 from onnx import TensorProto as T
 
-from tapestry.codegen.triton.kernel_config import roofline, work_of
-from tapestry.codegen.triton.task.descriptors import kernel_form
-from tapestry.codegen.triton.task.primitives import PRECISIONS, chip_of
+from tapestry.codegen.triton.kernel_work import roofline, work_of
+from tapestry.codegen.triton.task.chips import PRECISIONS, chip_of
+from tapestry.codegen.triton.task.kernel_choice import kernel_form
 from tapestry.codegen.triton.task.tiles import on_chip
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.plan import Plan, Strategy
 from tapestry.ir.program import Launch
 from tapestry.lift import lift
 from tapestry.plan.cost import compute
-from tapestry.plan.cost.compute import kernel_class
+from tapestry.plan.cost.kernel_class import kernel_class
 from tapestry.plan.lower import lower
 from tapestry.plan.strategy import footprints, op_boxes
 from tapestry.plan.topology import PRESETS, parse_mesh, topology
-from tapestry.plan.topology.fabric import KernelRates
-from tapestry.plan.topology.topology_files import CHIP_OF
+from tapestry.plan.topology.measured_costs import KernelRates
+from tapestry.plan.topology.presets import CHIP_OF
 from tapestry.rewrites.core.driver import simplify
 from tapestry.runtime.executor import kernel_of
 from tests.support.small_models import FOLDER, MODELS, N, i64, net, save

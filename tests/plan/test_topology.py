@@ -13,10 +13,10 @@ import tapestry
 from tapestry.errors import TapestryError
 from tapestry.ir.program import Reduce
 from tapestry.plan.cost import transfer
-from tapestry.plan.cost.transfer import merge, reductions
+from tapestry.plan.cost.collective import merge, reductions
 from tapestry.plan.strategy import tensor_boxes
 from tapestry.plan.topology import PRESETS, fabrics, from_data, parse_mesh, to_data, topology
-from tapestry.plan.topology.fabric import routes
+from tapestry.plan.topology.routing import routes
 from tapestry.viz import explain
 from tests.support.instance_maps import MAPS
 from tests.support.paths import ROOT

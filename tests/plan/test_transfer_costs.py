@@ -11,12 +11,14 @@ from math import ceil, log2, prod
 import numpy as np
 import pytest
 
-from tapestry.ir.program import Buffer, Program, Transfer, transfer_call
+from tapestry.ir.collective_calls import transfer_call
+from tapestry.ir.program import Buffer, Program, Transfer
 from tapestry.plan.cost import transfer
 from tapestry.plan.lower import exchange
 from tapestry.plan.strategy import tensor_boxes
 from tapestry.plan.topology import PRESETS, fabrics, parse_mesh, topology
-from tapestry.plan.topology.fabric import CallTimes, routes
+from tapestry.plan.topology.measured_costs import CallTimes
+from tapestry.plan.topology.routing import routes
 
 LEVELS = {
     "device": {"memory": "16GiB", "bandwidth": 1e10, "flops": {"f32": 1e11}},

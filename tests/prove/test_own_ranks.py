@@ -11,7 +11,7 @@ from onnx import helper, numpy_helper, parser
 
 import tapestry
 from tapestry.tools.exports import rank_onnx
-from tapestry.tools.prove.proof import PROVED, REFUTED, UNDECIDED, Verdict, prove
+from tapestry.tools.prove.verdict import PROVED, REFUTED, UNDECIDED, Verdict, prove
 
 HEAD = '<ir_version: 9, opset_import: ["" : 18]>\n'
 LOOKED_UP = """g (int64[4, 6] ids) => (float[4, 6, 8] y) {

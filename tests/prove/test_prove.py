@@ -13,8 +13,9 @@ from onnx import helper, numpy_helper
 
 from tapestry.cli.entry import main
 from tapestry.tools.prove.collectives import Collective
-from tapestry.tools.prove.proof import PROVED, REFUTED, UNDECIDED, collective, prove
 from tapestry.tools.prove.values import Domain, join_all
+from tapestry.tools.prove.verdict import PROVED, REFUTED, UNDECIDED, prove
+from tapestry.tools.prove.witness import collective
 from tests.support.halo_nets import FAULTS, Layer
 from tests.support.halo_nets import write as write_halos
 from tests.support.parallel_nets import Sizes, Style, write

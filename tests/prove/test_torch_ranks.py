@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu, scaled_dot_product_attention
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from tapestry.doors import torch_export
-from tapestry.tools.prove.proof import PROVED, REFUTED, Verdict, prove
+from tapestry.doors import torch_export, torch_ranks
+from tapestry.tools.prove.verdict import PROVED, REFUTED, Verdict, prove
 
 RANKS, WIDTH, HEADS = 2, 8, 4
 After = Callable[[Tensor], Tensor]
@@ -69,7 +69,7 @@ def decided(folder: Path, before: After, after: After, rows: int = 6, columns: i
         dist.init_process_group("fake", rank=rank, world_size=RANKS, store=FakeStore())
         try:
             program = torch_export.exported(Block(rank, RANKS, before, after), (torch.zeros(rows, columns),))
-            torch_export.write_rank(program, folder / "ranks" / f"rank{rank}.onnx")
+            torch_ranks.write_rank(program, folder / "ranks" / f"rank{rank}.onnx")
         finally:
             dist.destroy_process_group()
     return prove(folder / "model" / "model.onnx", [folder / "ranks"])

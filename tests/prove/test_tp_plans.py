@@ -12,7 +12,7 @@ from onnx import helper, numpy_helper
 
 from tapestry.cli.entry import main
 from tapestry.errors import ModelError
-from tapestry.tools.prove.proof import PROVED, REFUTED, Verdict, prove
+from tapestry.tools.prove.verdict import PROVED, REFUTED, Verdict, prove
 from tests.support.parallel_nets import Sizes, Style, write
 
 SIZES = Sizes(batch=2, sequence=4, width=16, inner=16, layers=2, vocabulary=8)

@@ -6,14 +6,16 @@ from tapestry.errors import TapestryError
 from tapestry.ir.graph import Graph
 from tapestry.ir.syntax.parser import parse
 from tapestry.ir.syntax.printer import to_text
+from tapestry.plan.algebra import Book
 from tapestry.plan.solver.budget import Meter
-from tapestry.plan.structural_search import Book
 from tapestry.plan.topology import parse_mesh, topology
 from tapestry.rewrites import RULES
-from tapestry.rewrites.core.driver import Cones, rules_of, simplify
-from tapestry.rewrites.core.rule import MatchRule, Move, Refusal
+from tapestry.rewrites.core.cones import Cones
+from tapestry.rewrites.core.driver import rules_of, simplify
+from tapestry.rewrites.core.matching import MatchRule
+from tapestry.rewrites.core.rule import Move, Refusal
 from tapestry.rewrites.core.rule_check import documented
-from tapestry.rewrites.equations.build import Equation
+from tapestry.rewrites.equations.equation import Equation
 
 EXAMPLES = tuple(r.name for phase in ("algebra", "simplify") for r in rules_of(phase))
 CHAIN = """graph g

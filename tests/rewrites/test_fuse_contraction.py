@@ -16,20 +16,22 @@ import onnx
 import pytest
 from onnx import TensorProto as T
 
+from tapestry.codegen.triton.config_fields import KernelConfig
 from tapestry.codegen.triton.emit.source import generate
-from tapestry.codegen.triton.kernel_config import KernelConfig, candidates, default_config
-from tapestry.codegen.triton.task.descriptors import kernel_form
+from tapestry.codegen.triton.kernel_config import candidates, default_config
+from tapestry.codegen.triton.task.kernel_choice import kernel_form
 from tapestry.errors import TapestryError
 from tapestry.ir import laws
+from tapestry.ir.contraction import folded_roles
 from tapestry.ir.graph import Block, Graph
-from tapestry.ir.recognise import folded_roles
 from tapestry.ir.syntax.parser import parse
 from tapestry.lift import lift, read_weight
-from tapestry.plan.alternatives import Machine, fused
+from tapestry.plan.fusion import Machine, fused
 from tapestry.plan.lower import lower
-from tapestry.plan.topology.topology_files import SOURCES
+from tapestry.plan.topology.presets import SOURCES
 from tapestry.rewrites import RULES
-from tapestry.rewrites.core.driver import apply_moves, simplify
+from tapestry.rewrites.core.applied import apply_moves
+from tapestry.rewrites.core.driver import simplify
 from tapestry.rewrites.core.rule import Move, Refusal
 from tapestry.rewrites.core.rule_check import same
 from tapestry.runtime.feeds import random_feeds

@@ -18,19 +18,20 @@ from onnx import TensorProto as T
 from bench.speed import inductor
 from tapestry.codegen.triton.task.lowered import unavailable
 from tapestry.ir import laws
+from tapestry.ir.contraction import products
 from tapestry.ir.graph import Block, Graph, Guard
 from tapestry.ir.index import const, dim
-from tapestry.ir.recognise import products
 from tapestry.ir.syntax.parser import parse
 from tapestry.lift import lift, read_weight
-from tapestry.plan.alternatives import Machine, fused, seconds
+from tapestry.plan.fusion import Machine, fused, seconds
 from tapestry.plan.lower import lower
-from tapestry.plan.topology.topology_files import SOURCES
+from tapestry.plan.topology.presets import SOURCES
 from tapestry.rewrites import RULES
-from tapestry.rewrites.core.driver import apply_moves, simplify
-from tapestry.rewrites.core.edit import implied, loaded, recomputed, tile_of
+from tapestry.rewrites.core.applied import apply_moves
+from tapestry.rewrites.core.driver import simplify
 from tapestry.rewrites.core.rule import Move, Refusal
 from tapestry.rewrites.core.rule_check import same_dependences, same_values
+from tapestry.rewrites.core.tile_footprint import implied, loaded, recomputed, tile_of
 from tapestry.runtime.feeds import random_feeds
 from tapestry.verify import certificate, interp
 from tests.support.small_models import MODELS as SMALL

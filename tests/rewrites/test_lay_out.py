@@ -12,9 +12,10 @@ from tapestry.errors import TapestryError
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.syntax.parser import parse
 from tapestry.lift import lift, read_weight
-from tapestry.plan.alternatives import Machine, fused
+from tapestry.plan.fusion import Machine, fused
 from tapestry.rewrites import RULES
-from tapestry.rewrites.core.driver import apply_moves, simplify
+from tapestry.rewrites.core.applied import apply_moves
+from tapestry.rewrites.core.driver import simplify
 from tapestry.rewrites.core.rule import Move
 from tapestry.verify import interp
 from tapestry.verify.rewriting.proofs import UNPROVED, prove_step

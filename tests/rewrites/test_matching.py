@@ -12,10 +12,11 @@ from tapestry.ir.graph import Block
 from tapestry.ir.monoid import MONOIDS
 from tapestry.ir.syntax.parser import parse
 from tapestry.ir.syntax.printer import to_text
-from tapestry.rewrites import RULES, stream_softmax
+from tapestry.rewrites import RULES, softmax_pattern
+from tapestry.rewrites.core.constants import constant
 from tapestry.rewrites.core.driver import simplify
-from tapestry.rewrites.core.edit import constant
-from tapestry.rewrites.core.rule import Draft, Match, Move, OpRule, Refusal, refuse
+from tapestry.rewrites.core.matching import Draft, Match, OpRule
+from tapestry.rewrites.core.rule import Move, Refusal, refuse
 from tapestry.rewrites.core.rule_check import random_feeds, same
 
 CHAIN = """graph chain
@@ -147,7 +148,7 @@ def test_softmax_is_streamed_whatever_its_monoids_are_called(monkeypatch: pytest
         monoid = replace(MONOIDS[name], name=f"my_{name}")
         monkeypatch.delitem(MONOIDS, name)
         monkeypatch.setitem(MONOIDS, monoid.name, monoid)
-    assert stream_softmax.weighted_sums(2) == "my_softsum"
+    assert softmax_pattern.weighted_sums(2) == "my_softsum"
     graph = parse(SOFTMAX)
     after = simplify(graph)
     assert [op.monoid for op in after.ops if isinstance(op, Block)] == ["my_softsum"]

@@ -13,14 +13,15 @@ import numpy as np
 import pytest
 
 import tapestry
-from tapestry.codegen.triton.task.descriptors import kernel_form
+from tapestry.codegen.triton.task.kernel_choice import kernel_form
 from tapestry.errors import TapestryError
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.syntax.parser import parse
-from tapestry.plan.alternatives import Machine, fused
-from tapestry.plan.topology.topology_files import SOURCES
+from tapestry.plan.fusion import Machine, fused
+from tapestry.plan.topology.presets import SOURCES
 from tapestry.rewrites import RULES
-from tapestry.rewrites.core.driver import apply_moves, simplify
+from tapestry.rewrites.core.applied import apply_moves
+from tapestry.rewrites.core.driver import simplify
 from tapestry.rewrites.core.rule import Refusal, parse_move
 from tapestry.rewrites.core.rule_check import RuleCase, check_rule, random_feeds, same
 from tests.support.lifting import build, data, lift_model, node

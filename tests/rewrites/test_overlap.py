@@ -24,7 +24,7 @@ from tapestry.plan.search.planner import search
 from tapestry.plan.strategy import Pin
 from tapestry.plan.topology import parse_mesh, topology
 from tapestry.rewrites import RULES
-from tapestry.rewrites.core.driver import apply_moves
+from tapestry.rewrites.core.applied import apply_moves
 from tapestry.rewrites.core.rule import Move, Refusal, parse_move
 from tapestry.rewrites.core.rule_check import RuleCase, check_rule
 from tapestry.verify import certificate, interp

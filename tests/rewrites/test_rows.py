@@ -4,15 +4,15 @@ import numpy as np
 import pytest
 import torch
 
-from tapestry.codegen.torch_cpu.base.contract import regrouped
+from tapestry.codegen.torch_cpu.base.grouped_rows import regrouped
 from tapestry.codegen.torch_cpu.kernels import build
+from tapestry.codegen.triton.config_fields import KernelConfig
 from tapestry.codegen.triton.emit.source import generate
-from tapestry.codegen.triton.kernel_config import KernelConfig
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.kernel import Kernel, whole
 from tapestry.ir.plan import MeshAxis, Plan
 from tapestry.ir.program import Launch
-from tapestry.ir.states import row_groups, state_box
+from tapestry.ir.state import row_groups, state_box
 from tapestry.ir.syntax.parser import parse
 from tapestry.ir.syntax.printer import to_text
 from tapestry.plan.cost.compute import layered_flops

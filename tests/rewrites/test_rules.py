@@ -16,7 +16,7 @@ from tapestry.ir.syntax.printer import to_text
 from tapestry.plan.search.planner import search
 from tapestry.plan.topology import parse_mesh, topology
 from tapestry.rewrites import RULES
-from tapestry.rewrites.core.driver import apply_moves
+from tapestry.rewrites.core.applied import apply_moves
 from tapestry.rewrites.core.rule import Move, Refusal, Rule, parse_move
 from tapestry.rewrites.core.rule_check import RuleCase, check_rule, documented, random_feeds, same
 from tapestry.rewrites.equations.rule_texts import load_rules

@@ -16,14 +16,15 @@ from tapestry.errors import LawError
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.kernel import Box, Kernel, whole
 from tapestry.ir.program import Transfer
-from tapestry.ir.states import as_scan
+from tapestry.ir.running_state import as_scan
 from tapestry.ir.syntax.parser import parse
 from tapestry.plan.cost.compute import work
 from tapestry.plan.search.planner import search
 from tapestry.plan.strategy import Pin
 from tapestry.plan.topology import parse_mesh, topology
 from tapestry.rewrites import RULES
-from tapestry.rewrites.core.driver import apply_moves, simplify
+from tapestry.rewrites.core.applied import apply_moves
+from tapestry.rewrites.core.driver import simplify
 from tapestry.rewrites.core.rule import parse_move
 from tapestry.rewrites.core.rule_check import RuleCase, check_rule, same_values
 from tapestry.verify import certificate, interp
@@ -112,7 +113,7 @@ output y
 
 @pytest.mark.slow
 def test_a_scan_longer_than_a_tile_carries_its_state() -> None:
-    from tapestry.codegen.triton.kernel_config import KernelConfig
+    from tapestry.codegen.triton.config_fields import KernelConfig
 
     for guard in GUARDS.values():
         graph = parse(running("affine", guard, size=37))

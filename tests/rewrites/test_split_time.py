@@ -12,11 +12,12 @@ from tapestry.ir.monoid import MONOIDS
 from tapestry.ir.syntax.parser import parse
 from tapestry.ir.syntax.printer import signature, to_text
 from tapestry.ir.types import Tensor
-from tapestry.rewrites.core.driver import apply_moves
+from tapestry.rewrites.core.applied import apply_moves
 from tapestry.rewrites.core.rule import parse_move
 from tapestry.rewrites.core.rule_check import random_feeds, same
-from tapestry.rewrites.split import split_time
-from tapestry.rewrites.tiled_region import MOST_AGAIN, batch_move, micro_batch
+from tapestry.rewrites.micro_batch import batch_move, micro_batch
+from tapestry.rewrites.split_time import split_time
+from tapestry.rewrites.tiled_region import MOST_AGAIN
 
 CHAIN = """graph chain
 input x: f32[2, 33]

@@ -7,7 +7,7 @@ import pytest
 
 from tapestry.ir.plan import Strategy
 from tapestry.ir.syntax.parser import parse
-from tapestry.plan.cost.compute import _union, block_cost
+from tapestry.plan.cost.block_cost import block_cost, union
 from tapestry.plan.topology import parse_mesh, topology
 
 LINEAR = """
@@ -64,4 +64,4 @@ def test_unions_are_counted():
         low = rng.integers(0, 6, (5, 3))
         boxes = np.stack([low, low + rng.integers(0, 4, (5, 3))], axis=-1)
         cells = {p for b in boxes for p in np.ndindex(9, 9, 9) if all(lo <= q < hi for q, (lo, hi) in zip(p, b, strict=True))}
-        assert _union(boxes) == len(cells)
+        assert union(boxes) == len(cells)

@@ -11,10 +11,11 @@ import pytest
 
 from tapestry.ir import laws
 from tapestry.ir.syntax.parser import parse
+from tapestry.plan.algebra import Book
 from tapestry.plan.solver.budget import Meter
-from tapestry.plan.structural_search import Book
 from tapestry.plan.topology import parse_mesh, topology
-from tapestry.tools.rulebook.production_space import GRAPHS, ProductionSpace
+from tapestry.tools.rulebook.production_space import ProductionSpace
+from tapestry.tools.rulebook.small_graphs import GRAPHS
 from tapestry.verify import interp
 from tests.support.command_line import run
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tapestry.plan.lower import lower
-from tapestry.runtime.one_process.static_schedule import ALIGNMENT, Arena, Slot, allocate, most_alive, slots
+from tapestry.runtime.one_process.arena import ALIGNMENT, Arena, Slot, allocate, most_alive, slots
 from tests.support.small_models import case, mesh_of, peak, random_plan
 
 

@@ -28,8 +28,8 @@ from tapestry.errors import TapestryError
 from tapestry.ir.graph import Block
 from tapestry.ir.program import Reduce, Transfer, transfer_bytes
 from tapestry.plan.lower import lower
-from tapestry.runtime.executor import owners
-from tapestry.runtime.processes import weight_shards
+from tapestry.runtime.processes import batches
+from tapestry.runtime.step_messages import owners
 from tests.support.command_line import attention_build, document, run
 from tests.support.paths import ROOT
 from tests.support.small_models import case, mesh_of, random_plan, save
@@ -229,13 +229,13 @@ def test_a_stream_goes_on_where_it_ended(tmp_path):
     }
     assert not (out / ".b03.half").exists()
     with pytest.raises(TapestryError, match="of another build"):
-        weight_shards.stream([ins], out, "another")
+        batches.stream([ins], out, "another")
     with pytest.raises(TapestryError, match="other things"):
-        weight_shards.stream([ins], ins, "another")
+        batches.stream([ins], ins, "another")
     with pytest.raises(TapestryError, match="two batches are called"):
-        weight_shards.stream([ins, ins], None, "x")
+        batches.stream([ins, ins], None, "x")
     with pytest.raises(TapestryError, match="no batches"):
-        weight_shards.stream([tmp_path / "nothing"], None, "x")
+        batches.stream([tmp_path / "nothing"], None, "x")
 
 
 @pytest.mark.sampled(2)
@@ -298,11 +298,11 @@ def test_a_batch_folder_of_arrays(tmp_path):
     (tmp_path / "one").mkdir()
     for t, a in feeds.items():
         np.save(tmp_path / "one" / f"{t}.npy", a)
-    (batch,) = weight_shards.stream([tmp_path / "one"], None, "x")
+    (batch,) = batches.stream([tmp_path / "one"], None, "x")
     assert all(np.array_equal(batch.feeds(graph)[t], a) for t, a in feeds.items())
     (tmp_path / "bad.npz").write_bytes(b"PK nothing")
     np.save(tmp_path / "one.npy", np.zeros(3))
-    for bad in weight_shards.stream([tmp_path / "bad.npz", tmp_path / "one.npy"], None, "x"):
+    for bad in batches.stream([tmp_path / "bad.npz", tmp_path / "one.npy"], None, "x"):
         with pytest.raises(TapestryError, match="no arrays"):
             bad.feeds(graph)
 
@@ -418,7 +418,7 @@ def test_what_was_measured_beside_what_was_estimated():
 
 def test_a_gpu_per_rank(monkeypatch):
     from tapestry.errors import RunError
-    from tapestry.runtime.processes.distributed import BACKENDS, device_of
+    from tapestry.runtime.processes.process_backend import BACKENDS, device_of
 
     chosen: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

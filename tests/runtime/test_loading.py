@@ -19,14 +19,14 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from tapestry import api
-from tapestry.build import packed_program, store
+from tapestry.build import store, weight_tiles
 from tapestry.build.store import Build
 from tapestry.errors import BuildError, ModelError
 from tapestry.ir.kernel import Box
 from tapestry.ir.program import Load
 from tapestry.lift.file import weight_data
+from tapestry.lift.file.stored_ranges import stored_ranges
 from tapestry.lift.file.structure import load
-from tapestry.lift.file.weight_data import stored_ranges
 from tapestry.runtime.session import ModelFiles
 from tests.support.command_line import run
 from tests.support.paths import ROOT
@@ -82,33 +82,33 @@ def test_a_build_is_loaded_and_run_without_the_compiler(tmp_path):
 def test_tiles_cover_a_weight_once(shape, width):
     rng = random.Random(str(shape))
     whole = tuple((0, s) for s in shape)
-    tiles = list(packed_program.touched(shape, width, whole))
-    assert [n for n, _ in tiles] == list(range(packed_program.count(shape, width)))
+    tiles = list(weight_tiles.touched(shape, width, whole))
+    assert [n for n, _ in tiles] == list(range(weight_tiles.count(shape, width)))
     sizes = [int(np.prod([hi - lo for lo, hi in box], dtype=np.int64)) for _, box in tiles]
-    assert sum(sizes) == np.prod(shape, dtype=np.int64) and max(sizes) * width <= packed_program.TILE
+    assert sum(sizes) == np.prod(shape, dtype=np.int64) and max(sizes) * width <= weight_tiles.TILE
     for _ in range(20):
         cuts = [sorted(rng.sample(range(s + 1), 2)) if s else [0, 0] for s in shape]
         box = tuple((lo, hi) for lo, hi in cuts)
         meets = {n for n, t in tiles if all(max(a, lo) < min(b, hi) for (a, b), (lo, hi) in zip(t, box, strict=True))}
-        assert dict(packed_program.touched(shape, width, box)) == {
+        assert dict(weight_tiles.touched(shape, width, box)) == {
             n: t for n, t in tiles if n in meets or not shape or 0 in shape
         }
 
 
 def test_half_of_the_columns_is_half_of_the_work():
     for shape in ((768, 768), (768, 3072), (3072, 768), (4096, 4096), (1024, 4096)):
-        count = packed_program.count(shape, 4)
+        count = weight_tiles.count(shape, 4)
         for axis in (0, 1):
             box = tuple((0, s // 2 if a == axis else s) for a, s in enumerate(shape))
-            assert len(list(packed_program.touched(shape, 4, box))) * 2 == count, (shape, axis)
+            assert len(list(weight_tiles.touched(shape, 4, box))) * 2 == count, (shape, axis)
 
 
 def test_hashes_that_were_kept_are_checked():
     a = np.random.default_rng(0).standard_normal((700, 1000)).astype(np.float32)
-    tiles = packed_program.digests(a)
-    assert len(tiles) == 32 * packed_program.count(a.shape, 4) > 32
+    tiles = weight_tiles.digests(a)
+    assert len(tiles) == 32 * weight_tiles.count(a.shape, 4) > 32
     a[699, 999] += 1
-    assert packed_program.root(packed_program.digests(a)) != packed_program.root(tiles)
+    assert weight_tiles.root(weight_tiles.digests(a)) != weight_tiles.root(tiles)
 
 
 # --- the model's own file
@@ -178,8 +178,8 @@ def slices_of(build: Build) -> Iterator[tuple[str, Box, int]]:
 def test_a_rank_reads_and_hashes_its_own_slices(halves, where, monkeypatch):
     build, _ = store.read(halves[where])
     hashed: list[int] = []
-    digest = packed_program.digest
-    monkeypatch.setattr(packed_program, "digest", lambda a: hashed.append(a.nbytes) or digest(a))
+    digest = weight_tiles.digest
+    monkeypatch.setattr(weight_tiles, "digest", lambda a: hashed.append(a.nbytes) or digest(a))
     read, model = ModelFiles(build), onnx.load(build.model)
     whole = {t.name: numpy_helper.to_array(t) for t in model.graph.initializer}
     mine = [(t, box) for t, box, d in slices_of(build) if d == 0]
@@ -222,16 +222,16 @@ def test_loading_takes_the_plan_and_a_slice(halves, where):
 
 
 def test_a_build_without_its_hashes_is_refused(halves, tmp_path):
-    assert len((halves["inside"] / store.TILES).read_bytes()) == 32 * LAYERS * packed_program.count((SIDE, SIDE), 4)
+    assert len((halves["inside"] / store.TILES).read_bytes()) == 32 * LAYERS * weight_tiles.count((SIDE, SIDE), 4)
     build, _ = store.read(halves["inside"])
     for data in (
         b"",
         b"\0" * 32,
-        packed_program.stored(build.plan.graph) + b"\0",
-        packed_program.stored(build.plan.graph)[:-1],
+        weight_tiles.stored(build.plan.graph) + b"\0",
+        weight_tiles.stored(build.plan.graph)[:-1],
     ):
         with pytest.raises(BuildError, match="hashes of"):
-            packed_program.restored(build.plan.graph, data, "here")
+            weight_tiles.restored(build.plan.graph, data, "here")
 
 
 def test_a_loaded_build_runs(halves):

@@ -9,23 +9,13 @@ import pytest
 import torch
 
 from tapestry.codegen.torch_cpu.base.scalars import TORCH_DTYPES
+from tapestry.ir.collective_calls import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, BROADCAST, CALLS, EXCHANGE, REDUCE_SCATTER
 from tapestry.ir.kernel import shape
-from tapestry.ir.program import (
-    ALL_GATHER,
-    ALL_REDUCE,
-    ALL_TO_ALL,
-    BROADCAST,
-    CALLS,
-    EXCHANGE,
-    REDUCE_SCATTER,
-    Reduce,
-    Transfer,
-    reads,
-    transfer_bytes,
-)
+from tapestry.ir.program import Reduce, Transfer, reads, transfer_bytes
 from tapestry.plan.lower import lower
 from tapestry.runtime.processes.distributed import RankExecutor
-from tapestry.runtime.processes.wire import Heartbeat, Wire, shared
+from tapestry.runtime.processes.heartbeat import Heartbeat, shared
+from tapestry.runtime.processes.wire import Wire
 from tests.support.messages.pretended_device import META, OnDevice, pretended_ranks
 from tests.support.messages.recorded_wire import Shapes
 from tests.support.small_models import case, mesh_of, random_plan

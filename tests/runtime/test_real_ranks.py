@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tapestry.errors import TapestryError
-from tapestry.runtime.processes import distributed
+from tapestry.runtime.processes import host_values
 from tests.support.paths import ROOT
 
 ENV = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -65,11 +65,11 @@ def test_outputs_that_no_device_holds(found):
 def test_values_of_the_host_travel_as_bytes():
     array, text = np.arange(6, dtype=np.int16).reshape(2, 3), np.array([["a", "ü"], ["", "c"]], object)
     for value in (array, np.float64(3.5), np.empty((0, 4), np.float32), np.array([True, False])):
-        back = distributed.decode(distributed.encode(value))
+        back = host_values.decode(host_values.encode(value))
         assert back.dtype == np.asarray(value).dtype and np.array_equal(back, value) and back.shape == np.shape(value)
-    assert distributed.decode(distributed.encode(text)).tolist() == text.tolist()
-    assert distributed.decode(distributed.encode(None)) is None
-    sequence = distributed.decode(distributed.encode([array, text]))
+    assert host_values.decode(host_values.encode(text)).tolist() == text.tolist()
+    assert host_values.decode(host_values.encode(None)) is None
+    sequence = host_values.decode(host_values.encode([array, text]))
     assert np.array_equal(sequence[0], array) and sequence[1].shape == (2, 2)
     for bad in (
         b"",
@@ -78,7 +78,7 @@ def test_values_of_the_host_travel_as_bytes():
         b'{"shape": [1], "dtype": "nothing", "data": ""}',
     ):
         with pytest.raises(TapestryError, match="does not read"):
-            distributed.decode(bad)
+            host_values.decode(bad)
 
 
 @pytest.mark.slow

@@ -11,16 +11,17 @@ import pytest
 import torch
 
 from tapestry.codegen.torch_cpu import TorchCpu
-from tapestry.codegen.torch_cpu.base import closures, scalars
+from tapestry.codegen.torch_cpu.base import scalars, state_merges
 from tapestry.codegen.torch_cpu.base.closures import compile_value
 from tapestry.codegen.torch_cpu.kernels import from_numpy, to_numpy
-from tapestry.ir.expr import PRIMITIVES, Arg, Call, philox
+from tapestry.ir.expr import PRIMITIVES, Arg, Call
 from tapestry.ir.graph import Block
 from tapestry.ir.kernel import Box, Kernel, whole
 from tapestry.ir.kernel import shape as extents
 from tapestry.ir.monoid import MONOIDS
+from tapestry.ir.philox import philox
 from tapestry.ir.plan import Plan
-from tapestry.ir.states import state_box
+from tapestry.ir.state import state_box
 from tapestry.ir.syntax.parser import parse
 from tapestry.ir.types import numpy_dtype
 from tapestry.plan.lower import lower
@@ -178,7 +179,7 @@ def test_merging_is_the_monoids_combine(monoid, devices):
         states.append([torch.from_numpy(f) for f in fields])
     expected = states[0]
     for s in states[1:]:
-        expected = closures.combine(monoid, expected, s, tuple(dtypes))
+        expected = state_merges.combine(monoid, expected, s, tuple(dtypes))
     found = TorchCpu().merge(monoid, states)
     for f, e, dtype in zip(found, expected, dtypes, strict=True):
         assert f.dtype == e.dtype

@@ -5,22 +5,11 @@ import random
 import pytest
 import torch
 
-from tapestry.runtime.messages.point_to_point import MessageBuffers, drained_at, in_one_piece, posted_ahead
-from tapestry.runtime.processes.wire import (
-    COMPUTE,
-    IDLE,
-    PEER,
-    PHASE,
-    STEP,
-    WAIT,
-    Heartbeat,
-    Mismatch,
-    Wire,
-    axis_groups,
-    flat_bytes,
-    guilty,
-    shared,
-)
+from tapestry.runtime.messages.message_buffers import MessageBuffers, drained_at, posted_ahead
+from tapestry.runtime.messages.point_to_point import in_one_piece
+from tapestry.runtime.processes.heartbeat import COMPUTE, IDLE, PEER, PHASE, STEP, WAIT, Heartbeat, guilty, shared
+from tapestry.runtime.processes.process_groups import axis_groups
+from tapestry.runtime.processes.wire import Mismatch, Wire, flat_bytes
 
 
 def wire(**more) -> Wire:

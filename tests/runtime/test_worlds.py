@@ -17,8 +17,8 @@ from torch.distributed import HashStore
 from tapestry import api, flags
 from tapestry.cli import main
 from tapestry.errors import RunError, TapestryError
-from tapestry.runtime.processes import wire
-from tapestry.runtime.processes.worker import RankReport
+from tapestry.runtime.processes import rendezvous
+from tapestry.runtime.processes.rank_report import RankReport
 from tests.support.command_line import TRACE, attention_build
 from tests.support.paths import ROOT
 from tests.support.two_hosts import free_port, listening
@@ -168,7 +168,7 @@ def meetings(store, count: int, secrets: list[bytes] | None = None, seconds: flo
 
     def come(r: int) -> None:
         try:
-            out[r] = wire.meet(store, r, count, (secrets or [b""] * count)[r], seconds)
+            out[r] = rendezvous.meet(store, r, count, (secrets or [b""] * count)[r], seconds)
         except RunError as e:
             out[r] = f"refused: {e}"
 
@@ -187,20 +187,20 @@ def test_every_attempt_has_a_name_of_its_own():
         (name,) = set(meetings(store, 3))
         seen.add(name)
         with pytest.raises(RunError, match=r"rank 1, 2 did not come|rank 1 did not come|rank 2 did not come"):
-            wire.meet(store, 0, 3, b"", 0.2)  # an attempt of which rank 0 alone has come
+            rendezvous.meet(store, 0, 3, b"", 0.2)  # an attempt of which rank 0 alone has come
         with pytest.raises(RunError, match="rank 0 did not come"):
-            wire.meet(store, 1, 3, b"", 0.2)
+            rendezvous.meet(store, 1, 3, b"", 0.2)
     assert len(seen) == 3 and not any(n.startswith("refused") for n in seen)
 
 
 def test_another_secret_is_refused_and_named():
     found = meetings(HashStore(), 2, [b"a" * 16, b"b" * 16], 1.0)
     assert "rank 1 has another token" in found[0] and "rank 0 has another token" in found[1]
-    sealed = wire.seal(b"secret", {"a": 1})
-    assert wire.unseal(b"secret", sealed, 0) == {"a": 1}
+    sealed = rendezvous.seal(b"secret", {"a": 1})
+    assert rendezvous.unseal(b"secret", sealed, 0) == {"a": 1}
     for bad in (b"", sealed[:-1], sealed[:36], bytes([sealed[0] ^ 1]) + sealed[1:]):
         with pytest.raises(RunError, match="rank 3 has another token"):
-            wire.unseal(b"secret", bad, 3)
+            rendezvous.unseal(b"secret", bad, 3)
 
 
 def test_several_hosts_need_a_token(monkeypatch, tmp_path):
@@ -208,7 +208,7 @@ def test_several_hosts_need_a_token(monkeypatch, tmp_path):
     monkeypatch.delenv("TAPESTRY_TOKEN", raising=False)
     monkeypatch.delenv("TAPESTRY_TOKEN_FILE", raising=False)
     with pytest.raises(TapestryError, match="several hosts without a token"):
-        wire.join(place, 1.0)
+        rendezvous.join(place, 1.0)
     monkeypatch.setenv("TAPESTRY_TOKEN_FILE", str(tmp_path / "none"))
     with pytest.raises(TapestryError, match="no token"):
         flags.token()

@@ -14,8 +14,9 @@ from onnx import TensorProto as T
 from tapestry.cli import main
 from tapestry.errors import PlanError, TapestryError
 from tapestry.plan.topology import parse_mesh, topology
-from tapestry.tools.auto_shard import auto_shard, scheme_cost, traversal
-from tapestry.tools.auto_shard.scheme_cost import NodeGraph, Problem, bits, node_graph
+from tapestry.tools.auto_shard import auto_shard, dynamic_program, scheme_cost
+from tapestry.tools.auto_shard.node_graph import NodeGraph, node_graph
+from tapestry.tools.auto_shard.scheme_cost import Problem, bits
 from tapestry.tools.auto_shard.traversal import initial, moves, traverse
 from tests.support.small_models import N, f32, net
 from tests.support.stages.stage_graphs import all_schemes, branches, random_graph, save
@@ -106,7 +107,9 @@ def test_heuristic_keeps_the_laws_and_the_program_is_never_worse(seed):
         known = [merged.translate(best.scheme, problem)]
         assert problem.evaluate(known[0]).stages == best.stages, "costs depend on how nodes are grouped"
         for limit in (1, 700):  # prefixes of orders only, and every cut
-            found = traversal.solve(problem, devices, capacity, traversal.family(problem, known, merged, limit), known)
+            found = dynamic_program.solve(
+                problem, devices, capacity, dynamic_program.family(problem, known, merged, limit), known
+            )
             if seen.best is None and found is None:
                 continue
             assert found is not None
@@ -122,14 +125,14 @@ def test_the_program_equals_brute_force(seed):
     problem = Problem(graph, [(k,) for k in range(len(graph.names))])
     devices = 2 + seed % 2
     every = [problem.evaluate(s) for s in all_schemes(problem, devices)]
-    family = traversal.family(problem)
+    family = dynamic_program.family(problem)
     assert family.complete
     least = min(e.memory for e in every)
     for capacity in (least - 1, least, (least + max(e.memory for e in every)) // 2, 1 << 60):
         best = min((e.rank for e in every if e.memory <= capacity), default=None)
-        found = traversal.solve(problem, devices, capacity, family)
+        found = dynamic_program.solve(problem, devices, capacity, family)
         assert best == (found.rank if found else None)
-        smallest = traversal.least_memory(problem, devices, family)
+        smallest = dynamic_program.least_memory(problem, devices, family)
         assert smallest is not None and smallest.memory == least
 
 

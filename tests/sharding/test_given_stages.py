@@ -15,8 +15,8 @@ import tapestry
 from tapestry import build_report
 from tapestry.errors import LawError, TapestryError
 from tapestry.ir.plan import MeshAxis, on_stage
-from tapestry.sharding.annotations import joined
 from tapestry.sharding.export_sharding import export
+from tapestry.sharding.file_mesh import joined
 from tapestry.tools.auto_shard import auto_shard
 from tests.support.small_models import N, f32, net
 from tests.support.stages.stage_graphs import DEVICE, NODES

@@ -14,7 +14,7 @@ import tapestry
 from bench.doors.onnx_folders import FAST
 from tapestry import cli
 from tapestry.errors import PlanError, TapestryError
-from tapestry.interop import annotation_rules, sharding_specs
+from tapestry.interop import onnx_annotations, sharding_specs
 from tapestry.onnx_eval.ort_session import ort_session
 from tapestry.sharding.check_sharding import check_file
 from tapestry.sharding.export_sharding import export
@@ -111,7 +111,7 @@ def test_an_exported_reduction_says_where_it_completes(tmp_path):
     source, target = tmp_path / "m.onnx", tmp_path / "sharded.onnx"
     onnx.save(MODELS["mlp"](), source)
     export(tapestry.compile(source, mesh="2", pins=["down:m=2@d0"]).build, target)
-    notes = [sharding_specs.metadata(n).get(annotation_rules.PARTIAL) for n in onnx.load(target).graph.node]
+    notes = [sharding_specs.metadata(n).get(onnx_annotations.PARTIAL) for n in onnx.load(target).graph.node]
     (found,) = [json.loads(n)[0] for n in notes if n]
     assert (found["dim"], found["mesh_axis"], found["monoid"]) == ("m", "d0", "sum")
     assert (found["by"], found["along"] is None) in {("all-reduce", True), ("reduce-scatter", False)}

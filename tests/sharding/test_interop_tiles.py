@@ -13,9 +13,11 @@ from onnx import TensorProto as T
 import tapestry
 from tapestry import TensorDictionary, cli
 from tapestry.errors import PlanError, TapestryError
-from tapestry.interop import instance_map
-from tapestry.interop.tile_patterns import Tiling, exact, naive, parse, slide_slips, slide_tile
-from tapestry.sharding.check_sharding import check_file, evaluated
+from tapestry.interop import instance_map, tile_metadata
+from tapestry.interop.tile_changes import exact, naive
+from tapestry.interop.tile_patterns import Tiling, parse, slide_slips, slide_tile
+from tapestry.sharding.check_sharding import check_file
+from tapestry.sharding.tiled_evaluation import evaluated
 from tapestry.tools.exports import formats
 from tests.support.faults.sharding_faults import N
 from tests.support.instance_maps import MAPS
@@ -268,7 +270,7 @@ def tiled_model(tilings, topology=("4", None), nodes=None):
     for name, text in tilings.items():
         shape = {"h": [8, 16], "r": [8, 16]}.get(name)
         value = onnx.helper.make_tensor_value_info(name, T.FLOAT, shape) if shape else None
-        instance_map.attach(m, name, parse(text), value)
+        tile_metadata.attach(m, name, parse(text), value)
     for key, text in zip(("instance_count", "instance_map"), topology, strict=True):
         if text is not None:
             m.metadata_props.add(key=key, value=text)
@@ -285,12 +287,12 @@ def test_tilings_are_read_back_and_removed(tmp_path):
     wanted = {"x": parse("{2,1: 0,1}"), "w": parse("{1: 0,1}"), "h": parse("{2: 1,0}")}
     again = onnx.load(saved(tiled_model({t: str(g) for t, g in wanted.items()}), tmp_path))
     onnx.checker.check_model(again)
-    assert instance_map.read(again) == wanted
-    instance_map.attach(again, "h", None)
-    instance_map.attach(again, "w", None)
-    assert instance_map.read(again) == {"x": wanted["x"]}
+    assert tile_metadata.read(again) == wanted
+    tile_metadata.attach(again, "h", None)
+    tile_metadata.attach(again, "w", None)
+    assert tile_metadata.read(again) == {"x": wanted["x"]}
     with pytest.raises(TapestryError, match="declares no"):
-        instance_map.attach(again, "r", wanted["x"])
+        tile_metadata.attach(again, "r", wanted["x"])
 
 
 MEGATRON = {"x": "{1: 0,1,2,3}", "w": "{1,4}", "r": "{1,4}", "v": "{4,1}", "y": "{4,1}"}
@@ -433,7 +435,7 @@ def test_the_model_carries_its_topology(tmp_path):
     assert build.build.topology["name"].endswith("links of the model")
     build.export(tmp_path / "again.onnx")
     m = onnx.load(tmp_path / "again.onnx")
-    carried = instance_map.read_topology(m)
+    carried = tile_metadata.read_topology(m)
     assert carried is not None and carried.count == 4 and str(carried.links) == "{4, [[1],[2],[3],[0]]}"
     again = tapestry.compile(tmp_path / "again.onnx")
     assert again.build.topology == build.build.topology and again.build.program == build.build.program
@@ -446,7 +448,7 @@ def test_tilings_of_a_plan_alone_give_the_plan_again(tmp_path):
     before = tapestry.compile(source, devices=4, pins=["mm:n=4@d0", "down:m=4@d0"], layouts=["y:0=4@d0"])
     before.export(tmp_path / "both.onnx")
     m = onnx.load(tmp_path / "both.onnx")
-    assert {t: str(g) for t, g in instance_map.read(m).items()} == {"r": "{1,4: 0,1,2,3}", "y": "{4,1: 0,1,2,3}"}
+    assert {t: str(g) for t, g in tile_metadata.read(m).items()} == {"r": "{1,4: 0,1,2,3}", "y": "{4,1: 0,1,2,3}"}
     del m.configuration[:]
     for n in m.graph.node:
         del n.device_configurations[:]

@@ -11,8 +11,8 @@ import pytest
 
 from tapestry.cli import main
 from tapestry.errors import PlanError
-from tapestry.tools.auto_shard import auto_shard, scheme_cost
-from tapestry.tools.auto_shard.auto_shard import Search, Trial, stages_of
+from tapestry.tools.auto_shard import auto_shard, manual, scheme_cost
+from tapestry.tools.auto_shard.measured_search import Search, Trial, stages_of
 from tapestry.tools.auto_shard.scheme_cost import Problem
 from tests.support.stages.stage_graphs import all_schemes, branches, random_graph, save
 
@@ -25,8 +25,8 @@ def test_the_nodes_that_are_named_make_the_same_stages(seed):
         return
     problem = Problem(graph, [(k,) for k in range(len(graph.names))])
     for scheme in list(all_schemes(problem, 3))[:20]:
-        cuts = [",".join(auto_shard.ends(problem, mask)) for mask in scheme[:-1]]
-        again, found = auto_shard.scheme_at(graph, cuts)
+        cuts = [",".join(manual.ends(problem, mask)) for mask in scheme[:-1]]
+        again, found = manual.scheme_at(graph, cuts)
         assert [again.cost(a) for a in found] == [problem.cost(b) for b in scheme]
 
 

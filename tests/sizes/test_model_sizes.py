@@ -14,10 +14,10 @@ from onnx import helper
 
 import tapestry
 from tapestry.errors import LawError, TapestryError
-from tapestry.ir.symbolic_plan import Region
+from tapestry.ir.size_formula import Region
 from tapestry.lift import onnx_to_graph as lift
 from tapestry.lift.sizes.model_sizes import SameModel, same_model
-from tapestry.lift.sizes.shape_rules import Grid
+from tapestry.lift.sizes.size_columns import Grid
 from tapestry.saved_build import verify_build
 from tests.support.small_models import i64, net
 

@@ -21,7 +21,7 @@ from tapestry.pass_runner import Runner
 from tapestry.saved_build import verify_build
 from tapestry.sizes.sized_plans import PlanAtSizes
 from tapestry.verify import certificate, sized_laws
-from tapestry.verify.sized_laws import peaks_at
+from tapestry.verify.sized_memory import peaks_at
 from tapestry.viz import progress
 from tests.support.programs.sized_models import PINS, compiled, path_of
 

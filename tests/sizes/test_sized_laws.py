@@ -12,10 +12,12 @@ from tapestry.build.sized_builds import SizedRegion, symbolic
 from tapestry.errors import BuildError, LawError
 from tapestry.ir import space
 from tapestry.ir.program import Buffer, Free, Launch, Load, Program, Transfer
-from tapestry.ir.symbolic_plan import Formula, Region, Size, SymbolicPlan
+from tapestry.ir.size_formula import Formula, Region, Size
+from tapestry.ir.symbolic_plan import SymbolicPlan
 from tapestry.saved_build import verify_build
 from tapestry.verify import sized_laws
-from tapestry.verify.sized_laws import SizedLawError, largest_peaks, peaks_at
+from tapestry.verify.size_proofs import SizedLawError
+from tapestry.verify.sized_memory import largest_peaks, peaks_at
 from tests.support.programs.sized_models import PINS, compiled
 
 WAVES = ("waves", 2, PINS["waves"], "length=6..90")

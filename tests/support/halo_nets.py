@@ -12,8 +12,8 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from tapestry.plan.alternatives import Machine
-from tapestry.plan.topology.topology_files import SOURCES
+from tapestry.plan.fusion import Machine
+from tapestry.plan.topology.presets import SOURCES
 
 N = helper.make_node
 FAULTS = ("short", "swapped", "padded inside", "phase")

@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 import torch
 
+from tapestry.codegen.triton.config_fields import KernelConfig
 from tapestry.codegen.triton.emit.source import generate
-from tapestry.codegen.triton.kernel_config import KernelConfig
 from tapestry.codegen.triton.run.launcher import launch
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.index import bounds
 from tapestry.ir.kernel import Box, Kernel, whole
-from tapestry.ir.states import state_box
+from tapestry.ir.state import state_box
 from tapestry.ir.syntax.parser import parse
 from tapestry.ir.types import FLOAT8, numpy_dtype
 from tapestry.verify import interp

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.syntax.parser import parse
 from tapestry.verify import interp
-from tapestry.verify.rewriting import normal_form
-from tapestry.verify.rewriting.normal_form import assume_finite, follows
+from tapestry.verify.rewriting import footprints
+from tapestry.verify.rewriting.footprints import assume_finite, follows
 
 TESTED = (
     "where(isnan(x), 0.0, x)",
@@ -40,16 +40,16 @@ def test_a_test_goes_with_all_that_only_it_chose_and_is_counted(body):
     before = graph(body)
     after = assume_finite(before)
     assert isinstance(after.ops[0], Block) and not {"isnan", "isinf"} & {getattr(e, "fn", "") for e in after.ops[0].point}
-    assert normal_form.tests_dropped(after) == 1 and normal_form.tests_dropped(before) == 0
+    assert footprints.tests_dropped(after) == 1 and footprints.tests_dropped(before) == 0
     assert follows(before, after) and assume_finite(after) is after
     both = assume_finite(graph(body, "where(isnan(t), x, t)"))
-    assert normal_form.tests_dropped(both) == 2
+    assert footprints.tests_dropped(both) == 2
 
 
 @pytest.mark.parametrize("body", ["x * z", "where(gt(x, z), x, z)", "where(eq(x, x), x, z)"])
 def test_a_graph_without_tests_is_the_same_graph(body):
     before = graph(body)
-    assert assume_finite(before) is before and normal_form.tests_dropped(before) == 0 and follows(before, before)
+    assert assume_finite(before) is before and footprints.tests_dropped(before) == 0 and follows(before, before)
     assert not follows(before, graph("x - z")) and not follows(graph("x - z"), before)
 
 

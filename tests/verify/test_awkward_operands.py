@@ -20,7 +20,7 @@ from tapestry.lift.file.structure import load
 from tapestry.rewrites.core.driver import simplify
 from tapestry.runtime.feeds import random_feeds
 from tapestry.verify.model import model_laws
-from tapestry.verify.model.awkward_operands import Placing
+from tapestry.verify.model.awkward_numbers import Placing
 from tapestry.verify.model.model_values import ModelFile
 from tests.support.small_models import MODELS, N, net
 

@@ -16,7 +16,7 @@ from tapestry.plan.search.planner import search
 from tapestry.plan.strategy import strategies
 from tapestry.plan.topology import parse_mesh, topology
 from tapestry.verify import certificate
-from tapestry.verify.exchange import coverage
+from tapestry.verify.boxes import coverage
 from tests.support.faults.plan_faults import FAULTS
 from tests.support.faults.sound_plans import PLANS, halo_plan, row_parallel_plan, scatter_plan
 from tests.support.small_models import MODELS, assert_same, case, execute, mesh_of, peak, planned_transfers, random_plan

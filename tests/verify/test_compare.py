@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from onnx import TensorProto, helper
 
-from tapestry.verify.interp import compare_outputs, reference
 from tapestry.verify.model.model_values import ModelFile
+from tapestry.verify.model_outputs import compare_outputs, reference
 
 finite = st.floats(-1e3, 1e3, width=32)
 rows = st.lists(finite, min_size=1, max_size=4)

@@ -19,11 +19,11 @@ from tapestry.ir.program import Free, Program, Reduce, Step, Transfer, reads, tr
 from tapestry.ir.syntax.parser import parse
 from tapestry.plan.lower import lower
 from tapestry.plan.strategy import strategies
-from tapestry.runtime.executor import owners
 from tapestry.runtime.processes.distributed import RankExecutor
-from tapestry.runtime.processes.wire import Heartbeat, shared
-from tapestry.verify import exchange
-from tapestry.verify.exchange import Exchange, check, simulate
+from tapestry.runtime.processes.heartbeat import Heartbeat, shared
+from tapestry.runtime.step_messages import owners
+from tapestry.verify import deadlock
+from tapestry.verify.deadlock import Exchange, check, simulate
 from tests.support.messages.recorded_wire import Recorder, Shapes
 from tests.support.small_models import case, mesh_of, random_plan
 
@@ -34,11 +34,11 @@ def scripts(program: Program, world: int | None = None) -> list[list[Exchange]]:
     owner = [r for r in range(n) for _ in range((r + 1) * program.devices // n - r * program.devices // n)]
     out: list[list[Exchange]] = [[] for _ in range(n)]
     for tag, flow in exchanges(program):
-        exchange.post(out, tag, flow, owner)
+        deadlock.post(out, tag, flow, owner)
     return out
 
 
-def exchanges(program: Program) -> Iterator[tuple[tuple[int, int], exchange.Flow]]:
+def exchanges(program: Program) -> Iterator[tuple[tuple[int, int], deadlock.Flow]]:
     """((step, part), bytes between devices) of everything that is sent, in the order of all ranks.
 
     States are merged, and sent back where each device merges a part, when a step first names the result (at the end, where it
@@ -50,11 +50,11 @@ def exchanges(program: Program) -> Iterator[tuple[tuple[int, int], exchange.Flow
             if name in open_:
                 at, reduce = open_[name]
                 open_ = {b: x for b, x in open_.items() if x[0] != at}
-                yield (at, 1), dict(exchange.merged_flow(reduce, program, there=False))
+                yield (at, 1), dict(deadlock.merged_flow(reduce, program, there=False))
         if isinstance(step, Transfer):
-            yield (i, 0), next(exchange.flows(step, program))
+            yield (i, 0), next(deadlock.flows(step, program))
         elif isinstance(step, Reduce):
-            yield (i, 0), next(exchange.flows(step, program))
+            yield (i, 0), next(deadlock.flows(step, program))
             if step.kind == "all_reduce":
                 open_ |= dict.fromkeys(step.dsts, (i, step))
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tapestry.ir.kernel import Box
 from tapestry.ir.program import Message
 from tapestry.verify import exchange
-from tapestry.verify.exchange import spans_of
+from tapestry.verify.box_lists import spans_of
 
 DEVICES, SIZE = 3, 4
 interval = st.tuples(st.integers(0, SIZE), st.integers(0, SIZE)).map(lambda p: (min(p), max(p)))

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from tapestry.codegen.triton.config_fields import KernelConfig
 from tapestry.codegen.triton.emit.source import generate
-from tapestry.codegen.triton.kernel_config import KernelConfig
 from tapestry.errors import LawError
 from tapestry.ir.graph import Graph
 from tapestry.ir.kernel import Kernel

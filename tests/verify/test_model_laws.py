@@ -25,15 +25,15 @@ from tapestry.ir.index import dim
 from tapestry.lift import lift, read_weight
 from tapestry.lift.file.structure import load
 from tapestry.model_evidence import arrays, compare
-from tapestry.plan.alternatives import fused
+from tapestry.plan.fusion import fused
 from tapestry.rewrites.core.driver import simplify
 from tapestry.runtime.feeds import random_feeds
 from tapestry.saved_build import verify_build
 from tapestry.verify.model import model_laws
-from tapestry.verify.model.awkward_operands import within_rounding
-from tapestry.verify.model.cell_values import same
-from tapestry.verify.model.counterparts import near
+from tapestry.verify.model.bodies import near
+from tapestry.verify.model.cell_tolerance import same
 from tapestry.verify.model.model_values import ModelFile, ReferenceValues
+from tapestry.verify.model.rounded_inputs import within_rounding
 from tests.support.command_line import run
 from tests.support.faults import edited_build, graph_edits
 from tests.support.faults.edited_model import mixed

@@ -17,12 +17,13 @@ from tapestry.ir.syntax.parser import parse
 from tapestry.ir.syntax.printer import to_text
 from tapestry.lift import lift
 from tapestry.rewrites import RULES
-from tapestry.rewrites.core.driver import apply_moves, simplify
+from tapestry.rewrites.core.applied import apply_moves
+from tapestry.rewrites.core.driver import simplify
 from tapestry.rewrites.core.rule import parse_move
 from tapestry.rewrites.core.rule_check import documented
 from tapestry.saved_build import replay_rewrites
-from tapestry.verify.rewriting import proofs, rewrite_log
-from tapestry.verify.rewriting.proofs import MOST_KEPT
+from tapestry.verify.rewriting import history, proofs, rewrite_log
+from tapestry.verify.rewriting.regions import MOST_KEPT
 from tests.support.command_line import attention_build, document, run
 from tests.support.rule_cases import opaque_graph
 from tests.support.small_models import case, save
@@ -302,7 +303,7 @@ def test_a_change_outside_of_the_log_is_refused() -> None:
 
 def test_drawn_values_do_not_depend_on_what_is_asked_together() -> None:
     from tapestry.ir.types import Tensor
-    from tapestry.verify.rewriting.normal_form import Draw
+    from tapestry.verify.rewriting.draws import Draw
 
     t = Tensor(name="x", dtype="f32", shape=(100,))
     for kind in ("exact", "range", "dense", "positive", "awkward"):
@@ -357,11 +358,11 @@ def test_a_rounding_to_a_half_type_may_go_where_the_result_has_that_type() -> No
 @pytest.mark.parametrize("field", ["gone", "come", "kept"])
 def test_a_history_that_lists_other_operations_than_its_texts_is_refused(field: str) -> None:
     found, plan = log()
-    document = json.loads(json.dumps(rewrite_log.to_document(found, plan)))
-    rewrite_log.from_document(json.dumps(document).encode(), "h")
+    document = json.loads(json.dumps(history.to_document(found, plan)))
+    history.from_document(json.dumps(document).encode(), "h")
     document["steps"][0][field] = ["other"]
     with pytest.raises(LawError, match="'gone', 'come' and 'kept' are not those"):
-        rewrite_log.from_document(json.dumps(document).encode(), "h")
+        history.from_document(json.dumps(document).encode(), "h")
 
 
 def test_text_that_is_nested_too_deeply_is_refused() -> None:

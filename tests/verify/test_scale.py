@@ -19,12 +19,12 @@ from tapestry.ir.program import Launch, Message, Program, Reduce, Transfer
 from tapestry.ir.syntax.parser import parse
 from tapestry.plan.lower import lower
 from tapestry.plan.search.planner import search
-from tapestry.plan.solver.elimination import undominated
+from tapestry.plan.solver.dominance import undominated
 from tapestry.plan.solver.network import Factor, evaluate
 from tapestry.plan.strategy import MAX_STRATEGIES, every_strategy
 from tapestry.plan.topology import parse_mesh, to_data, topology
 from tapestry.verify import certificate
-from tapestry.verify.exchange import Lists, spans_of
+from tapestry.verify.box_lists import Lists, spans_of
 from tests.support.faults.plan_faults import FAULTS
 from tests.support.small_models import MODELS, case, peak
 

@@ -16,7 +16,7 @@ from tapestry.errors import BuildError, LawError
 from tapestry.ir.graph import Opaque
 from tapestry.onnx_eval import opaque_node
 from tapestry.saved_build import verify_build
-from tapestry.verify import interp
+from tapestry.verify import model_outputs
 from tests.support.faults import edited_build, graph_edits
 from tests.support.small_models import N, net
 
@@ -155,7 +155,7 @@ def test_a_wrong_plan_of_half_types_is_refused(kind, layer, tmp_path):
                 found = tapestry.load(folder).run(feeds)["y"]
             except BuildError:
                 return  # (a constant that is not the one of its hash)
-            if not interp.compare_outputs(found, expected, 0.1).passed:
+            if not model_outputs.compare_outputs(found, expected, 0.1).passed:
                 break
     else:
         pytest.fail("the layer has no place for it")

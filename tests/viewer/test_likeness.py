@@ -12,7 +12,7 @@ from onnx import NodeProto
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.plan import MeshAxis, Plan, Strategy
 from tapestry.rewrites.core.driver import simplify
-from tapestry.viz.format import likeness
+from tapestry.viz.summary import likeness
 from tests.support.lifting import build, data, lift_model, node
 
 

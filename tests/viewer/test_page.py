@@ -13,8 +13,8 @@ import tapestry
 from tapestry.build import store
 from tapestry.ir import space
 from tapestry.ir.kernel import size
-from tapestry.tools.viewer import html_page
-from tapestry.viz import explain
+from tapestry.tools.viewer import saved
+from tapestry.viz import build_diff, explain
 from tapestry.viz.format import duration, human, signed
 from tests.support.viewer import chromium, viewed
 
@@ -45,7 +45,7 @@ def folder(tmp_path_factory) -> Path:
         ("two", ["halo", "free"], None),
         ("causal", ["causal"], None),
     ):
-        html_page.write_page(at / f"{name}.html", html_page.page([at / b for b in builds], trace))
+        saved.write_page(at / f"{name}.html", saved.page([at / b for b in builds], trace))
     return at
 
 
@@ -272,9 +272,8 @@ def test_the_certificate(folder, tab, built):
 
 
 def test_two_builds_beside_each_other(folder, tab):
-    from tapestry.viz import explain
 
-    diff = explain.compare(*(store.read(folder / b)[0] for b in ("halo", "free")))
+    diff = build_diff.compare(*(store.read(folder / b)[0] for b in ("halo", "free")))
     tab.open(folder / "two.html")
     assert tab.count(".canvas svg") == 2
     assert int(tab.js("document.querySelector('[data-differ]').dataset.differ")) == len(diff["operations"])

@@ -13,7 +13,7 @@ import tapestry
 from tapestry.build import store
 from tapestry.errors import TapestryError
 from tapestry.ir.program import Launch
-from tapestry.tools.viewer import build_data, html_page
+from tapestry.tools.viewer import build_data, saved
 from tests.support.small_models import f32, net
 from tests.support.viewer import chromium, viewed
 
@@ -39,9 +39,7 @@ def test_a_refused_plan_opens_at_its_witness(size, tmp_path):
     assert refused is not None
     assert (refused["law"], refused["op"], refused["step"], refused["device"]) == ("access_preserved", at, k, 1)
     assert refused["tensor"] == "r" and refused["cell"][2] == 17
-    html_page.write_page(
-        tmp_path / "p.html", html_page.of_sources([build_data.Source(build=broken, name="broken", laws=made.laws)])
-    )
+    saved.write_page(tmp_path / "p.html", saved.of_sources([build_data.Source(build=broken, name="broken", laws=made.laws)]))
     with chromium.browser() as tab:
         tab.size = size
         tab.open(tmp_path / "p.html")
@@ -76,7 +74,7 @@ def test_names_are_only_ever_text(size, tmp_path):
 
 def test_a_page_of_a_build_that_is_none_is_refused(tmp_path):
     with pytest.raises(TapestryError, match="not a build directory"):
-        html_page.page([tmp_path])
+        saved.page([tmp_path])
 
 
 def test_a_trace_of_another_plan_is_refused(tmp_path):
@@ -90,9 +88,9 @@ def test_a_trace_of_another_plan_is_refused(tmp_path):
     ):
         (tmp_path / "t").write_text(text)
         with pytest.raises(TapestryError, match=says):
-            html_page.measured(tmp_path / "t", build)
+            saved.measured(tmp_path / "t", build)
     (tmp_path / "t").write_text(
         '{"otherData": {"steps": [{"step": 999, "what": "", "estimated_s": 1, "measured_s": 1, "waited_s": 0}]}}'
     )
     with pytest.raises(TapestryError, match="another plan"):
-        html_page.measured(tmp_path / "t", build)
+        saved.measured(tmp_path / "t", build)

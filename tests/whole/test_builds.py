@@ -14,7 +14,7 @@ from onnx import numpy_helper
 
 import tapestry
 from tapestry.build import store
-from tapestry.build.store import new_file
+from tapestry.build.atomic import new_file
 from tapestry.errors import TapestryError
 from tests.support.command_line import attention_build, run, snapshot
 from tests.support.small_models import save

@@ -16,7 +16,7 @@ from onnx import helper
 import tapestry
 from tapestry.errors import BuildError, LawError, TapestryError
 from tapestry.rewrites import RULES
-from tapestry.runtime.executor import write_outputs
+from tapestry.runtime.outputs import write_outputs
 from tests.support.command_line import attention_build, document, run
 from tests.support.paths import EXAMPLES
 from tests.support.small_models import N, case, f32, net, save
@@ -90,13 +90,13 @@ def test_seeds_of_random_inputs(build, tmp_path):
 
 
 def test_a_wrong_result_is_exit_1(build, tmp_path, monkeypatch):
-    from tapestry.verify import interp
+    from tapestry.verify import model_outputs
 
-    real = interp.reference
-    monkeypatch.setattr(interp, "exact", lambda *_: {})  # which would say that ours is right
+    real = model_outputs.reference
+    monkeypatch.setattr(model_outputs, "exact", lambda *_: {})  # which would say that ours is right
     for spoil in (lambda a: a + 1, lambda a: np.full_like(a, np.nan), lambda a: a[..., :-1], lambda a: a.astype(np.float64)):
         monkeypatch.setattr(
-            interp, "reference", lambda m, f, s=spoil: (real(m, f)[0], {k: s(v) for k, v in real(m, f)[1].items()})
+            model_outputs, "reference", lambda m, f, s=spoil: (real(m, f)[0], {k: s(v) for k, v in real(m, f)[1].items()})
         )
         status, out, _err = run("run", build, "--check", "--json")
         assert status == 1, spoil
@@ -105,7 +105,7 @@ def test_a_wrong_result_is_exit_1(build, tmp_path, monkeypatch):
 
 def test_a_result_of_a_short_type_is_held_to_that_type(tmp_path):
     """A float32 that was computed in bfloat16 may be off as bfloat16 is; one that was only stored so may not."""
-    from tapestry.verify import interp
+    from tapestry.verify import model_outputs
 
     nodes = [
         N("Cast", ["x"], ["b"], to=T.BFLOAT16), N("MatMul", ["b", "b"], ["c"]), N("Cast", ["c"], ["rounded"], to=T.FLOAT),
@@ -116,12 +116,12 @@ def test_a_result_of_a_short_type_is_held_to_that_type(tmp_path):
     graph = helper.make_graph(nodes, "g", ins, outs)
     onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10), tmp_path / "m.onnx")
     graph = tapestry.compile(tmp_path / "m.onnx").build.plan.graph
-    allowed = interp.tolerances(graph)
+    allowed = model_outputs.tolerances(graph)
     assert allowed["rounded"] == 5e-2 and allowed["moved"] == 1e-4
     one = np.ones(4, np.float32)
-    assert interp.compare_outputs(one * np.float32(1.01), one, allowed["rounded"]).passed
-    assert not interp.compare_outputs(one * np.float32(1.1), one, allowed["rounded"]).passed
-    assert not interp.compare_outputs(one * np.float32(1.001), one, allowed["moved"]).passed
+    assert model_outputs.compare_outputs(one * np.float32(1.01), one, allowed["rounded"]).passed
+    assert not model_outputs.compare_outputs(one * np.float32(1.1), one, allowed["rounded"]).passed
+    assert not model_outputs.compare_outputs(one * np.float32(1.001), one, allowed["moved"]).passed
 
 
 def test_explain_verify_and_rules(build):

@@ -7,7 +7,7 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from tapestry.lift.examine import examine
-from tapestry.viz.ir_dump import dump_document, dump_text
+from tapestry.viz.doctor import dump_document, dump_text
 from tests.support.command_line import run
 
 F = TensorProto.FLOAT

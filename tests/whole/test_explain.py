@@ -29,8 +29,9 @@ from tapestry.plan.simulate import COMPUTE, TRANSFER, Schedule, critical_path, r
 from tapestry.plan.solver.network import evaluate
 from tapestry.plan.strategy import Pin, strategies
 from tapestry.plan.topology import PRESETS, Topology, from_data, parse_mesh, to_data, topology
-from tapestry.viz import explain, measured
-from tapestry.viz.format import area, beside_one_device, columns, times
+from tapestry.viz import build_diff, explain, measured, trace
+from tapestry.viz.format import area, columns, times
+from tapestry.viz.summary import beside_one_device
 from tests.support.command_line import document, run
 from tests.support.small_models import N, T, case, f32, net, random_plan, save
 
@@ -289,14 +290,14 @@ def test_charts_keep_peaks():
 
 def test_a_plan_does_not_differ_from_itself():
     b = built().build
-    d = explain.compare(b, b)
+    d = build_diff.compare(b, b)
     assert d["same"] and not (d["operations"] or d["transfers"] or d["only_in_first"] or d["only_in_second"])
-    assert "the same plan" in explain.diff_text(d)
+    assert "the same plan" in build_diff.diff_text(d)
 
 
 def test_plans_differ_where_they_do():
     one, two = built().build, built(pins=("up:m=4@d0",)).build
-    d = explain.compare(one, two)
+    d = build_diff.compare(one, two)
     assert not d["same"] and d["objective_s"][0] < d["objective_s"][1] and d["requests"][1]["pins"] == ["up:m=4@d0"]
     row = next(r for r in d["operations"] if "up" in r["nodes"])
     assert "m/4@d0" in row["split"][1] and row["split"][0] != row["split"][1] and row["seconds"][0] != row["seconds"][1]
@@ -304,19 +305,19 @@ def test_plans_differ_where_they_do():
         counts = [next((t["bytes"] for t in x.report["transfers"] if t["kind"] == kind), 0) for x in (one, two)]
         shown = next((t["bytes"] for t in d["transfers"] if t["kind"] == kind), counts)
         assert shown == counts
-    text = explain.diff_text(d)
+    text = build_diff.diff_text(d)
     assert "m/4@d0" in text and "objective" in text and "up" in text
-    back = explain.compare(two, one)
+    back = build_diff.compare(two, one)
     assert {r["name"]: r["seconds"][::-1] for r in back["operations"]} == {r["name"]: r["seconds"] for r in d["operations"]}
 
 
 def test_operations_match_by_results_then_by_nodes():
     a, b = built("mlp").build.plan.graph.ops, built("residual").build.plan.graph.ops
-    assert explain.match(a, a) == ([(i, i) for i in range(len(a))], [], [])
+    assert build_diff.match(a, a) == ([(i, i) for i in range(len(a))], [], [])
     renamed = tuple(replace(op, outs=tuple(f"{t}_new" for t in op.outs)) for op in a)
-    assert explain.match(a, renamed) == ([(i, i) for i in range(len(a))], [], [])
-    assert explain.match(a, renamed[1:])[1:] == ([0], [])
-    pairs, left, right = explain.match(a, b)
+    assert build_diff.match(a, renamed) == ([(i, i) for i in range(len(a))], [], [])
+    assert build_diff.match(a, renamed[1:])[1:] == ([0], [])
+    pairs, left, right = build_diff.match(a, b)
     assert len(pairs) + len(left) == len(a) and len(pairs) + len(right) == len(b)
 
 
@@ -362,7 +363,7 @@ def assert_trace(data: dict, devices: int) -> None:
 def test_traces(tmp_path, name, mesh):
     b = built(name, mesh).build
     s = explain.schedule(b)
-    counts = measured.write_trace(tmp_path / "new" / "t.json", b.plan, s)
+    counts = trace.write_trace(tmp_path / "new" / "t.json", b.plan, s)
     data = json.loads((tmp_path / "new" / "t.json").read_text())
     assert_trace(data, b.program.devices)
     slices = [e for e in data["traceEvents"] if e["ph"] == "X"]
@@ -374,7 +375,7 @@ def test_traces_of_random_plans(tmp_path):
     topo = topology(parse_mesh("2x3"))
     for n in range(5):
         plan = random_plan(case("attention").graph, topo.mesh, random.Random(n))
-        assert measured.write_trace(tmp_path / "t.json", plan, simulate(plan, lower(plan), topo))["flows"] > 0
+        assert trace.write_trace(tmp_path / "t.json", plan, simulate(plan, lower(plan), topo))["flows"] > 0
         assert_trace(json.loads((tmp_path / "t.json").read_text()), 6)
 
 
@@ -387,7 +388,7 @@ def test_a_trace_appears_whole_or_not_at_all(tmp_path, monkeypatch):
 
     monkeypatch.setattr(measured.json, "dump", fail)
     with pytest.raises(TapestryError, match=r"t\.json: cannot be written\n  because: disk full"):
-        measured.write_trace(path, b.plan, explain.schedule(b))
+        trace.write_trace(path, b.plan, explain.schedule(b))
     assert path.read_text() == "before" and list(tmp_path.iterdir()) == [path]
 
 
@@ -395,13 +396,13 @@ def test_large_traces_are_cut_and_say_so(monkeypatch):
     topo = topology(parse_mesh("2x2"))
     plan = random_plan(case("attention").graph, topo.mesh, random.Random(1))
     s = simulate(plan, lower(plan), topo)
-    arrows = measured.trace(plan, s)[1]["flows"]
-    monkeypatch.setattr(measured, "MAX_SLICES", 2 * len(s.timed))
-    events, counts = measured.trace(plan, s)
+    arrows = trace.trace(plan, s)[1]["flows"]
+    monkeypatch.setattr(trace, "MAX_SLICES", 2 * len(s.timed))
+    events, counts = trace.trace(plan, s)
     assert counts["devices"] == 2 and counts["devices_left_out"] == 2 and {e["pid"] for e in events} == {0, 1}
     assert counts["flows_left_out"] > 0 and counts["flows"] + counts["flows_left_out"] == arrows
-    monkeypatch.setattr(measured, "MAX_FLOWS", 3)
-    assert measured.trace(plan, s)[1]["flows"] == 3
+    monkeypatch.setattr(trace, "MAX_FLOWS", 3)
+    assert trace.trace(plan, s)[1]["flows"] == 3
 
 
 # --- the command

@@ -19,7 +19,8 @@ from tapestry.ir.syntax.parser import parse
 from tapestry.plan.lower import Shapes, lower
 from tapestry.rewrites.core.driver import simplify
 from tapestry.rewrites.core.edit import MOST_ATOMS, too_long
-from tapestry.verify.rewriting.normal_form import Cells, Draw
+from tapestry.verify.rewriting.cells import Cells
+from tapestry.verify.rewriting.draws import Draw
 from tests.support.command_line import run
 from tests.support.small_models import N
 

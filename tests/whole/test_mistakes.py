@@ -23,7 +23,7 @@ from tapestry.errors import TapestryError, some
 from tapestry.ir.plan import MeshAxis
 from tapestry.plan.solver.mip import Solver
 from tapestry.runtime.calibration.automatic import automatic
-from tapestry.tools.rulebook.production_space import GRAPHS
+from tapestry.tools.rulebook.small_graphs import GRAPHS
 from tapestry.viz import measured
 from tapestry.viz.format import human
 from tests.support.command_line import document, run

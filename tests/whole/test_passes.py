@@ -25,7 +25,7 @@ from tapestry.ir.syntax.parser import parse
 from tapestry.ir.syntax.printer import to_text
 from tapestry.pass_runner import FIELDS, Pass, Runner, unreported
 from tapestry.pipeline import PASSES, Options, asked
-from tapestry.plan.alternatives import fused
+from tapestry.plan.fusion import fused
 from tapestry.rewrites import RULES
 from tapestry.rewrites.core.driver import rules_of
 from tapestry.viz import progress

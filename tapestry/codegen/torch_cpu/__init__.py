@@ -9,11 +9,11 @@ import torch
 
 from tapestry.codegen.torch_cpu import kernels
 from tapestry.codegen.torch_cpu import kernels as exact
-from tapestry.codegen.torch_cpu.base import closures
-from tapestry.codegen.torch_cpu.c import conv_c
+from tapestry.codegen.torch_cpu.base import state_merges
+from tapestry.codegen.torch_cpu.c import conv_chain
 from tapestry.codegen.torch_cpu.c.blocks_c import PLAIN, How
 from tapestry.codegen.torch_cpu.c.c_calls import Calls, CCall, CpuKernel, batch
-from tapestry.codegen.torch_cpu.c.print_c import compile_waiting
+from tapestry.codegen.torch_cpu.c.generated_c import compile_waiting
 from tapestry.ir.graph import Graph
 from tapestry.ir.kernel import Kernel
 
@@ -40,7 +40,7 @@ class TorchCpu:
     def merge(self, monoid: str, states: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
         """Merge the states of several devices, in their order."""
         stacked = [torch.stack(list(fields), dim=-1) for fields in zip(*states, strict=True)]
-        return closures.reduce(monoid, stacked, stacked[0].dim() - 1)
+        return state_merges.reduce(monoid, stacked, stacked[0].dim() - 1)
 
     def from_numpy(self, array: Any) -> Any:
         """A tensor with the array's bits, which it may share; values of the host stay as they are."""
@@ -61,12 +61,12 @@ class TorchCpu:
     def follows(self, before: object, after: object) -> int | None:
         """The input that ``after`` may read while ``before`` makes it, where that pays."""
         assert isinstance(before, CpuKernel) and isinstance(after, CpuKernel)
-        return conv_c.follows(before, after)
+        return conv_chain.follows(before, after)
 
     def chain(self, calls: Sequence[object]) -> CCall | None:
         """Calls of which each follows the one before, as one; ``None`` where they cannot be that as they are bound."""
         ours = [c for c in calls if isinstance(c, CCall)]
-        return conv_c.chain(ours) if len(ours) == len(calls) else None
+        return conv_chain.chain(ours) if len(ours) == len(calls) else None
 
     def batch(self, calls: Sequence[object]) -> Callable[[], None]:
         """Calls of recorders one after another, as one."""

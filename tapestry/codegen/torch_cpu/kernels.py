@@ -13,34 +13,34 @@ import numpy as np
 import torch
 
 from tapestry.codegen.torch_cpu import sibling_sums
-from tapestry.codegen.torch_cpu.attention_c import attention_kernel, scored
-from tapestry.codegen.torch_cpu.base import closures, contract, point_values, scalars
-from tapestry.codegen.torch_cpu.base.point_values import (
-    Expressions,
-    Run,
-    gather,
-    held,
-    pieces,
-    product_by_groups,
-    tiled_product,
-)
-from tapestry.codegen.torch_cpu.base.scalars import tensor_of
-from tapestry.codegen.torch_cpu.base.strided_reads import Frame, localise
+from tapestry.codegen.torch_cpu.attention_c import attention_kernel
+from tapestry.codegen.torch_cpu.attention_scores import scored
+from tapestry.codegen.torch_cpu.base import contract, grouped_rows, scalars, state_merges, tiled_sums
+from tapestry.codegen.torch_cpu.base.local_view import localise
+from tapestry.codegen.torch_cpu.base.piecewise import pieces
+from tapestry.codegen.torch_cpu.base.point_values import Expressions, Run, held
+from tapestry.codegen.torch_cpu.base.selection import gather, product_by_groups
+from tapestry.codegen.torch_cpu.base.strided_reads import Frame
+from tapestry.codegen.torch_cpu.base.tiled_sums import tiled_product
+from tapestry.codegen.torch_cpu.base.torch_api import tensor_of
 from tapestry.codegen.torch_cpu.base.ways import Chosen, Refusal, Way, first
-from tapestry.codegen.torch_cpu.c import blocks_c, conv_c
+from tapestry.codegen.torch_cpu.c import conv_c, pooling, row_norms
 from tapestry.codegen.torch_cpu.c.blocks_c import PLAIN, How, as_loops, mapped
 from tapestry.codegen.torch_cpu.c.c_calls import CpuKernel
-from tapestry.codegen.torch_cpu.torch_ops import dense, layers
-from tapestry.codegen.torch_cpu.torch_ops.layers import viewed
-from tapestry.codegen.torch_cpu.views import pixels, rows, seen
-from tapestry.ir import plan
+from tapestry.codegen.torch_cpu.pixel_view import pixels
+from tapestry.codegen.torch_cpu.row_view import rows
+from tapestry.codegen.torch_cpu.torch_ops import dense, integers, layers, norms
+from tapestry.codegen.torch_cpu.torch_ops.viewed import viewed
+from tapestry.codegen.torch_cpu.views import seen
+from tapestry.ir import canonical_parts
+from tapestry.ir.contraction import only_sums, part, sides
 from tapestry.ir.expr import Expr, arg_positions
 from tapestry.ir.footprint import read_box
 from tapestry.ir.graph import Block, Graph, Op, Opaque
 from tapestry.ir.kernel import Box, Kernel, shape, size
 from tapestry.ir.monoid import parts_of
-from tapestry.ir.recognise import only_sums, part, sides
-from tapestry.ir.states import as_scan, layered
+from tapestry.ir.running_state import as_scan
+from tapestry.ir.state import layered
 from tapestry.ir.types import HOST, STORED, numpy_dtype
 from tapestry.ir.types import Tensor as TensorType
 from tapestry.onnx_eval import opaque_node
@@ -99,9 +99,9 @@ def _first(table: Sequence[Way[Asked, CpuKernel]], asked: Asked) -> CpuKernel:
 
 def _by_rows(a: Asked) -> CpuKernel | Refusal:
     """The function in C of a norm of rows, one for any sizes."""
-    if seen(a.op, a.graph, a.kernel) or not layers.by_rows(a.op):
+    if seen(a.op, a.graph, a.kernel) or not norms.by_rows(a.op):
         return Refusal("no row is reduced and then read again")
-    view = rows(a.op, a.graph, a.kernel) if not blocks_c.rms_norm(a.op, a.kernel) else None
+    view = rows(a.op, a.graph, a.kernel) if not row_norms.rms_norm(a.op, a.kernel) else None
     if view is None:
         return Refusal("rows do not lie one after another, or the RMS norm of the library does it")
     plain = _first(TABLES[a.kernel.mode], a)
@@ -120,7 +120,7 @@ def _by_pixels(a: Asked) -> CpuKernel | Refusal:
     view = pixels(a.op, a.graph, a.kernel)
     if view is None:
         return Refusal("it reads no image that lies pixel by pixel")
-    if blocks_c.mean(a.op, a.kernel) or conv_c.pooled(a.op, a.kernel):
+    if row_norms.mean(a.op, a.kernel) or pooling.pooled(a.op, a.kernel):
         return Refusal("a kernel of the library does it")
     of = Asked(view.op, view.graph, view.kernel, a.how, a.of)
     run = _first(TABLES[a.kernel.mode], of)
@@ -147,7 +147,7 @@ def _is_dear(a: Asked) -> bool:
     op, graph, kernel = a.op, a.graph, a.kernel
     if op.monoid is None:
         return _gathers(op, op.body)
-    if layers.by_rows(op):
+    if norms.by_rows(op):
         return True
     plain = len(op.body) == 1 and not op.inner and not layered(op) and len(parts_of(op.monoid)) == 1
     if not plain or kernel.mode != "full" or first(OPERATORS, a):
@@ -207,13 +207,13 @@ def _with_plain(a: Asked, made: CpuKernel | Refusal) -> CpuKernel | Refusal:
 
 
 def _layer_norm(a: Asked) -> CpuKernel | Refusal:
-    run = layers.layer_norm(a.op, a.kernel)
+    run = norms.layer_norm(a.op, a.kernel)
     return run if isinstance(run, Refusal) else CpuKernel(plain=run)
 
 
 def _regrouped(a: Asked) -> CpuKernel | Refusal:
     """The kernel of the operation with dimensions of groups cut in two."""
-    cut = contract.regrouped(a.op, a.graph, a.kernel)
+    cut = grouped_rows.regrouped(a.op, a.graph, a.kernel)
     if cut is None:
         return Refusal("no statistics are of groups of a dimension, or the block has parts of groups")
     run, wanted = build(*cut, a.how), [shape(b) for b in a.kernel.outs]
@@ -230,7 +230,7 @@ def _map(a: Asked) -> Run:
 
 
 def _eights(a: Asked) -> CpuKernel | Refusal:
-    return _on_weights(a, dense.packed_convolution(a.op, a.graph, a.kernel, a.plain))
+    return _on_weights(a, integers.packed_convolution(a.op, a.graph, a.kernel, a.plain))
 
 
 def _sums(a: Asked) -> CpuKernel | Refusal:
@@ -257,7 +257,7 @@ def _part(a: Asked) -> CpuKernel:
     def run(ins: Sequence[Tensor | None], before: Sequence[Tensor]) -> list[Tensor]:
         assert op.monoid
         part = [_once(s, wanted, ins) for s, wanted in zip(found.made(ins), shapes, strict=True)]
-        return closures.combine(op.monoid, list(before), part, dtypes) if before else part
+        return state_merges.combine(op.monoid, list(before), part, dtypes) if before else part
 
     return CpuKernel(plain=run, way=f"torch's operators: {found.name}", tried=found.tried)
 
@@ -289,9 +289,9 @@ KERNELS: Kernels = (
     Way("attention", _attention, "torch would write all scores out; asked before what would take the scores for less"),
     Way("attention, scores in generated C", _scored, "takes any score, and is slower than the one above"),
     Way("layer norm by torch", _layer_norm, "one operator for what would be three passes"),
-    Way("RMS norm", lambda a: blocks_c.rms_norm(a.op, a.kernel), "one pass over rows that are in cache"),
-    Way("mean of images", lambda a: blocks_c.mean(a.op, a.kernel), "reads pixels as they lie"),
-    Way("maximum pooling", lambda a: conv_c.pooled(a.op, a.kernel), "reads pixels as they lie; torch's moves channels before"),
+    Way("RMS norm", lambda a: row_norms.rms_norm(a.op, a.kernel), "one pass over rows that are in cache"),
+    Way("mean of images", lambda a: row_norms.mean(a.op, a.kernel), "reads pixels as they lie"),
+    Way("maximum pooling", lambda a: pooling.pooled(a.op, a.kernel), "reads pixels as they lie; torch's moves channels before"),
     Way("group by group", _regrouped, "statistics of a group are computed once, not for each of its channels"),
     Way("convolution of 8 bits on a packed weight", _eights, "sums in i32; the rows below know floats alone"),
     Way("several sums on packed weights", _sums, "reads once what they share; each by itself would read it again"),
@@ -362,10 +362,10 @@ def _scan(a: Asked) -> States | Refusal:
     op, found = a.op, as_scan(a.op)
     if found is None or any(d.size == 0 for d in op.space):
         return Refusal("no running state")
-    runs = layers.runs(op, found, a.kernel.block)
+    runs = norms.runs(op, found, a.kernel.block)
     body = Expressions(runs.op, a.graph, a.kernel, runs.op.body, runs.frame)
     shape = runs.frame.extents
-    return lambda ins: layers.scan_states(op, found, runs, [v.expand(shape) for v in body.values(ins, [])])
+    return lambda ins: norms.scan_states(op, found, runs, [v.expand(shape) for v in body.values(ins, [])])
 
 
 def _convolution(a: Asked) -> States | Refusal:
@@ -386,18 +386,18 @@ OPERATORS: Sequence[Way[Asked, States]] = (
     Way("convolution", _convolution, "asked before the product, which would write windows out"),
     Way(
         "transposed convolution",
-        lambda a: conv_c.transposed(a.op, a.graph, a.kernel),
+        lambda a: pooling.transposed(a.op, a.graph, a.kernel),
         "a convolution has no stride in what it reads",
     ),
-    Way("maximum pooling", lambda a: conv_c.max_pool(a.op, a.kernel), "windows are not written out"),
+    Way("maximum pooling", lambda a: pooling.max_pool(a.op, a.kernel), "windows are not written out"),
     Way(
         "convolution of 8 bits",
-        lambda a: dense.convolution(a.op, a.graph, a.kernel, a.frame),
+        lambda a: integers.convolution(a.op, a.graph, a.kernel, a.frame),
         "before the product, as above",
     ),
     Way(
         "product of 8 bits",
-        lambda a: dense.product(a.op, a.graph, a.kernel, a.frame),
+        lambda a: integers.product(a.op, a.graph, a.kernel, a.frame),
         "sums in i32, which floats would not hold",
     ),
 )
@@ -417,7 +417,7 @@ STATES: Sequence[Way[Asked, States]] = (
         "any sum of two factors; behind the operators that know more of them",
     ),
     Way("rows of a table", lambda a: gather(a.op, a.graph, a.kernel, a.frame), "a sum that picks one of its points"),
-    Way("point by point", lambda a: point_values.states(a.op, a.graph, a.kernel), "takes everything, so it comes last"),
+    Way("point by point", lambda a: tiled_sums.states(a.op, a.graph, a.kernel), "takes everything, so it comes last"),
 )  # fmt: skip
 """How states of a reduction are worked out on torch's operators, most special first."""
 
@@ -507,12 +507,12 @@ ALIGNMENT = 64  # bytes, of whatever torch allocates
 def build_exact(graph: Graph, kernel: Kernel) -> CpuKernel:
     """The function that computes a block, canonical block by canonical block."""
     op = graph.ops[kernel.op]
-    along = None if plan.free(op) else plan.canonical(op)
-    if plan.free(op) or any(graph.tensors[t].dtype == HOST for t in (*op.inputs, *op.outs)):
+    along = None if canonical_parts.free(op) else canonical_parts.canonical(op)
+    if canonical_parts.free(op) or any(graph.tensors[t].dtype == HOST for t in (*op.inputs, *op.outs)):
         return build(graph, kernel)
     assert kernel.mode == "full", "a reduction that rounds is not cut"
     at = -1 if along is None else [d.name for d in op.dims].index(along.name)
-    spans = [(0, 0)] if along is None else plan.blocks(along.size, *kernel.block[at])
+    spans = [(0, 0)] if along is None else canonical_parts.blocks(along.size, *kernel.block[at])
     with _one_thread():
         parts = [_Part(graph, kernel, op, at, span) for span in spans]
     dtypes = [scalars.TORCH_DTYPES[graph.tensors[t].dtype] for t in op.outs]

@@ -8,20 +8,20 @@ from dataclasses import replace
 
 from tapestry.codegen.torch_cpu import native
 from tapestry.codegen.torch_cpu.base.point_values import Expressions, Run
-from tapestry.codegen.torch_cpu.base.scalars import added_first
 from tapestry.codegen.torch_cpu.base.strided_reads import Frame, Tensor
+from tapestry.codegen.torch_cpu.base.torch_unary import added_first
 from tapestry.codegen.torch_cpu.base.ways import Refusal
-from tapestry.codegen.torch_cpu.c import conv_c, print_c
+from tapestry.codegen.torch_cpu.c import conv_c, generated_c
 from tapestry.codegen.torch_cpu.c.blocks_c import How
 from tapestry.codegen.torch_cpu.c.c_calls import CCall, CpuKernel, Ins, last, recorded, together
 from tapestry.codegen.torch_cpu.c.print_c import Writer, written
 from tapestry.codegen.torch_cpu.torch_ops import dense
-from tapestry.codegen.torch_cpu.torch_ops.layers import viewed
+from tapestry.codegen.torch_cpu.torch_ops.viewed import viewed
 from tapestry.codegen.torch_cpu.views import Seen, seen
+from tapestry.ir.contraction import dims_read, factors, only_sums, part
 from tapestry.ir.expr import Acc, Arg, Expr, Index, arg_positions, call, walk
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.kernel import Kernel
-from tapestry.ir.recognise import dims_read, factors, only_sums, part
 
 
 def packable(
@@ -92,11 +92,11 @@ def _recorded(runs: Sequence[CpuKernel], then: tuple[Expr, ...], packed: Run, jo
         return CpuKernel(plain=packed)
     if then[0].dtype != "f32" or any(isinstance(x, Index) for x in walk(then[0])):
         return CpuKernel(plain=packed)
-    name = print_c.register(Writer((), {}, ()).cells(then[0], len(runs)))
+    name = generated_c.register(Writer((), {}, ()).cells(then[0], len(runs)))
 
     def record(ins: Ins, memory: Tensor) -> CCall:
         calls = [last(r.bind(ins, [memory])) for r in ours if r.bind]
-        first, then_at = calls[0], ctypes.cast(print_c.function(name), ctypes.c_void_p).value
+        first, then_at = calls[0], ctypes.cast(generated_c.function(name), ctypes.c_void_p).value
         sizes = native.Several(first.sizes, len(calls), then_at)
         pointers = ctypes.c_void_p * native.MOST_SUMS
         buffers = native.Products(

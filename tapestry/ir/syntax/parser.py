@@ -13,18 +13,9 @@ from tapestry.ir.graph import Block, Dim, Graph, Guard, Inner, Op, Opaque, Read,
 from tapestry.ir.index import Aff, const, dim, floordiv, modulo
 from tapestry.ir.monoid import MONOIDS, number
 from tapestry.ir.syntax.printer import INFIX
+from tapestry.ir.syntax.tokens import TOKEN, WIDTH
 from tapestry.ir.types import DTYPES, FLOATS, HOST, Tensor, Weight
 from tapestry.system.quoting import printable
-
-# Tokens of IR text and of rule texts, and errors that point at one: file, line, column and what was expected there.
-
-
-WIDTH = 100  # characters of a line that an error shows on either side of its place
-_TOKEN = re.compile(
-    r"""\s+|\#[^\n]*|(?P<string>"(?:[^"\\]|\\.)*")|(?P<number>\d+\.\d+(?:[eE][+-]?\d+)?|\d+\.(?!\.)|\d+[eE][+-]?\d+|\d+)"""
-    r"""|(?P<group>[A-Za-z_][A-Za-z0-9_]*\.\.(?![A-Za-z0-9_.]))|(?P<ident>[A-Za-z_][A-Za-z0-9_.]*)"""
-    r"""|(?P<punct>=>|>=|<=|==|!=|//|[\[\](){}<>,:=|*/+;-])"""
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +45,7 @@ class Tokens:
         self.tokens: list[Token] = []
         pos = 0
         while pos < len(text):
-            m = _TOKEN.match(text, pos)
+            m = TOKEN.match(text, pos)
             if not m:
                 raise self.error(f"unexpected character {text[pos]!r}", pos)
             if m.lastgroup:

@@ -3,45 +3,25 @@
 from __future__ import annotations
 
 import os
-import re
 import stat
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from difflib import get_close_matches
+from collections.abc import Iterable, Iterator
 from graphlib import CycleError, TopologicalSorter
-from itertools import combinations
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import onnx
-from onnx import (
-    AttributeProto,
-    FunctionProto,
-    GraphProto,
-    ModelProto,
-    NodeProto,
-    TensorProto,
-    TensorShapeProto,
-    TypeProto,
-    ValueInfoProto,
-)
+from onnx import AttributeProto, FunctionProto, GraphProto, ModelProto, NodeProto, TensorProto, TensorShapeProto, TypeProto
 
 from tapestry.errors import ModelError
 from tapestry.ir.graph import Graph
 from tapestry.ir.syntax.parser import parse
-from tapestry.lift.file.external_data import check_file, check_inline, check_overlaps, densify, parse_place, tensor_bytes
-from tapestry.lift.file.protos import (
-    captured,
-    model_nodes,
-    name_printably,
-    nested,
-    node_name,
-    replace_nodes,
-    static_shape,
-    subgraphs,
-)
+from tapestry.lift.file.external_data import check_file, check_inline, check_overlaps, parse_place, tensor_bytes
+from tapestry.lift.file.protos import captured, model_nodes, nested, node_name, replace_nodes, subgraphs
+from tapestry.lift.file.read_author_names import name_printably
+from tapestry.lift.file.sparse import densify
 from tapestry.onnx_eval.ort_session import foreign
-from tapestry.onnx_eval.reference_fixes import EVALUATORS
+from tapestry.onnx_eval.own_nodes import EVALUATORS
 
 TEXT = ".tap"  # files of IR text
 MAX_BYTES = (1 << 31) - 1  # of one protobuf message
@@ -362,171 +342,3 @@ def _sort(graph: GraphProto, needs: list[list[int]]) -> None:
         hint = "ONNX graphs are acyclic; export the model again"
         raise ModelError("the graph has a cycle", where=f"node '{loop[0]}'", why=" -> ".join(loop), hint=hint) from None
     replace_nodes(graph, [graph.node[k] for k in order])
-
-
-# What every refusal of a model says: the node with its operator, or the value's maker, and what to do.
-
-
-HINT = "look at this place of the model (netron shows it), and check it with onnx.checker.check_model; then export it again"
-
-
-def complete(e: ModelError, model: ModelProto) -> ModelError:
-    """The same refusal, with the operator of the node that it names and a hint, where it lacked them."""
-    e.hint = e.hint or HINT
-    match = re.fullmatch(r"(?:node )?'([^']*)'", e.where)
-    if match and not e.where.startswith("node"):  # a value: whoever makes it
-        maker = next((n for n in model_nodes(model) if match[1] in n.output), None)
-        if maker is not None:
-            e.where = f"node '{node_name(maker)}' ({maker.op_type}), result '{match[1]}'"
-    elif match or re.fullmatch(r"[^' ]+", e.where):
-        name = match[1] if match else e.where
-        node = next((n for n in model_nodes(model) if node_name(n) == name), None)
-        if node is not None:
-            e.where = f"node '{name}' ({node.op_type})"
-    return e
-
-
-class Contradiction(ModelError):
-    """Inputs of a node whose types do not go together; ``shapes`` are theirs, by name, as far as they are known."""
-
-    shapes: Mapping[str, list[int]]
-
-
-def contradiction(message: str, model: ModelProto, types: Mapping[str, TypeProto]) -> Contradiction:
-    """What onnx's inference says of a node, with the shapes that meet there.
-
-    Args:
-        types: those that could be inferred before it.
-    """
-    name = re.search(r"node name: ([^)]*)\)", message) or re.search(r"input '?([^' ]+)'? of node", message)
-    text = re.sub(r"\s+", " ", re.sub(r"\[\w+Error\]|Inference error\(s\):", " ", message)).strip()
-    node = next((n for n in model.graph.node if name and node_name(n) == name[1]), None)
-    known = {t: static_shape(types.get(t)) for t in (node.input if node else ())}
-    shapes = {t: s for t, s in known.items() if s is not None}
-    sizes = ", ".join(f"'{t}' is {'x'.join(map(str, s)) or 'a scalar'}" for t, s in shapes.items())
-    out = Contradiction(
-        "shapes or dtypes contradict each other", where=f"node '{name[1]}'" if name else "shape inference",
-        why=f"{text[:300]}{f': {sizes}' if sizes else ''}",
-        hint="check the sizes given with --shape; otherwise the model itself is at fault",
-    )  # fmt: skip
-    out.shapes = shapes
-    return out
-
-
-def name_symbols(e: Contradiction, sizes: Mapping[str, int]) -> None:
-    """Say which symbol's size meets one that the model has of its own, if any does.
-
-    Args:
-        sizes: that were given or found for the symbols of the model's inputs.
-    """
-    for tensor, size, other in _meetings(e.shapes):
-        symbol = next((s for s, n in sizes.items() if n == other), None)
-        if symbol and size not in sizes.values():
-            e.why += f"; {symbol} is {other}, and '{tensor}' has {size} there, whatever {symbol} is"
-            e.hint = f"--shape {symbol}={size}{' or less: the file holds no more' if other > size else ''}"
-            return
-
-
-def _meetings(shapes: Mapping[str, list[int]]) -> Iterator[tuple[str, int, int]]:
-    """(tensor, its size, another's size) along axes that broadcast onto each other and do not go together."""
-    for (a, one), (b, other) in combinations(shapes.items(), 2):
-        for m, n in zip(reversed(one), reversed(other), strict=False):
-            if m != n and 1 not in (m, n):
-                yield a, m, n
-                yield b, n, m
-
-
-# Binding of symbolic input dimensions: by symbol, by input, and by what follows from others.
-
-
-Given = Mapping[str, int | str | Sequence[int]]
-
-
-def dims_of(value: ValueInfoProto) -> list[int | str]:
-    """Dimensions of a declared tensor: sizes, and symbols for the rest (``input[axis]`` for an anonymous one)."""
-    out: list[int | str] = []
-    for k, d in enumerate(value.type.tensor_type.shape.dim):
-        out.append(d.dim_value if d.HasField("dim_value") else d.dim_param or f"{value.name}[{k}]")
-    return out
-
-
-def bind(inputs: Mapping[str, Sequence[int | str]], given: Given) -> dict[str, int]:
-    """Symbol values from the user's ``shapes``.
-
-    Raises:
-        ModelError: unknown name, not an integer of at least 0, or a contradiction.
-    """
-    symbols = {s for dims in inputs.values() for s in dims if isinstance(s, str)}
-    env: dict[str, int] = {}
-    for name, value in given.items():
-        sizes = _sizes_of_symbols(name, value)
-        if name in symbols and len(sizes) == 1:
-            _set(env, name, sizes[0], name)
-        elif name in inputs:
-            dims = inputs[name]
-            if len(sizes) != len(dims):
-                raise ModelError("wrong rank in --shape", where=f"input '{name}'", why=f"got {sizes}, the model has {dims}")
-            for size, d in zip(sizes, dims, strict=True):
-                if isinstance(d, str):
-                    _set(env, d, size, name)
-                elif d != size:
-                    raise ModelError("--shape contradicts the model", where=f"input '{name}'", why=f"got {sizes}, has {dims}")
-        else:
-            there = f"symbols: {', '.join(sorted(symbols)) or 'none, all sizes are fixed'}; inputs: {', '.join(sorted(inputs))}"
-            close = get_close_matches(name, [*symbols, *inputs], 1)
-            raise ModelError(
-                "unknown name in --shape", where=f"'{name}'", why=there,
-                hint=f"--shape {close[0]}={value}" if close else "--shape with one of these names",
-            )  # fmt: skip
-    return env
-
-
-def _sizes_of_symbols(name: str, value: int | str | Sequence[int]) -> list[int]:
-    parts: Sequence[int | str] = [value] if isinstance(value, int) else value
-    if isinstance(value, str):
-        parts = value.lower().replace(",", "x").split("x")
-    try:
-        sizes = [int(p) for p in parts]
-    except (TypeError, ValueError):
-        sizes = [-1]
-    if any(s < 0 for s in sizes):  # 0 is a size too: the first step of a decoder has a past without positions
-        raise ModelError(
-            "sizes are integers of at least 0", where=f"--shape {name}={value}",
-            hint=f"for example --shape {name}=8 or {name}=8x3x224x224",
-        )  # fmt: skip
-    return sizes
-
-
-def _set(env: dict[str, int], symbol: str, size: int, by: str) -> None:
-    if env.setdefault(symbol, size) != size:
-        raise ModelError("--shape contradicts itself", where=f"'{by}'", why=f"{symbol} is both {env[symbol]} and {size}")
-
-
-def unbound(inputs: Mapping[str, list[int | str]], env: Mapping[str, int]) -> None:
-    """Raise a ModelError that lists every symbol whose size is not known, where it occurs, and an example."""
-    where: dict[str, list[str]] = {}
-    for name, dims in inputs.items():
-        for axis, d in enumerate(dims):
-            if isinstance(d, str) and d not in env:
-                where.setdefault(d, []).append(f"{name}[{axis}]")
-    if not where:
-        return
-    listing = "; ".join(s if places == [s] else f"{s} in {', '.join(places)}" for s, places in where.items())
-    example = " ".join(f"--shape {s}={8 if k == 0 else 128}" for k, s in enumerate(where) if "[" not in s)
-    example += f"; or --shape {next(iter(where))}={next(iter(env))}, if they are always the same" if example and env else ""
-    first = next(iter(where.values()))[0].rpartition("[")[0]
-    by_input = f"--shape {first}={'x'.join('8' if isinstance(d, str) else str(d) for d in inputs[first])}"
-    what = f"the size of {' and of '.join(where)} is not given{', and does not follow from the others' if env else ''}"
-    raise ModelError(what, where="inputs", why=listing, hint=example or by_input)
-
-
-def rewrite_file(model: ModelProto, env: Mapping[str, int]) -> None:
-    """Put sizes in the place of symbols, in inputs, outputs and declared values."""
-    for group in (model.graph.input, model.graph.output, model.graph.value_info):
-        for value in group:
-            if not value.type.HasField("tensor_type"):
-                continue
-            for k, d in enumerate(value.type.tensor_type.shape.dim):
-                symbol = d.dim_param or f"{value.name}[{k}]"
-                if not d.HasField("dim_value") and symbol in env:
-                    d.dim_value = env[symbol]

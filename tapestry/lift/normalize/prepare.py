@@ -9,15 +9,16 @@ from __future__ import annotations
 import logging
 import math
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
 import numpy as np
 import onnx
-from onnx import FunctionProto, GraphProto, ModelProto, NodeProto, TensorProto, TypeProto, helper, numpy_helper
+from onnx import FunctionProto, GraphProto, ModelProto, NodeProto, TensorProto, TypeProto
 
 from tapestry.errors import ModelError
-from tapestry.lift.builder import Prepared, about, find
+from tapestry.lift.builder import about
+from tapestry.lift.file.diagnosis import Contradiction, contradiction
 from tapestry.lift.file.external_data import dtype_name, tensor_bytes
 from tapestry.lift.file.protos import (
     SOURCE,
@@ -28,22 +29,18 @@ from tapestry.lift.file.protos import (
     nested,
     node_name,
     replace_nodes,
-    set_attributes,
     source_of,
     standard_opset,
     static_shape,
     subgraphs,
 )
-from tapestry.lift.file.structure import Contradiction, contradiction
 from tapestry.lift.file.weight_data import stored_tensors
-from tapestry.lift.normalize.inference import (
+from tapestry.lift.nodes import Prepared
+from tapestry.lift.normalize.inference import InferenceError, infer_shapes
+from tapestry.lift.normalize.inference_fixes import (
     MISINFERRED,
     RESIZES,
-    InferenceError,
-    foreign_types,
     forget_sizes,
-    infer_shapes,
-    ml_types,
     name_cache,
     pad_loops,
     plain_casts,
@@ -52,109 +49,14 @@ from tapestry.lift.normalize.inference import (
     slice_sizes,
 )
 from tapestry.lift.normalize.libraries import ir, optimizer, passes
+from tapestry.lift.normalize.ml_shapes import foreign_types, ml_types
+from tapestry.lift.normalize.split_sequences import split_sequences
 from tapestry.lift.normalize.unroll import LEVELS, STEPS, StepTypes, unroll
 from tapestry.lift.own_operators import own_types
+from tapestry.lift.registry import find
 from tapestry.onnx_eval.opaque_node import RANDOM
 from tapestry.onnx_eval.ort_session import inlined
-from tapestry.onnx_eval.reference_fixes import HALVES, SUMMING
-
-# Sequences that only stand between a tensor and its pieces, as torch's exporter writes ``split`` and ``unbind``.
-
-
-Numbers = Mapping[str, np.ndarray]
-AS_INPUTS = 13  # from here on Split and Squeeze have sizes and axes as inputs
-
-
-def split_sequences(model: ModelProto, types: Mapping[str, TypeProto]) -> bool:
-    """Write every SplitToSequence as a Split, where sizes are known and single pieces are read; tell whether there was any."""
-    graph = model.graph
-    numbers = _known_integers(model)
-    readers: dict[str, list[NodeProto]] = {o.name: [NodeProto()] for o in graph.output}
-    for node in graph.node:
-        for name in {*node.input, *captured(node)}:
-            readers.setdefault(name, []).append(node)
-    pieces: dict[str, list[str]] = {}
-    nodes: list[NodeProto] = []
-    for node in graph.node:
-        sizes = _piece_sizes(node, types, numbers) if is_standard(node, "SplitToSequence") else None
-        if sizes and all(_position(r, len(sizes), numbers) is not None for r in readers.get(node.output[0], [])):
-            pieces[node.output[0]] = [f"{node.output[0]}/{k}" for k in range(len(sizes))]
-            axis = _axis(node, len(static_shape(types[node.input[0]]) or ()))
-            nodes += _split(node, sizes, pieces[node.output[0]], model, axis)
-        elif is_standard(node, "SequenceAt") and node.input[0] in pieces:
-            names = pieces[node.input[0]]
-            at = _position(node, len(names), numbers)
-            assert at is not None
-            nodes.append(_like(node, helper.make_node("Identity", [names[at]], node.output, node.name)))
-        else:
-            nodes.append(node)
-    if pieces:
-        replace_nodes(graph, nodes)
-    return bool(pieces)
-
-
-def _known_integers(model: ModelProto) -> dict[str, np.ndarray]:
-    """Integers that the graph knows, by name."""
-    given = {n.output[0]: attributes(n).get("value") for n in model.graph.node if is_standard(n, "Constant")}
-    tensors = {t.name: t for t in model.graph.initializer} | {k: t for k, t in given.items() if isinstance(t, TensorProto)}
-    whole = {k: t for k, t in tensors.items() if t.data_type in (TensorProto.INT64, TensorProto.INT32)}
-    return {k: numpy_helper.to_array(t) for k, t in whole.items() if t.data_location != TensorProto.EXTERNAL}
-
-
-def _axis(node: NodeProto, rank: int) -> int:
-    return int(attributes(node).get("axis", 0)) % rank
-
-
-def _piece_sizes(node: NodeProto, types: Mapping[str, TypeProto], numbers: Numbers) -> list[int] | None:
-    """Sizes of the pieces along the axis; None where they are not known, or do not add up to it."""
-    shape = static_shape(types.get(node.input[0]))
-    if not shape:
-        return None
-    n = shape[_axis(node, len(shape))]
-    if len(node.input) < 2 or not node.input[1]:
-        return [1] * n
-    given = numbers.get(node.input[1])
-    if given is None:
-        return None
-    if given.ndim:
-        return [int(k) for k in given] if int(given.sum()) == n and (given > 0).all() else None
-    size = int(given)
-    return [min(size, n - at) for at in range(0, n, size)] if size > 0 else None
-
-
-def _position(node: NodeProto, count: int, numbers: Numbers) -> int | None:
-    """Which piece a node takes out of a sequence; None where it does something else with it."""
-    at = numbers.get(node.input[1]) if is_standard(node, "SequenceAt") else None
-    return int(at) % count if at is not None and at.size == 1 and -count <= int(at) < count else None
-
-
-def _split(node: NodeProto, sizes: Sequence[int], names: Sequence[str], model: ModelProto, axis: int) -> list[NodeProto]:
-    """A Split into pieces; where the file says no sizes these may lose the axis (``keepdims`` 0)."""
-    dropped = len(node.input) < 2 and not attributes(node).get("keepdims", 1)
-    outs = [f"{n}.kept" for n in names] if dropped else list(names)
-    made = [_with_numbers(helper.make_node("Split", node.input[:1], outs, node.name, axis=axis), "split", sizes, model)]
-    if dropped:
-        made += [
-            _with_numbers(helper.make_node("Squeeze", [o], [n], f"{node.name}/{n}"), "axes", [axis], model)
-            for o, n in zip(outs, names, strict=True)
-        ]
-    return [_like(node, m) for m in made]
-
-
-def _with_numbers(made: NodeProto, name: str, values: Sequence[int], model: ModelProto) -> NodeProto:
-    """A node with integers as the model's opset has them: as an input, or as an attribute."""
-    if standard_opset(model) < AS_INPUTS:
-        set_attributes(made, **{name: list(values)})
-        return made
-    made.input.append(f"{made.output[0]}/{name}")
-    model.graph.initializer.append(numpy_helper.from_array(np.array(values, np.int64), made.input[-1]))
-    return made
-
-
-def _like(node: NodeProto, made: NodeProto) -> NodeProto:
-    made.metadata_props.extend(node.metadata_props)
-    return made
-
+from tapestry.onnx_eval.reference_evaluator import HALVES, SUMMING
 
 FOLD_BYTES = 1 << 20  # no folded value is larger
 FOLD_TOTAL = 1 << 28  # nor are all of them together
@@ -628,26 +530,3 @@ def _with_hints(model: ModelProto, types: Types, hints: Types) -> Prepared:
 def _static(type_: TypeProto) -> bool:
     """Whether a tensor type has a dtype and a size for every axis."""
     return bool(type_.tensor_type.elem_type) and static_shape(type_) is not None
-
-
-# Model-local functions written for another opset than the model's: exporters take them from libraries, onnxruntime runs them.
-#
-# Inlining needs one opset. A function whose operators are the same at the model's opset is said to be of that one.
-
-
-def align_functions(model: ModelProto) -> None:
-    """Set the opset of such functions to the model's, in place. One that needs more than that stays, and is refused."""
-    version = next((o.version for o in model.opset_import if o.domain in STANDARD), None)
-    for function in model.functions:
-        own = next((o for o in function.opset_import if o.domain in STANDARD), None)
-        if own is None or version is None or own.version == version:
-            continue
-        if all(_unchanged_operator(n.op_type, own.version, version) for n in nested(function.node) if is_standard(n)):
-            own.version = version
-
-
-def _unchanged_operator(op: str, written: int, version: int) -> bool:
-    """Whether an operator of one opset is that of another."""
-    if not (onnx.defs.has(op, written, "") and onnx.defs.has(op, version, "")):
-        return False
-    return onnx.defs.get_schema(op, written, "").since_version == onnx.defs.get_schema(op, version, "").since_version

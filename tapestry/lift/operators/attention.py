@@ -17,11 +17,13 @@ from tapestry.ir.graph import Dim
 from tapestry.ir.index import Aff, dim, floordiv, modulo
 from tapestry.ir.monoid import lowest, number
 from tapestry.ir.types import Tensor
-from tapestry.lift.builder import Node, Operand, affine_value, axes, broadcast, every, here, lifts, literal
+from tapestry.lift.affine_values import affine_value
+from tapestry.lift.builder import Node, Operand, axes, broadcast, every, here, literal
 from tapestry.lift.operators.gather import select, wrap
 from tapestry.lift.operators.linear import contract
 from tapestry.lift.operators.reduce import softmax
 from tapestry.lift.operators.shape import concat
+from tapestry.lift.registry import lifts
 
 
 @dataclass(frozen=True, slots=True)

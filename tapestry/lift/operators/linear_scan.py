@@ -13,10 +13,13 @@ from tapestry.ir.expr import Acc, Arg, Call, Const, Expr, Index, call, cast, rew
 from tapestry.ir.graph import Block, Dim, Read
 from tapestry.ir.index import Aff, const, dim, dims_of, span, substitute
 from tapestry.ir.monoid import MONOIDS, number
-from tapestry.ir.states import running
+from tapestry.ir.running_state import running
 from tapestry.ir.types import Tensor
-from tapestry.lift.builder import Declined, Node, accumulator, axes, here, index_value, lifts
-from tapestry.lift.operators.rnn import LoopBody, NotLinear, Recurrence, linear_body
+from tapestry.lift.affine_values import index_value
+from tapestry.lift.builder import Node, accumulator, axes, here
+from tapestry.lift.operators.linear_state import NotLinear, Recurrence
+from tapestry.lift.operators.loop_body import LoopBody, linear_body
+from tapestry.lift.registry import Declined, lifts
 
 
 @lifts("Scan")

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tapestry.ir.graph import Dim
-from tapestry.lift.builder import Declined, Node, emit_cells, emit_opaque, lifts
+from tapestry.lift.builder import Node
+from tapestry.lift.opaque import emit_cells, emit_opaque
 from tapestry.lift.operators.gather import check_known
+from tapestry.lift.registry import Declined, lifts
 
 Axes = dict[int, list[int | None]]
 

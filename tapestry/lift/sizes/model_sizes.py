@@ -23,16 +23,19 @@ from onnx import GraphProto, ModelProto, NodeProto, TensorProto, TypeProto, help
 
 from tapestry.errors import ModelError, TapestryError
 from tapestry.ir.graph import Graph
-from tapestry.ir.symbolic_plan import Formula, Region, Sizes, formula_of
-from tapestry.lift.builder import find
+from tapestry.ir.size_formula import Formula, Region, Sizes, formula_of
+from tapestry.ir.types import Array
 from tapestry.lift.file.protos import attributes, captured, is_standard, node_name, standard_opset, static_shape, subgraphs
-from tapestry.lift.file.structure import Given, bind
-from tapestry.lift.normalize.inference import InferenceError, infer_shapes, rewrite_misinferred
+from tapestry.lift.file.symbols import Given, bind
+from tapestry.lift.normalize.inference import InferenceError, infer_shapes
+from tapestry.lift.normalize.inference_fixes import rewrite_misinferred
 from tapestry.lift.normalize.prepare import infer
-from tapestry.lift.sizes.shape_rules import BROADCAST, RULES, Array, Grid, Known, NoRule, Shape, Site, box_without
+from tapestry.lift.registry import find
+from tapestry.lift.sizes.shape_rules import BROADCAST, RULES, Known, NoRule, Shape, Site
+from tapestry.lift.sizes.size_columns import Grid, box_without
 from tapestry.lift.sizes.static_values import CELLS, Call, evaluated
 from tapestry.onnx_eval.ort_session import inlined
-from tapestry.onnx_eval.reference_fixes import reference_evaluator
+from tapestry.onnx_eval.reference_evaluator import reference_evaluator
 
 UNALIGNED = frozenset({"ConvTranspose", "GRU", "LSTM", "RNN"})  # of several inputs, none of which is broadcast
 CASES = 4096  # at which a node is run or inferred one by one

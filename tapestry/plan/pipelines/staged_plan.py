@@ -13,8 +13,8 @@ from tapestry.ir.graph import Graph, with_ops
 from tapestry.ir.kernel import Box, intersect, size
 from tapestry.ir.plan import Plan, Stage, device_count, on_stage
 from tapestry.ir.program import Buffer, Free, Launch, Load, Message, Program, Reduce, Step, Transfer
+from tapestry.plan.kinds import kind_of
 from tapestry.plan.lower import lower, with_frees
-from tapestry.plan.requests import kind_of
 from tapestry.plan.topology import Fabric, Link, Topology, fabrics, weakest
 
 

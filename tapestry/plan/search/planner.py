@@ -8,83 +8,32 @@ shared), within the memory. Others answer weighted sums that every plan takes at
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from tapestry.errors import PlanError
-from tapestry.ir.graph import Block, Graph
-from tapestry.ir.plan import Layout, Plan, Strategy, still
-from tapestry.ir.program import Transfer, peak_bytes
+from tapestry.ir.graph import Graph
+from tapestry.ir.plan import Layout, still
+from tapestry.ir.program import Transfer
 from tapestry.ir.syntax.printer import to_text
-from tapestry.plan import ring_attention
-from tapestry.plan.search.branches import KNOWN, Branching, Usages, least_seconds
-from tapestry.plan.search.paths import Game
-from tapestry.plan.search.priced_plan import (
-    PricedPlan,
-    Room,
-    choice_of,
-    demands,
-    on_the_clock,
-    peak,
-    priced_plan,
-    too_big,
-    within_memory,
-)
+from tapestry.plan.layout_constraints import LayoutConstraints
+from tapestry.plan.search.any_order import least_seconds
+from tapestry.plan.search.branches import KNOWN, Branching, Usages
+from tapestry.plan.search.memory_limit import demands, within_memory
+from tapestry.plan.search.priced_plan import PricedPlan, choice_of, on_the_clock, peak, priced_plan, too_big
 from tapestry.plan.search.problem import Problem, build
+from tapestry.plan.search.resume import Start
+from tapestry.plan.search.time_bound import Game
+from tapestry.plan.search.to_ring import with_rings
 from tapestry.plan.simulate import simulate
 from tapestry.plan.solver.budget import SECOND, Budget
-from tapestry.plan.solver.lagrange import Demand
 from tapestry.plan.solver.network import solve
 from tapestry.plan.solver.pairs import PROVED, proved
-from tapestry.plan.strategy import LayoutConstraints, Pin
+from tapestry.plan.solver.shared_prices import Demand
+from tapestry.plan.strategy import Pin
 from tapestry.plan.topology import Topology, to_data
-
-# Gathers of keys and values turned into rings, where a plan does not fit otherwise or is faster so.
-#
-# The search's tables have the gather: the same bytes over the same links. A ring costs launches and latencies more, holds two
-# blocks instead of all of them, and what comes next travels while a block is computed. The bound on time counts of a gather
-# that could be a ring only what the ring would be waited for, so it holds for every ring.
-
-
-def with_rings(plan: Plan, topo: Topology) -> Plan | None:
-    """The plan with every gather of what an attention goes over as a ring; ``None`` where nothing is gathered."""
-    made = {t for op in plan.graph.ops for t in op.outs} | set(plan.inputs)
-    strategies = list(plan.strategies)
-    for i, (op, s) in enumerate(zip(plan.graph.ops, plan.strategies, strict=True)):
-        for other in ring_attention.rings(op, s, topo.mesh) if isinstance(op, Block) else ():
-            assert isinstance(op, Block)
-            if all(op.reads[k].tensor in made for k in ring_attention.travelling(op, other)):
-                strategies[i] = other
-                break
-    return replace(plan, strategies=tuple(strategies)) if tuple(strategies) != plan.strategies else None
-
-
-# Going on from an earlier search: its strategies as a start, and its bound where the problem is the very same.
-#
-# A bound holds for one network of costs, one topology and one memory limit. So it is kept with a hash of all of these, and used
-# again only where a problem that was built anew has the same hash; strategies are only a choice, which any problem may try.
-
-
-@dataclass(frozen=True, slots=True)
-class Start:
-    """What an earlier search found.
-
-    Attributes:
-        strategies: of the operations that make a tensor, by its name.
-        bound: seconds; no plan of the problem with this key is faster.
-        key: `fingerprint` of the problem.
-    """
-
-    strategies: Mapping[str, Strategy] = field(default_factory=dict[str, Strategy])
-    bound: float = -np.inf
-    key: str = ""
-
-
-def start_of(plan: Plan, bound: float = -np.inf, key: str = "") -> Start:
-    """The strategies of a plan, by the first tensor that each operation makes."""
-    return Start({op.outs[0]: s for op, s in zip(plan.graph.ops, plan.strategies, strict=True)}, bound, key)
 
 
 def beginning(problem: Problem, start: Start) -> list[int] | None:
@@ -356,55 +305,3 @@ def cheapest(
         raise failed[0]
     best = min(plans, key=lambda p: p.objective)
     return best if len(plans) == 1 else replace(best, bound=min(p.bound for p in plans))
-
-
-# The front of latency against memory: plans of which no other is both faster and smaller.
-#
-# The fastest plan is sought within limits on memory that go down step by step, to where there is none. The fronts of several
-# graphs (the model's own, and those that structural rewrites make of it) are put together.
-
-
-STEPS = 24  # limits that are tried
-SHARE = 0.3  # of the budget left, for one graph
-
-
-@dataclass(frozen=True, slots=True)
-class Point:
-    """One plan of the front: estimated seconds, peak bytes of the device that needs most, the rewrites of its graph."""
-
-    objective_s: float
-    peak_bytes: int
-    moves: tuple[str, ...] = ()
-
-
-def fronts(problems: Iterable[tuple[Problem, tuple[str, ...]]], budget: Budget) -> list[Point]:
-    """The front over several graphs with the moves that made them; the first one gets its share in any case."""
-    points: list[Point] = []
-    for problem, moves in problems:
-        points += front(problem, budget.share(SHARE), moves)
-        if budget.over():
-            break
-    return undominated(points)
-
-
-def front(problem: Problem, time_limit: float | Budget | None, moves: tuple[str, ...] = ()) -> list[Point]:
-    """Plans from the fastest to the smallest, each the fastest within a limit, while there is something left of the budget."""
-    budget, room = Budget.of(time_limit), Room(problem, surely=False)
-    solution = solve(problem.network, budget)
-    plans = [priced_plan(problem, solution.choice, solution.bound)]
-    for limit in np.linspace(peak(plans[0]), room.least(), STEPS + 1)[1:]:
-        if budget.over() or not np.isfinite(solution.objective):
-            break
-        if room.estimate(solution.choice).max(initial=0.0) > limit:
-            solution = room.solve(float(limit), budget)
-            plans += [priced_plan(problem, solution.choice, solution.bound)] if np.isfinite(solution.objective) else []
-    return undominated([Point(p.objective, max(peak_bytes(p.program)[0]), moves) for p in plans])
-
-
-def undominated(points: list[Point]) -> list[Point]:
-    """The points that no other one beats in both, fastest first."""
-    out: list[Point] = []
-    for p in sorted(set(points), key=lambda p: (p.objective_s, p.peak_bytes, len(p.moves))):
-        if not out or p.peak_bytes < out[-1].peak_bytes:
-            out.append(p)
-    return out

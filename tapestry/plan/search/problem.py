@@ -14,23 +14,20 @@ from typing import Any
 import numpy as np
 
 from tapestry.errors import PlanError
+from tapestry.ir.footprint import Boxes
 from tapestry.ir.graph import Block, Graph, Op
 from tapestry.ir.plan import Layout, Strategy, coordinates, device_count
 from tapestry.ir.syntax.printer import signature
 from tapestry.ir.types import itemsize
 from tapestry.plan import ring_attention
 from tapestry.plan.cost import compute, transfer
-from tapestry.plan.cost.transfer import merge, reductions
+from tapestry.plan.cost.collective import merge, reductions
+from tapestry.plan.layout_constraints import Key, LayoutConstraints, Sayable, allowed, stated
 from tapestry.plan.pipelines.staged_plan import link_between
 from tapestry.plan.solver.network import Factor, Network
 from tapestry.plan.strategy import (
     MAX_STRATEGIES,
-    Boxes,
-    Key,
-    LayoutConstraints,
     Pin,
-    Sayable,
-    allowed,
     covers,
     every_strategy,
     footprints_of_all,
@@ -38,12 +35,9 @@ from tapestry.plan.strategy import (
     merges,
     op_boxes,
     out_layout,
-    stated,
     tensor_boxes,
 )
 from tapestry.plan.topology import Device, Topology
-
-# What a ring instead of a gather makes an operation wait for at least, beyond the time of its own kernels.
 
 
 def ring_floors(

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from tapestry.plan.solver.budget import Budget
-from tapestry.plan.solver.elimination import Undominated, undominated
-from tapestry.plan.solver.lagrange import WORTH, Demand, SharedPrices
+from tapestry.plan.solver.dominance import Undominated, undominated
 from tapestry.plan.solver.pairs import FORBIDDEN, PROVED, Instance, Solution, Usage, proved
+from tapestry.plan.solver.shared_prices import WORTH, Demand, SharedPrices
 
 FLAT = 400_000  # joint choices of all pairs: larger networks with limits are not laid out flat
 BRIEF = 20_000  # joint choices of all pairs up to which a quick search goes on where prices leave little of a gap
@@ -72,7 +72,7 @@ def solve(
         The best choice, its cost and a bound. The cost is infinite when no choice within the limits was found, and so is the
         bound when there is none.
     """
-    from tapestry.plan.solver import incumbent
+    from tapestry.plan.solver import pairwise
 
     given, budget = start, Budget.of(time_limit)
     if start is not None and within(net, start) and proved(cost := evaluate(start, net.factors), bound):
@@ -93,7 +93,7 @@ def solve(
         return _given(net, fewer, Solution([], np.inf, bound), given, bound)
     sizes, factors = _grouped(small)
     begin = None if start is None else [*start, *_of_groups(small, start)]
-    result = incumbent.search(_instance(sizes, factors, small), budget, begin, bound, gap, quick).solution()
+    result = pairwise.search(_instance(sizes, factors, small), budget, begin, bound, gap, quick).solution()
     result = Solution(result.choice[: len(net.sizes)], result.objective, result.bound, exact.price)
     return _given(net, fewer, result, given, bound)
 

@@ -19,10 +19,10 @@ from tapestry.ir.graph import Block, Graph
 from tapestry.ir.syntax.parser import parse
 from tapestry.ir.syntax.printer import to_text
 from tapestry.ir.types import FLOATS, Array, numpy_dtype
-from tapestry.rewrites.core.driver import apply_moves
+from tapestry.rewrites.core.applied import apply_moves
 from tapestry.rewrites.core.rule import Move, Refusal, Rule, parse_move
 from tapestry.verify import interp
-from tapestry.verify.rewriting import normal_form
+from tapestry.verify.rewriting import footprints
 from tapestry.verify.rewriting.trials import Trial
 
 TOLERANCE = 1e-9  # of float64, relative to the greatest magnitude: rules may reassociate, not approximate
@@ -103,7 +103,7 @@ def same_dependences(before: Graph, after: Graph, what: str) -> dict[str, str]:
             skipped[out] = f"'{out}' depends on the opaque operation '{opaque}'"
             continue
         one, other = replace(before, outputs=(out,)), replace(after, outputs=(out,))
-        found = normal_form.compare(one, other)
+        found = footprints.compare(one, other)
         if found is None:
             skipped[out] = f"isl takes too long for '{out}'"
         for d in found or ():

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections import ChainMap, Counter
-from collections.abc import Iterator, Mapping
+from collections import ChainMap
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
 
-from tapestry.ir.expr import PRIMITIVES, Acc, Arg, Expr, Index, call, cast, depth, leaves
-from tapestry.ir.graph import Block, Dim, Graph, Inner, Op, Read
+from tapestry.ir.expr import Acc, Arg, Expr, Index, call, cast, depth, leaves
+from tapestry.ir.graph import Block, Dim, Inner, Op, Read
 from tapestry.ir.index import Aff, dim, dims_of, span
 from tapestry.ir.monoid import number
 from tapestry.ir.types import DTYPES, Tensor
@@ -22,23 +21,10 @@ from tapestry.rewrites.core.edit import (
     substitute_read,
     unused,
 )
-from tapestry.rewrites.core.rule import Accept, Candidate, Draft, Match, MatchRule, Move, Params, Refusal, refuse
-from tapestry.rewrites.equations.conditions import Conditions
-from tapestry.rewrites.equations.match import Matcher
-from tapestry.rewrites.equations.pattern import (
-    HOLE,
-    App,
-    Bindings,
-    DimPattern,
-    Node,
-    Num,
-    OpPattern,
-    RuleText,
-    Var,
-    number_of,
-    place,
-    show,
-)
+from tapestry.rewrites.core.matching import Draft
+from tapestry.rewrites.core.rule import Refusal, refuse
+from tapestry.rewrites.equations.bindings import HOLE, Bindings, number_of, place
+from tapestry.rewrites.equations.pattern import App, DimPattern, Node, Num, OpPattern, RuleText, Var
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,157 +267,3 @@ def _needed(draft: Draft, op: Op, changed: Mapping[int, tuple[Op, ...]]) -> bool
     """Whether something reads a result of an operation, with other operations at some positions, or the graph returns it."""
     ops = [o for t in op.outs for at in {*draft.readers_of(t), *changed} for o in changed.get(at, draft.ops(at))]
     return any(t in draft.outputs or any(t in o.inputs for o in ops) for t in op.outs)
-
-
-# A rule made of its text: find, apply, sweep and refusals all come from one match of the left-hand side.
-
-
-class Equation(MatchRule):
-    """A rule whose text is ``rule``; `equation` makes one."""
-
-    rule: ClassVar[RuleText]
-    again = True
-
-    def __init__(self) -> None:
-        self.matcher = Matcher(self.rule)
-        paths: dict[str, int] = {}  # the longest path of operations of the left-hand side that ends in each tensor
-        for p in self.rule.before:
-            paths |= {o.name: 1 + max((paths.get(r.tensor, 0) for r in p.reads), default=0) for o in p.outs}
-        self._reach = paths[self.rule.before[-1].outs[0].name] - 1
-
-    @property
-    def reach(self) -> int:
-        """See `MatchRule.reach`: the longest path in the left-hand side."""
-        return self._reach
-
-    def names_tensor(self, param: str) -> bool:
-        """Whether a parameter of a move is a tensor, rather than a dimension or a number."""
-        return any(p.name == param and p.target in self.matcher.makers for p in self.rule.params)
-
-    def choose(self, graph: Graph, accept: Accept | None = None) -> tuple[Graph, list[Move]]:
-        """As `MatchRule.choose`; a graph without an operation of the form of the left-hand side's last one is not looked at."""
-        there = any(isinstance(op, Block) and self.matcher.fits(op) for op in graph.ops)
-        return super().choose(graph, accept) if there else (graph, [])
-
-    def candidates(self, draft: Draft, at: int, move: Move | None) -> Iterator[Candidate | Refusal]:
-        """Every match of the left-hand side at an operation, refusals of those that are not legal.
-
-        Without a move, only what pays is a candidate; with one, what has its parameters.
-        """
-        op = draft.block(at)
-        given = {} if move is None else dict(move.params)
-        numbers = {p.name: p.default if move is None else move.number(p.name) for p in self.rule.params if not p.target}
-        for m in self.matcher.at(draft, op) if op is not None else ():
-            if isinstance(m, Refusal):
-                yield m
-                continue
-            m.numbers |= numbers
-            written = Conditions(draft, m).failing(self.rule.when) or write_right_side(self.rule, m, draft.tensors)
-            if isinstance(written, Refusal):
-                yield written
-                continue
-            params = self._params(m)
-            if all(given.get(k, v) == v for k, v in params) and (move is not None or self._pays(draft, m, written)):
-                yield params, Match(replacements(draft, m, written), written.new)
-
-    def _pays(self, draft: Draft, m: Bindings, written: Written) -> bool:
-        return Conditions(draft, m, written.ops).failing(self.rule.pays) is None
-
-    def _params(self, m: Bindings) -> Params:
-        out: Params = ()
-        for p in self.rule.params:
-            if not p.target:
-                out += ((p.name, m.numbers[p.name]),)
-            else:
-                out += ((p.name, m.dims[p.target][0].name if p.target in m.dims else m.tensors[p.target]),)
-        return out
-
-
-# By how much the two sides of an equation may differ in floating point, from its text.
-#
-# A value made by sums and products alone is, computed in any order, within γ_d·Σ|terms| of the real one. The terms are those
-# of the expanded sum of products, d is the most roundings that one of them passes, γ_d = d·u/(1 − d·u), u the unit roundoff
-# (Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., lemma 3.1 and section 3.1). So the sides differ by the two
-# bounds at most. A sum of M terms rounds each at most M − 1 times.
-
-
-_FREE = frozenset({"neg", "abs", "max", "min", "where", "index", "eq", "ne", "lt", "le", "gt", "ge", "and"})  # round nothing
-_LINEAR = frozenset({"add", "sub", "mul"})
-Roundings = Counter[str]  # sizes, "" for one
-
-
-def rounding(rule: RuleText) -> str:
-    """By how much results may change, as a sentence without its full stop."""
-    if rule.exact:
-        return "the same bits"
-    sides = [_side(rule, ops) for ops in (rule.before, rule.after)]
-    if any(s is None for s in sides):
-        return "real arithmetic; no bound is stated"
-    left, right = (s or Counter() for s in sides)
-    if not any(left.values()) and not any(right.values()):
-        rises = any(isinstance(c.test, App) and c.test.fn == "increasing" for c in rule.when)
-        return "the same values" + (", where functions rise as they are computed" if rises else ": nothing is rounded")
-    return f"at most γ(d)·Σ|terms| on each side, d = {_text(left)} before and {_text(right)} after"
-
-
-def _text(d: Roundings) -> str:
-    constant = d[""]
-    parts = [n if k == 1 else f"{k}·{n}" for n, k in sorted(d.items()) if n and k]
-    return " + ".join(parts + ([str(constant)] if constant > 0 or not parts else [])) + (
-        f" − {-constant}" if parts and constant < 0 else ""
-    )
-
-
-def _side(rule: RuleText, ops: tuple[OpPattern, ...]) -> Roundings | None:
-    """The most roundings of a term of the last operation; ``None`` where something else than sums and products is computed."""
-    done: dict[str, Roundings] = {}
-    for p in ops:
-        summed = p.monoid == "sum" or (p.monoid[:1].isupper() and p.monoid not in _selecting(rule))  # an open one may be a sum
-        if p.monoid not in ("", "max", "min") and not summed and p.monoid[0].islower():
-            return None
-        names = {r.alias: done[r.tensor] for r in p.reads if r.tensor in done}
-        found = _rounded(p.body[0], names)
-        if found is None:
-            return None
-        for d in p.reduce if summed else ():
-            found = found + Counter({show(d.size).removesuffix(".."): 1})
-        if p.reduce and summed:
-            found[""] -= 1
-        if p.then and (found := _rounded(p.then[0], names | {"acc0": found, "acc": found})) is None:
-            return None
-        done[p.outs[0].name] = found
-    return done[ops[-1].outs[0].name]
-
-
-def _selecting(rule: RuleText) -> Iterator[str]:
-    """Open monoids that stand for a maximum or minimum."""
-    for c in rule.when:
-        if (
-            isinstance(c.test, App)
-            and c.test.fn == "in"
-            and all(isinstance(a, Var) and a.name in ("max", "min") for a in c.test.args[1:])
-        ):
-            yield show(c.test.args[0])
-
-
-def _rounded(n: Node, names: dict[str, Roundings]) -> Roundings | None:
-    """The most roundings of a term in an expression. An open body rounds the same on both sides."""
-    if isinstance(n, Num):
-        return Counter()
-    if isinstance(n, Var):
-        return names.get(n.name, Counter())
-    if n.fn in PRIMITIVES and n.fn not in _FREE | _LINEAR:
-        return None
-    parts = [_rounded(a, names) for a in n.args]
-    if any(p is None for p in parts):
-        return None
-    found = [p for p in parts if p is not None]
-    if n.fn == "mul":
-        return sum(found, Counter[str]()) + Counter({"": 1})
-    most = max(found, key=lambda p: (sum(v for k, v in p.items() if k), p[""]), default=Counter[str]())
-    out = Counter(most)
-    for p in found:
-        for k, v in p.items():
-            out[k] = max(out[k], v)
-    out[""] += n.fn in _LINEAR
-    return out

@@ -16,12 +16,11 @@ from tapestry.ir.graph import Block, Dim, Inner, Read
 from tapestry.ir.index import Aff, Floor, const, dim, dims_of, substitute
 from tapestry.ir.types import DTYPES
 from tapestry.rewrites.core.edit import MOST_ATOMS, read_dims, substitute_expr, substitute_read, too_long
-from tapestry.rewrites.core.rule import Draft, Refusal, refuse
+from tapestry.rewrites.core.matching import Draft
+from tapestry.rewrites.core.rule import Refusal, refuse
+from tapestry.rewrites.equations.bindings import HOLE, Bindings, Body, place
 from tapestry.rewrites.equations.pattern import (
-    HOLE,
     App,
-    Bindings,
-    Body,
     DimPattern,
     Node,
     Num,
@@ -32,7 +31,6 @@ from tapestry.rewrites.equations.pattern import (
     closed_part,
     is_open,
     names_in,
-    place,
 )
 
 COMMUTATIVE = frozenset({"add", "mul", "min", "max", "eq", "ne", "and", "or", "xor"})

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -12,19 +10,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tapestry.errors import TapestryError, similar
-from tapestry.ir.graph import changes
-from tapestry.ir.syntax.parser import parse
 from tapestry.plugins import entry_points as plugins
-from tapestry.rewrites.core.driver import apply_moves, rules_of
-from tapestry.rewrites.core.rule import BOOK, parse_move, register, rule_table
-from tapestry.rewrites.core.rule_check import documented
-from tapestry.rewrites.equations.build import Equation, rounding
+from tapestry.rewrites.core.driver import rules_of
+from tapestry.rewrites.core.rule import BOOK, register, rule_table
 from tapestry.rewrites.equations.conditions import MEASURES, PROPERTIES
+from tapestry.rewrites.equations.equation import Equation
 from tapestry.rewrites.equations.pattern import RuleText, parse_rules
-from tapestry.verify.rewriting.proofs import prove_steps
 
-if TYPE_CHECKING:  # the package's own rules are not proved as they are loaded
+if TYPE_CHECKING:
     from tapestry.rewrites.equations.instances import Proof
+
 
 KIND = "rules"  # of plug-ins
 _BROUGHT: dict[str, dict[str, Proof | None]] = {}
@@ -127,45 +122,3 @@ def _import(path: Path) -> None:
         raise
     except Exception as e:
         raise TapestryError(f"the rules do not import: {e}", where=str(path)) from e
-
-
-# What the rules of a user's file were shown to keep before they are ever applied: `tapestry rules --check`.
-
-
-@dataclass(frozen=True, slots=True)
-class Checked:
-    """One rule: on how many graphs (``of`` says what they are) how many moves were proved, and by what how many results;
-    ``proof`` is the kind of proof of the rule itself, ``rounding`` by how much its two sides may differ."""
-
-    rule: str
-    file: str
-    of: str
-    instances: int
-    moves: int
-    shown: Mapping[str, int]
-    proof: str = "examples only"
-    rounding: str = ""
-
-
-def checked(path: Path) -> list[Checked]:
-    """The rules of a file: equations on random instances of their left-hand sides, classes on their documented examples.
-
-    Raises:
-        LawError: a rule does not say the same before and after, with a witness; TapestryError: as `load_rules`.
-    """
-    out = list[Checked]()
-    for name, proof in load_rules(path).items():
-        if proof is not None:
-            rule = rule_table()[name]
-            assert isinstance(rule, Equation)
-            shown, bound = dict(proof.shown), rounding(rule.rule)
-            out.append(Checked(name, str(path), "random instances", proof.instances, proof.moves, shown, proof.kind, bound))
-            continue
-        try:
-            before, move, _ = documented(rule_table()[name])
-        except TapestryError:
-            out.append(Checked(name, str(path), "examples", 0, 0, {}))
-            continue
-        after = apply_moves(parse(before), [parse_move(move)])
-        out.append(Checked(name, str(path), "examples", 1, 1, dict(prove_steps(changes(after)))))
-    return out

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from tapestry import flags
 from tapestry.plan.topology import topology
-from tapestry.plan.topology.fabric import BUSY, doubtful
+from tapestry.plan.topology.measured_costs import BUSY, doubtful
 from tapestry.system.processes import started
 
 log = logging.getLogger("tapestry")

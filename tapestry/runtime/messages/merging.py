@@ -17,12 +17,16 @@ from math import prod
 import torch
 import torch.distributed as dist
 
+from tapestry.ir.collective_calls import ALL_REDUCE, REDUCE_SCATTER, Call
 from tapestry.ir.kernel import Box, cut, shape
-from tapestry.ir.program import ALL_REDUCE, REDUCE_SCATTER, Call, Reduce
-from tapestry.runtime import target_protocol
+from tapestry.ir.program import Reduce
+from tapestry.runtime import arrays
+from tapestry.runtime.messages.message_buffers import MessageBuffers
 from tapestry.runtime.messages.moves import Move, RankDevices
-from tapestry.runtime.messages.point_to_point import MessageBuffers, Piece, PointToPoint, in_one_piece
-from tapestry.runtime.processes.wire import COMPUTE, Start, Team
+from tapestry.runtime.messages.point_to_point import Piece, PointToPoint, in_one_piece
+from tapestry.runtime.processes.heartbeat import COMPUTE
+from tapestry.runtime.processes.process_groups import Team
+from tapestry.runtime.processes.wire import Start
 from tapestry.runtime.target_protocol import Array
 
 Tensor = torch.Tensor
@@ -45,7 +49,7 @@ class _Merge(Move):
 
     def dtype(self, k: int) -> torch.dtype:
         """The dtype in which one field travels."""
-        return target_protocol.torch_dtype(self.step.sent_as or self.rank.program.buffers[self.step.srcs[k]].dtype)
+        return arrays.torch_dtype(self.step.sent_as or self.rank.program.buffers[self.step.srcs[k]].dtype)
 
     def count(self, k: int, device: int, group: tuple[int, ...]) -> None:
         """Note how a field that counts is filled: with one number."""
@@ -337,7 +341,7 @@ class MergeByMessages(_Merge):
 
     def _merge(self, states: list[list[Array]]) -> list[Array]:
         """Merged states, in the dtypes in which they travel; sums are of wide numbers."""
-        wide = [target_protocol.torch_dtype(self.rank.program.buffers[n].dtype) for n in self.step.srcs]
+        wide = [arrays.torch_dtype(self.rank.program.buffers[n].dtype) for n in self.step.srcs]
         if self.step.sent_as:
             states = [[a.to(w) for a, w in zip(s, wide, strict=True)] for s in states]
         merged = self.rank.target.merge(self.rank.monoid(self.step.op), states)

@@ -3,9 +3,7 @@
 
 from __future__ import annotations
 
-import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
@@ -13,29 +11,16 @@ from math import prod
 import torch
 import torch.distributed as dist
 
-from tapestry.ir.graph import Graph
+from tapestry.ir.collective_calls import ALL_GATHER, ALL_TO_ALL, BROADCAST, Call
 from tapestry.ir.kernel import Box, intersect, shape
-from tapestry.ir.program import (
-    ALL_GATHER,
-    ALL_TO_ALL,
-    BROADCAST,
-    Call,
-    Free,
-    Message,
-    Program,
-    Reduce,
-    Step,
-    Transfer,
-    merge_calls,
-    on_backend,
-    reads,
-    transfer_call,
-)
-from tapestry.runtime import target_protocol
+from tapestry.ir.program import Message, Transfer
+from tapestry.runtime import arrays
 from tapestry.runtime.executor import copy, ends, present
-from tapestry.runtime.messages.point_to_point import MessageBuffers, Piece, PointToPoint, drained_at, in_one_piece, posted_ahead
+from tapestry.runtime.messages.message_buffers import MessageBuffers
+from tapestry.runtime.messages.point_to_point import Piece, PointToPoint, in_one_piece
 from tapestry.runtime.one_process.logical_devices import LocalExecutor
-from tapestry.runtime.processes.wire import IN_FLIGHT, Start, Team, Wire, flat_bytes
+from tapestry.runtime.processes.process_groups import Team
+from tapestry.runtime.processes.wire import Start, Wire, flat_bytes
 from tapestry.runtime.target_protocol import Array
 
 Tensor = torch.Tensor
@@ -165,11 +150,11 @@ class _Transfer(Move):
 
     @property
     def dtype(self) -> torch.dtype:
-        return target_protocol.torch_dtype(self.rank.program.buffers[self.step.dst].dtype)
+        return arrays.torch_dtype(self.rank.program.buffers[self.step.dst].dtype)
 
     def there(self, device: int, box: Box) -> Tensor:
         """A part of what is filled."""
-        return target_protocol.part(self.rank.placed[device, self.step.dst], box, self.rank.box(device, self.step.dst))
+        return arrays.part(self.rank.placed[device, self.step.dst], box, self.rank.box(device, self.step.dst))
 
     def copy_own(self) -> None:
         """Copy what devices of this process have for themselves and for each other."""
@@ -357,61 +342,3 @@ class TransferByCall(_Transfer):
         for came, there in self.unpack:
             copy(came, there)
         return bool(others)
-
-
-# When what travels is sent, expected and used: worked out from the program alone, so that all ranks know the same.
-
-
-def calls_of(graph: Graph, program: Program, backend: str) -> dict[int, Call]:
-    """What carries each step: of a reduction the call of its first phase."""
-    out: dict[int, Call] = {}
-    for at, step in enumerate(program.steps):
-        if isinstance(step, Transfer):
-            out[at] = on_backend(transfer_call(step, program), backend)
-        elif isinstance(step, Reduce):
-            out[at] = on_backend(merge_calls(step, program, graph.ops[step.op])[0], backend)
-    return out
-
-
-def signature(calls: Mapping[int, Call], world: int) -> bytes:
-    """A hash of all calls of a run, for ranks to compare."""
-    return hashlib.blake2b(repr((world, sorted(calls.items(), key=lambda c: c[0]))).encode()).digest()
-
-
-def named(step: Step) -> tuple[str, ...]:
-    """Buffers that a step reads or frees."""
-    return step.buffers if isinstance(step, Free) else tuple(b for b in reads(step) if b)
-
-
-def filled(step: Transfer | Reduce) -> tuple[str, ...]:
-    """Buffers that a step fills from what travels."""
-    return (step.dst,) if isinstance(step, Transfer) else step.dsts
-
-
-def first_uses(program: Program) -> dict[int, int]:
-    """For each transfer and reduction the step that first names what it fills; at the end, where none does."""
-    out, open_ = dict[int, int](), dict[str, int]()
-    for at, step in enumerate(program.steps):
-        for name in named(step):
-            if name in open_:
-                out.setdefault(open_[name], at)
-        if isinstance(step, Transfer | Reduce):
-            open_ |= dict.fromkeys(filled(step), at)
-    return {at: out.get(at, len(program.steps)) for at in open_.values()}
-
-
-def freed_at(program: Program) -> dict[str, int]:
-    """The step that frees each buffer that is freed."""
-    return {b: at for at, step in enumerate(program.steps) if isinstance(step, Free) for b in step.buffers}
-
-
-def set_times(parts: Sequence[PointToPoint], ahead: int, end: int) -> None:
-    """When each group of messages is expected, and by when its sends have been taken.
-
-    They are sent in the order of steps; at one step first what goes back of reductions that are finished there.
-    """
-    order = sorted(parts, key=lambda p: (p.sent_at, p.step == p.sent_at, p.step))
-    since = posted_ahead([(p.sent_at, p.use, p.incoming) for p in order], ahead)
-    taken = drained_at([(p.sent_at, [s.nbytes for s in p.sends]) for p in order], IN_FLIGHT, end)
-    for p, first, last in zip(order, since, taken, strict=True):
-        p.since, p.drained = first, last

@@ -18,9 +18,10 @@ from tapestry.ir.graph import Graph
 from tapestry.ir.kernel import Box, Kernel, shape
 from tapestry.ir.program import Launch, Load, Program
 from tapestry.ir.types import HOST
+from tapestry.runtime.arrays import torch_dtype
 from tapestry.runtime.executor import Executor, copy, kernel_of, silent
-from tapestry.runtime.one_process.static_schedule import Arena, allocate, slots
-from tapestry.runtime.target_protocol import Array, BindingTarget, Measured, Progress, Source, torch_dtype
+from tapestry.runtime.one_process.arena import Arena, allocate, slots
+from tapestry.runtime.target_protocol import Array, BindingTarget, Measured, Progress, Source
 
 log = logging.getLogger("tapestry")
 Tensor = torch.Tensor

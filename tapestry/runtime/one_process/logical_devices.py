@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from functools import partial
 from threading import Lock
 
@@ -11,112 +10,14 @@ import torch
 
 from tapestry.ir.graph import Graph
 from tapestry.ir.kernel import Box, shape
-from tapestry.ir.program import Free, Launch, Load, Program, Step, allocated, reads
-from tapestry.runtime import target_protocol
+from tapestry.ir.program import Free, Launch, Load, Program, allocated
+from tapestry.runtime import arrays
 from tapestry.runtime.executor import Executor, Held, Route, kernel_of, silent
-from tapestry.runtime.one_process.held_state import Folded, HeldWeights, fold
+from tapestry.runtime.one_process.held_weights import HeldWeights
+from tapestry.runtime.one_process.packing import Packing, pack
 from tapestry.runtime.one_process.static_schedule import BoundProgram, Schedule, schedule
-from tapestry.runtime.target_protocol import (
-    Array,
-    Measured,
-    Pack,
-    PackableKernel,
-    Progress,
-    RecordingTarget,
-    Run,
-    Source,
-    Target,
-)
-
-# Weights in the layout that their kernels like best, made once when a machine is set up.
-#
-# A weight that all its readers want packed in one way is packed in place of its buffer. Any other gets a copy, where the
-# device's memory has room for it beside everything that the plan holds; `Packing.extra` counts what packing takes beyond the
-# plan.
-
-
-Made = Callable[[str, Hashable, Callable[[], Array]], Array]
-"""A packed weight, from its buffer, the key of how it is packed, and what packs it where it is not there yet."""
-
-Packs = Mapping[int, Pack]
-"""Reads of a launch, by position, that may be packed."""
-
-
-@dataclass(slots=True)
-class Packing:
-    """What became of one device's weights.
-
-    Attributes:
-        arrays: packed weights by name: of the buffer that they stand for, or of a copy.
-        copies: names of ``arrays`` that stand beside their buffer.
-        names: for each launch (by step) that reads a packed weight, what it reads, by position.
-        extra: bytes beyond the plan's buffers.
-    """
-
-    arrays: dict[str, Array] = field(default_factory=dict[str, Array])
-    copies: set[str] = field(default_factory=set[str])
-    names: dict[int, dict[int, str]] = field(default_factory=dict[int, dict[int, str]])
-    extra: int = 0
-
-
-def pack(
-    program: Program, wanted: Mapping[int, Packs], resident: MutableMapping[str, Array],
-    nbytes: tuple[Callable[[Array], int], Callable[[str], int]], room: int, made: Made | None = None,
-) -> Packing:  # fmt: skip
-    """Pack one device's resident weights; those that nobody reads as they were are dropped from ``resident``.
-
-    Args:
-        wanted: for each launch (by step), the reads that it may take packed.
-        nbytes: of an array that is packed, and of a buffer as the plan has it.
-        room: bytes that packing may take beyond the plan.
-        made: keeps what is packed, for other executors that read the same weights.
-    """
-    out = Packing()
-    uses, others = _readers(program, wanted, resident)
-    for buffer, by_key in uses.items():
-        alone = len(by_key) == 1 and buffer not in others
-        for n, readers in enumerate(by_key.values()):
-            at, k = readers[0]
-            pack = partial(_packed, wanted[at][k], resident, buffer)
-            array = pack() if made is None else made(buffer, wanted[at][k].key, pack)
-            more = nbytes[0](array) - (nbytes[1](buffer) if alone else 0)
-            if out.extra + max(more, 0) > room:
-                continue
-            out.extra += max(more, 0)
-            name = buffer if alone else f"{buffer} packed {n}"
-            out.arrays[name] = array
-            if alone:
-                del resident[buffer]
-            else:
-                out.copies.add(name)
-            for i, j in readers:
-                out.names.setdefault(i, {})[j] = name
-    return out
-
-
-def _packed(how: Pack, resident: Mapping[str, Array], buffer: str) -> Array:
-    return how.run(resident[buffer])
-
-
-def _readers(
-    program: Program, wanted: Mapping[int, Packs], resident: Mapping[str, Array]
-) -> tuple[dict[str, dict[Hashable, list[tuple[int, int]]]], set[str]]:
-    """(reads that want a weight packed, by buffer and key; buffers that somebody reads as they are)."""
-    uses: dict[str, dict[Hashable, list[tuple[int, int]]]] = {}
-    others = set(program.outputs.values())
-    for i, step in enumerate(program.steps):
-        packs = _suiting(step, wanted.get(i, {}), resident)
-        others.update(b for k, b in enumerate(reads(step)) if k not in packs)
-        for k, how in packs.items():
-            if isinstance(step, Launch) and step.ins[k] in resident:
-                uses.setdefault(step.ins[k], {}).setdefault(how.key, []).append((i, k))
-    return uses, others
-
-
-def _suiting(step: Step, packs: Packs, resident: Mapping[str, Array]) -> Packs:
-    """All of a launch's packs, or none, where one does not suit the values of its weight."""
-    given = {k: resident[step.ins[k]] for k in packs if step.ins[k] in resident} if isinstance(step, Launch) else {}
-    return packs if all(packs[k].suits(array) for k, array in given.items()) else {}
+from tapestry.runtime.one_process.weights_only import Folded, fold
+from tapestry.runtime.target_protocol import Array, Measured, PackableKernel, Progress, RecordingTarget, Run, Source, Target
 
 
 def renamed(ins: Sequence[str], names: Mapping[int, str]) -> tuple[str, ...]:
@@ -236,7 +137,7 @@ class LocalExecutor(Executor):
                 self.launches[at, d] = run, step.ins
         for d, p in enumerate(self.packing):  # of a packed weight count the plan's bytes: the rest is in `Measured.packed`
             sizes = {b: self.program.buffers[b].nbytes(d) for b in p.arrays if b not in p.copies}
-            plain = {b: (a, target_protocol.nbytes(a)) for b, a in self.weights_held[d].items()}
+            plain = {b: (a, arrays.nbytes(a)) for b, a in self.weights_held[d].items()}
             plain |= {b: (a, self.program.buffers[b].nbytes(d)) for b, a in self.folded[d].arrays.items()}
             self.kept.append(plain | {b: (p.arrays[b], size) for b, size in sizes.items()})
         self.schedule = self.scheduled()
@@ -292,12 +193,12 @@ class LocalExecutor(Executor):
 
     def weigh(self, array: Array) -> int:
         """Bytes of a weight that is being packed."""
-        return target_protocol.nbytes(array)
+        return arrays.nbytes(array)
 
     def weight_bytes(self) -> int:
         """Bytes of all weights that stay loaded, packed ones included."""
         packed = (a for p in self.packing for a in p.arrays.values())
-        return sum(target_protocol.nbytes(a) for a in (*packed, *(a for held in self.weights_held for a in held.values())))
+        return sum(arrays.nbytes(a) for a in (*packed, *(a for held in self.weights_held for a in held.values())))
 
     def load(self, name: str, device: int, box: Box) -> None:
         """A weight that is there, or a part of what the caller gives."""
@@ -316,7 +217,7 @@ class LocalExecutor(Executor):
 
     def allocate(self, device: int, name: str) -> Array:
         """A new array."""
-        extents, dtype = shape(self.box(device, name)), target_protocol.torch_dtype(self.program.buffers[name].dtype)
+        extents, dtype = shape(self.box(device, name)), arrays.torch_dtype(self.program.buffers[name].dtype)
         out = self.held.arrays[device][name] = torch.empty(extents, dtype=dtype, device=self.target.device)
         return out
 

@@ -8,7 +8,6 @@ program, as it does step by step: the first run counts it, and later ones hold t
 
 from __future__ import annotations
 
-from bisect import insort
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,131 +19,12 @@ from tapestry.ir.graph import Graph
 from tapestry.ir.kernel import Box, shape
 from tapestry.ir.program import Free, Launch, Load, Program, allocated, reads
 from tapestry.ir.types import HOST
-from tapestry.runtime import target_protocol as arrays
+from tapestry.runtime import arrays as arrays_module
 from tapestry.runtime.executor import Held
+from tapestry.runtime.one_process.arena import Slot, allocate, most_alive, slots
+from tapestry.runtime.one_process.launch_chains import Follows
 from tapestry.runtime.target_protocol import Array, Call, Recorder, RecordingTarget, Run, Source
 
-# Where the buffers of a program lie in one piece of memory per device: each has an offset for as long as it lives.
-#
-# Everything is known before the program runs, so that addresses never change: kernels are bound to theirs once, and a whole
-# run can be captured in a CUDA graph. What a device needs at least is its peak of live bytes; what placing costs beyond that
-# (gaps, alignment) is `Arena.size` less the peak.
-
-
-ALIGNMENT = 256  # bytes: what cudaMalloc gives; descriptors and 128-bit accesses want 16
-
-
-@dataclass(frozen=True, slots=True)
-class Slot:
-    """A buffer that lives from the step that allocates it to the one that frees it, both included."""
-
-    name: str
-    first: int
-    last: int
-    nbytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Arena:
-    """Offsets in bytes by buffer name, and how many bytes there are in all."""
-
-    offsets: Mapping[str, int]
-    size: int
-
-
-def slots(program: Program, device: int, resident: frozenset[str]) -> list[Slot]:
-    """What a device holds, and when; resident tensors live before the first step and after the last one.
-
-    Values of the host are not held by a device.
-    """
-    end = len(program.steps)
-    first: dict[str, int] = {}
-    last: dict[str, int] = {}
-    for i, step in enumerate(program.steps):
-        for name in allocated(step):
-            assert name not in first, f"{name} is allocated twice"
-            fixed = isinstance(step, Load) and program.buffers[name].tensor in resident
-            first[name] = -1 if fixed else i
-            last[name] = end
-        if isinstance(step, Free):
-            last.update((name, i) for name in step.buffers if first[name] >= 0)
-    buffers = program.buffers
-    held = (n for n in first if buffers[n].boxes[device] is not None and buffers[n].dtype != HOST)
-    return [Slot(n, first[n], last[n], buffers[n].nbytes(device)) for n in held]
-
-
-def allocate(wanted: Sequence[Slot]) -> Arena:
-    """Offsets for slots so that no two that live at once overlap: what stays at the bottom, the rest the best of some ways.
-
-    Best fit over an order by size is how offsets are usually planned (Pisarchyk and Lee 2020, "Efficient memory management for
-    deep neural net inference"); orders by time win where sizes are alike, and from both ends in turns in a chain.
-    """
-    lasting = [s for s in wanted if s.first < 0]
-    bottom, offsets = 0, dict[str, int]()
-    for s in lasting:
-        offsets[s.name] = bottom
-        bottom += _aligned(s.nbytes)
-    passing = [s for s in wanted if s.first >= 0]
-    by_time = sorted(passing, key=lambda s: (s.first, -s.nbytes))
-    by_size = sorted(passing, key=lambda s: (-s.nbytes, s.first))
-    by_life = sorted(passing, key=lambda s: (s.first - s.last, -s.nbytes))
-    ways = [_fitted(by_size), _fitted(by_time), _fitted(by_life), _fitted(by_time, most_alive(passing, ALIGNMENT))]
-    best = min(ways, key=lambda a: a.size)
-    return Arena(offsets | {n: bottom + o for n, o in best.offsets.items()}, bottom + best.size)
-
-
-def most_alive(wanted: Sequence[Slot], alignment: int = 1) -> int:
-    """The most bytes that live at once, each slot's rounded up: no allocation needs less."""
-    sizes = [(s, _aligned(s.nbytes, alignment)) for s in wanted]
-    events = sorted([(s.first, 1, n) for s, n in sizes] + [(s.last + 1, 0, -n) for s, n in sizes])
-    alive = most = 0
-    for _, _, change in events:
-        alive += change
-        most = max(most, alive)
-    return most
-
-
-def _fitted(order: Sequence[Slot], top: int = 0) -> Arena:
-    """Each slot into the smallest gap that holds it; with ``top``, every second one ends as near to it as may be."""
-    offsets: dict[str, int] = {}
-    taken: list[tuple[int, int, Slot]] = []  # by offset
-    size = 0
-    for k, s in enumerate(order):
-        need = _aligned(s.nbytes)
-        gaps = _gaps(taken, s, max(top, size))
-        fits = [(hi - lo, lo, hi) for lo, hi in gaps if hi - lo >= need]
-        if top and fits and k % 2:
-            offset = max(hi for _, _, hi in fits) - need
-        else:
-            offset = min(fits)[1] if fits else gaps[-1][0] if gaps and gaps[-1][1] == max(top, size) else max(top, size)
-        offsets[s.name] = offset
-        size = max(size, offset + need)
-        if need:
-            insort(taken, (offset, offset + need, s), key=lambda t: t[0])
-    return Arena(offsets, size)
-
-
-def _gaps(taken: Sequence[tuple[int, int, Slot]], s: Slot, end: int) -> list[tuple[int, int]]:
-    """What is free below ``end`` for as long as a slot lives."""
-    out: list[tuple[int, int]] = []
-    at = 0
-    for lo, hi, other in taken:
-        if other.last < s.first or s.last < other.first:
-            continue
-        if lo > at:
-            out.append((at, lo))
-        at = max(at, hi)
-    return [*out, (at, end)] if at < end else out
-
-
-def _aligned(n: int, alignment: int = ALIGNMENT) -> int:
-    return -(-n // alignment) * alignment
-
-
-# Launches that run as one, each reading what the one before makes while it makes it.
-
-
-Follows = Callable[[int, int], int | None]
 """From two steps to the input of the second one that it may read so; ``None`` where it does not, or not with profit."""
 
 
@@ -381,7 +261,7 @@ def _memory(program: Program, parts: Mapping[str, tuple[int, int]], nbytes: int)
     """New memory, cut into parts (offset, bytes) of buffers: flat tensors, each with a storage of its own."""
     whole, dtypes = torch.empty(nbytes, dtype=torch.uint8).numpy(), {n: program.buffers[n].dtype for n in parts}
     flat = {n: torch.as_tensor(whole[offset : offset + size]) for n, (offset, size) in parts.items()}
-    return {n: x.view(arrays.torch_dtype(dtypes[n])) for n, x in flat.items()}
+    return {n: x.view(arrays_module.torch_dtype(dtypes[n])) for n, x in flat.items()}
 
 
 @dataclass(slots=True)

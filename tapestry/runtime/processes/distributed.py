@@ -8,115 +8,33 @@ it overlaps with the steps between. Where that is follows from the program alone
 
 from __future__ import annotations
 
-from base64 import b64decode, b64encode
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
-from typing import Any
 
-import msgspec
-import numpy as np
 import torch
 
-from tapestry import flags
-from tapestry.errors import RunError, TapestryError
+from tapestry.ir.collective_calls import Call
 from tapestry.ir.graph import Graph
 from tapestry.ir.kernel import Box, shape
-from tapestry.ir.program import Call, Free, Launch, Load, Program, Reduce, Transfer, allocated, reads
+from tapestry.ir.program import Free, Launch, Load, Program, Reduce, Transfer, allocated, reads
 from tapestry.ir.types import HOST
-from tapestry.onnx_eval.opaque_node import HostValue, is_map, is_sequence
-from tapestry.runtime import target_protocol
-from tapestry.runtime.executor import Route, owners, silent
+from tapestry.onnx_eval.opaque_node import HostValue
+from tapestry.runtime import arrays
+from tapestry.runtime.executor import Route, silent
 from tapestry.runtime.messages.merging import merge
-from tapestry.runtime.messages.moves import Move, RankDevices, calls_of, first_uses, freed_at, set_times, signature, transfer
-from tapestry.runtime.messages.point_to_point import MessageBuffers, Piece, PointToPoint
-from tapestry.runtime.processes.wire import COMPUTE, WEIGHTS, Groups, Team, Wire, clock
+from tapestry.runtime.messages.message_buffers import MessageBuffers
+from tapestry.runtime.messages.message_schedule import calls_of, first_uses, freed_at, set_times, signature
+from tapestry.runtime.messages.moves import Move, RankDevices, transfer
+from tapestry.runtime.messages.point_to_point import Piece, PointToPoint
+from tapestry.runtime.processes.heartbeat import COMPUTE, WEIGHTS
+from tapestry.runtime.processes.host_values import decode, encode
+from tapestry.runtime.processes.process_groups import Groups, Team
+from tapestry.runtime.processes.wire import Wire, clock
+from tapestry.runtime.step_messages import owners
 from tapestry.runtime.target_protocol import Array, Measured, Progress, Source, Target
-
-# Where a rank's tensors are, and which backend of torch.distributed carries them: gloo on CPUs, NCCL on GPUs.
-#
-# One GPU per rank: that of its number on its host, as torchrun counts (``LOCAL_RANK``). Beside NCCL a gloo backend carries what
-# is on the host (reports, values of the host), as torch does by default.
-
-
-BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
-
-
-def device_of(target: str, rank: int, local: int) -> torch.device:
-    """The device of a rank; its GPU becomes the current one.
-
-    Args:
-        target: what the build's kernels are for.
-        local: the rank's number on its host.
-
-    Raises:
-        RunError: this host has no GPU for it.
-    """
-    if not target.startswith("triton") or flags.interprets() or not torch.cuda.is_available():
-        return torch.device("cpu")  # without a GPU, who opens the session says what is missing
-    count = torch.cuda.device_count()
-    if local >= count:
-        raise RunError(
-            f"there is no GPU for rank {rank}", where=f"rank {rank}, before the first step",
-            why=f"it is number {local} on its host, which has {count}", hint="as many processes as GPUs",
-        )  # fmt: skip
-    device = torch.device("cuda", local)
-    torch.cuda.set_device(device)
-    return device
-
-
-# Values of the host (text, sequences, maps, optionals, arrays of unknown shape) as bytes, to travel between processes.
-#
-# JSON, with the data of arrays as base64: reading it executes nothing.
-
-
-def encode(value: Any) -> bytes:
-    """An array, text, a sequence, a map of numbers or names to values, or ``None``, as bytes."""
-    return msgspec.json.encode(_json_value(value))
-
-
-def decode(data: bytes) -> Any:
-    """What was encoded.
-
-    Raises:
-        TapestryError: these bytes are no value.
-    """
-    try:
-        return _value(msgspec.json.decode(data))
-    except (msgspec.MsgspecError, KeyError, TypeError, ValueError) as e:
-        raise TapestryError(f"a value of the host does not read: {e}") from None
-
-
-def _json_value(value: Any) -> Any:
-    if value is None:
-        return None
-    if is_sequence(value):
-        return [_json_value(v) for v in value]
-    if is_map(value):
-        return {
-            "keys": [k if isinstance(k, str) else int(k) for k in value],
-            "values": [_json_value(v) for v in value.values()],
-        }
-    a = np.asarray(value)
-    if a.dtype.kind in "OUS":
-        items = [v.decode() if isinstance(v, bytes) else str(v) for v in a.ravel().tolist()]
-        return {"shape": a.shape, "text": items}
-    return {"shape": a.shape, "dtype": a.dtype.name, "data": b64encode(np.ascontiguousarray(a).tobytes()).decode()}
-
-
-def _value(plain: Any) -> Any:
-    if plain is None:
-        return None
-    if is_sequence(plain):
-        return [_value(v) for v in plain]
-    if "keys" in plain:
-        return dict(zip(plain["keys"], map(_value, plain["values"]), strict=True))
-    if "text" in plain:
-        return np.array(plain["text"], object).reshape(plain["shape"])
-    return np.frombuffer(b64decode(plain["data"]), np.dtype(plain["dtype"])).reshape(plain["shape"]).copy()
-
 
 COMPUTED, MOVED, FLOWN = 0, 1, 2  # streams of a trace: kernels, work and waiting for messages, messages on their way
 
@@ -231,7 +149,7 @@ class RankExecutor(RankDevices):
             m.reserve(buffers)
         self.wire.staged = buffers.place(self.target.device)
         for m, d, name in arriving:
-            dtype = target_protocol.torch_dtype(self.program.buffers[name].dtype)
+            dtype = arrays.torch_dtype(self.program.buffers[name].dtype)
             self.placed[d, name] = buffers.view(f"{d} {name}", dtype, shape(self.box(d, name)))
             m.into.append((d, name, self.placed[d, name]))
         for m in self.moves.values():
@@ -369,7 +287,7 @@ class RankExecutor(RankDevices):
         end = len(self.program.steps)
         messages, found = PointToPoint(self.wire, end, end, end), list[Array]()
         for n, (d, name) in enumerate(blocks):
-            owner, dtype = self.route.owner[d], target_protocol.torch_dtype(self.program.buffers[name].dtype)
+            owner, dtype = self.route.owner[d], arrays.torch_dtype(self.program.buffers[name].dtype)
             extents = shape(self.box(d, name))
             found.append(self.array(d, name) if owner == self.wire.rank else None)
             piece = Piece(f"{n} {name}", owner, self.tag(end, 0, d, 0), extents, dtype, False)

@@ -31,21 +31,8 @@ from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImport
 from tapestry import flags
 from tapestry.errors import RunError
 from tapestry.ir.program import Launch, Program, Reduce
-from tapestry.runtime.processes.wire import (
-    CHANGED,
-    DONE,
-    IDLE,
-    LOOPBACK,
-    PHASE,
-    STEP,
-    WAIT,
-    Slots,
-    connected,
-    describe,
-    guilty,
-    listening,
-    shared,
-)
+from tapestry.runtime.processes.heartbeat import CHANGED, DONE, IDLE, PHASE, STEP, WAIT, Slots, describe, guilty, shared
+from tapestry.runtime.processes.rendezvous import LOOPBACK, connected, listening
 from tapestry.runtime.processes.worker import Job, Open, Rank, cause, work
 
 GRACE = 0.1  # seconds in which ranks may still say what happened to them

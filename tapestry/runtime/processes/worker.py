@@ -16,11 +16,10 @@ from datetime import timedelta
 from functools import partial
 from typing import Any, Protocol
 
-import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import PrefixStore
 
 from tapestry import flags
 from tapestry.build.store import Build
@@ -28,27 +27,17 @@ from tapestry.errors import RunError, TapestryError
 from tapestry.ir.graph import Graph
 from tapestry.onnx_eval.opaque_node import HostValue
 from tapestry.plugins import entry_points as plugins
-from tapestry.runtime.executor import owners
-from tapestry.runtime.processes import distributed
-from tapestry.runtime.processes.distributed import BACKENDS, RankExecutor, device_of
-from tapestry.runtime.processes.weight_shards import Batch, after_loading, before_loading, kernel_count
-from tapestry.runtime.processes.wire import (
-    IDLE,
-    VERSION,
-    WAIT,
-    Heartbeat,
-    HeartbeatPublisher,
-    PeerLost,
-    Slots,
-    Wire,
-    describe,
-    end_soon,
-    guilty,
-    reason,
-    seal,
-    unseal,
-)
+from tapestry.runtime.processes import host_values
+from tapestry.runtime.processes.batches import Batch
+from tapestry.runtime.processes.distributed import RankExecutor
+from tapestry.runtime.processes.heartbeat import IDLE, WAIT, Heartbeat, HeartbeatPublisher, Slots, describe, end_soon, guilty
+from tapestry.runtime.processes.process_backend import BACKENDS, device_of
+from tapestry.runtime.processes.process_memory import after_loading, before_loading, kernel_count
+from tapestry.runtime.processes.rank_report import RankReport, RunReport, gather
+from tapestry.runtime.processes.rendezvous import seal, unseal
+from tapestry.runtime.processes.wire import VERSION, PeerLost, Wire, reason
 from tapestry.runtime.session import MakeExecutor, Session, check_feeds
+from tapestry.runtime.step_messages import owners
 from tapestry.runtime.target_protocol import Target
 
 # What all ranks must have in common, before the first step and before each batch: ranks of different worlds would give a
@@ -154,83 +143,8 @@ def same_inputs(me: Rank, graph: Graph, batch: str, feeds: Mapping[str, Any], wa
 
 def _digest(value: Any) -> bytes:
     if isinstance(value, HostValue):
-        return hashlib.sha256(distributed.encode(value.value)).digest()
+        return hashlib.sha256(host_values.encode(value.value)).digest()
     return hashlib.sha256(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data).digest()
-
-
-# What every rank has measured, brought to rank 0 as JSON of a fixed form, and put together there.
-
-
-LIMIT = 1 << 30  # bytes of a rank's report; an interval of its trace takes 64
-
-
-class RunReport(msgspec.Struct, forbid_unknown_fields=True):
-    """One batch on one rank: seconds on the clock and of the processor, what its devices used, (count, bytes) sent by kind."""
-
-    batch: int
-    seconds: float
-    cpu: float
-    peak: list[int]
-    packed: list[int]
-    sent: dict[str, tuple[int, int]]
-
-
-class RankReport(msgspec.Struct, forbid_unknown_fields=True):
-    """One rank's measurements; ``trace`` has rows of six int64: batch, step, device, stream, start, end; ``backend_calls`` are
-    those of torch.distributed in the last batch, by name."""
-
-    rank: int
-    devices: list[int]
-    runs: list[RunReport]
-    payload_bytes: int
-    gathered_bytes: int
-    messages: int
-    staged_bytes: int
-    resident_bytes: dict[str, int]
-    private_bytes: int
-    weight_bytes: int
-    trace: bytes
-    backend_calls: dict[str, int]
-
-    def row(self) -> dict[str, Any]:
-        """Its row in the document of a run."""
-        out = {k: v for k, v in msgspec.to_builtins(self).items() if k not in ("runs", "trace")}
-        return out | {"cpu_seconds": [r.cpu for r in self.runs]}
-
-    def slices(self) -> np.ndarray[Any, Any]:
-        """The rows of the trace."""
-        return np.frombuffer(self.trace, np.int64).reshape(-1, 6)
-
-
-def gather(mine: RankReport, world: int, waiting: Callable[[int], None]) -> list[RankReport]:
-    """The reports of all ranks on rank 0, nothing on the others; ``waiting`` is told for whom.
-
-    Raises:
-        RunError: what came is no report.
-    """
-    if mine.rank:
-        data = torch.frombuffer(bytearray(msgspec.msgpack.encode(mine)), dtype=torch.uint8)
-        waiting(0)
-        dist.send(torch.tensor([data.numel()]), 0)
-        dist.send(data, 0)
-        return []
-    return [mine] + [_received(r, waiting) for r in range(1, world)]
-
-
-def _received(rank: int, waiting: Callable[[int], None]) -> RankReport:
-    waiting(rank)
-    size = torch.zeros(1, dtype=torch.int64)
-    dist.recv(size, rank)
-    if not 0 < int(size) <= LIMIT:
-        raise RunError(f"rank {rank} reports {int(size)} bytes", where=f"rank {rank}", hint="fewer batches with --trace")
-    data = torch.empty(int(size), dtype=torch.uint8)
-    dist.recv(data, rank)
-    try:
-        found = msgspec.msgpack.decode(data.numpy().data, type=RankReport)
-        found.slices()
-    except (msgspec.MsgspecError, ValueError) as e:
-        raise RunError(f"rank {rank} reports what is no report: {e}", where=f"rank {rank}") from None
-    return found
 
 
 def summary(job: Job, ranks: list[RankReport], todo: set[int]) -> dict[str, Any]:

@@ -6,285 +6,24 @@ import sys
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from difflib import get_close_matches
-from functools import partial
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from onnx import ModelProto
-
 from tapestry.errors import PlanError, TapestryError, some
-from tapestry.interop import annotation_rules
-from tapestry.interop.annotation_rules import external
-from tapestry.interop.sharding_specs import IR_VERSIONS
+from tapestry.interop import onnx_annotations
 from tapestry.ir.plan import MeshAxis
 from tapestry.lift import lift
-from tapestry.lift.file.protos import nested
 from tapestry.lift.file.structure import check_structure, load
-from tapestry.plan.pipelines.segments import needed
 from tapestry.plan.topology import MAX_DEVICES, parse_bytes, topology
+from tapestry.tools.auto_shard import dynamic_program
 from tapestry.tools.auto_shard import scheme_cost as candidates
-from tapestry.tools.auto_shard import traversal as dynamic
-from tapestry.tools.auto_shard.scheme_cost import PICO, Evaluation, NodeGraph, Problem, Scheme, bits, node_graph
-from tapestry.tools.auto_shard.traversal import Traversal, initial, traverse
-
-# The user's own stages: nodes at which they end (PopRT's manual sharding).
-
-
-def scheme_at(graph: NodeGraph, cuts: Sequence[str]) -> tuple[Problem, Scheme]:
-    """Every node as a subgraph, and the stages that end with the given nodes (with commas: at several together): each has what
-    its nodes need and no earlier stage has; the last one has the rest.
-
-    Raises:
-        TapestryError: there is no such node, or a stage would compute nothing.
-    """
-    problem = Problem(graph, [(k,) for k in range(len(graph.names))])
-    busy = sum(1 << k for k in {s.node for s in graph.steps})
-    names = [[text] if text in graph.names else text.split(",") for text in cuts]
-    last = [[k for name in mine for k in _nodes(name, text, graph)] for mine, text in zip(names, cuts, strict=True)]
-    stages = [sum(1 << k for k in mine) for mine in needed(last, graph.parents.__getitem__)]
-    stages.append(problem.all & ~sum(stages))
-    empty = next((k for k, mask in enumerate(stages) if not mask & busy), None)
-    if empty is not None:
-        where = f"--cut {cuts[min(empty, len(cuts) - 1)]}"
-        raise TapestryError(f"stage {empty} would compute nothing", where=where, hint="another node, or another order")
-    return problem, tuple(stages)
-
-
-def ends(problem: Problem, mask: int) -> list[str]:
-    """The nodes at which a stage ends: those that compute something and that nothing else that does so in the stage needs.
-
-    `scheme_at` makes the same stages of them, but for nodes that cost nothing.
-    """
-    graph = problem.graph
-    inside = {k for u in bits(mask) for k in problem.units[u]}
-    busy, needed = {s.node for s in graph.steps}, set[int]()
-    found: list[str] = []
-    for k in sorted(inside, reverse=True):
-        if k in busy and k not in needed:
-            found.append(graph.names[k])
-        if k in busy or k in needed:
-            needed |= inside.intersection(graph.parents[k])
-    return found[::-1]
-
-
-def _nodes(name: str, text: str, graph: NodeGraph) -> list[int]:
-    found = [k for k, n in enumerate(graph.names) if n == name]
-    if not found:
-        hint = f"for example {', '.join(get_close_matches(name, graph.names, 4) or graph.names[:6])}"
-        raise TapestryError(f"there is no node '{name}'", where=f"--cut {text}", hint=hint)
-    return found
-
-
-# PopRT's search as it is: every candidate is compiled, the ones that fit are run, and the clock decides: at the end, between
-# the fastest of them and the stages of the exact search, which are run once more in turns.
-#
-# A candidate does not fit when a device of the compiled plan needs more than its share of memory. Where none fits, the one that
-# is least over is tried with the next shares. PopRT says which share of memory it holds back for operators' temporaries
-# (``available_memory_proportion``), here the proportion is the rest.
-
-FINALISTS = 3  # candidates of the traversal that are run once more, in turns
-UNKNOWN = 1 << 62  # bytes of a candidate that could not be compiled
-
-
-@dataclass(frozen=True, slots=True)
-class Trial:
-    """A compiled candidate.
-
-    Attributes:
-        peaks: bytes of each device; none: it could not be compiled.
-        seconds: of a run of one batch through all stages; ``None``: it does not fit, and was not run.
-        refused: why it could not be compiled.
-    """
-
-    peaks: tuple[int, ...]
-    seconds: float | None = None
-    refused: str = ""
-
-
-Trials = Callable[[Sequence[Sequence[int]], int], list[Trial]]
-"""Compiles candidates, each the stage of every node, and runs those whose devices need no more than some bytes."""
-
-Turns = Callable[[Sequence[Sequence[int]]], list[float]]
-"""Seconds of candidates that were compiled, run in turns."""
-
-
-@dataclass(frozen=True, slots=True)
-class Measured(Evaluation):
-    """A scheme with the peaks and the seconds of its compiled plan."""
-
-    trial: Trial
-
-    @property
-    def rank(self) -> tuple[int, int]:
-        """Smaller is better: measured seconds; of what was not run, estimated ones, behind all others."""
-        run = self.trial.seconds
-        return (0, round(run * PICO)) if run is not None else (1, self.latency)
-
-
-@dataclass(slots=True)
-class Search:
-    """The candidates of one model.
-
-    Attributes:
-        capacities: (proportion, bytes), tried in order.
-        fitting: candidates that fit and were run; ``optimal``: whether the fastest is looked for.
-        limit: candidates that are compiled at most; ``batch`` at a time.
-    """
-
-    problem: Problem
-    devices: int
-    capacities: Sequence[tuple[float, int]]
-    trials: Trials
-    limit: int
-    batch: int
-    refused: int = 0
-    last: str = ""
-    optimal: bool = False
-    fitting: list[Measured] = field(default_factory=list[Measured])
-
-    def traversal(self, *, optimal: bool) -> dict[str, Any]:
-        """The first candidate that fits, or with ``optimal`` the fastest of all that were compiled.
-
-        Raises:
-            PlanError: none fits, whatever the proportion.
-        """
-        start = time.perf_counter()
-        self.optimal = optimal
-        proportion, capacity = self.capacities[0]
-        seen = traverse(
-            self.problem, initial(self.problem, self.devices), capacity, partial(self.evaluate, capacity=capacity),
-            optimal=optimal, limit=self.limit, batch=None if optimal else self.batch,
-        )  # fmt: skip
-        best, least = seen.best, seen.least
-        larger = [(p, c) for p, c in self.capacities if least is not None and least.memory <= c]
-        if best is None and least is not None and larger:
-            proportion, capacity = larger[0]
-            best = self.evaluate([least.scheme], capacity)[0]
-        if best is None:
-            raise self.too_large(seen)
-        return {**self.row(best, proportion), "candidates": seen.schemes, "refused": self.refused,
-                "search_s": round(time.perf_counter() - start, 4)}  # fmt: skip
-
-    def exact(self, best: Evaluation, problem: Problem, proportion: float, searched: float) -> dict[str, Any]:
-        """The scheme of the exact search, compiled and run as well; ``searched`` are the seconds that finding it took."""
-        start = time.perf_counter()
-        capacity = dict(self.capacities)[proportion]
-        trial = self.trials([stages_of(problem, best.scheme)], capacity)[0]
-        took = {"search_s": round(searched, 4), "compile_s": round(time.perf_counter() - start, 4)}
-        return {**self.row(_measured(best, trial), proportion, problem), "refused": trial.refused, **took}
-
-    def evaluate(self, schemes: Sequence[Scheme], capacity: int) -> list[Evaluation]:
-        """The schemes compiled and, where they fit, run."""
-        done = self.trials([stages_of(self.problem, s) for s in schemes], capacity)
-        for t in done:
-            self.refused += bool(t.refused)
-            self.last = t.refused or self.last
-        found = [_measured(self.problem.evaluate(s), t) for s, t in zip(schemes, done, strict=True)]
-        self.fitting += [m for m in found if m.trial.seconds is not None]
-        return [*found]
-
-    def final(self, found: dict[str, dict[str, Any]], turns: Turns) -> dict[str, dict[str, Any]]:
-        """What was found, with times of runs in turns: the traversal's is the fastest of its fastest candidates then."""
-        mine, others = found["traversal"], {k: f for k, f in found.items() if k != "traversal" and f["fits"]}
-        first = sorted(self.fitting, key=lambda m: m.rank)[:FINALISTS]
-        rows = [r for r in (self.row(m, mine["proportion"]) for m in first) if r["node_stages"] != mine["node_stages"]]
-        rows = [mine, *(rows if self.optimal else [])]
-        seconds = turns([r["node_stages"] for r in (*rows, *others.values())])
-        pairs = zip((*rows, *others.values()), seconds, strict=True)
-        timed = [{**r, "latency_s": s, "throughput_per_s": 1 / s} for r, s in pairs]
-        best = min(timed[: len(rows)], key=lambda r: r["latency_s"])
-        ran = [r["latency_s"] for r in timed[: len(rows)]]
-        again = dict(zip(others, timed[len(rows) :], strict=True))
-        return {**found, "traversal": {**mine, **best, "finalists_s": ran}, **again}
-
-    def row(self, found: Evaluation, proportion: float, problem: Problem | None = None) -> dict[str, Any]:
-        """One scheme as data."""
-        assert isinstance(found, Measured)
-        of, run = problem or self.problem, found.trial.seconds
-        return {
-            "proportion": proportion, "available_memory_proportion": round(1 - proportion, 6), "fits": run is not None,
-            "sharding_nodes": [ends(of, mask) for mask in found.scheme[:-1]],
-            "node_stages": stages_of(of, found.scheme), "peak_bytes": list(found.trial.peaks), "latency_s": run,
-            "throughput_per_s": 1 / run if run else None,
-        }  # fmt: skip
-
-    def too_large(self, seen: Traversal) -> PlanError:
-        """Why nothing fits."""
-        least = seen.least.memory if seen.least else UNKNOWN
-        if least >= UNKNOWN:
-            return PlanError("no candidate could be compiled", where="--measure", why=self.last)
-        share, capacity = max(self.capacities)
-        return PlanError(
-            f"none of {seen.schemes} compiled candidates fits: {least - capacity:,} bytes too many", where="--measure",
-            why=f"the fullest device of the smallest needs {least:,}; {share:g} of its memory are {capacity:,}",
-            hint="more devices, a larger --memory, or more --max-candidates",
-        )  # fmt: skip
-
-
-def stages_of(problem: Problem, scheme: Scheme) -> list[int]:
-    """The stage of every node."""
-    out = [0] * len(problem.graph.names)
-    for stage, mask in enumerate(scheme):
-        for k in (k for u in bits(mask) for k in problem.units[u]):
-            out[k] = stage
-    return out
-
-
-def _measured(e: Evaluation, trial: Trial) -> Measured:
-    peaks = trial.peaks or (UNKNOWN,) * len(e.stages)
-    stages = tuple(replace(s, weights=0, peak=p) for s, p in zip(e.stages, peaks, strict=True))
-    return Measured(e.scheme, stages, trial)
-
-
-# Stages written onto a model's nodes as ONNX's multi-device protos say it (IR version 11 and later): ``pipeline_stage``.
-
-CONFIGURATION = "tapestry.auto_shard"
-
-
-def annotate_stages(model: ModelProto, stages: Sequence[int], devices: int) -> None:
-    """Put each node's stage on it (and on the nodes of its subgraphs); other configurations of the model stay.
-
-    By position, not by name: names of nodes need not be unique.
-    """
-    first, last = IR_VERSIONS
-    model.ir_version = min(max(model.ir_version, first), last)
-    others = [c for c in model.configuration if c.name != CONFIGURATION]
-    del model.configuration[:]
-    model.configuration.extend(others)
-    model.configuration.add(name=CONFIGURATION, num_devices=devices)
-    marked = ((n, stage) for node, stage in zip(model.graph.node, stages, strict=True) for n in nested([node]))
-    for node, stage in marked:
-        of_others = [c for c in node.device_configurations if c.configuration_id != CONFIGURATION]
-        del node.device_configurations[:]
-        node.device_configurations.extend(of_others)
-        node.device_configurations.add(configuration_id=CONFIGURATION, pipeline_stage=stage)
-
-
-def output_path(model: Path, output: Path | None) -> Path:
-    """Where the annotated model goes: ``MODEL.auto_sharded.onnx`` beside the model unless told."""
-    return output or model.with_name(f"{model.name.removesuffix('.onnx')}.auto_sharded.onnx")
-
-
-def check_output(model: ModelProto, source: Path, target: Path) -> None:
-    """Refuse an output that could not be written, before any work is done.
-
-    Raises:
-        TapestryError: it is the input, a folder, or in another folder than the external data.
-    """
-    if target.is_dir() or target.resolve() == source.resolve():
-        why = "it is a folder" if target.is_dir() else "it is the input model"
-        raise TapestryError("cannot write there", where=str(target), why=why, hint="another --output-model")
-    if not target.absolute().parent.is_dir():
-        raise TapestryError("cannot write there", where=str(target), why="its folder does not exist")
-    outside = next(external(model), None)
-    if outside is not None and target.resolve().parent != source.resolve().parent:
-        raise TapestryError(
-            "the external data would be out of reach", where=f"initializer '{outside.name}'",
-            why="ONNX locations may not leave the model's folder", hint=f"an --output-model in {source.resolve().parent}",
-        )  # fmt: skip
-
+from tapestry.tools.auto_shard.manual import ends, scheme_at
+from tapestry.tools.auto_shard.measured_search import Search, Trials, Turns, stages_of
+from tapestry.tools.auto_shard.node_graph import PICO, NodeGraph, node_graph
+from tapestry.tools.auto_shard.scheme_cost import Evaluation, Problem, Scheme, bits
+from tapestry.tools.auto_shard.stage_annotations import annotate_stages, check_output, output_path
+from tapestry.tools.auto_shard.traversal import initial, traverse
 
 # PopRT withholds a share of memory for operators' temporaries, by default 0.6, and falls back to 0.3 and 0.1. Here the
 # proportion is what weights and activations may take: the rest of it.
@@ -342,7 +81,7 @@ class Attempt:
     counts: Mapping[str, int]
     problem: Problem
     merged: Problem
-    cuts: dynamic.Family
+    cuts: dynamic_program.Family
     heuristic: Outcome
     dynamic: Outcome
     least: Evaluation
@@ -406,7 +145,7 @@ def auto_shard(
                 document |= _tried(attempt, options, topo.device.memory, (trials, turns), clock)
     with clock("write"):
         annotate_stages(model, document["node_stages"], options.devices)
-        annotation_rules.write(model, path, target)
+        onnx_annotations.write(model, path, target)
     seconds = {**clock.seconds, "total": round(time.perf_counter() - clock.start, 4)}
     return {"model": str(path), "output": str(target), **document, "seconds": seconds}
 
@@ -524,10 +263,10 @@ def _heuristic(
 
 def _dynamic(
     problem: Problem, merged: Problem, devices: int, capacities: list[tuple[float, int]], known: list[Scheme]
-) -> tuple[Outcome, dynamic.Family]:
+) -> tuple[Outcome, dynamic_program.Family]:
     """The dynamic program at the first proportion at which anything fits."""
-    cuts = dynamic.family(problem, known, merged)
-    tries = ((p, dynamic.solve(problem, devices, capacity, cuts, known)) for p, capacity in capacities)
+    cuts = dynamic_program.family(problem, known, merged)
+    tries = ((p, dynamic_program.solve(problem, devices, capacity, cuts, known)) for p, capacity in capacities)
     proportion, best = next(((p, best) for p, best in tries if best is not None), (None, None))
     return Outcome(best=best, proportion=proportion, schemes=len(cuts.cuts), facts={"complete": cuts.complete}), cuts
 
@@ -537,7 +276,7 @@ def _too_large(attempt: Attempt, graph: NodeGraph, options: Options, memory: int
     problem, n = attempt.problem, options.devices
     share = max(options.proportions)
     capacity = int(share * memory)
-    best = dynamic.least_memory(problem, n, attempt.cuts, [attempt.least.scheme]) or attempt.least
+    best = dynamic_program.least_memory(problem, n, attempt.cuts, [attempt.least.scheme]) or attempt.least
     at = max(range(n), key=lambda k: best.stages[k].memory)
     cost, node = best.stages[at], best.stages[at].node
     weights = {w for u in bits(best.scheme[at]) for w in problem.weights[u]}

@@ -16,12 +16,13 @@ from types import TracebackType
 
 from tapestry import api
 from tapestry.errors import TapestryError
-from tapestry.interop import annotation_rules
+from tapestry.interop import onnx_annotations
 from tapestry.lift.file.structure import check_structure, load
 from tapestry.plugins import tool
 from tapestry.system.processes import end_with_parent
-from tapestry.tools.auto_shard import auto_shard
-from tapestry.tools.auto_shard.auto_shard import Options, Trial
+from tapestry.tools.auto_shard import stage_annotations
+from tapestry.tools.auto_shard.auto_shard import Options
+from tapestry.tools.auto_shard.measured_search import Trial
 from tapestry.viz.tool_kinds import Sessions
 
 RUNS = 5  # of each, after one that counts for nothing; their median does
@@ -69,13 +70,13 @@ class StageTrials:
     def _job(self, scheme: Sequence[int]) -> Job:
         o, number = self.options, len(self._files)
         source = o.model.absolute()
-        target = auto_shard.output_path(source, o.output)
+        target = stage_annotations.output_path(source, o.output)
         file = target.with_name(f".{target.stem}.candidate{number}.onnx")
         model = load(source)
         self._files.append(file)
         check_structure(model, source.parent, weights=False)  # sorts nodes, as the scheme has them
-        auto_shard.annotate_stages(model, scheme, o.devices)
-        annotation_rules.write(model, source, file)
+        stage_annotations.annotate_stages(model, scheme, o.devices)
+        onnx_annotations.write(model, source, file)
         return file, Path(self._folder.name) / str(number)
 
     def in_turns(self, schemes: Sequence[Sequence[int]]) -> list[float]:

@@ -9,33 +9,24 @@ from math import prod
 import numpy as np
 from onnx import NodeProto, defs
 
+from tapestry.ir.contraction import part, products
+from tapestry.ir.convolution import convolution
+from tapestry.ir.exponential import exponential
 from tapestry.ir.expr import Arg, Expr, Let, arg_positions, walk
 from tapestry.ir.graph import Block, Graph, Inner, Opaque
 from tapestry.ir.kernel import Kernel, shape, whole
 from tapestry.ir.monoid import MONOIDS, Best, ByPrimitive, Moments, Monoid, Product, Rebased, highest
-from tapestry.ir.recognise import as_onnx_counts, convolution, exponential, part, products, selection
+from tapestry.ir.selection_sum import as_onnx_counts, selection
 from tapestry.ir.types import FLOATS
-from tapestry.tools.exports.contraction_nodes import contract, convolve, pooled, softmax_sum, transpose_convolved
-from tapestry.tools.exports.onnx_nodes import (
-    NOWHERE,
-    OPSET,
-    Expressions,
-    Frame,
-    Nodes,
-    NotExpressible,
-    Value,
-    cut_out,
-    plain,
-    primitive,
-    read_value,
-    relative,
-)
-
-# Merges of states as nodes, by the monoid's structure: of one block along its axes, or of a group of ranks.
-
-
-ALIKE = {"and": "min", "or": "max", "mul": "min"}  # of truth values
-_REDUCE = {"add": "ReduceSum", "mul": "ReduceProd", "max": "ReduceMax", "min": "ReduceMin"}
+from tapestry.tools.exports.contraction_nodes import contract, convolve
+from tapestry.tools.exports.merge_nodes import ALIKE, REDUCE
+from tapestry.tools.exports.onnx_nodes import OPSET, Nodes, NotExpressible, Value, relative
+from tapestry.tools.exports.plain_reads import cut_out, plain
+from tapestry.tools.exports.pools import pooled
+from tapestry.tools.exports.read_nodes import NOWHERE, Frame, read_value
+from tapestry.tools.exports.scalar_nodes import Expressions, primitive
+from tapestry.tools.exports.softmaxes import softmax_sum
+from tapestry.tools.exports.transposed import transpose_convolved
 
 
 class Merge(ABC):
@@ -65,7 +56,7 @@ class Merge(ABC):
         match monoid.structure:
             case ByPrimitive(fn) if fields[0].dtype == "bool" and (fn := ALIKE.get(fn, fn)) in ("min", "max"):
                 return [self.by(fn, fields[0], at, whole=whole)]
-            case ByPrimitive(fn) if fn in _REDUCE and fields[0].dtype != "bool":
+            case ByPrimitive(fn) if fn in REDUCE and fields[0].dtype != "bool":
                 return [self.by(fn, fields[0], at, whole=whole)]
             case Product(parts):
                 out: list[Value] = []
@@ -145,10 +136,10 @@ class Merging(Merge):
         """A reduction; in a sum, what does not vary along an axis counts as often as that has points."""
         nodes, x = self.nodes, self._ranked(x)
         if x.dtype == "bool":
-            return nodes.cast(nodes.reduce(_REDUCE[fn], nodes.cast(x, "i32"), self.axes), "bool")
+            return nodes.cast(nodes.reduce(REDUCE[fn], nodes.cast(x, "i32"), self.axes), "bool")
         if fn == "mul":
             x = nodes.expand(x, self._wide(x))
-        out = nodes.reduce(_REDUCE[fn], x, self.axes)
+        out = nodes.reduce(REDUCE[fn], x, self.axes)
         times = prod(self.extents[a] for a in self.axes if x.shape[a] == 1) if fn == "add" else 1
         return out if times == 1 else nodes.apply("Mul", [out, nodes.scalar(times, x.dtype)])
 

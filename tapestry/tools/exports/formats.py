@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from tapestry.build import store
-from tapestry.build.store import new_file
+from tapestry.build.atomic import new_file
 from tapestry.errors import BuildError, TapestryError, some
 from tapestry.interop.sharding_specs import OURS
 from tapestry.ir.plan import Strategy
 from tapestry.plan.search.priced_plan import PricedPlan
 from tapestry.sharding import export_sharding
-from tapestry.tools.exports import kernel_package, layouts, onnx_files, rank_onnx, tp_plan
-from tapestry.verify.rewriting import rewrite_log
+from tapestry.tools.exports import fused_onnx, ir_text, kernel_package, layouts, rank_onnx, tp_plan
+from tapestry.verify.rewriting import history, rewrite_log
 from tapestry.viz.tool_kinds import Asked, ExportFormat, write
 
 INDENTED: dict[str, Any] = {
@@ -116,7 +116,7 @@ def _history(a: Asked) -> dict[str, Any]:
     """The rewrites behind the plan's graph, with the graph that they begin with."""
     if not a.rewrites:
         raise TapestryError("the build has no log of rewrites", where="--format history", hint="compile the model again")
-    document = rewrite_log.to_document(rewrite_log.read(a.rewrites, store.REWRITES), a.build.plan.graph)
+    document = history.to_document(rewrite_log.read(a.rewrites, store.REWRITES), a.build.plan.graph)
     with new_file(a.target) as path:
         path.write_text(json.dumps(document, indent=1) + "\n")
     return {"file": str(a.target), "steps": len(document["steps"]), "end_sha256": document["end_sha256"]}
@@ -135,7 +135,7 @@ FORMATS: dict[str, ExportFormat] = {
     ),
     "onnx-fused": ExportFormat(
         "the graph after every rewrite as plain ONNX for one device",
-        lambda a: onnx_files.export_fused(a.build, a.constants, a.target),
+        lambda a: fused_onnx.export_fused(a.build, a.constants, a.target),
         lambda d: [f"{d['model']}: {d['nodes']} nodes for {d['operations']} operations, weights in {d['data']}"],
     ),
     "tp-plan": ExportFormat(
@@ -164,7 +164,7 @@ FORMATS: dict[str, ExportFormat] = {
     ),
     "ir": ExportFormat(
         "the plan's graph: IR text (.tap), or a JSON document",
-        lambda a: onnx_files.export_ir(a.build, a.constants, a.target, copy=a.copy), _text_of_ir,
+        lambda a: ir_text.export_ir(a.build, a.constants, a.target, copy=a.copy), _text_of_ir,
     ),
     "history": ExportFormat(
         "the rewrites from the lifted graph to the plan's, for tapestry opt --replay", _history,

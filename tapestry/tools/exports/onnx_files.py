@@ -2,31 +2,22 @@
 
 from __future__ import annotations
 
-import json
-import os
-import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 import numpy as np
-from onnx import ModelProto, TensorProto, helper, numpy_helper
+from onnx import ModelProto, TensorProto, helper
 from onnx import checker as onnx_checker
 
-from tapestry.build.store import Build, new_file
+from tapestry.build.store import Build
 from tapestry.errors import BuildError, TapestryError
-from tapestry.ir.author_names import operation_names
-from tapestry.ir.graph import Block, Graph, Op
-from tapestry.ir.kernel import Box, Kernel, whole
-from tapestry.ir.syntax import ir_document
-from tapestry.ir.syntax.printer import to_text
-from tapestry.ir.types import PACKED, Weight, numpy_dtype
-from tapestry.lift.file.external_data import open_inside, safe_location
-from tapestry.lift.file.structure import TEXT
+from tapestry.ir.graph import Op
+from tapestry.ir.kernel import Box
+from tapestry.ir.types import numpy_dtype
 from tapestry.runtime.session import NO_WEIGHTS, ModelFiles
-from tapestry.tools.exports.blocks import launch, opset_of
 from tapestry.tools.exports.onnx_nodes import Nodes, NotExpressible, Value, live, onnx_type, stored_array
 
 ALIGN = 64  # bytes: where the data of a weight begins
@@ -135,138 +126,3 @@ def refused(op: Op, name: str, e: NotExpressible) -> NotExpressible:
     where = f"operation '{name}'" + (f" (node '{op.source[-1]}')" if op.source and op.source[-1] != name else "")
     why = f"{e.what}" + (f": {e.why}" if e.why else "")
     return NotExpressible("plain ONNX cannot say it", where=where, why=why, hint=e.hint or "tapestry run runs it")
-
-
-# ``onnx-fused``: the graph that was planned, after every rewrite, as one file of plain ONNX for one device.
-
-
-def export_fused(build: Build, constants: bytes, target: Path) -> dict[str, Any]:
-    """Write the rewritten graph of a build, with its weights in ``TARGET.data`` beside it; returns what was written.
-
-    Raises:
-        NotExpressible: an operation has no form in ONNX; names it.
-    """
-    graph = build.plan.graph
-    nodes, values = graph_nodes(graph)
-    data = target.with_name(f"{target.name}.data")
-    used = {t for op in graph.ops for t in op.inputs} | set(graph.outputs)
-    read = weights_of(build, constants)
-    with new_file(target) as path:
-        with new_file(data) as beside, open(beside, "wb") as file:
-            store = DataFile(data.name, file, read)
-            weights = [
-                stored(store, t, t, whole(graph.tensors[t].shape), graph.tensors[t].dtype) for t in graph.weights if t in used
-            ]
-        outputs = [values[t] for t in graph.outputs]
-        model = model_of(nodes, graph.name, [values[t] for t in graph.inputs], outputs, weights, opset_of(graph))
-        path.write_bytes(model.SerializeToString())
-        checked(path)
-    return {"model": str(target), "data": str(data), "nodes": len(model.graph.node), "operations": len(graph.ops)}
-
-
-def graph_nodes(graph: Graph) -> tuple[Nodes, dict[str, Value]]:
-    """The nodes of a graph, and its tensors."""
-    nodes = Nodes.of(graph)
-    values = {t: Value(t, x.shape, x.dtype) for t, x in graph.tensors.items()}
-    for k, (op, name) in enumerate(zip(graph.ops, operation_names(graph), strict=True)):
-        nodes.begin(name)
-        kernel = _whole_kernel(graph, op, k)
-        names = [r.tensor for r in op.reads] if isinstance(op, Block) else list(op.ins)
-        try:
-            results = launch(nodes, graph, kernel, [values[t] if t else None for t in names])
-        except NotExpressible as e:
-            raise refused(op, name, e) from None
-        for t, v in zip(op.outs, results, strict=True):
-            values[t] = nodes.result(v, t)
-    return nodes, values
-
-
-def _whole_kernel(graph: Graph, op: Op, k: int) -> Kernel:
-    names = [r.tensor for r in op.reads] if isinstance(op, Block) else op.ins
-    ins = tuple(whole(graph.tensors[t].shape) if t else None for t in names)
-    outs = tuple(whole(graph.tensors[t].shape) for t in op.outs)
-    return Kernel(op=k, mode="full", block=whole(tuple(d.size for d in op.space)), ins=ins, outs=outs)
-
-
-# The plan's graph, as a JSON document or as IR text that compiles again: derived constants are written beside the text, and
-# the files with the model's own weights must be within reach of it.
-
-
-def export_ir(build: Build, constants: bytes, target: Path, *, copy: bool) -> dict[str, Any]:
-    """Write the graph; returns what was written, as data.
-
-    Args:
-        copy: whether files with weights that are out of the text's reach are copied beside it.
-
-    Raises:
-        TapestryError: the place of a file that goes beside it is taken.
-    """
-    graph = build.plan.graph
-    if target.suffix != TEXT:
-        with new_file(target) as path:
-            path.write_text(json.dumps(ir_document.to_document(graph), indent=1) + "\n")
-        return {"file": str(target), "operations": len(graph.ops), "beside": [], "absent": []}
-    files = _files(build, target)
-    beside, data = f"{target.stem}.constants.bin", bytearray()
-    refs = dict[str, Weight]()
-    for name, w in graph.weights.items():
-        if w.file:
-            refs[name] = replace(w, file=files[_of(build, w)])
-            continue
-        stored = _stored(build, constants, graph, name)
-        refs[name] = replace(w, file=beside, offset=len(data), length=len(stored))
-        data += stored
-    if beside in files.values():
-        raise TapestryError("the place of the constants is taken", where=str(target.parent / beside), hint="another -o")
-    absent = _bring(build, files, target.parent, copy=copy)
-    if data:
-        with new_file(target.parent / beside) as path:
-            path.write_bytes(data)
-    with new_file(target) as path:
-        path.write_text(to_text(replace(graph, weights=refs)))
-    needed = sorted(set(files.values())) + ([beside] if data else [])
-    return {"file": str(target), "operations": len(graph.ops), "beside": needed, "absent": absent}
-
-
-def _of(build: Build, w: Weight) -> str:
-    """The file of a weight, relative to the model's folder; the model itself, which may have another name than it had."""
-    return Path(build.model).name if w.name and Path(build.model).suffix != TEXT else w.file
-
-
-def _files(build: Build, target: Path) -> dict[str, str]:
-    """The model's files with weights, relative to its folder, and what the text calls them: relative to the text's own folder
-    where they are inside of it, else as if they lay there. A build is not trusted: no name leads out of a folder."""
-    here, there = Path(build.model).resolve().parent, target.resolve().parent
-    inner = here.relative_to(there) if here.is_relative_to(there) else Path()
-    found = {_of(build, w): t for t, w in build.plan.graph.weights.items() if w.file}
-    return {safe_location(t, file): (inner / file).as_posix() for file, t in sorted(found.items())}
-
-
-def _bring(build: Build, files: dict[str, str], folder: Path, *, copy: bool) -> list[str]:
-    """The files that are not where the text looks for them; none once they have been copied."""
-    here = Path(build.model).parent
-    absent = {file: name for file, name in files.items() if not _equal_sizes(folder / name, here / file)}
-    if not copy:
-        return [*absent.values()]
-    if taken := next((name for name in absent.values() if (folder / name).exists()), None):
-        raise TapestryError("a weight file's place is taken", where=str(folder / taken), hint="an empty folder for -o")
-    for file, name in absent.items():
-        with os.fdopen(open_inside(here, file, name), "rb") as source:
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            with new_file(folder / name) as path, path.open("wb") as copied:
-                shutil.copyfileobj(source, copied)
-    return []
-
-
-def _equal_sizes(a: Path, b: Path) -> bool:
-    """Whether both are there and of one size; what is inside is held to its hash when the text is compiled."""
-    return a.is_file() and b.is_file() and a.stat().st_size == b.stat().st_size
-
-
-def _stored(build: Build, constants: bytes, graph: Graph, name: str) -> bytes:
-    """A derived constant as a data file of ONNX has it: types of less than a byte are packed."""
-    t, (offset, length) = graph.tensors[name], build.constants[name]
-    data = constants[offset : offset + length]
-    if t.dtype not in PACKED:
-        return data
-    return numpy_helper.from_array(np.frombuffer(data, numpy_dtype(t.dtype)).reshape(t.shape)).raw_data

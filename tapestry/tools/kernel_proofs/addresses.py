@@ -12,14 +12,13 @@ from tapestry.ir import space
 from tapestry.ir.index import Aff, dims_of
 from tapestry.ir.kernel import Box, shape
 from tapestry.ir.types import Array
-from tapestry.tools.kernel_proofs.kernel_text import Buffer, Evaluation, OutOfReach, evaluated_together, lanes
+from tapestry.tools.kernel_proofs.evaluation import Evaluation, OutOfReach, evaluated_together
+from tapestry.tools.kernel_proofs.integer_conditions import OPERATIONS
+from tapestry.tools.kernel_proofs.kernel_text import Buffer
+from tapestry.tools.kernel_proofs.lane_tiles import lanes
 from tapestry.tools.kernel_proofs.program_reading import Access, Program, Store
 from tapestry.tools.kernel_proofs.terms import Terms, Unsupported
 
-# Questions about integers under conditions, answered by isl: does a condition follow, are two expressions equal.
-
-
-OPERATIONS = 2_000_000  # of isl, for one question
 PART_POINTS = 1 << 21  # points looked at together
 MOST_POINTS = 1 << 27  # points that are looked at one by one
 

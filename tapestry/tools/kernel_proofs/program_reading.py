@@ -6,19 +6,13 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
-import numpy as np
-
-from tapestry.ir.expr import PRIMITIVES
 from tapestry.ir.index import Aff, const
-from tapestry.ir.types import Array
-from tapestry.tools.kernel_proofs import terms as term_arithmetic
-from tapestry.tools.kernel_proofs.kernel_text import (
-    Buffer,
-    Evaluation,
-    KernelLaunch,
+from tapestry.tools.kernel_proofs import term_arithmetic as term_arithmetic_module
+from tapestry.tools.kernel_proofs.kernel_text import Buffer, KernelLaunch
+from tapestry.tools.kernel_proofs.lane_tiles import (
     Pointer,
     Shape,
     Tile,
@@ -31,176 +25,10 @@ from tapestry.tools.kernel_proofs.kernel_text import (
     scalar,
     together,
 )
-from tapestry.tools.kernel_proofs.terms import REDUCING, Kind, Terms, Unsupported, arithmetic, extreme, kind_of
-from tapestry.verify.interp import NUMPY
-
-# Functions that a source brings along: which primitive each is, found by its values and not by its name.
-
-
-Said = Callable[[Terms, list[Tile]], Any]
-CLOSE = 1e-6  # relative: formulas of helpers are approximations
-_known: dict[tuple[object, tuple[str, ...]], str | None] = {}
-
-
-def primitive_of(text: object, name: str, kinds: tuple[str, ...], said: Said) -> str | None:
-    """The primitive that a function agrees with at every point of a sample; ``None`` when with none.
-
-    Args:
-        text: what the function says, by which answers are kept; ``kinds`` of its arguments.
-        said: gives the function as a term of terms of its arguments.
-    """
-    key = text, kinds
-    if key not in _known:
-        _known[key] = _found(name, kinds, said)
-    return _known[key]
-
-
-def _found(name: str, kinds: tuple[str, ...], said: Said) -> str | None:
-    kind = next(iter(kinds), "bool")
-    if set(kinds) != {kind} or kind == "bool" or len(kinds) > 2:
-        return None
-    points = _points(kind, len(kinds))
-    try:
-        values = _values_of_terms(kinds, said, points)
-    except (Unsupported, AttributeError):
-        return None
-    fits = [fn for fn, p in PRIMITIVES.items() if p.arity == len(kinds) and p.result in ("same", "float") and fn in NUMPY]
-    named = sorted(fits, key=lambda fn: not name.startswith(fn))
-    return next((fn for fn in named if _agrees(fn, points, values)), None)
-
-
-def _values_of_terms(kinds: tuple[str, ...], said: Said, points: list[Array]) -> Array:
-    terms = Terms()
-    at = terms.variable("x", len(points[0]))
-    ins = [Tile(terms.load(f"x{k}", kind, at, terms.true, terms.unknown)) for k, kind in enumerate(kinds)]
-    made = said(terms, ins)
-    names, found = Evaluation(terms, {}, {f"x{k}": p for k, p in enumerate(points)}).of(made.term)
-    return np.broadcast_to(found, len(points[0])) if not names else found
-
-
-def _agrees(fn: str, points: list[Array], values: Array) -> bool:
-    with np.errstate(all="ignore"):
-        try:
-            right = np.asarray(NUMPY[fn](*points))
-        except (TypeError, ValueError):
-            return False
-        if right.dtype.kind not in "fi" or values.dtype.kind not in "fi":
-            return False
-        finite = np.isfinite(right) & (np.abs(right) < 1e30)
-        near = np.abs(values - right) <= CLOSE * (np.abs(right) + 1e-12 / CLOSE) + 1e-9
-    return bool(finite.mean() > 0.2 and np.all(near[finite]))
-
-
-@lru_cache
-def _points(kind: str, count: int) -> list[Array]:
-    rng = np.random.default_rng(7)
-    if kind == "int":
-        one = np.array([*range(-20, 21), 63, 64, 65, 1000, -1000], np.int64)
-    else:
-        one = np.concatenate([np.linspace(-8, 8, 65), np.arange(-5, 6) / 2, rng.uniform(-1.2, 1.2, 40), [30.0, -30.0, 1e-4]])
-    if count == 1:
-        return [one]
-    a, b = np.meshgrid(one, one)
-    return [a.reshape(-1), b.reshape(-1)]
-
-
-# What a loop leaves in the variables that it carries, as reductions over its steps.
-#
-# Known are sums, maxima and minima, and sums that refer to a centre which the loop carries too: where ``u`` becomes
-# ``u * g(m) / g(m') + x / g(m')`` with the new centre m', ``u * g(m)`` is a plain sum of the x.
-
-
-def closed(
-    terms: Terms, loop: str, step: tuple[str, int], runs: int, before: Mapping[str, Tile], starts: Mapping[str, Tile],
-    after: Mapping[str, Tile],
-) -> dict[str, Tile]:  # fmt: skip
-    """Values after a loop of those variables that are reductions over it.
-
-    Args:
-        loop: what terms that depend on the loop's state are free in.
-        step: the loop's variable and its size; the loop runs where ``runs`` holds.
-        before, starts, after: before the loop, when a step begins (the carried terms), and when it ends.
-    """
-    out = dict[str, Tile]()
-    for n in after:
-        found = _plain(terms, loop, step, runs, before[n], starts[n], after[n])
-        if found is not None:
-            out[n] = found
-    for n in after:
-        if n not in out and (found := _centred(terms, loop, step, runs, n, before, starts, after, out)) is not None:
-            out[n] = found
-    return out
-
-
-def _plain(
-    terms: Terms, loop: str, step: tuple[str, int], runs: int, before: Tile, start: Tile, after: Tile
-) -> Tile | None:  # fmt: skip
-    key = terms.keys[after.term]
-    if loop not in terms.free[after.term] and runs == terms.true:  # nothing of what was before: the last step's
-        return Tile(terms.substituted(after.term, {step[0]: const(step[1] - 1)}), after.shape)
-    if key[0] == "add":
-        rest = terms.add([(key[1], terms.const(1.0)), *((c, t) for t, c in key[2] if t != start.term)])
-        if dict(key[2]).get(start.term) == 1.0 and loop not in terms.free[rest]:
-            total = terms.reduce("add", (step,), terms.where(runs, rest, terms.const(0.0)))
-            return each(terms, partial(arithmetic, terms, "add"), before, Tile(total, after.shape))
-    if key[0] in ("max", "min") and start.term in key[1]:
-        rest = terms.call(key[0], [t for t in key[1] if t != start.term])
-        if loop not in terms.free[rest]:
-            most = terms.reduce(key[0], (step,), terms.where(runs, rest, terms.const(REDUCING[key[0]])))
-            return each(terms, partial(extreme, terms, str(key[0])), before, Tile(most, after.shape))
-    return None
-
-
-def _centred(
-    terms: Terms, loop: str, step: tuple[str, int], runs: int, name: str, before: Mapping[str, Tile],
-    starts: Mapping[str, Tile], after: Mapping[str, Tile], done: Mapping[str, Tile],
-) -> Tile | None:  # fmt: skip
-    """A sum that is moved to each new centre."""
-    own, value = starts[name].term, after[name].term
-    key = terms.keys[value]
-    if key[0] != "add":
-        return None
-    parts: tuple[tuple[int, float], ...] = key[2]
-    mine = [(t, c) for t, c in parts if terms.keys[t][0] == "mul" and (own, 1.0) in terms.keys[t][1]]
-    if len(mine) != 1 or mine[0][1] != 1.0:
-        return None
-    factors: list[tuple[int, float]] = [f for f in terms.keys[mine[0][0]][1] if f != (own, 1.0)]
-    centres = {starts[n].term: n for n in done}
-    back, first, final = list[tuple[int, float]](), list[tuple[int, float]](), list[tuple[int, float]]()
-    for t, e in factors:
-        held: tuple[Any, ...] = terms.keys[t]
-        if held[0] != "exp":
-            return None
-        n = centres.get(held[1])
-        if n is None:
-            continue  # of the new centre: looked at below
-        new = terms.exp(after[n].term)
-        if (new, -e) not in factors or starts[n].shape != starts[name].shape[: len(starts[n].shape)]:
-            return None
-        back.append((new, e))
-        first.append((terms.exp(before[n].term), e))
-        final.append((terms.exp(done[n].term), -e))
-    if len(factors) != 2 * len(back):
-        return None
-    rest = terms.add([(key[1], terms.const(1.0)), *((c, t) for t, c in parts if t != mine[0][0])])
-    plain = terms.mul([(rest, 1.0), *back]) if terms.keys[rest][0] != "add" else terms.add(
-        [(c, terms.mul([(t, 1.0), *back])) for t, c in terms.keys[rest][2]]
-    )  # fmt: skip
-    if loop in terms.free[plain]:
-        return None
-    total = terms.reduce("add", (step,), terms.where(runs, plain, terms.const(0.0)))
-    start = terms.mul([(before[name].term, 1.0), *first])
-    return Tile(terms.mul([(terms.add([(1.0, start), (1.0, total)]), 1.0), *final]), after[name].shape)
-
-
-# What functions of ``triton.language`` mean, as terms.
-
-
-KINDS = {
-    **{f"float{b}": Kind("real", b) for b in (16, 32, 64)}, "bfloat16": Kind("real", 16), "int1": Kind("bool", 1),
-    **{f"int{b}": Kind("int", b) for b in (8, 16, 32, 64)}, **{f"uint{b}": Kind("int", b, False) for b in (8, 16, 32, 64)},
-}  # fmt: skip
-REAL = ("exp", "exp2", "sqrt", "sqrt_rn", "log", "log2", "abs", "sin", "cos", "erf", "floor", "ceil")
+from tapestry.tools.kernel_proofs.recurrences import closed
+from tapestry.tools.kernel_proofs.term_arithmetic import Kind, kind_of
+from tapestry.tools.kernel_proofs.terms import Terms, Unsupported
+from tapestry.tools.kernel_proofs.triton_calls import REAL
 
 
 class Calls:
@@ -228,10 +56,10 @@ class Calls:
             return Pointer(a.buffer, self.operator(fn, a.at, self.tile(b)))
         terms = self.terms
         if fn in ("and", "or", "xor", "shl", "shr"):
-            return each(terms, partial(term_arithmetic.bits, terms, fn), self.tile(a), self.tile(b))
+            return each(terms, partial(term_arithmetic_module.bits, terms, fn), self.tile(a), self.tile(b))
         if fn in ("lt", "le", "gt", "ge", "eq", "ne"):
             return each(terms, partial(terms.compared, fn), self.tile(a), self.tile(b))
-        return each(terms, partial(term_arithmetic.arithmetic, terms, fn), self.tile(a), self.tile(b))
+        return each(terms, partial(term_arithmetic_module.arithmetic, terms, fn), self.tile(a), self.tile(b))
 
     # makers
     def full(self, shape: Any, value: Any, kind: Kind) -> Tile:
@@ -245,7 +73,7 @@ class Calls:
 
     def cast(self, x: Tile, kind: Kind) -> Tile:
         """Another type."""
-        return Tile(term_arithmetic.cast(self.terms, x.term, kind), x.shape)
+        return Tile(term_arithmetic_module.cast(self.terms, x.term, kind), x.shape)
 
     def broadcast_to(self, x: Any, shape: Any) -> Tile:
         """``tl.broadcast_to``."""
@@ -260,11 +88,11 @@ class Calls:
 
     def extreme(self, fn: str, a: Any, b: Any, propagate_nan: Any = None) -> Tile:
         """``tl.maximum`` and ``tl.minimum``."""
-        return each(self.terms, partial(term_arithmetic.extreme, self.terms, fn), self.tile(a), self.tile(b))
+        return each(self.terms, partial(term_arithmetic_module.extreme, self.terms, fn), self.tile(a), self.tile(b))
 
     def real(self, fn: str, x: Any) -> Tile:
         """A function of one real number."""
-        return each(self.terms, partial(term_arithmetic.real, self.terms, fn), self.tile(x))
+        return each(self.terms, partial(term_arithmetic_module.real, self.terms, fn), self.tile(x))
 
     def fused(self, a: Any, b: Any, c: Any) -> Any:
         """``tl.fma``."""

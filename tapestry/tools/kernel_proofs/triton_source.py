@@ -13,20 +13,13 @@ from functools import cached_property, partial
 from typing import Any, cast
 
 from tapestry.ir.index import const
-from tapestry.tools.kernel_proofs import program_reading
-from tapestry.tools.kernel_proofs.kernel_text import (
-    Box,
-    Buffer,
-    KernelLaunch,
-    Pointer,
-    Tile,
-    each,
-    folded,
-    indexed,
-    lane,
-)
-from tapestry.tools.kernel_proofs.program_reading import KINDS, Program, Reading, Return, Steps
-from tapestry.tools.kernel_proofs.terms import REDUCING, Kind, Terms, Unsupported, applied, negative
+from tapestry.tools.kernel_proofs import own_functions
+from tapestry.tools.kernel_proofs.kernel_text import Box, Buffer, KernelLaunch
+from tapestry.tools.kernel_proofs.lane_tiles import Pointer, Tile, each, folded, indexed, lane
+from tapestry.tools.kernel_proofs.program_reading import Program, Reading, Return, Steps
+from tapestry.tools.kernel_proofs.term_arithmetic import Kind, applied, negative
+from tapestry.tools.kernel_proofs.terms import REDUCING, Terms, Unsupported
+from tapestry.tools.kernel_proofs.triton_calls import KINDS
 
 OPERATORS: dict[type[ast.AST], str] = {
     ast.Add: "add", ast.Sub: "sub", ast.Mult: "mul", ast.Div: "truediv", ast.FloorDiv: "floordiv", ast.Mod: "mod",
@@ -246,7 +239,7 @@ class _Reading(Reading):
 
     def primitive(self, function: ast.FunctionDef, kinds: tuple[str, ...]) -> str | None:
         read = partial(_Reading, known=self.known, launch=self.launch, buffers=self.buffers)
-        return program_reading.primitive_of(
+        return own_functions.primitive_of(
             ast.dump(function), function.name, kinds, lambda terms, ins: read(terms).said(function.name, ins)
         )
 

@@ -10,8 +10,8 @@ from tapestry.cli.outcome import Outcome
 
 def prove(args: argparse.Namespace) -> Outcome:
     """``tapestry prove``: status 0 proved, 1 refuted, 2 not decided or not readable."""
-    from tapestry.tools.prove.proof import PROVED, REFUTED
-    from tapestry.tools.prove.proof import prove as decide
+    from tapestry.tools.prove.verdict import PROVED, REFUTED
+    from tapestry.tools.prove.verdict import prove as decide
 
     verdict = decide(args.model, args.program, shapes(args.shapes))
     status = 0 if verdict.status == PROVED else 1 if verdict.status == REFUTED else 2

@@ -13,7 +13,9 @@ from tapestry.ir.graph import Block, Dim, Guard, Opaque, Read
 from tapestry.ir.index import Aff, const, dim, dims_of, substitute
 from tapestry.ir.monoid import MONOIDS, Moments, Monoid, Product, Rebased
 from tapestry.ir.types import FLOATS, Tensor, numpy_dtype
-from tapestry.tools.prove.reductions import Reduction, chosen, padded, reduced, rescaled, settled, with_padding
+from tapestry.tools.prove.padded_reads import chosen, padded, with_padding
+from tapestry.tools.prove.reductions import Reduction, reduced, settled
+from tapestry.tools.prove.rescaling import rescaled
 from tapestry.tools.prove.values import Node, Ref, Table, Value, ordered
 
 Lookup = Callable[[str], Value]

@@ -35,10 +35,11 @@ def laboratory(args: argparse.Namespace) -> Outcome:
 def derived(what: str, *, mesh: str, most: int, dot: bool, svg: Path | None, view: Path | None = None) -> Outcome:
     """``tapestry rules --derive``: the forms that productions make of a graph, by which of which, with what each costs."""
     from tapestry.ir.syntax.parser import parse
+    from tapestry.plan.algebra import Book
     from tapestry.plan.solver.budget import Meter
-    from tapestry.plan.structural_search import Book
     from tapestry.plan.topology import parse_mesh, topology
-    from tapestry.tools.rulebook.production_space import GRAPHS, ProductionSpace
+    from tapestry.tools.rulebook.production_space import ProductionSpace
+    from tapestry.tools.rulebook.small_graphs import GRAPHS
 
     if what not in GRAPHS and not Path(what).is_file():
         hint = f"a file of IR text, or one of {', '.join(GRAPHS)}"

@@ -18,28 +18,19 @@ import numpy as np
 from tapestry.errors import TapestryError
 from tapestry.ir.graph import Graph
 from tapestry.ir.syntax.printer import to_text
+from tapestry.plan.algebra import Book
 from tapestry.plan.solver.budget import Meter
-from tapestry.plan.structural_search import Book
 from tapestry.plan.topology import Topology
 from tapestry.rewrites.core.driver import rules_of, simplify
 from tapestry.rewrites.core.rule import Move, register, rule_table
-from tapestry.rewrites.equations import instances
-from tapestry.rewrites.equations.build import Equation, rounding
+from tapestry.rewrites.equations import all_sizes
+from tapestry.rewrites.equations.equation import Equation
 from tapestry.rewrites.equations.instances import instance, proof_of, prove_moves
 from tapestry.rewrites.equations.pattern import RuleText, parse_rules
+from tapestry.rewrites.equations.rounding import rounding
 from tapestry.rewrites.equations.rule_texts import WORDS, equation
-from tapestry.tools.rulebook.term_rules import (
-    FAMILIES,
-    REDUCTIONS,
-    Enumeration,
-    Family,
-    Term,
-    ordered,
-    passes,
-    reduces,
-    rewritten,
-    rule_text,
-)
+from tapestry.tools.rulebook.small_terms import FAMILIES, REDUCTIONS, Enumeration, Family, Term, ordered, reduces, rewritten
+from tapestry.tools.rulebook.term_rules import passes, rule_text
 from tapestry.verify.rewriting import normal_form
 
 OPERATIONS = 3  # of a term at most
@@ -151,7 +142,7 @@ class Discovery:
             self.counts["candidates"] += 1
             if ordered(rewritten(family, before, known)) == ordered(rewritten(family, after, known)):
                 self.counts["instances of others"] += 1
-            elif not instances.proved(_rule(family, before, after, "found")):
+            elif not all_sizes.proved(_rule(family, before, after, "found")):
                 self.counts["not proved"] += 1
             else:
                 known.append((before, after))
@@ -190,7 +181,7 @@ class Discovery:
         for rest, leaf in itertools.product((True, False) if new.before[0] in REDUCTIONS else (False,), (*once, "")):
             try:
                 text = _rule(new.family, new.before, new.after, name, leaf, rest)
-                if instances.proved(text) and (shown := _shown(text)):
+                if all_sizes.proved(text) and (shown := _shown(text)):
                     return Found(rule=text, family=new.family.name, shown=shown, savings=self._savings(text))
             except TapestryError:  # no instance of so general a rule, or one that refutes it
                 continue

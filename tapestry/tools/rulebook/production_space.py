@@ -16,13 +16,15 @@ from dataclasses import dataclass, field, replace
 from tapestry.errors import TapestryError
 from tapestry.ir.graph import Block, Graph, with_ops
 from tapestry.ir.syntax.printer import to_text
+from tapestry.plan.algebra import LATER, WORSE, Book
 from tapestry.plan.search.priced_plan import PricedPlan, peak, priced_plan
 from tapestry.plan.search.problem import Problem, Tables, build
-from tapestry.plan.structural_search import LATER, WORSE, Book
 from tapestry.plan.topology import Topology
-from tapestry.rewrites.core.driver import SIMPLIFIED, apply_moves, rules_of, simplify
+from tapestry.rewrites.core.applied import apply_moves
+from tapestry.rewrites.core.driver import SIMPLIFIED, rules_of, simplify
 from tapestry.rewrites.core.rule import Move, Refusal, Sized, rule_table
-from tapestry.rewrites.split import split_move, splittable, time_move
+from tapestry.rewrites.split import split_move, splittable
+from tapestry.rewrites.split_time import time_move
 
 TREES = ((2, 2), (4, 2), (4, 4))  # parts of a reduction, and fan-in of the merges
 IN_TIME = 2  # parts
@@ -167,56 +169,3 @@ class ProductionSpace:
 def _graph_key(graph: Graph) -> str:
     """The text of a graph, in which it does not matter which of several cuts was made first."""
     return to_text(with_ops(graph, tuple(replace(op, splits=tuple(sorted(op.splits, key=str))) for op in graph.ops)))
-
-
-# Small graphs by name, whose equivalents `production_space` finds: those on which the idea of block sharding is explained.
-
-
-GRAPHS = {
-    "Linear": """
-graph linear
-input x: f32[64, 256]
-input w: f32[256, 128]
-input b: f32[128]
-y: f32[64, 128] = op [i: 64, n: 128 | m: 256 sum]
-  reads x[i, m], w[m, n], b[n]
-  body x * w
-  then acc0 + b
-output y
-""",
-    "Conv": """
-graph conv
-input x: f32[4, 8, 32, 32]
-input k: f32[16, 8, 3, 3]
-y: f32[4, 16, 32, 32] = op [b: 4, o: 16, h: 32, w: 32 | c: 8 sum, r: 3 sum, s: 3 sum]
-  reads x[b, c, h + r - 1, w + s - 1] else 0.0, k[o, c, r, s]
-  body x * k
-output y
-""",
-    "StridedConv": """
-graph strided
-input x: f32[4, 8, 33]
-input k: f32[16, 8, 3]
-y: f32[4, 16, 16] = op [b: 4, o: 16, h: 16 | c: 8 sum, r: 3 sum]
-  reads x[b, c, 2*h + r], k[o, c, r]
-  body x * k
-output y
-""",
-    "Sum": """
-graph sum
-input x: f32[16, 4096]
-y: f32[16] = op [i: 16 | m: 4096 sum]
-  reads x[i, m]
-  body x
-output y
-""",
-    "Stddev": """
-graph stddev
-input x: f32[16, 4096]
-y: f32[16] = op [i: 16 | m: 4096 moments]
-  reads x[i, m]
-  body 1.0, x, 0.0
-  then sqrt(acc2 / acc0)
-output y
-""",
-}

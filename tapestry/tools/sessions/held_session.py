@@ -109,7 +109,7 @@ class Session(AbstractContextManager["Session"]):
     def _start(self) -> Engine:
         if self._processes is None:
             return InProcess(self._compiled)
-        from tapestry.runtime.executor import owners
+        from tapestry.runtime.step_messages import owners
         from tapestry.tools.sessions.ranks import Ranks
 
         owners(self._compiled.build.program.devices, self._processes)

@@ -27,7 +27,8 @@ from tapestry.build.store import Build
 from tapestry.errors import RunError, TapestryError
 from tapestry.ir.kernel import Box
 from tapestry.onnx_eval.opaque_node import HostValue
-from tapestry.runtime.session import MakeExecutor, Session, SizedSessions
+from tapestry.runtime.session import MakeExecutor, Session
+from tapestry.runtime.sized_sessions import SizedSessions
 from tapestry.runtime.target_protocol import Target
 from tapestry.sizes.sized_opener import SizedOpener
 from tapestry.tools.sessions import frames
@@ -115,7 +116,7 @@ def answer(order: Order, loader: Loader, me: Rank, first: Session, wire: Any) ->
 
 def _next(s: socket.socket, wire: Any) -> Request | None:
     """The next request; a rank that waits for one says that it lives."""
-    from tapestry.runtime.processes.wire import IDLE
+    from tapestry.runtime.processes.heartbeat import IDLE
 
     wire.heartbeat.at(-1, IDLE)
     while not select.select([s], [], [], IDLE_SECONDS)[0]:
@@ -125,7 +126,7 @@ def _next(s: socket.socket, wire: Any) -> Request | None:
 
 def _step(session: Session, request: Request, places: SharedPlaces) -> Answer:
     """One step: inputs are read where they lie, this rank's parts of outputs written where they are to be."""
-    from tapestry.runtime.processes import distributed
+    from tapestry.runtime.processes import host_values
     from tapestry.runtime.processes.distributed import RankExecutor
 
     executor, tensors = session.executor, session.build.plan.graph.tensors
@@ -138,9 +139,9 @@ def _step(session: Session, request: Request, places: SharedPlaces) -> Answer:
 
     executor.put = put
     feeds: dict[str, Any] = {n: places.part(a, tensors[n].shape) for n, a in places.inputs.items()}
-    feeds |= {n: HostValue(distributed.decode(v.encode())) for n, v in request.hosted.items()}
+    feeds |= {n: HostValue(host_values.decode(v.encode())) for n, v in request.hosted.items()}
     result = session.compute(feeds, wanted=request.wanted)
-    return Answer(hosted={n: distributed.encode(v).decode() for n, v in result.outputs.items() if v is not None})
+    return Answer(hosted={n: host_values.encode(v).decode() for n, v in result.outputs.items() if v is not None})
 
 
 if __name__ == "__main__":

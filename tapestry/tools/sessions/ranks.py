@@ -24,11 +24,12 @@ import numpy as np
 from tapestry.api import Compiled
 from tapestry.errors import RunError, TapestryError
 from tapestry.ir.graph import Graph
-from tapestry.ir.symbolic_plan import Sizes
+from tapestry.ir.size_formula import Sizes
 from tapestry.onnx_eval.opaque_node import HostValue
 from tapestry.runtime.feeds import check_indices, index_bounds
-from tapestry.runtime.processes import distributed
-from tapestry.runtime.session import KEPT, check_feeds, shapes_of
+from tapestry.runtime.processes import host_values
+from tapestry.runtime.session import check_feeds, shapes_of
+from tapestry.runtime.sized_sessions import KEPT
 from tapestry.system.processes import started
 from tapestry.tools.sessions import frames
 from tapestry.tools.sessions.frames import Fault
@@ -113,7 +114,7 @@ class Ranks:
         hosted: dict[str, str] = {}
         for name, value in checked.items():
             if isinstance(value, HostValue):
-                hosted[name] = distributed.encode(value.value).decode()
+                hosted[name] = host_values.encode(value.value).decode()
             else:
                 np.copyto(self.places.part(self.places.inputs[name], value.shape), value)
         request = Request(sizes=sizes, wanted=list(wanted), hosted=hosted)
@@ -128,7 +129,7 @@ class Ranks:
                 self.close()
             raise
         there = {n: self.places.part(a, graph.tensors[n].shape) for n, a in self.places.outputs.items() if n in wanted}
-        return {n: there[n].copy() if n in there else distributed.decode(back[n].encode()) for n in wanted}
+        return {n: there[n].copy() if n in there else host_values.decode(back[n].encode()) for n in wanted}
 
     def _answers(self) -> dict[str, str]:
         """Wait for every rank; the values of the host that came back."""

@@ -17,15 +17,15 @@ from tapestry.cli.outcome import Outcome, bar
 def view(args: argparse.Namespace) -> Outcome:
     """``tapestry view``: a build, or two beside each other, as one HTML file."""
     from tapestry.build import store
-    from tapestry.tools.viewer import html_page
+    from tapestry.tools.viewer import saved
 
     folders = [f for f in (args.build, args.other) if f is not None]
     output = args.output or Path(f"{args.build.resolve().name}.html")
     for folder in folders:
         store.check_beside(folder, output)
     with bar(args, "view") as advance:
-        page = html_page.page(folders, args.trace, lambda what: advance(None, None, what))
-    html_page.write_page(output, page)
+        page = saved.page(folders, args.trace, lambda what: advance(None, None, what))
+    saved.write_page(output, page)
     if args.open:
         webbrowser.open(output.resolve().as_uri())
     document = {"page": str(output), "bytes": len(page.encode()), "builds": [str(f) for f in folders]}

@@ -30,7 +30,8 @@ from tapestry.plan.requests import parse_pins
 from tapestry.plan.simulate import Schedule
 from tapestry.plan.topology import from_data
 from tapestry.verify import certificate
-from tapestry.verify.rewriting.proofs import Change, prove_change
+from tapestry.verify.rewriting.proofs import prove_change
+from tapestry.verify.rewriting.regions import Change
 from tapestry.verify.rewriting.rewrite_log import Log, read
 from tapestry.viz import explain, format
 from tapestry.viz.format import split_text

@@ -7,21 +7,19 @@ that the spread of the results says what rounding, and a decision taken just at 
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from tapestry.errors import LawError
-from tapestry.ir.expr import Call, Const, Index, distinct
+from tapestry.ir.expr import Call
 from tapestry.ir.graph import Block, Graph, Op, Opaque
-from tapestry.ir.index import Aff, Floor, Mod, dims_of
 from tapestry.ir.monoid import MONOIDS, ByPrimitive, Product
 from tapestry.ir.types import FLOATS, Array, numpy_dtype
 from tapestry.onnx_eval.opaque_node import HostValue
-from tapestry.verify import certificate
+from tapestry.verify import distinct_cells
 from tapestry.verify.interp import Arrays, meshed, opaque, steps
 
 Known = Callable[[str], Any]
@@ -73,7 +71,7 @@ class CellValues(Arrays):
             return self._typed(tensor, source[tuple(np.broadcast_arrays(*index))] if index else source)
         shape = self.graph.tensors[tensor].shape
         places = np.ravel_multi_index(tuple(np.broadcast_arrays(*index)), shape)
-        cells, back = certificate.distinct_cells(places, math.prod(shape))
+        cells, back = distinct_cells.distinct_cells(places, math.prod(shape))
         op = self.graph.ops[self.makers[tensor]]
         assert isinstance(op, Block)
         values = self.block(op, np.stack(np.unravel_index(cells, shape), axis=1))[op.outs.index(tensor)][0]
@@ -242,175 +240,3 @@ class CellValues(Arrays):
         lost = self.noise.uniform(-1, 1, out.shape) * (SUBNORMAL[e.dtype] if UNIT[e.dtype] <= self.coarsest else 0.0)
         moved = lost + out * (1 + self.noise.uniform(-1, 1, out.shape) * unit * (CURVE_ROUNDINGS if curve else ROUNDINGS))
         return moved + self.noise.uniform(-1, 1, out.shape) * unit * ROUNDINGS if curve else moved
-
-
-# Which cells of an operation are looked at: corners, both sides of every place where a read or a guard changes, and others.
-
-
-CORNERS = 64
-EDGES = 48  # places along one dimension at which something changes
-
-
-def cells(op: Block, graph: Graph, rng: np.random.Generator, count: int, work: int) -> Array:
-    """Cells of an operation's outputs, a row each: all of them where they are no more than ``count``.
-
-    Args:
-        count: how many cells besides corners and edges.
-        work: index points that all cells together may take; fewer cells where one takes many.
-    """
-    extents = [d.size for d in op.dims]
-    size = math.prod(extents)
-    if size == 0:
-        return np.zeros((0, len(extents)), int)
-    each = max(1, math.prod(d.size for d in (*op.reduce, *op.inner_dims)))
-    most = max(2, work // each)
-    if size <= min(count, most):
-        return np.stack(np.unravel_index(np.arange(size), extents), axis=1) if extents else np.zeros((1, 0), int)
-    corners = np.array(list(itertools.islice(itertools.product(*((0, n - 1) for n in extents)), CORNERS)), int)
-    edges = [row for k, d in enumerate(op.dims) for row in _edge_cells(k, edges_of(op, graph, d.name, d.size), extents, rng)]
-    named = [_compared(op, d.name, d.size)[:8] or [0] for d in op.dims]
-    corners = np.concatenate([corners, np.array(list(itertools.islice(itertools.product(*named), CORNERS)), int)])
-    others = np.stack([rng.integers(0, n, count) for n in extents], axis=1)
-    special = np.unique(np.concatenate([corners, *([np.array(edges, int)] if edges else [])]), axis=0)
-    chosen = np.concatenate([special[rng.permutation(len(special))[: max(1, most // 2)]], others])
-    return np.unique(chosen[:most], axis=0)
-
-
-def _edge_cells(axis: int, places: list[int], extents: list[int], rng: np.random.Generator) -> Iterator[list[int]]:
-    for place in places:
-        row = [int(rng.integers(0, n)) for n in extents]
-        row[axis] = place
-        yield row
-
-
-def edges_of(op: Block, graph: Graph, name: str, size: int) -> list[int]:
-    """Places along a dimension where a read leaves its tensor, a guard or a comparison turns, or a floor or mod steps."""
-    found = {0, 1, size - 2, size - 1}
-    ranges = op.ranges
-    for r in op.reads:
-        for e, extent in zip(r.index, graph.tensors[r.tensor].shape, strict=True):
-            found.update(_turns(e, name, ranges, (0, extent)))
-        for g in r.when:
-            found.update(_turns(g.aff, name, ranges, (0,)))
-    found.update(_numbers(op))
-    near = sorted({p for f in found for p in (f - 1, f) if 0 <= p < size})
-    return near if len(near) <= EDGES else near[: EDGES // 2] + near[-EDGES // 2 :]
-
-
-def _numbers(op: Block) -> list[int]:
-    """Whole numbers in the bodies, with which places may be compared."""
-    consts = (x.value for x in distinct((*op.point, *op.then)) if isinstance(x, Const) and not isinstance(x.value, bool))
-    return sorted({int(v) for v in consts if math.isfinite(v) and v == int(v)})
-
-
-def _compared(op: Block, name: str, size: int) -> list[int]:
-    """Places along a dimension with which a body compares it alone."""
-    found: set[int] = set()
-    for x in distinct((*op.point, *op.then)):
-        if isinstance(x, Call) and len(x.args) == 2 and x.dtype == "bool":
-            place, number = sorted(x.args, key=lambda a: isinstance(a, Const))
-            if (
-                isinstance(place, Index)
-                and isinstance(number, Const)
-                and dims_of(place.aff) == frozenset({name})
-                and place.aff.coef(name)
-            ):
-                at = (int(number.value) - place.aff.const) // place.aff.coef(name)
-                found.update((at, at - 1, at + 1))
-    return sorted(v for v in found if 0 <= v < size)
-
-
-def _turns(e: Aff, name: str, ranges: Any, levels: tuple[int, ...]) -> Iterator[int]:
-    """Where an index expression passes some levels as a dimension goes on, the others at either end of theirs."""
-    c = e.coef(name)
-    plain = [(str(a), k) for a, k in e.terms if isinstance(a, str) and a != name]
-    for ends in (0, 1):
-        rest = e.const + sum(k * (ranges[a] - 1) * ends for a, k in plain)
-        for level in levels if c else ():
-            place = -((rest - level) // c) if c > 0 else (rest - level) // -c + 1
-            yield from (place, place + 1)
-    for atom, _ in e.terms:
-        if isinstance(atom, Floor | Mod) and name in dims_of(atom.arg):
-            k = atom.arg.coef(name)
-            step = max(1, atom.div // abs(k)) if k else 1
-            yield from (step, 2 * step, (ranges[name] - 1) // step * step)
-
-
-# Whether a value at a cell is the reference's: the same up to rounding, or to what rounding decides at that very cell.
-#
-# First the result in float64 against a few roundings of the operation's coarsest type, and of everything that it sums. What is
-# farther away is judged by evidence: the cell is computed again with every rounding made larger and random. A value is accepted
-# where it lies within the spread of the results; one behind a discontinuity (a rounding, a comparison, the place of a maximum)
-# where one of them is exactly that value. At last, where infinities and NaN are about, as the graph's own types compute it.
-
-
-NEAR = 16.0  # roundings, of the value and of a typical one
-TRIALS = 12
-UNLIKE = 2.5  # of Kolmogorov and Smirnov's statistic: one in 100,000 by chance
-SPREAD = 4.0  # times as far from the result as the farthest trial
-
-
-def same(
-    values: Array, slack: Array, reference: Array, dtype: str, unit: float, typical_of: Array | None = None
-) -> Array:  # fmt: skip
-    """Cells that are the reference's up to rounding; what is a typical value is taken from it, or from ``typical_of``."""
-    if dtype not in UNIT:
-        return values == reference
-    with np.errstate(all="ignore"):
-        a, b = as_stored(values, dtype), reference.astype(np.float64)
-        finite = np.abs(b if typical_of is None else typical_of.astype(np.float64))
-        finite = finite[np.isfinite(finite)]
-        typical = float(np.sqrt(np.mean(finite**2))) if finite.size else 0.0
-        near = np.abs(a - b) <= NEAR * max(unit, UNIT[dtype]) * (np.abs(b) + typical) + 2 * np.where(
-            np.isfinite(slack), slack, 0
-        )
-    return (near & np.isfinite(b)) | (a == b) | (np.isnan(a) & np.isnan(b))
-
-
-def as_stored(values: Array, dtype: str) -> Array:
-    """Values in float64, as infinite as their type makes them."""
-    from tapestry.ir.types import numpy_dtype
-
-    wide = values.astype(np.float64)
-    with np.errstate(all="ignore"):
-        return np.where(np.isinf(values.astype(numpy_dtype(dtype)).astype(np.float64)), np.copysign(np.inf, wide), wide)
-
-
-def explained(cells: CellValues, op: Block, k: int, points: Array, reference: Array, dtype: str, seed: int) -> Array:
-    """Cells whose value rounding explains, of some that are not near their reference."""
-    rng = np.random.default_rng(seed)
-    middle = cells.block(op, points)[k][0]
-    found = np.zeros(len(points), bool)
-    floating = dtype in UNIT
-    spread = np.zeros(len(points))
-    for _ in range(TRIALS):
-        noisy = CellValues(cells.graph, cells.known, noise=rng, coarsest=cells.coarsest).block(op, points)[k][0]
-        with np.errstate(all="ignore"):
-            if floating:
-                moved = np.abs(noisy - middle)
-                spread = np.fmax(spread, np.where(np.isinf(moved), 0, moved))
-                stored = as_stored(noisy, dtype)
-                near = np.abs(stored - reference) <= NEAR * UNIT[dtype] * np.abs(reference.astype(np.float64))
-                near = np.where(np.isfinite(reference), near, stored == reference)
-                found |= near | ((np.isnan(noisy) & np.isnan(reference.astype(np.float64))) & ~np.isnan(middle))
-            else:
-                found |= noisy == reference
-    if floating:
-        with np.errstate(all="ignore"):
-            found |= np.abs(middle - reference.astype(np.float64)) <= SPREAD * spread
-        typed = CellValues(cells.graph, cells.known, wide=False, coarsest=cells.coarsest)
-        made = typed.block(op, points)[k][0]
-        found |= same(made, np.zeros(len(points)), reference, dtype, typed.unit)
-    return found
-
-
-def other_distribution(theirs: Array, mine: Array) -> str:
-    """How two samples differ, by Kolmogorov and Smirnov's test; nothing where they may be of one distribution."""
-    a, b = np.sort(theirs.reshape(-1).astype(np.float64)), np.sort(mine.reshape(-1).astype(np.float64))
-    if not a.size or not b.size:
-        return ""
-    every = np.concatenate([a, b])
-    apart = np.abs(np.searchsorted(a, every, "right") / a.size - np.searchsorted(b, every, "right") / b.size).max()
-    if apart * np.sqrt(a.size * b.size / (a.size + b.size)) <= UNLIKE:
-        return ""
-    return f"means {a.mean():.4g} and {b.mean():.4g}, standard deviations {a.std():.4g} and {b.std():.4g}"

@@ -26,13 +26,19 @@ from tapestry.ir.graph import Block, Dim, Graph, Op, Opaque, Split
 from tapestry.ir.laws import where
 from tapestry.ir.syntax.printer import signature
 from tapestry.ir.types import FLOATS, STORED, Array, numpy_dtype
-from tapestry.onnx_eval.opaque_node import HostValue, draws, is_array
+from tapestry.onnx_eval.opaque_node import HostValue, draws
+from tapestry.onnx_eval.value_kinds import is_array
 from tapestry.verify.interp import opaque
-from tapestry.verify.model import counterparts, model_values
-from tapestry.verify.model.awkward_operands import APART, AwkwardOperands, within_rounding
-from tapestry.verify.model.cell_values import UNIT, CellValues, cells, explained, other_distribution, same
+from tapestry.verify.model import bodies, counterparts, model_facts, model_values
+from tapestry.verify.model.awkward_operands import APART, AwkwardOperands
+from tapestry.verify.model.cell_sample import cells
+from tapestry.verify.model.cell_tolerance import explained, other_distribution, same
+from tapestry.verify.model.cell_values import UNIT, CellValues
 from tapestry.verify.model.counterparts import Counterparts
-from tapestry.verify.model.model_values import LAW, ModelFile, Reader, ReferenceValues, awkward
+from tapestry.verify.model.model_facts import LAW, Reader
+from tapestry.verify.model.model_inputs import awkward
+from tapestry.verify.model.model_values import ModelFile, ReferenceValues
+from tapestry.verify.model.rounded_inputs import within_rounding
 
 View = Callable[[Array], Array]
 Claim = tuple[str, View]
@@ -161,9 +167,9 @@ def facts(graph: Graph, model: ModelFile, read: Reader) -> dict[str, int]:
     """
     opaque_ops = [op for op in graph.ops if isinstance(op, Opaque)]
     for op in opaque_ops:
-        model_values.node_of_opaque(op, model)
+        model_facts.node_of_opaque(op, model)
     return {
-        "inputs and outputs": model_values.interface(graph, model), "weights": model_values.weights(graph, model, read),
+        "inputs and outputs": model_facts.interface(graph, model), "weights": model_facts.weights(graph, model, read),
         "opaque nodes": len(opaque_ops),
     }  # fmt: skip
 
@@ -234,7 +240,7 @@ def _constants(c: _Check) -> None:
         if ref.file or name not in c.model.makers or name in c.model.initializers:
             continue
         mine = c.read(name)
-        if not counterparts.alike(mine, np.asarray(c.run.values[name])) and not counterparts.alike(mine, c.run.again(name)):
+        if not bodies.alike(mine, np.asarray(c.run.values[name])) and not bodies.alike(mine, c.run.again(name)):
             raise LawError(LAW, "a derived constant is not the model's value", where=f"constant '{name}'")
         c.compared.counts["constants"] += 1
 
@@ -410,12 +416,12 @@ def _orders(whole: tuple[int, ...], shape: tuple[int, ...]) -> Iterator[View]:
 
 def _opaque(c: _Check, op: Opaque, number: int, first: bool) -> None:
     """An ONNX node: its bodies, and what it gives for the reference's values, whole and in parts."""
-    node = model_values.node_of_opaque(op, c.model)
+    node = model_facts.node_of_opaque(op, c.model)
     values = {t: c.values.stored(t, c.values.whole(t)) for t in op.inputs}
     if node is not None and first and any(True for _ in model_values.subgraphs(node)):
         plain = {t: v.value if isinstance(v, HostValue) else v for t, v in values.items()}
         outer = {n: v for n in (*node.input, *counterparts.outer_names(node)) if (v := _any_value(c, n)) is not None}
-        found = counterparts.check_operation(op, c.graph, node, c.model, {**plain, **outer}, number, partial(_any_value, c))
+        found = bodies.check_operation(op, c.graph, node, c.model, {**plain, **outer}, number, partial(_any_value, c))
         c.compared.counts["variants of bodies"] += found
     named = [t for t in op.outs if t in c.run.values]
     if not named:
@@ -437,16 +443,16 @@ def _node_values(c: _Check, op: Opaque, named: list[str], values: Mapping[str, A
             _drawn_alike(c.run.values[t], made[t], t, op)
         elif (
             not drawn
-            and not counterparts.alike(made[t], c.run.values[t])
-            and not counterparts.alike(made[t], other := c.run.again(t))
-            and not counterparts.alike(made[t], c.run.again(t, double=True))
+            and not bodies.alike(made[t], c.run.values[t])
+            and not bodies.alike(made[t], other := c.run.again(t))
+            and not bodies.alike(made[t], c.run.again(t, double=True))
         ):
             names, k = list(values), op.outs.index(t)
             compute = partial(_result, c.graph, op, names, k)
             if within_rounding(compute, list(values.values()), made[t], c.run.values[t], c.seed):
                 c.compared.counts["nodes that rounding decides"] += 1
                 continue
-            law = LawError if other is None or counterparts.alike(other, c.run.values[t]) else Disputed
+            law = LawError if other is None or bodies.alike(other, c.run.values[t]) else Disputed
             raise law(LAW, f"'{t}' is not the model's", where=where(op), why=f"the node gives other values than {c.run.by}")
 
 

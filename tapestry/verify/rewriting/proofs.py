@@ -7,161 +7,17 @@ The types of what others read are compared, then terms (`normal_form`); what has
 from __future__ import annotations
 
 import logging
-from collections import ChainMap, Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 
 from tapestry.errors import LawError, some
 from tapestry.ir import laws
-from tapestry.ir.graph import Block, Graph, Op, Opaque, Read, Rewrite
-from tapestry.ir.syntax.printer import to_text
-from tapestry.ir.types import Tensor
-from tapestry.verify.rewriting import normal_form
-from tapestry.verify.rewriting.normal_form import TooMuch
+from tapestry.ir.graph import Graph, Opaque, Rewrite
+from tapestry.verify.rewriting import footprints, normal_form
+from tapestry.verify.rewriting.cells import TooMuch
+from tapestry.verify.rewriting.regions import Change, canonical, text
 from tapestry.verify.rewriting.trials import Trial
-
-# What a rewrite changed, as pairs of small graphs: the cone of a result before, and after, over the same inputs.
-
-
-MOST_KEPT = 32  # operations that a rewrite leaves as they are, taken in to see that two of their results are one
-
-
-@dataclass(frozen=True)
-class Change:
-    """A rewrite taken apart.
-
-    Attributes:
-        gone, come: the operations that went and those in their place, by what they write.
-        kept: the others.
-        needed: what the operations that went wrote, and others read or the graph returns.
-        used: operations that were kept, and that a proof has looked at.
-    """
-
-    step: Rewrite
-    gone: dict[str, Op]
-    come: dict[str, Op]
-    kept: dict[str, Op]
-    needed: frozenset[str]
-    used: dict[str, Op] = field(default_factory=dict[str, Op])
-
-    @cached_property
-    def places(self) -> tuple[dict[str, int], dict[str, int]]:
-        """Where in the two graphs each tensor is made."""
-        before, after = ({t: k for k, op in enumerate(g.ops) for t in op.outs} for g in (self.step.before, self.step.after))
-        return before, after
-
-    @classmethod
-    def of(cls, step: Rewrite) -> Change:
-        """The change, found by comparing the graphs."""
-        there, now = ({id(op) for op in g.ops} for g in (step.before, step.after))
-        old = {op.outs: op for op in step.before.ops if id(op) not in now}
-        new = {op.outs: op for op in step.after.ops if id(op) not in there}
-        same = {outs for outs, op in new.items() if old.get(outs) == op}
-        gone = {t: op for outs, op in old.items() if outs not in same for t in outs}
-        come = {t: op for outs, op in new.items() if outs not in same for t in outs}
-        kept = {t: op for op in step.before.ops for t in op.outs if t not in gone}
-        read = {*step.before.outputs, *step.after.outputs} | {t for op in kept.values() for t in op.inputs}
-        return cls(step, gone, come, kept, frozenset(t for t in gone if t in read))
-
-    def cones(self, old: str, new: str, cuts: Collection[str]) -> Iterator[tuple[Graph, Graph]]:
-        """What two tensors are made by, before and after, back to tensors that are cut or of operations that were kept.
-
-        Where the two read different tensors, those are followed further back until they are the same, if they ever are; so are
-        those that one reads elsewhere than the other. Each pair says the same if a wider one does not; where they might be the
-        same further back than `MOST_KEPT` operations, the first one comes if it is one term, else nothing.
-        """
-        kept = dict[str, Op]()
-        first = found = self._pair(old, new, kept, cuts)
-        place, same = self.places[0], False
-        for _ in range(MOST_KEPT):
-            one, other = ({*g.inputs} for g in found)
-            if one == other:
-                same = True
-                self.used.update(kept)
-                yield found
-                apart = [t for t in _read_otherwise(*found) if t in place]
-            else:
-                apart = [t for t in one ^ other if t in place] or [t for t in one | other if t in place]
-            if not apart:
-                break
-            t = max(apart, key=lambda t: place[t])
-            cuts = {*cuts} - {t}
-            kept |= dict.fromkeys(self.kept[t].outs, self.kept[t]) if t in self.kept else {}
-            found = self._pair(old, new, kept, cuts)
-        else:
-            same = same or not normal_form.equal(*first, real=False)  # they may read what the result does not need
-        if not same:
-            yield first
-
-    def _pair(self, old: str, new: str, kept: dict[str, Op], cuts: Collection[str]) -> tuple[Graph, Graph]:
-        return (
-            _cone(self.step.before, ChainMap(kept, self.gone), self.places[0], old, cuts),
-            _cone(self.step.after, ChainMap(kept, self.come), self.places[1], new, cuts),
-        )
-
-
-def _cone(graph: Graph, makers: Mapping[str, Op], place: Mapping[str, int], target: str, cuts: Collection[str]) -> Graph:
-    found, ops, stack = set[str](), dict[str, Op](), [target]
-    while stack:
-        t = stack.pop()
-        if t not in found and t in makers and t not in cuts:
-            op = makers[t]
-            ops[op.outs[0]] = op
-            stack += op.inputs
-        found.add(t)
-    chosen = tuple(ops[t] for t in sorted(ops, key=lambda t: place[t]))
-    made = {t for op in chosen for t in op.outs}
-    inputs = tuple(dict.fromkeys(t for op in chosen for t in op.inputs if t not in made)) if chosen else (target,)
-    tensors = {t: graph.tensors[t] for t in (*inputs, *made)}
-    return Graph(name="region", tensors=tensors, ops=chosen, inputs=inputs, outputs=(target,))
-
-
-def _read_otherwise(before: Graph, after: Graph) -> set[str]:
-    """Inputs of which not the same places are read in both graphs, or not as often."""
-    one, other = (
-        Counter((r.tensor, r.index) if isinstance(r, Read) else (r, ()) for op in g.ops for r in _looks(op))
-        for g in (before, after)
-    )
-    return {t for t, _ in (one - other) + (other - one)} & {*before.inputs}
-
-
-def _looks(op: Op) -> tuple[Read | str, ...]:
-    return op.reads if isinstance(op, Block) else op.ins
-
-
-def canonical(before: Graph, after: Graph) -> tuple[Graph, Graph]:
-    """The two graphs with names that say nothing: equal pairs of regions are equal texts."""
-    inputs = {t: f"i{k}" for k, t in enumerate(dict.fromkeys((*before.inputs, *after.inputs)))}
-    return _renamed(before, inputs), _renamed(after, inputs)
-
-
-def text(before: Graph, after: Graph) -> str:
-    """The text of a pair."""
-    return f"{to_text(before)}=>\n{to_text(after)}"
-
-
-def _renamed(graph: Graph, inputs: Mapping[str, str]) -> Graph:
-    made = [t for op in graph.ops for t in op.outs if t not in inputs]
-    names = {t: f"t{k}" for k, t in enumerate(made)} | {t: inputs[t] for t in graph.inputs}
-    return Graph(
-        name="region", inputs=tuple(names[t] for t in graph.inputs), outputs=tuple(names[t] for t in graph.outputs),
-        ops=tuple(_op(op, names) for op in graph.ops),
-        tensors={names[t]: _type(x, names[t], t in graph.inputs) for t, x in graph.tensors.items()},
-    )  # fmt: skip
-
-
-def _type(t: Tensor, name: str, given: bool) -> Tensor:
-    return replace(t, name=name, kind="input" if given else "value")
-
-
-def _op(op: Op, names: Mapping[str, str]) -> Op:
-    outs = tuple(names[t] for t in op.outs)
-    if isinstance(op, Block):
-        reads = tuple(replace(r, tensor=names[r.tensor]) for r in op.reads)
-        return replace(op, outs=outs, reads=reads, source=(), splits=())
-    return replace(op, outs=outs, ins=tuple(names[t] if t else "" for t in op.ins), source=(), splits=(), why="")
-
 
 FORM, REAL = "normal form", "normal form in real arithmetic"
 ISL, INSTANCES, SAMPLED = "isl", "exact arithmetic on instances", "sampled cells"
@@ -217,7 +73,7 @@ def _prove(before: Graph, after: Graph, exact: bool) -> Evidence:
     trial = Trial(before, after, exact)
     if any(isinstance(op, Opaque) for op in (*before.ops, *after.ops)):
         return Evidence((UNPROVED,), ("an opaque operation is in the way",))
-    differing = normal_form.compare(before, after)
+    differing = footprints.compare(before, after)
     try:
         for d in differing or ():
             trial.explain(d)
@@ -239,8 +95,8 @@ def prove_step(step: Rewrite) -> Counter[str]:
 
 def prove_change(change: Change) -> Counter[str]:
     """`prove_step`, of a step that is taken apart already."""
-    if change.step.by == normal_form.ASSUMED:
-        if not normal_form.follows(change.step.before, change.step.after):
+    if change.step.by == footprints.ASSUMED:
+        if not footprints.follows(change.step.before, change.step.after):
             raise LawError("same_values", "more was changed than tests for NaN and infinities", where=change.step.by)
         return Counter({FINITE: len(change.needed & change.come.keys())})
     lost = next((t for t in sorted(change.needed) if t not in change.come), None)

@@ -19,7 +19,7 @@ from tapestry.ir.kernel import Box, Kernel, whole
 from tapestry.ir.syntax.parser import parse
 from tapestry.ir.types import itemsize
 from tapestry.rewrites.core.rule_check import random_feeds
-from tapestry.runtime.target_protocol import torch_dtype
+from tapestry.runtime.arrays import torch_dtype
 from tapestry.verify import interp
 
 CASES = {

@@ -13,9 +13,10 @@ from onnx import TensorProto as T
 from tapestry import api
 from tapestry.codegen.torch_cpu import native
 from tapestry.codegen.torch_cpu.base import contract
-from tapestry.codegen.torch_cpu.base.closures import Epilogue
-from tapestry.codegen.torch_cpu.c import c_calls, conv_c
-from tapestry.runtime.one_process.static_schedule import Slot, StagedInput, together
+from tapestry.codegen.torch_cpu.base.epilogue import Epilogue
+from tapestry.codegen.torch_cpu.c import c_calls, conv_c, conv_chain
+from tapestry.runtime.one_process.arena import Slot
+from tapestry.runtime.one_process.static_schedule import StagedInput, together
 from tests.support.small_models import N, f32, net
 
 pytestmark = [
@@ -55,8 +56,8 @@ NETS = {
 @pytest.mark.parametrize("size", [(17, 11), (30, 9)])
 @pytest.mark.parametrize("added", [False, True])
 def test_chains_give_the_bits_of_their_parts(name, rows, size, added, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(conv_c, "MOST_ROWS", rows)
-    monkeypatch.setattr(conv_c, "CACHE", 1 << 40)
+    monkeypatch.setattr(conv_chain, "MOST_ROWS", rows)
+    monkeypatch.setattr(conv_chain, "CACHE", 1 << 40)
     g = torch.Generator().manual_seed(0)
     x = torch.randn(2, 3, *size, generator=g)
     x[1, 1, 4, 4] = float("nan")
@@ -71,11 +72,11 @@ def test_chains_give_the_bits_of_their_parts(name, rows, size, added, monkeypatc
     assert bool(want.isnan().any()) and not bool(want.isnan().all())
     for out in outs[1:]:
         out.fill_(float("nan"))
-    one = conv_c.chain(parts)
+    one = conv_chain.chain(parts)
     assert one
     one.run()
     assert outs[-1].contiguous().numpy().tobytes() == want.contiguous().numpy().tobytes()
-    kept = conv_c.rows_held(parts, rows)
+    kept = conv_chain.rows_held(parts, rows)
     if size[0] == 30 and rows == 1 and "beyond" not in name:  # what lies between never was there whole
         assert kept[0] < parts[0].sizes.out_h and bool(outs[1][:, :, kept[0] :].isnan().all())
 
@@ -86,9 +87,14 @@ def test_only_what_follows_is_a_chain() -> None:
     a, y = layer(x, 8, 1, 1, 0, 1, False, False, g)
     b, _ = layer(y, 8, 3, 1, 1, 1, True, False, g)
     other, _ = layer(y.clone(memory_format=torch.channels_last), 8, 3, 1, 1, 1, True, False, g)
-    assert conv_c.chain([a, b]) and not conv_c.chain([a, other]) and not conv_c.chain([b, a]) and not conv_c.chain([a])
+    assert (
+        conv_chain.chain([a, b])
+        and not conv_chain.chain([a, other])
+        and not conv_chain.chain([b, a])
+        and not conv_chain.chain([a])
+    )
     foreign = c_calls.CCall(native.library().tapestry_mean, a.sizes, a.buffers, ())  # type: ignore[union-attr]
-    assert not conv_c.chain([foreign, b])
+    assert not conv_chain.chain([foreign, b])
 
 
 def test_what_a_chain_touches_lives_as_long_as_it_runs(tmp_path: Path) -> None:
@@ -124,14 +130,14 @@ def compiled(folder: Path, *outputs: str, **options) -> api.Compiled:
 def links(c: api.Compiled, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many convolutions each chain of a session has, when it binds."""
     found: list[int] = []
-    make = conv_c.chain
+    make = conv_chain.chain
 
     def noted(parts):
         one = make(parts)
         found.extend([len(parts)] if one else [])
         return one
 
-    monkeypatch.setattr(conv_c, "chain", noted)
+    monkeypatch.setattr(conv_chain, "chain", noted)
     c.session.executor.bind()
     return found
 
@@ -142,7 +148,7 @@ def test_models_run_in_chains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     feeds["x"][0, 1, 20, 20] = np.nan
     given = feeds["x"].copy()
     want = c.run(feeds)["m"]
-    monkeypatch.setattr(conv_c, "LEAST", 0)
+    monkeypatch.setattr(conv_chain, "LEAST", 0)
     again = compiled(tmp_path)
     # the block's input is its residual too, so that it has another reader and ends the first chain
     assert links(again, monkeypatch) == [3, 3]
@@ -158,7 +164,7 @@ def test_what_others_read_is_made_whole(tmp_path: Path, monkeypatch: pytest.Monk
     plain = compiled(tmp_path, "f", "i", "m")
     feeds = plain.random_feeds(0)
     want = plain.run(feeds)
-    monkeypatch.setattr(conv_c, "LEAST", 0)
+    monkeypatch.setattr(conv_chain, "LEAST", 0)
     c = compiled(tmp_path, "f", "i", "m")
     assert links(c, monkeypatch) == [2, 2]
     for t, a in c.run(feeds).items():
@@ -168,7 +174,7 @@ def test_what_others_read_is_made_whole(tmp_path: Path, monkeypatch: pytest.Monk
 def test_without_room_nothing_is_joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     want = compiled(tmp_path)
     feeds = want.random_feeds(0)
-    monkeypatch.setattr(conv_c, "LEAST", 0)
+    monkeypatch.setattr(conv_chain, "LEAST", 0)
     c = compiled(tmp_path)
     c.session.executor.room = [0]
     assert links(c, monkeypatch) == []

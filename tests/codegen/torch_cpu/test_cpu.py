@@ -16,9 +16,9 @@ from onnx import TensorProto as T
 from tapestry import api
 from tapestry.codegen.torch_cpu import TorchCpu, kernels
 from tapestry.codegen.torch_cpu.base.closures import compile_value
-from tapestry.codegen.torch_cpu.base.scalars import native
 from tapestry.codegen.torch_cpu.base.strided_reads import Remembered
-from tapestry.codegen.torch_cpu.torch_ops import layers
+from tapestry.codegen.torch_cpu.base.torch_unary import native
+from tapestry.codegen.torch_cpu.torch_ops import norms
 from tapestry.ir.expr import Acc, Const, Expr, call, rewrite
 from tapestry.ir.graph import Block
 from tapestry.ir.kernel import Kernel
@@ -284,7 +284,7 @@ def test_pieces_digits_and_norms(tmp_path: Path) -> None:
     graph, program = c.build.plan.graph, c.build.program
     launches = [(s, graph.ops[s.op]) for s in program.steps if isinstance(s, Launch)]
     rows = [(s, op) for s, op in launches if isinstance(op, Block) and op.monoid == "moments"]
-    found = [layers.layer_norm(op, kernel_of(s, 0, program)) for s, op in rows]
+    found = [norms.layer_norm(op, kernel_of(s, 0, program)) for s, op in rows]
     assert found and all(found)
 
 

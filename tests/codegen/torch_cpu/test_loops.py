@@ -11,7 +11,7 @@ import torch
 
 import tapestry
 from tapestry.codegen.torch_cpu import TorchCpu
-from tapestry.codegen.torch_cpu.c import conv_c, print_c
+from tapestry.codegen.torch_cpu.c import conv_c, generated_c
 from tapestry.codegen.torch_cpu.c.blocks_c import How
 from tapestry.codegen.torch_cpu.kernels import build
 from tapestry.ir.graph import Block
@@ -87,18 +87,18 @@ for (int64_t i = 0; i < 8; i++) {{
 for (int64_t j = 0; j < 2; j++) {{
 y[(2 * i + j)] = ((i < 2) ? p0[(2 * i + j)] : (((i - 2) >= 0) ? p1[({wide} * (i - 2) + {step} * j)] : 0.0f));
 }}}}"""
-    assert print_c.reads_under_conditions(body)
+    assert generated_c.reads_under_conditions(body)
     past, new = np.arange(4, dtype=np.float32) + 1, np.arange(6 * wide, dtype=np.float32) + 100
     found = np.zeros((8, 2), np.float32)
     given = (ctypes.c_void_p * 3)(*(a.ctypes.data for a in (past, new, found)))
-    print_c.function(print_c.register(body))(None, given)
+    generated_c.function(generated_c.register(body))(None, given)
     np.testing.assert_array_equal(found[:2], past.reshape(2, 2))
     np.testing.assert_array_equal(found[2:], new.reshape(6, wide)[:, : step + 1 : step])
 
 
 def test_what_reads_under_a_condition_is_seen() -> None:
-    assert not print_c.reads_under_conditions("y[i] = ((p0[i] < 2) ? 1.0f : a) + p1[i];")
-    assert print_c.reads_under_conditions("float acc = v >= 0 && v < 5 ? p0[((v))] : 0.0f;")
+    assert not generated_c.reads_under_conditions("y[i] = ((p0[i] < 2) ? 1.0f : a) + p1[i];")
+    assert generated_c.reads_under_conditions("float acc = v >= 0 && v < 5 ? p0[((v))] : 0.0f;")
 
 
 @pytest.mark.slow

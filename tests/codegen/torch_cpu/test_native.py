@@ -14,8 +14,8 @@ from onnx import TensorProto as T
 from tapestry import api
 from tapestry.codegen.torch_cpu import attention_c, native
 from tapestry.codegen.torch_cpu.base import contract
-from tapestry.codegen.torch_cpu.base.closures import Epilogue
-from tapestry.codegen.torch_cpu.c import conv_c
+from tapestry.codegen.torch_cpu.base.epilogue import Epilogue
+from tapestry.codegen.torch_cpu.c import conv3d_c, conv_c
 from tapestry.codegen.torch_cpu.torch_ops import layers as heads
 from tapestry.ir.graph import Block
 from tapestry.ir.kernel import Kernel, whole
@@ -117,7 +117,7 @@ def test_convolutions_over_three_axes(case: str, pixels: bool) -> None:
     x = x.contiguous(memory_format=torch.channels_last_3d) if pixels else x
     want = torch.nn.functional.conv3d(x.double(), weight.double(), bias.double(), *how)
     more, then = torch.randn(want.shape, generator=g), Epilogue(bias=0, residual=1, low=-0.5, high=2.0)
-    kernel = conv_c.convolve_3d(contract.Call((), (), tuple(x.shape), *how, 1), weight.shape, want.shape, then)
+    kernel = conv3d_c.convolve_3d(contract.Call((), (), tuple(x.shape), *how, 1), weight.shape, want.shape, then)
     assert kernel
     memory = torch.full((want.numel(),), float("nan"))
     call = kernel.call(x, kernel.pack(weight), bias, more, memory)
@@ -131,7 +131,7 @@ def test_convolutions_over_three_axes(case: str, pixels: bool) -> None:
 @needed
 def test_frames_of_padding_alone_are_left_to_torch() -> None:
     call = contract.Call((), (), (1, 4, 2, 5, 5), (1, 1, 1), (5, 0, 0), (1, 1, 1), 1)
-    assert not conv_c.convolve_3d(call, (8, 4, 3, 3, 3), (1, 8, 10, 3, 3), Epilogue())
+    assert not conv3d_c.convolve_3d(call, (8, 4, 3, 3, 3), (1, 8, 10, 3, 3), Epilogue())
 
 
 @needed

@@ -11,7 +11,7 @@ import pytest
 from onnx import TensorProto as T
 
 from tapestry import api
-from tapestry.codegen.torch_cpu.c import print_c
+from tapestry.codegen.torch_cpu.c import generated_c
 from tests.support.small_models import N, f32, i64, net
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -141,25 +141,25 @@ def test_gated_and_parallel_sums(rows: int, tmp_path: Path) -> None:
 def test_what_was_compiled_with_others_is_not_compiled_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TAPESTRY_CACHE", str(tmp_path))
     given: list[list[str]] = []
-    made = print_c._make
-    monkeypatch.setattr(print_c, "_make", lambda bodies, places: (given.append(list(bodies)), made(bodies, places)))
+    made = generated_c._make
+    monkeypatch.setattr(generated_c, "_make", lambda bodies, places: (given.append(list(bodies)), made(bodies, places)))
     for numbers in ((1, 2, 3), (2, 4), (4, 1)):
-        monkeypatch.setattr(print_c, "_known", {})
-        monkeypatch.setattr(print_c, "_texts", {})
-        names = {k: print_c.register(f"*(int64_t *)p[0] = {k};") for k in numbers}
+        monkeypatch.setattr(generated_c, "_known", {})
+        monkeypatch.setattr(generated_c, "_texts", {})
+        names = {k: generated_c.register(f"*(int64_t *)p[0] = {k};") for k in numbers}
         for k, name in names.items():
             out = ctypes.c_int64()
-            print_c.function(name)(None, (ctypes.c_void_p * 1)(ctypes.addressof(out)))
+            generated_c.function(name)(None, (ctypes.c_void_p * 1)(ctypes.addressof(out)))
             assert out.value == k
     assert [len(g) for g in given] == [3, 1]
     next(p for p in tmp_path.rglob("*.so")).unlink()  # a cache that somebody cleaned
-    monkeypatch.setattr(print_c, "_known", {})
-    assert all(print_c.function(n) for n in names.values())
+    monkeypatch.setattr(generated_c, "_known", {})
+    assert all(generated_c.function(n) for n in names.values())
 
 
 @needed
 def test_where_a_compiler_fails_torch_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(print_c, "FLAGS", ("--no-such-option",))
+    monkeypatch.setattr(generated_c, "FLAGS", ("--no-such-option",))
     model = net([N("Exp", ["x"], ["a"]), N("Floor", ["a"], ["y"])], {"x": (T.FLOAT, (41, 43))}, {"y": T.FLOAT}, {})
     c, ours = compiled(model, tmp_path)
     assert ours and all(k.functions and k.recorder() is None for k in ours)

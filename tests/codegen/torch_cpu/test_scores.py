@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tapestry.codegen.torch_cpu.attention_c import attention_kernel, scored
+from tapestry.codegen.torch_cpu.attention_c import attention_kernel
+from tapestry.codegen.torch_cpu.attention_scores import scored
 from tapestry.codegen.torch_cpu.c import conv_c
 from tapestry.codegen.torch_cpu.kernels import build, from_numpy
 from tapestry.ir.graph import Block

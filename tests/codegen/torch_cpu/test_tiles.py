@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tapestry
 from tapestry.codegen.torch_cpu import kernels
-from tapestry.codegen.torch_cpu.base import point_values
+from tapestry.codegen.torch_cpu.base import tiled_sums
 from tapestry.ir.graph import Block
 from tapestry.ir.kernel import Kernel
 from tapestry.ir.syntax.parser import parse
@@ -29,7 +29,7 @@ from tests.support.small_models import net
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 6)), min_size=1, max_size=4), st.integers(1, 40))
 def test_tiles_are_a_block_in_order(sides: list[tuple[int, int]], most: int) -> None:
     block = tuple((lo, lo + n) for lo, n in sides)
-    found = point_values.tiles(block, most)
+    found = tiled_sums.tiles(block, most)
     points = [p for box in found for p in np.ndindex(*(hi - lo for lo, hi in box)) for p in [places(box, p)]]
     assert points == [places(block, p) for p in np.ndindex(*(n for _, n in sides))]
     assert all(np.prod([hi - lo for lo, hi in box]) <= most for box in found)
@@ -47,7 +47,7 @@ def test_small_tiles_give_what_the_block_gives(monkeypatch: pytest.MonkeyPatch) 
         text, inputs, outputs, exact = blocks(random.Random(f"tiles {k}"))
         graph = parse(text)
         for points in (1 << 22, 7):
-            monkeypatch.setattr(point_values, "POINTS", points)
+            monkeypatch.setattr(tiled_sums, "POINTS", points)
             values = {n: kernels.from_numpy(a) for n, a in inputs.items()}
             for at, op in enumerate(graph.ops):
                 assert isinstance(op, Block)
@@ -56,7 +56,7 @@ def test_small_tiles_give_what_the_block_gives(monkeypatch: pytest.MonkeyPatch) 
                     op=at, mode="full", block=tuple((0, d.size) for d in op.space),
                     ins=tuple(boxes[r.tensor] for r in op.reads), outs=tuple(boxes[t] for t in op.outs),
                 )  # fmt: skip
-                cut += points == 7 and bool(op.monoid) and len(point_values.tiles(kernel.block, points)) > 1
+                cut += points == 7 and bool(op.monoid) and len(tiled_sums.tiles(kernel.block, points)) > 1
                 ins = [values[r.tensor] for r in op.reads]
                 values |= dict(zip(op.outs, kernels.build(graph, kernel)(ins, []), strict=True))
             for name, want in outputs.items():
@@ -90,7 +90,7 @@ WINDOWS = {  # (node, its inputs), each of many more points than cells
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WINDOWS)
 def test_a_large_window_takes_no_more_than_a_tile(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(point_values, "POINTS", 1 << 15)
+    monkeypatch.setattr(tiled_sums, "POINTS", 1 << 15)
     node, shapes = WINDOWS[name]
     onnx.save(net([node], {n: (T.FLOAT16, s) for n, s in shapes.items()}, {"y": T.FLOAT16}), tmp_path / "m.onnx")
     built = tapestry.compile(tmp_path / "m.onnx", devices=1)
@@ -98,6 +98,6 @@ def test_a_large_window_takes_no_more_than_a_tile(name: str, tmp_path: Path, mon
     feeds = {k: v / 8 for k, v in built.random_feeds(0).items()}
     with Largest() as seen:
         (got,) = built.run(feeds).values()
-    assert isinstance(op, Block) and np.prod([d.size for d in op.space]) > 2 * point_values.POINTS >= seen.cells
+    assert isinstance(op, Block) and np.prod([d.size for d in op.space]) > 2 * tiled_sums.POINTS >= seen.cells
     (want,) = ReferenceEvaluator(str(tmp_path / "m.onnx")).run(None, {k: v.astype(np.float64) for k, v in feeds.items()})
     np.testing.assert_allclose(got, want, rtol=5e-3, atol=5e-3)

@@ -13,7 +13,7 @@ from onnx import TensorProto as T
 
 import tapestry
 from tapestry.codegen.torch_cpu import TorchCpu
-from tapestry.codegen.torch_cpu.c import conv_c
+from tapestry.codegen.torch_cpu.c import conv_c, pooling
 from tapestry.ir.graph import Block
 from tapestry.ir.kernel import Kernel, whole
 from tapestry.verify import interp
@@ -64,8 +64,8 @@ def test_pooling_of_any_block(pool: dict[str, object], tmp_path: Path) -> None:
         k, arrays = c.kernel("full", cells + whole(tuple(d.size for d in c.op.reduce)), rng)
         want = c.values["y"][tuple(slice(lo, hi) for lo, hi in cells)]
         somewhere = not np.isneginf(want).all()  # a block all of whose windows are padding is left to others
-        assert bool(conv_c.max_pool(c.op, k)) == somewhere
-        assert bool(conv_c.pooled(c.op, k)) == (somewhere and conv_c.available() is not None)
+        assert bool(pooling.max_pool(c.op, k)) == somewhere
+        assert bool(pooling.pooled(c.op, k)) == (somewhere and conv_c.available() is not None)
         (got,) = TorchCpu().kernel(c.graph, k)(arrays, [])
         np.testing.assert_array_equal(got.numpy(), want)
         assert dense(got) and got.untyped_storage().nbytes() == got.nbytes
@@ -90,7 +90,7 @@ def test_transposed_convolutions_of_any_block(spread: dict[str, object], kernel:
         cells = dims if seed == 0 else sub_box(dims, rng)
         want = c.sums()[tuple(slice(lo, hi) for lo, hi in cells)]
         k, arrays = c.kernel("full", cells + reduce, rng)
-        assert conv_c.transposed(c.op, c.graph, k)
+        assert pooling.transposed(c.op, c.graph, k)
         (got,) = TorchCpu().kernel(c.graph, k)(arrays, [])
         np.testing.assert_allclose(got.numpy(), want, rtol=1e-4, atol=1e-5)
         states: list[torch.Tensor] = []
@@ -98,7 +98,7 @@ def test_transposed_convolutions_of_any_block(spread: dict[str, object], kernel:
         for lo in range(reduce[cut][1]):
             part = tuple((lo, lo + 1) if n == cut else b for n, b in enumerate(reduce))
             k, arrays = c.kernel("partial", cells + part, rng)
-            assert conv_c.transposed(c.op, c.graph, k)
+            assert pooling.transposed(c.op, c.graph, k)
             states = TorchCpu().kernel(c.graph, k)(arrays, states)
             assert dense(states[0])
         np.testing.assert_allclose(states[0].numpy(), want, rtol=1e-4, atol=1e-5)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from tapestry.codegen.triton.kernel_config import KernelConfig
+from tapestry.codegen.triton.config_fields import KernelConfig
 from tapestry.ir.graph import Block
 from tapestry.ir.kernel import Box
 from tapestry.ir.monoid import MONOIDS

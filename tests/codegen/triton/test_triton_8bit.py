@@ -12,7 +12,7 @@ import re
 import numpy as np
 import pytest
 
-from tapestry.codegen.triton.kernel_config import KernelConfig
+from tapestry.codegen.triton.config_fields import KernelConfig
 from tapestry.ir.syntax.parser import parse
 from tapestry.ir.types import FLOAT8, numpy_dtype
 from tests.support.triton_kernels import (
@@ -172,7 +172,7 @@ def test_copies_have_k_last() -> None:
         check(text, whole_range(text) if kind[0] in "iu" else None, KernelConfig(bm=64, bn=32, bk=32, packed=True))
     graph = parse(product("f8e4m3fn", "f8e4m3fn", (4096, 4096, 4096), turned=False))
     from tapestry.codegen.triton.kernel_config import default_config
-    from tapestry.codegen.triton.task.descriptors import kernel_form
+    from tapestry.codegen.triton.task.kernel_choice import kernel_form
     from tests.support.triton_kernels import kernel_of
 
     config = default_config(kernel_form(graph, kernel_of(graph)))

@@ -17,10 +17,11 @@ from typing import Any
 
 import pytest
 
+from tapestry.codegen.triton.config_fields import KernelConfig
 from tapestry.codegen.triton.emit.source import generate
-from tapestry.codegen.triton.kernel_config import KernelConfig
-from tapestry.codegen.triton.run.machine_code import compile_ahead, measured, rows_of
-from tapestry.codegen.triton.task.primitives import CHIPS
+from tapestry.codegen.triton.run.compile_ahead import compile_ahead, measured
+from tapestry.codegen.triton.run.report import rows_of
+from tapestry.codegen.triton.task.chips import CHIPS
 from tapestry.errors import TapestryError
 from tapestry.ir.graph import Block
 from tapestry.ir.kernel import Kernel, whole

@@ -17,7 +17,7 @@ import onnx
 import pytest
 from onnx import helper
 
-from tapestry.codegen.triton.task.primitives import CHIPS
+from tapestry.codegen.triton.task.chips import CHIPS
 from tests.support.gpu_stand_in.matrix_instructions import MATRIX
 from tests.support.paths import SHARED
 from tests.support.small_models import f32, net

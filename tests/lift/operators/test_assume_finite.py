@@ -81,7 +81,7 @@ def test_tests_that_are_results_are_false(body: str) -> None:
 
 
 def test_integers_are_not_concerned() -> None:
-    from tapestry.verify.rewriting.normal_form import assume_finite
+    from tapestry.verify.rewriting.footprints import assume_finite
 
     graph = parse("graph g input x: f32[3] y: f32[3] = op [i: 3] reads x[i] body exp(x) output y")
     assert assume_finite(graph) is graph

@@ -16,8 +16,8 @@ from onnx import TensorProto as T
 from onnx import helper
 
 import tapestry
-from tapestry.codegen.torch_cpu.torch_ops import dense
-from tapestry.codegen.torch_cpu.torch_ops.dense import one_product
+from tapestry.codegen.torch_cpu.torch_ops import integers
+from tapestry.codegen.torch_cpu.torch_ops.integers import one_product
 from tapestry.ir.graph import Block
 from tapestry.onnx_eval.ort_session import ort_session
 from tests.support.lifting import build, data, evaluate, lift_model, node
@@ -93,7 +93,7 @@ def test_sums_beyond_i32_wrap_in_batches():
     """As the integer product's do, so that taking off zero points gives what is within again."""
     x, y = torch.full((17, 1, 40000), 255, dtype=torch.uint8), torch.full((17, 40000, 1), 255, dtype=torch.uint8)
     want = (x.long() @ y.long()).to(torch.int32)
-    assert torch.equal(dense._multiply(x, y), want) and torch.equal(dense._multiply(x[:1], y[:1]), want[:1])
+    assert torch.equal(integers._multiply(x, y), want) and torch.equal(integers._multiply(x[:1], y[:1]), want[:1])
 
 
 @pytest.mark.sampled(1)

@@ -10,8 +10,8 @@ import pytest
 
 from bench.planning import bounds
 from tapestry.plan.search import paths
-from tapestry.plan.search.branches import least_seconds
-from tapestry.plan.search.paths import marginals
+from tapestry.plan.search.any_order import least_seconds
+from tapestry.plan.search.marginals import marginals
 from tapestry.plan.search.planner import search
 from tapestry.plan.search.priced_plan import priced_plan
 from tapestry.plan.simulate import simulate

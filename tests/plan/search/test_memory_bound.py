@@ -11,10 +11,13 @@ import pytest
 from bench.planning import bounds
 from tapestry.ir.graph import Graph
 from tapestry.ir.syntax.parser import parse
-from tapestry.plan.search.paths import Game, Master, Paths
+from tapestry.plan.search.memory_limit import Room, demands
+from tapestry.plan.search.path_weights import Master
+from tapestry.plan.search.paths import Paths
 from tapestry.plan.search.planner import search
-from tapestry.plan.search.priced_plan import Room, choice_of, demands, peak
+from tapestry.plan.search.priced_plan import choice_of, peak
 from tapestry.plan.search.problem import Problem, build
+from tapestry.plan.search.time_bound import Game
 from tapestry.plan.solver.budget import Budget
 from tapestry.plan.topology import parse_mesh, topology
 

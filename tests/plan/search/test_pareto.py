@@ -10,7 +10,7 @@ from tapestry.ir.plan import Plan
 from tapestry.ir.program import peak_bytes
 from tapestry.ir.syntax.printer import to_text
 from tapestry.plan.lower import lower
-from tapestry.plan.search.planner import Point, front, fronts, undominated
+from tapestry.plan.search.pareto import Point, front, fronts, undominated
 from tapestry.plan.search.priced_plan import priced_plan
 from tapestry.plan.search.problem import build
 from tapestry.plan.solver.budget import Budget

@@ -10,8 +10,9 @@ import pytest
 
 from tapestry.ir.program import peak_bytes
 from tapestry.plan.search import planner
-from tapestry.plan.search.planner import Start, beginning, fingerprint, search, start_of
+from tapestry.plan.search.planner import beginning, fingerprint, search
 from tapestry.plan.search.problem import build
+from tapestry.plan.search.resume import Start, start_of
 from tapestry.plan.topology import topology
 from tests.support.command_line import document, run
 from tests.support.small_models import case, mesh_of, save

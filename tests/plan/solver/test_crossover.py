@@ -11,8 +11,9 @@ import pytest
 from bench.planning import iopddl
 from bench.support.iopddl_shapes import INFINITE, Shape, problem
 from tapestry.plan.solver import lagrange
-from tapestry.plan.solver.ascent import Crossing, Messages, Mixture
+from tapestry.plan.solver.ascent import Messages
 from tapestry.plan.solver.budget import SECOND, Budget
+from tapestry.plan.solver.crossover import Crossing, Mixture
 from tapestry.plan.solver.pairs import Instance, Usage, from_instance
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tapestry.plan.solver.elimination import FEW_LABELS, minimise, undominated
+from tapestry.plan.solver.dominance import FEW_LABELS, undominated
+from tapestry.plan.solver.elimination import minimise
 
 LABELS = 3 * FEW_LABELS  # more than are compared with all others first
 

@@ -12,22 +12,14 @@ import numpy as np
 import pytest
 
 from bench.planning import iopddl
-from tapestry.plan.solver import incumbent, network
-from tapestry.plan.solver.ascent import LEVELS, PEELS, Messages, Mixture, levels
+from tapestry.plan.solver import neighbourhood, network, pairwise
+from tapestry.plan.solver.ascent import LEVELS, PEELS, Messages, levels
 from tapestry.plan.solver.budget import Budget
+from tapestry.plan.solver.crossover import Mixture
 from tapestry.plan.solver.lagrange import ascend
 from tapestry.plan.solver.mip import Program
-from tapestry.plan.solver.pairs import (
-    Infeasible,
-    Multipliers,
-    Reduction,
-    certify,
-    components,
-    from_instance,
-    limit_usage,
-    reduce,
-    rule_out,
-)
+from tapestry.plan.solver.network_reduction import Reduction, components, limit_usage, reduce
+from tapestry.plan.solver.pairs import Infeasible, Multipliers, certify, from_instance, rule_out
 from tests.support.paths import SHARED
 
 INFINITE = 10**18
@@ -82,7 +74,7 @@ CASES = [(seed, forbid, tight) for seed in range(60) for forbid, tight in ((0.0,
 def test_search_finds_the_optimum_and_proves_it(seed, forbid, tight):
     problem = random_problem(seed, forbid=forbid, tightness=tight)
     best = brute(problem)
-    found = incumbent.search(iopddl.instance(problem), 20.0).solution()
+    found = pairwise.search(iopddl.instance(problem), 20.0).solution()
     if np.isinf(best):
         assert np.isinf(found.objective)
         return
@@ -172,12 +164,12 @@ def test_messages_and_prices_never_pass_the_optimum(seed):
 @pytest.mark.parametrize("seed", range(20))
 def test_neighbourhoods_alone_give_feasible_choices(seed, monkeypatch):
     """Without the integer program on the whole, and parts of a few joint choices."""
-    monkeypatch.setattr(incumbent, "EXACT", -1)
-    monkeypatch.setattr(incumbent, "PART", 12)
-    monkeypatch.setattr(incumbent, "BRANCH", -1)
+    monkeypatch.setattr(pairwise, "EXACT", -1)
+    monkeypatch.setattr(neighbourhood, "PART", 12)
+    monkeypatch.setattr(pairwise, "BRANCH", -1)
     problem = random_problem(seed, forbid=0.1, tightness=0.5)
     best = brute(problem)
-    found = incumbent.search(iopddl.instance(problem), 1.5).solution()
+    found = pairwise.search(iopddl.instance(problem), 1.5).solution()
     if np.isfinite(found.objective):
         cost, peak = iopddl.evaluate(problem, found.choice)
         assert cost == found.objective
@@ -189,17 +181,17 @@ def test_usage_of_one_time_decides():
     """Two nodes alive together at t = 2 only: there not both may take the cheap, large choice."""
     nodes = {"intervals": [[0, 3], [2, 5]], "costs": [[0, 7], [0, 5]], "usages": [[6, 1], [6, 2]]}
     problem = {"nodes": nodes, "edges": {"nodes": [], "costs": []}, "usage_limit": 10}
-    found = incumbent.search(iopddl.instance(problem), 5.0).solution()
+    found = pairwise.search(iopddl.instance(problem), 5.0).solution()
     assert (found.choice, found.objective, found.bound) == ([0, 1], 5.0, 5.0)
     nodes["intervals"][1] = [3, 5]  # half-open: no longer together
-    found = incumbent.search(iopddl.instance(problem), 5.0).solution()
+    found = pairwise.search(iopddl.instance(problem), 5.0).solution()
     assert (found.choice, found.objective) == ([0, 0], 0.0)
 
 
 def test_nothing_fits():
     nodes = {"intervals": [[0, 3], [2, 5]], "costs": [[0, 7], [0, 5]], "usages": [[6, 5], [6, 8]]}
     problem = {"nodes": nodes, "edges": {"nodes": [], "costs": []}, "usage_limit": 10}
-    found = incumbent.search(iopddl.instance(problem), 5.0).solution()
+    found = pairwise.search(iopddl.instance(problem), 5.0).solution()
     assert np.isinf(found.objective)
 
 
@@ -263,12 +255,12 @@ def planted(seed: int, count: int, labels: int, *, slack: float, chain: bool = T
 def test_tight_limits_are_kept_to(count, labels, slack, chain):
     """The cheapest choices pass the limit by far; some that keep to it are found, in any case."""
     problem = planted(count, count, labels, slack=slack, chain=chain)
-    found = incumbent.search(iopddl.instance(problem), 6.0).solution()
+    found = pairwise.search(iopddl.instance(problem), 6.0).solution()
     cost, peak = iopddl.evaluate(problem, found.choice)
     assert 0 <= cost == found.objective
     assert peak <= problem["usage_limit"]
     assert 0 < found.bound <= cost
-    free = incumbent.search(iopddl.instance({**problem, "usage_limit": None}), 3.0).solution()
+    free = pairwise.search(iopddl.instance({**problem, "usage_limit": None}), 3.0).solution()
     assert free.bound <= free.objective <= cost
 
 
@@ -287,7 +279,7 @@ def test_parallel_pairs_that_leave_nothing_one_to_one(seed):
     }
     edges = {"nodes": [[0, 1], [1, 0], [1, 2]], "costs": tables}
     problem = {"nodes": nodes, "edges": edges, "usage_limit": 10}
-    found, best = incumbent.search(iopddl.instance(problem), 5.0).solution(), brute(problem)
+    found, best = pairwise.search(iopddl.instance(problem), 5.0).solution(), brute(problem)
     assert found.objective == best and found.bound == best
 
 
@@ -303,12 +295,12 @@ def test_odd_problems(seed):
     nodes["costs"].append([5])
     nodes["usages"].append([0])
     nodes["intervals"].append([3, 3])
-    found = incumbent.search(iopddl.instance(problem), 5.0).solution()
+    found = pairwise.search(iopddl.instance(problem), 5.0).solution()
     assert found.objective == brute(problem)
     nothing = {**problem, "usage_limit": 0, "nodes": {**nodes, "usages": [[0] * len(c) for c in nodes["costs"]]}}
-    found = incumbent.search(iopddl.instance(nothing), 5.0).solution()
+    found = pairwise.search(iopddl.instance(nothing), 5.0).solution()
     assert found.objective == brute(nothing)
-    empty = incumbent.search(
+    empty = pairwise.search(
         iopddl.instance({"nodes": {"intervals": [], "costs": [], "usages": []}, "usage_limit": 3}), 5.0
     ).solution()
     assert (empty.choice, empty.objective, empty.bound) == ([], 0.0, 0.0)
@@ -319,7 +311,7 @@ def test_no_choice_at_all_is_proved_by_the_bound(tmp_path):
     unlike = [INFINITE, 0, 0, INFINITE]
     nodes = {"intervals": [[0, 1]] * 3, "costs": [[1, 2]] * 3, "usages": [[1, 1]] * 3}
     problem = {"nodes": nodes, "edges": {"nodes": [[0, 1], [1, 2], [0, 2]], "costs": [unlike] * 3}, "usage_limit": 10}
-    found = incumbent.search(iopddl.instance(problem), 5.0).solution()
+    found = pairwise.search(iopddl.instance(problem), 5.0).solution()
     assert np.isinf(found.objective) and np.isinf(found.bound)
     (tmp_path / "I.json").write_text(json.dumps({"problem": problem}))
     row = iopddl.measure(tmp_path / "I.json", {"seconds": 5.0}, 1.0)

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from tapestry.plan.solver.budget import Budget
 from tapestry.plan.solver.elimination import minimise
-from tapestry.plan.solver.lagrange import Demand, SharedPrices
 from tapestry.plan.solver.network import Factor, Network, evaluate, solve, within
+from tapestry.plan.solver.shared_prices import Demand, SharedPrices
 
 
 def layers(seed: int, count: int, labels: int = 3) -> Network:

@@ -9,12 +9,14 @@ import pytest
 
 from bench.planning.iopddl import instance
 from bench.support.iopddl_shapes import Shape, problem
-from tapestry.plan.solver import incumbent, lagrange
-from tapestry.plan.solver.ascent import Messages, Mixture
+from tapestry.plan.solver import lagrange, pairwise
+from tapestry.plan.solver.ascent import Messages
 from tapestry.plan.solver.budget import SECOND, Budget
-from tapestry.plan.solver.elimination import Contraction, forest
+from tapestry.plan.solver.crossover import Mixture
 from tapestry.plan.solver.lagrange import ExactPrices
-from tapestry.plan.solver.pairs import Infeasible, Instance, Pairs, Usage, components, from_instance, settle
+from tapestry.plan.solver.network_reduction import components, settle
+from tapestry.plan.solver.pairs import Infeasible, Instance, Pairs, Usage, from_instance
+from tapestry.plan.solver.tree_contraction import Contraction, forest
 
 
 def network(seed: int, nodes: int = 7) -> Pairs:
@@ -137,6 +139,6 @@ def test_the_forest_within_costs_no_more(seed):
 def test_a_long_chain_with_little_memory_is_closed():
     """One of the benchmark's shapes, smaller: prices alone leave a gap there, and messages a large one."""
     made = instance(problem(Shape(4096, 4160, (4, 8), 240, 0.1, 1, 6.0)))
-    state = incumbent.search(made, Budget(4 * SECOND))
+    state = pairwise.search(made, Budget(4 * SECOND))
     assert state.cost < np.inf
     assert state.cost - state.bound <= 1e-3 * state.cost

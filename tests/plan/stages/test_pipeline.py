@@ -15,17 +15,11 @@ from tapestry.errors import PlanError, TapestryError
 from tapestry.ir.kernel import size
 from tapestry.ir.plan import coordinates, device_count
 from tapestry.ir.program import Transfer
-from tapestry.plan.pipelines.segments import (
-    Piece,
-    Pieces,
-    _receiving,
-    _with_arrivals,
-    best_chain,
-    cut_points,
-    sequence,
-    submeshes,
-)
-from tapestry.plan.pipelines.stage_choice import Estimates, search_stages
+from tapestry.plan.pipelines.estimate import Estimates
+from tapestry.plan.pipelines.pipeline_search import search_stages
+from tapestry.plan.pipelines.segments import Pieces, _receiving, with_arrivals
+from tapestry.plan.pipelines.sequence import cut_points, sequence
+from tapestry.plan.pipelines.stage_chain import Piece, best_chain, submeshes
 from tapestry.plan.pipelines.staged_plan import stage_topology
 from tapestry.plan.search.planner import search
 from tapestry.plan.search.problem import build
@@ -108,7 +102,7 @@ def brute_seconds(pieces, piece):
     """The least cost of a piece over all strategies of its operations and all layouts of what it receives."""
     sub, link = pieces.part(piece), pieces.link(piece)
     received = [t for t in sub.inputs if t in pieces.makers]
-    problem = build(_with_arrivals(sub, received), stage_topology(pieces.topo, pieces.stage(piece)), {}, {}, {})
+    problem = build(with_arrivals(sub, received), stage_topology(pieces.topo, pieces.stage(piece)), {}, {}, {})
     factors = [*problem.factors, *(_receiving(problem, i, link) for i in range(len(received)))]
     return min(evaluate(list(c), factors) for c in itertools.product(*(range(n) for n in problem.sizes)))
 

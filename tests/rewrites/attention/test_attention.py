@@ -10,7 +10,7 @@ import torch
 
 from tapestry.codegen.torch_cpu import TorchCpu
 from tapestry.codegen.torch_cpu.torch_ops import layers
-from tapestry.codegen.triton.kernel_config import KernelConfig
+from tapestry.codegen.triton.config_fields import KernelConfig
 from tapestry.errors import LawError, TapestryError
 from tapestry.ir import laws
 from tapestry.ir.expr import call
@@ -18,14 +18,15 @@ from tapestry.ir.graph import Block
 from tapestry.ir.kernel import Kernel, cut, whole
 from tapestry.ir.monoid import MONOIDS, driven, product, prove_driven, prove_rebased, rebased, register, rescale
 from tapestry.ir.plan import MeshAxis, Plan, Strategy
-from tapestry.ir.states import state_box, varies
+from tapestry.ir.state import state_box, varies
 from tapestry.ir.syntax.parser import parse
 from tapestry.ir.syntax.printer import to_text
 from tapestry.lift import lift
 from tapestry.plan.lower import lower
 from tapestry.plan.strategy import strategies
 from tapestry.rewrites import RULES
-from tapestry.rewrites.core.driver import apply_moves, simplify
+from tapestry.rewrites.core.applied import apply_moves
+from tapestry.rewrites.core.driver import simplify
 from tapestry.rewrites.core.rule import Refusal, parse_move
 from tapestry.rewrites.core.rule_check import same
 from tapestry.verify import certificate, interp

@@ -6,7 +6,7 @@ import pytest
 
 from bench.book.law_values import differs
 from bench.book.tensorright import kind, laws
-from tapestry.rewrites.equations import conditions
+from tapestry.rewrites.equations import by_cases
 from tapestry.rewrites.equations.instances import BY_CASES, proof_of
 from tapestry.rewrites.equations.pattern import parse_rules
 from tapestry.rewrites.equations.rule_texts import WORDS
@@ -83,7 +83,7 @@ def test_what_is_proved_is_never_refuted() -> None:
                 text = head + arrow + tail[: found.start()] + new + tail[found.end() :]
                 (rule,) = parse_rules(text, name, WORDS, laws=True)
                 total += 1
-                if conditions.proved(rule):
+                if by_cases.proved(rule):
                     believed += 1
                     assert not refuted(rule, 30), text
     assert total >= 150 and believed < total // 2

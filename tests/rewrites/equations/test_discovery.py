@@ -9,12 +9,13 @@ from tapestry.ir.syntax.parser import parse
 from tapestry.plan.topology import parse_mesh, topology
 from tapestry.rewrites import RULES
 from tapestry.rewrites.core.driver import simplify
-from tapestry.rewrites.equations import instances
+from tapestry.rewrites.equations import all_sizes
 from tapestry.rewrites.equations.instances import prove_moves
 from tapestry.rewrites.equations.pattern import parse_rules
 from tapestry.rewrites.equations.rule_texts import WORDS, equation
 from tapestry.tools.rulebook.discovery import Discovery, derives
-from tapestry.tools.rulebook.term_rules import FAMILIES, Draw, Enumeration, ordered, rewritten, rule_text
+from tapestry.tools.rulebook.small_terms import FAMILIES, Draw, Enumeration, ordered, rewritten
+from tapestry.tools.rulebook.term_rules import rule_text
 from tests.support.command_line import run
 
 BY_NAME = {f.name: f for f in FAMILIES}
@@ -62,7 +63,7 @@ def test_texts_are_rules_and_the_prover_tells_right_from_wrong() -> None:
     for right, proved in ((("sub", C, ("MAX", "m", X)), True), (("sub", C, ("MIN", "m", X)), False)):
         text = rule_text(REDUCTION, ("MIN", "m", ("sub", C, X)), right, "found", "x", rest=True)
         (rule,) = parse_rules(text, "found", WORDS)
-        assert instances.proved(rule) is proved
+        assert all_sizes.proved(rule) is proved
 
 
 def test_the_book_derives_its_own_and_no_stranger() -> None:
@@ -109,7 +110,7 @@ def test_discovery_on_the_command_line() -> None:
     assert status == 0 and document["counts"]["terms"] <= 150 * len(FAMILIES)
     for row in document["discovered"]:
         (rule,) = parse_rules(row["text"], "found", WORDS)
-        assert instances.proved(rule) and row["shown"]
+        assert all_sizes.proved(rule) and row["shown"]
 
 
 def test_a_body_behind_a_reduction_does_not_look_along_it() -> None:

@@ -8,10 +8,11 @@ from tapestry.ir.graph import Block, Graph
 from tapestry.ir.syntax.parser import parse
 from tapestry.ir.syntax.printer import to_text
 from tapestry.rewrites import RULES
-from tapestry.rewrites.core.driver import apply_moves, rules_of
+from tapestry.rewrites.core.applied import apply_moves
+from tapestry.rewrites.core.driver import rules_of
 from tapestry.rewrites.core.rule import Move, Refusal, parse_move
 from tapestry.rewrites.core.rule_check import random_feeds, same
-from tapestry.rewrites.equations.build import Equation
+from tapestry.rewrites.equations.equation import Equation
 from tapestry.rewrites.equations.instances import prove_moves
 from tapestry.rewrites.equations.rule_texts import load_rules
 from tests.support.command_line import run

@@ -14,7 +14,8 @@ from tapestry.errors import LawError
 from tapestry.ir.expr import Call, Const, call
 from tapestry.ir.graph import Block, Dim, Graph
 from tapestry.rewrites import RULES
-from tapestry.rewrites.core.rule import Draft, Match, Move, OpRule, Refusal, Rule, left_out
+from tapestry.rewrites.core.matching import Draft, Match, OpRule
+from tapestry.rewrites.core.rule import Move, Refusal, Rule, left_out
 from tests.support.command_line import run
 
 TEXT = """graph g

@@ -17,14 +17,19 @@ import pytest
 import tapestry
 from tapestry.codegen.torch_cpu import TorchCpu
 from tapestry.errors import TapestryError
-from tapestry.ir.program import CALLS
-from tapestry.plan.cost.compute import kernel_class
+from tapestry.ir.collective_calls import CALLS
+from tapestry.plan.cost.kernel_class import kernel_class
 from tapestry.plan.topology import from_data, parse_mesh, to_data, topology
-from tapestry.plan.topology.fabric import CLASSES
-from tapestry.runtime.calibration import automatic, measuring
-from tapestry.runtime.calibration.call_clock import CallPoint, KernelClock, probes
-from tapestry.runtime.calibration.measuring import Measurements, Task, document, write
-from tapestry.runtime.calibration.rate_fit import KernelPoint, fit_kernels, fit_table, from_trace, rising
+from tapestry.plan.topology.measured_costs import CLASSES
+from tapestry.runtime.calibration import automatic, measuring, rounds, start
+from tapestry.runtime.calibration import document as document_module
+from tapestry.runtime.calibration.call_clock import CallPoint
+from tapestry.runtime.calibration.document import document, write
+from tapestry.runtime.calibration.kernel_clock import KernelClock
+from tapestry.runtime.calibration.measure import Measurements, Task
+from tapestry.runtime.calibration.probes import probes
+from tapestry.runtime.calibration.rate_fit import KernelPoint, fit_kernels, fit_table, rising
+from tapestry.runtime.calibration.trace_fit import from_trace
 from tests.support.command_line import run
 from tests.support.small_models import save
 
@@ -284,10 +289,10 @@ class Machine:
     def others(self) -> float:
         return self.share * self.now * (os.cpu_count() or 1)
 
-    def agreed(self, monkeypatch: pytest.MonkeyPatch, most: int = measuring.ROUNDS) -> dict[str, object]:
+    def agreed(self, monkeypatch: pytest.MonkeyPatch, most: int = document_module.ROUNDS) -> dict[str, object]:
         monkeypatch.setattr(measuring.time, "monotonic", lambda: self.now)
-        monkeypatch.setattr(measuring, "others", self.others)
-        found = measuring.agreed(self.round, most)
+        monkeypatch.setattr(rounds, "others", self.others)
+        found = rounds.agreed(self.round, most)
         monkeypatch.undo()
         return found
 
@@ -329,9 +334,9 @@ def test_other_work_during_the_measurement_is_said(tmp_path: Path, monkeypatch: 
 
 def test_work_of_others_is_that_of_the_cores_less_our_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "stat").write_text("cpu  1000 200 300 50000 7000 10 20 30 0 0\ncpu0 1 1 1 1 1 1 1 1 0 0\n")
-    monkeypatch.setattr(measuring, "Path", lambda _: tmp_path / "stat")
+    monkeypatch.setattr(document_module, "Path", lambda _: tmp_path / "stat")
     monkeypatch.setattr(os, "times", lambda: (1.0, 0.5, 2.0, 0.25, 99.0))
-    assert measuring.others() == pytest.approx(1560 / os.sysconf("SC_CLK_TCK") - 3.75)
+    assert rounds.others() == pytest.approx(1560 / os.sysconf("SC_CLK_TCK") - 3.75)
 
 
 def kept(path: Path, **said: object) -> Path:
@@ -385,7 +390,7 @@ def test_compile_and_explain_say_how_old_and_how_sure_the_figures_are(tmp_path: 
 def test_the_command_measures_again_what_auto_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("TAPESTRY_CACHE", str(tmp_path))
     machine = Machine([1.0, 1.0])
-    monkeypatch.setattr(measuring, "calibrate", lambda make, processes, threads, **how: machine.round())
+    monkeypatch.setattr(start, "calibrate", lambda make, processes, threads, **how: machine.round())
     assert run("calibrate", "--auto", "--processes", "2")[0] == 0
     monkeypatch.delenv("TAPESTRY_TOPOLOGY")
     path = Path(automatic.automatic(2))

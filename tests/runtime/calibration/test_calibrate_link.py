@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tapestry.ir.program import ALL_REDUCE, BROADCAST, CALLS, EXCHANGE
+from tapestry.ir.collective_calls import ALL_REDUCE, BROADCAST, CALLS, EXCHANGE
 from tapestry.plan.topology import parse_mesh, topology
 from tests.support import two_hosts
 from tests.support.two_hosts import ADDRESSES, PORT, NotPermitted, ip

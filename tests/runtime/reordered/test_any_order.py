@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from tapestry import api
-from tapestry.runtime.block_walk import BlockWalk, Drawn, Task
+from tapestry.runtime.block_tasks import Task
+from tapestry.runtime.block_walk import BlockWalk, Drawn
 from tapestry.tools.schedules import AnyOrderExecutor, digest, run_beside
 from tests.support.command_line import document, run
 from tests.support.small_models import MODELS

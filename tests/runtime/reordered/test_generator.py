@@ -11,7 +11,7 @@ from onnx import TensorProto as T
 from bench.blocks import generator, sp800_22
 from tapestry import api
 from tapestry.codegen.torch_cpu.base import scalars
-from tapestry.ir.expr import philox
+from tapestry.ir.philox import philox
 from tests.support.small_models import N, net
 
 MEGABYTES = 1 << 20

@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 from onnx import NodeProto, helper
 
-from tapestry.build import packed_program
+from tapestry.build import weight_tiles
 from tapestry.ir.expr import Call, Const, distinct
 from tapestry.ir.graph import Block, Read
 from tapestry.ir.index import Aff, Floor, Mod, const
@@ -126,7 +126,7 @@ def constants_zeroed(e: Edited) -> bool:
 
 def _constant(e: Edited, name: str, value: np.ndarray) -> bool:
     e.constants[name] = value.tobytes()
-    ref = Weight(file="", offset=0, length=value.nbytes, sha256=packed_program.root(packed_program.digests(value)))
+    ref = Weight(file="", offset=0, length=value.nbytes, sha256=weight_tiles.root(weight_tiles.digests(value)))
     return e.put(replace(e.graph, weights={**e.graph.weights, name: ref}))
 
 

@@ -6,8 +6,9 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 
+from tapestry.ir.canonical_parts import canonical, free
 from tapestry.ir.graph import Block
-from tapestry.ir.plan import Stage, canonical, free
+from tapestry.ir.plan import Stage
 from tapestry.ir.program import Free, Launch, Load, Reduce, Transfer, allocated
 from tapestry.plan.lower import lower
 from tapestry.plan.strategy import strategies

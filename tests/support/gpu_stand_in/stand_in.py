@@ -20,8 +20,8 @@ from torch.overrides import TorchFunctionMode
 from tapestry import flags
 from tapestry.codegen.triton.emit.source import TritonKernel
 from tapestry.codegen.triton.run.launcher import triton_module
-from tapestry.codegen.triton.task.primitives import CHIPS, Chip
-from tapestry.runtime.target_protocol import torch_dtype
+from tapestry.codegen.triton.task.chips import CHIPS, Chip
+from tapestry.runtime.arrays import torch_dtype
 
 SOURCE = Path(__file__).with_name("driver_rules.c")
 META = torch.device("meta")

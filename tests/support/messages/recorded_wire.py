@@ -9,8 +9,9 @@ import torch
 from tapestry.codegen.torch_cpu.base.scalars import TORCH_DTYPES
 from tapestry.ir.graph import Graph
 from tapestry.ir.kernel import shape
-from tapestry.runtime.processes.wire import Team, Wire
-from tapestry.verify.exchange import Exchange
+from tapestry.runtime.processes.process_groups import Team
+from tapestry.runtime.processes.wire import Wire
+from tapestry.verify.deadlock import Exchange
 
 
 @dataclass

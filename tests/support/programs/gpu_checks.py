@@ -26,12 +26,13 @@ from tapestry import api
 from tapestry.codegen.kernel_sources import distinct_kernels
 from tapestry.codegen.torch_cpu import TorchCpu
 from tapestry.codegen.torch_cpu.kernels import from_numpy, to_numpy
-from tapestry.codegen.triton.kernel_config import KernelConfig
-from tapestry.codegen.triton.run import launcher
+from tapestry.codegen.triton.config_fields import KernelConfig
+from tapestry.codegen.triton.run import launcher, library
 from tapestry.codegen.triton.run.device_target import TritonTarget
+from tapestry.codegen.triton.run.local_gpu import find_device
 from tapestry.codegen.triton.run.tune import How, choose, measure, random_data, wrong
-from tapestry.codegen.triton.run.tuned import Choice, find_device
-from tapestry.codegen.triton.task.descriptors import kernel_form
+from tapestry.codegen.triton.run.tuned import Choice
+from tapestry.codegen.triton.task.kernel_choice import kernel_form
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.kernel import Kernel, whole
 from tapestry.ir.monoid import MONOIDS
@@ -138,12 +139,12 @@ def check_library() -> None:
             graph = parse(text.format(dtype))
             kernel = kernel_of(graph)
             data = random_data(graph, kernel, HERE, 3)
-            call = launcher.bind_library(graph, kernel, data.ins, data.outs)
+            call = library.bind_library(graph, kernel, data.ins, data.outs)
             assert call is not None
             call()
             assert not wrong(data), (dtype, text)
     assert (
-        launcher.bind_library(
+        library.bind_library(
             g := parse("graph g\n input x: f32[4]\n y: f32[4] = op [i: 4] reads x[i] body x * x\n output y"),
             kernel_of(g),
             [],

@@ -21,9 +21,10 @@ from tapestry.codegen.torch_cpu.kernels import from_numpy, to_numpy
 from tapestry.ir.program import Reduce, Transfer, peak_bytes, transfer_bytes
 from tapestry.ir.types import FLOATS
 from tapestry.plan.lower import lower
-from tapestry.runtime.messages.moves import calls_of
+from tapestry.runtime.messages.message_schedule import calls_of
 from tapestry.runtime.processes.distributed import RankExecutor
-from tapestry.runtime.processes.wire import Heartbeat, Wire, shared
+from tapestry.runtime.processes.heartbeat import Heartbeat, shared
+from tapestry.runtime.processes.wire import Wire
 from tests.support.small_models import case, execute, mesh_of, random_plan
 
 

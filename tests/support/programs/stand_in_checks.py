@@ -15,12 +15,12 @@ import torch
 
 from bench.speed.kernels_static import SIZES, models
 from bench.support.whole_kernels import distinct, fused_graph
+from tapestry.codegen.triton.config_fields import KernelConfig
 from tapestry.codegen.triton.emit.source import generate, kernel_key
-from tapestry.codegen.triton.kernel_config import KernelConfig
+from tapestry.codegen.triton.run.compile_ahead import compile_ahead
 from tapestry.codegen.triton.run.device_target import TritonTarget
-from tapestry.codegen.triton.run.machine_code import compile_ahead
-from tapestry.codegen.triton.run.tune import sound
-from tapestry.codegen.triton.task.primitives import CHIPS
+from tapestry.codegen.triton.run.sound_choice import sound
+from tapestry.codegen.triton.task.chips import CHIPS
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.kernel import Box, Kernel, shape
 from tapestry.ir.plan import Plan
@@ -28,9 +28,9 @@ from tapestry.ir.syntax.parser import parse
 from tapestry.ir.types import itemsize
 from tapestry.plan.lower import lower
 from tapestry.plan.strategy import strategies
-from tapestry.plan.topology.topology_files import parse_mesh
+from tapestry.plan.topology.meshes import parse_mesh
+from tapestry.runtime.arrays import torch_dtype
 from tapestry.runtime.one_process.gpu_devices import GpuExecutor
-from tapestry.runtime.target_protocol import torch_dtype
 from tests.support.gpu_stand_in.stand_in import META, Launch, StandIn, expected, install
 
 DOWN = """graph g input x: bf16[512, 1024] input w: bf16[1024, 512] input r: bf16[512, 512]

@@ -8,7 +8,8 @@ import random
 import onnx
 from onnx import TensorProto as T
 
-from tapestry.tools.auto_shard.scheme_cost import NodeGraph, Problem, Step, bits
+from tapestry.tools.auto_shard.node_graph import NodeGraph, Step
+from tapestry.tools.auto_shard.scheme_cost import Problem, bits
 from tests.support.small_models import N, f32, i64, net
 
 DEVICE = {"memory": "1GiB", "bandwidth": 1e10, "launch": 1e-6, "vector": 1e10, "flops": {"f32": 1e10, "other": 1e10}}

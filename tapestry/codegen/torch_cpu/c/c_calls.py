@@ -12,7 +12,7 @@ import torch
 from tapestry.codegen.torch_cpu import native
 from tapestry.codegen.torch_cpu.base.contract import is_finite
 from tapestry.codegen.torch_cpu.base.ways import Tried
-from tapestry.codegen.torch_cpu.c import print_c
+from tapestry.codegen.torch_cpu.c import generated_c
 
 Tensor = torch.Tensor
 Ins = Sequence[Tensor | None]
@@ -138,7 +138,7 @@ class CpuKernel:
 
     def recorder(self) -> CpuKernel | None:
         """The kernel as one that writes where it is told; ``None`` where it does not, or without a working compiler."""
-        return self if self.bind and all(print_c.function(n, self.compiles) for n in self.functions) else None
+        return self if self.bind and all(generated_c.function(n, self.compiles) for n in self.functions) else None
 
     @property
     def packed(self) -> CpuKernel:

@@ -5,86 +5,26 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 
-from tapestry.codegen.triton.kernel_config import KernelConfig
-from tapestry.codegen.triton.task.descriptors import TileBox, operand_boxes, part_size, tile_box
-from tapestry.codegen.triton.task.lowered import Access, Check, Task, points, substitute_task
-from tapestry.codegen.triton.task.primitives import HALVES, TRITON_TYPES, Chip, compute, literal, widened
+from tapestry.codegen.triton.config_fields import KernelConfig
+from tapestry.codegen.triton.task.chips import Chip
+from tapestry.codegen.triton.task.descriptors import TileBox, operand_boxes, tile_box
+from tapestry.codegen.triton.task.lowered import Task, points
+from tapestry.codegen.triton.task.primitives import HALVES, TRITON_TYPES, widened
 from tapestry.codegen.triton.task.tiles import (
     Contraction,
     KernelForm,
     Siblings,
     bare_read,
-    classified,
     plain_results,
     shifted,
     short_reads,
     siblings,
 )
-from tapestry.codegen.triton.text.folds import reduction
-from tapestry.codegen.triton.text.scope import Axis, Frame, Namer, Printer, Scope, View, Written
-from tapestry.ir.expr import Acc, Arg, Call, Const, Expr, Index, arg_positions, call, walk
-from tapestry.ir.graph import Dim
-from tapestry.ir.index import const, dim, dims_of
-from tapestry.ir.monoid import MONOIDS, number
-from tapestry.ir.recognise import INT8
+from tapestry.codegen.triton.text.axes import Axis, Namer, View
+from tapestry.codegen.triton.text.scope import Frame, Scope, Written
+from tapestry.ir.exponential import INT8
+from tapestry.ir.expr import Acc, Arg, Const, Expr, arg_positions, walk
 from tapestry.ir.types import FLOAT8
-
-# Reductions by any monoid: a tile of rows (map points) by columns (reduced points), looped over the columns.
-#
-# Each lane of the tile keeps a state of its own, merged with the next tile's by the monoid's ``combine``; the lanes of a row
-# are folded at the end by the same function. Centred states are folded tile by tile (`folds`). Lanes past the end
-# hold the identity. Inner reductions that no other form fits run point by point over theirs, in plain loops at every lane:
-# correct for every body, monoid and projection.
-
-
-def emit_reduce(frame: Frame, config: KernelConfig) -> Written:
-    """Outputs (``full``) or states (``partial``)."""
-    task, namer = frame.task, frame.namer
-    rows = Axis(task.dims, config.rows, "ROWS", namer, "row")
-    cols = Axis(task.reduce, config.cols, "COLS", namer, "col")
-    axes = [(rows, "[:, None]"), (cols, "[None, :]")]
-    lets = tuple(namer.take("let" if len(task.inner) == 1 else f"let{k}") for k in range(len(task.inner)))
-    inner = [line for k in range(len(lets)) for line in _inner(frame, k, lets, axes)]
-    tile = Scope(frame, View(axes, task.ranges), lets)
-    head = (frame.program(), f"{rows.name} = pid * ROWS + tl.arange(0, ROWS)")
-    constants = (("ROWS", config.rows), ("COLS", config.cols))
-    if task.monoid is None:
-        tile.store_results()
-        index = f"{cols.name} = tl.arange(0, COLS)"
-        lines = (*head, index, *rows.lines, *cols.lines, *inner, *tile.lines)
-        return Written(constants=constants, lines=lines, programs=rows.tiles)
-    accs = frame.accumulators()
-    start, merge, end = reduction(frame, tile, cols, accs)
-    last = Scope(frame, View([(rows, "")], task.ranges), accs).store_results(accs)
-    step = (*cols.lines, *inner, *tile.lines, *merge)
-    steps = loop(cols, step, namer.take(f"{cols.name}_0"), frame.wide, config.num_stages)
-    return Written(constants=constants, lines=(*head, *rows.lines, *start, *steps, *end, *last), programs=rows.tiles)
-
-
-def _inner(frame: Frame, k: int, lets: tuple[str, ...], axes: list[tuple[Axis, str]]) -> list[str]:
-    """Lines that compute the value of one inner reduction at every point of the tile."""
-    s = frame.task.inner[k]
-    dtype = s.body.dtype
-    axis = Axis(s.dims, 0, "", frame.namer, "inner")
-    scope = Scope(frame, View([(axis, ""), *axes], frame.task.ranges), lets)
-    (value,) = scope.printer.all((s.body,))
-    item = frame.namer.take(f"{lets[k]}_item")
-
-    def leaf(e: Expr) -> str:
-        assert isinstance(e, Arg), e
-        return (lets[k], item)[e.pos]
-
-    lines = [f"{item} = tl.broadcast_to({value}, (ROWS, COLS))"]
-    (merged,) = Printer(leaf, lines, frame.namer, frame.helpers).all(MONOIDS[s.monoid].combiner((dtype,)))
-    (zero,) = MONOIDS[s.monoid].zero((dtype,))
-    kind = TRITON_TYPES[compute(dtype)]
-    wide = [f"{axis.name} = {axis.name}.to(tl.int64)"] if frame.wide else []
-    body = [*wide, *axis.lines, *scope.lines, *lines, f"{lets[k]} = ({merged}).to({kind})"]
-    return [
-        f"{lets[k]} = tl.full((ROWS, COLS), {literal(zero.value, zero.dtype)}, {kind})",
-        f"for {axis.name} in range(0, {axis.size}):",
-        *(f"    {line}" for line in body),
-    ]
 
 
 def loop(axis: Axis, step: tuple[str, ...], start: str, wide: bool, stages: int = 1) -> list[str]:
@@ -536,105 +476,3 @@ def tile_order(ax: Axes, tile: str, group: int) -> list[str]:
         f"pid_m = first + {tile} % {group * n} % high",
         f"pid_n = {tile} % {group * n} // high",
     ]
-
-
-# A reduced dimension in parts over the grid: partial states of each part, merged by a second pass, in a fixed order.
-#
-# One law for every monoid: of a sum it is split-K, of a softmax-weighted sum flash-decoding, of moments or an argmax a
-# reduction in two steps. No atomics, so that the result is the same at every run.
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
-    """The two passes, and the buffers between them: (dtype, elements) for each field of the state.
-
-    ``first`` writes the fields as its outputs. ``second`` reads field f as its read number ``base + f``.
-    """
-
-    first: KernelForm
-    second: KernelForm
-    scratch: tuple[tuple[str, int], ...]
-    base: int
-
-
-def in_parts(form: KernelForm, name: str, parts: int) -> Parts:
-    """The operation with the reduced dimension ``name`` in ``parts`` blocks, the last of which may have fewer points."""
-    task = form.task
-    part = next(n for n in (f"{name}_part", f"{name}_part_") if n not in task.ranges)
-    size = part_size(task.ranges[name], parts)
-    ranges = {**task.ranges, name: size, part: parts}
-    env = {name: dim(part) * size + dim(name)}
-    fields = _fields(form)
-    scratch = tuple((compute(e.dtype), parts * points(f)) for e, f in zip(task.body, fields, strict=True))
-    states = [
-        _row_major_buffer(f"partial{k}", d, (Dim(part, parts), *f))
-        for k, ((d, _), f) in enumerate(zip(scratch, fields, strict=True))
-    ]
-
-    moved = replace(substitute_task(task, env, ranges), then=())
-    if size * parts > task.ranges[name]:
-        moved = _whole_parts_pass(form, moved, Check(env[name], "<", task.ranges[name]), name)
-    used = arg_positions(moved.exprs)
-    first = replace(
-        moved, mode="partial", dims=(Dim(part, parts), *task.dims), outs=tuple(states),
-        reduce=tuple(Dim(name, size) if d.name == name else d for d in task.reduce),
-        reads={p: a for p, a in moved.reads.items() if p in used},
-    )  # fmt: skip
-    base = max(task.reads, default=-1) + 1
-    after = {p: a for p, a in task.reads.items() if p in arg_positions(task.then)}
-    second = replace(
-        task, reduce=(Dim(part, parts),), inner=(), body=tuple(Arg(base + k, e.dtype) for k, e in enumerate(task.body)),
-        reads={**after, **{base + k: a for k, a in enumerate(states)}},
-    )  # fmt: skip
-    return Parts(
-        first=_alike(classified(first, form.precision), form), second=classified(second, form.precision),
-        scratch=scratch, base=base,
-    )  # fmt: skip
-
-
-def _whole_parts_pass(form: KernelForm, moved: Task, inside: Check, name: str) -> Task:
-    """The first pass with nothing past the end of the last part: reads give zeros there, states the monoid's identity."""
-    reads = {
-        p: replace(a, checks=(*a.checks, inside), other=a.other or 0) if name in dims_of(a.offset) else a
-        for p, a in moved.reads.items()
-    }
-    if form.product is not None:
-        return replace(moved, reads=reads)  # factors that are zero
-    assert moved.monoid is not None
-    lies = call("ge", Index(const(inside.bound - 1) - inside.aff), number(0, "i64"))
-    zero = MONOIDS[moved.monoid].zero(tuple(e.dtype for e in moved.body))
-    if form.streamed is None:
-        return replace(moved, reads=reads, body=tuple(call("where", lies, e, z) for e, z in zip(moved.body, zero, strict=True)))
-    score, one, value = moved.body  # what is hidden weighs nothing
-    hidden = zero[0]
-    if isinstance(score, Call) and isinstance(one, Call) and score.fn == one.fn == "where" and score.args[0] == one.args[0]:
-        both: Expr = call("and", lies, score.args[0])
-        one, score, lies = call("where", both, *one.args[1:]), score.args[1], both
-    return replace(moved, reads=reads, body=(call("where", lies, score, hidden), one, value))
-
-
-def _alike(part: KernelForm, whole: KernelForm) -> KernelForm:
-    """A part with the operands that were chosen for the whole."""
-    if part.product is not None and whole.product is not None:
-        return replace(part, product=replace(part.product, operand=whole.product.operand))
-    if part.streamed is not None and whole.streamed is not None:
-        return replace(part, streamed=replace(part.streamed, operand=whole.streamed.operand))
-    return part
-
-
-def _fields(form: KernelForm) -> list[tuple[Dim, ...]]:
-    """The map dimensions that each field of the state varies along."""
-    dims = form.task.dims
-    if form.streamed is None:
-        return [dims] * len(form.task.body)
-    rows = tuple(d for d in dims if d not in form.streamed.columns)
-    return [rows, rows, dims]
-
-
-def _row_major_buffer(name: str, dtype: str, dims: tuple[Dim, ...]) -> Access:
-    """A row-major buffer over some dimensions."""
-    offset, step = const(0), 1
-    for d in reversed(dims):
-        offset = offset + dim(d.name) * step
-        step *= d.size
-    return Access(tensor=name, dtype=dtype, offset=offset)

@@ -7,15 +7,27 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from math import prod
 
-from tapestry.codegen.triton.emit.emit_dot import Parts, emit_dot, emit_reduce, in_parts
-from tapestry.codegen.triton.emit.emit_stream import emit_folded, emit_gather, emit_map, emit_rows, emit_scan, emit_stream
-from tapestry.codegen.triton.kernel_config import KernelConfig, default_config, work_of
-from tapestry.codegen.triton.task.descriptors import Descriptor, descriptor_type, kernel_form, splits
+from tapestry.codegen.triton.config_fields import KernelConfig
+from tapestry.codegen.triton.emit.emit_dot import emit_dot
+from tapestry.codegen.triton.emit.emit_folded import emit_folded
+from tapestry.codegen.triton.emit.emit_map import emit_gather, emit_map
+from tapestry.codegen.triton.emit.emit_reduce import emit_reduce
+from tapestry.codegen.triton.emit.emit_rows import emit_rows
+from tapestry.codegen.triton.emit.emit_scan import emit_scan
+from tapestry.codegen.triton.emit.emit_stream import emit_stream
+from tapestry.codegen.triton.emit.split_passes import Parts, in_parts
+from tapestry.codegen.triton.kernel_config import default_config
+from tapestry.codegen.triton.kernel_work import work_of
+from tapestry.codegen.triton.task.chips import CHIPS, DEFAULT, PRECISIONS, Chip, chip_of, plain
+from tapestry.codegen.triton.task.descriptors import Descriptor, descriptor_type
+from tapestry.codegen.triton.task.kernel_choice import kernel_form
 from tapestry.codegen.triton.task.lowered import lower, points, task_text
-from tapestry.codegen.triton.task.primitives import CHIPS, DEFAULT, NARROW_POINTERS, POINTERS, PRECISIONS, Chip, chip_of, plain
+from tapestry.codegen.triton.task.primitives import NARROW_POINTERS, POINTERS
+from tapestry.codegen.triton.task.ragged_parts import splits
 from tapestry.codegen.triton.task.tiles import KernelForm, on_chip
+from tapestry.codegen.triton.text.axes import identifier
 from tapestry.codegen.triton.text.device_functions import sources
-from tapestry.codegen.triton.text.scope import Frame, Written, frame, identifier
+from tapestry.codegen.triton.text.scope import Frame, Written, frame
 from tapestry.errors import TapestryError
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.kernel import Box, Kernel, size

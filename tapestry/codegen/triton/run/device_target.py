@@ -15,15 +15,15 @@ import torch
 from tapestry.codegen.torch_cpu import TorchCpu
 from tapestry.codegen.torch_cpu.base import scalars
 from tapestry.codegen.torch_cpu.kernels import Run
+from tapestry.codegen.triton.config_fields import KernelConfig
 from tapestry.codegen.triton.emit.source import TritonKernel, generate, kernel_key
-from tapestry.codegen.triton.kernel_config import KernelConfig
-from tapestry.codegen.triton.run import launcher
+from tapestry.codegen.triton.run import library
+from tapestry.codegen.triton.run.compile_ahead import measured
 from tapestry.codegen.triton.run.launcher import Call, Shared, bind, done_once, launch, shared_memory
-from tapestry.codegen.triton.run.machine_code import measured
-from tapestry.codegen.triton.run.tune import sound
+from tapestry.codegen.triton.run.sound_choice import sound
 from tapestry.codegen.triton.run.tuned import Choice, Tuned, card_of, chip_name, config_from
+from tapestry.codegen.triton.task.chips import CHIPS, DEFAULT, chip_of
 from tapestry.codegen.triton.task.lowered import unavailable
-from tapestry.codegen.triton.task.primitives import CHIPS, DEFAULT, chip_of
 from tapestry.errors import TapestryError
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.kernel import Kernel, shape
@@ -146,7 +146,7 @@ class TritonTarget:
         """A function that computes one block from these buffers into ``outs``; what it can make of ``fixed`` inputs, which
         never change, is made here, as long as that leaves half of the GPU's memory that is free."""
         theirs = self.libraries and self._choice(graph, kernel).library
-        if theirs and (call := launcher.bind_library(graph, kernel, ins, outs)) is not None:
+        if theirs and (call := library.bind_library(graph, kernel, ins, outs)) is not None:
             return call
         made = self._made(graph, kernel)
         given = [x for k in made.reads if (x := ins[k]) is not None]

@@ -14,41 +14,16 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tapestry.build.store import new_file
+from tapestry.build.atomic import new_file
+from tapestry.codegen.triton.config_fields import KernelConfig
 from tapestry.codegen.triton.emit.source import kernel_key
-from tapestry.codegen.triton.kernel_config import KernelConfig
-from tapestry.codegen.triton.task.primitives import CHIPS, DEFAULT, plain
-from tapestry.errors import TapestryError
+from tapestry.codegen.triton.task.chips import CHIPS, DEFAULT, plain
 from tapestry.ir.graph import Graph
 from tapestry.ir.kernel import Kernel
-from tapestry.plan.topology.topology_files import CHIP_OF
+from tapestry.plan.topology.presets import CHIP_OF
 
 if TYPE_CHECKING:
     import torch
-
-
-# The device that generated kernels run on here, and the target whose limits it has.
-
-
-def find_device() -> torch.device:
-    """Where generated kernels can run: the current GPU, or the CPU where Triton's interpreter is asked for.
-
-    Raises:
-        TapestryError: there is neither.
-    """
-    import torch
-
-    from tapestry.codegen.triton.run.launcher import interpreted
-
-    if interpreted():
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise TapestryError(
-            "this build is for a GPU, and there is none that torch can use",
-            why=f"torch {torch.__version__} sees no CUDA or HIP device",
-            hint="TRITON_INTERPRET=1 runs the kernels on the CPU (slowly); or compile with --target torch-cpu",
-        )
-    return torch.device("cuda", torch.cuda.current_device())
 
 
 def chip_name(device: torch.device, interpreted_as: str = DEFAULT) -> str:
@@ -149,7 +124,7 @@ class Cache:
             "wrong": choice.wrong,
         }  # fmt: skip
         with new_file(self.path(key)) as temporary:
-            temporary.write_text(json.dumps({**body, "sha256": _digest(body)}, indent=1))
+            temporary.write_text(json.dumps({**body, "sha256": digest(body)}, indent=1))
 
 
 def local_cache(folder: Path, device: Any, precision: str = "ieee") -> Cache | None:
@@ -179,13 +154,13 @@ def cache_of_target(folder: Path, target: str, precision: str) -> Cache | None:
     return local_cache(folder, device, precision) if chip_name(device) == plain(target) else None
 
 
-def _digest(body: Mapping[str, Any]) -> str:
+def digest(body: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
 def _choice(document: Any, key: str, cache: Cache) -> Choice:
     body = dict(document)
-    if body.pop("sha256") != _digest(body):
+    if body.pop("sha256") != digest(body):
         raise ValueError("its hash is another one")
     if [body["format"], body["key"], body["device"], body["triton"]] != [FORMAT, key, cache.device, cache.version]:
         raise ValueError("it is about another kernel, device or version")

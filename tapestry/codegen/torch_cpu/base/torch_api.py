@@ -1,0 +1,20 @@
+"""Functions of torch whose own annotations say nothing, or that have none because they are private, with types."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+_TORCH: Any = torch
+
+
+def tensor_of(array: np.ndarray) -> torch.Tensor:
+    """A tensor on the memory of an array."""
+    return _TORCH.from_numpy(array)
+
+
+def int_mm(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """The product of two matrices of 8-bit integers, summed in i32."""
+    return _TORCH._int_mm(left, right)

@@ -1,0 +1,232 @@
+"""Products of integers of 8 bits, summed in i32 by torch's integer matrix product (oneDNN), exact for any zero points.
+
+``sum (a - p)(b - q) = sum ab - q sum a - p sum b + k p q``, where sums that would be multiplied by 0 are not made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from math import prod
+
+import torch
+
+from tapestry.codegen.torch_cpu.base import contract
+from tapestry.codegen.torch_cpu.base.local_view import localise
+from tapestry.codegen.torch_cpu.base.point_values import Expressions, Run, held
+from tapestry.codegen.torch_cpu.base.strided_reads import Frame, Tensor
+from tapestry.codegen.torch_cpu.base.torch_api import int_mm
+from tapestry.codegen.torch_cpu.base.ways import Refusal
+from tapestry.codegen.torch_cpu.c.c_calls import CpuKernel, Ins, Pack
+from tapestry.ir.contraction import dims_read, factors, narrow
+from tapestry.ir.expr import Arg, Call, Const, Expr
+from tapestry.ir.graph import Block, Graph
+from tapestry.ir.kernel import Kernel
+
+_MANY = 16  # matrices of a batch that are multiplied one by one; more, in floats that hold the sums exactly
+_SUMMED = 1 << 14  # values: the sums of fewer take no time
+
+
+def product(
+    op: Block, graph: Graph, kernel: Kernel, frame: Frame
+) -> Callable[[Sequence[Tensor | None]], list[Tensor]] | Refusal:  # fmt: skip
+    """States of a sum of products of integers of 8 bits over the block."""
+    both = factors(op)
+    if both is None or op.body[0].dtype != "i32" or any(d.size == 0 for d in op.space):
+        return Refusal("it is no sum of products in i32")
+    a, b = narrow(both[0]), narrow(both[1])
+    reduced = {d.name for d in op.reduce if d.size > 1}
+    if a is None or b is None:
+        return Refusal("a factor is no integer of 8 bits less a zero point")
+    dims = dims_read(op, a.value), dims_read(op, b.value)
+    zeros = tuple(z for z in (a.shift, b.shift) if z is not None)
+    if not all(reduced <= d for d in dims) or any(dims_read(op, z) & reduced for z in zeros):
+        return Refusal("a zero point varies within a sum, or a factor does not")
+    values = Expressions(op, graph, kernel, (a.value, b.value), frame)
+    shifts = [shift_of(op, graph, kernel, frame, z) for z in (a.shift, b.shift)]
+    run = contract.matmul(op, frame, *dims, multiply=_multiply)
+    maps = len(op.dims)
+    depth = prod(frame.extents[maps:])
+    axes = tuple(range(maps, len(frame.extents)))
+
+    def states(ins: Sequence[Tensor | None]) -> list[Tensor]:
+        x, y = (v.expand([*v.shape[:maps], *frame.extents[maps:]]) if v.dim() else v for v in values.values(ins, []))
+        total = run(x, y)
+        p, q = (None if s is None else s(ins) for s in shifts)
+        if q is not None:
+            total = total - q * _sums(x, axes)
+        if p is not None:
+            total = total - p * _sums(y, axes)
+        if p is not None and q is not None:
+            total = total + p * q * depth
+        return [total]
+
+    return states
+
+
+def _sums(x: Tensor, axes: tuple[int, ...]) -> Tensor:
+    """Over the last axes: of many values, a product with ones."""
+    if axes and x.numel() >= _SUMMED:
+        rows = x.reshape(prod(x.shape[: axes[0]]), -1)
+        return one_product(torch.ones(1, rows.shape[1], dtype=torch.int8), rows.t()).view(x.shape[: axes[0]])
+    return torch.sum(x, dim=axes, dtype=torch.int32) if axes else x.to(torch.int32)
+
+
+def shift_of(
+    op: Block, graph: Graph, kernel: Kernel, frame: Frame, zero: Expr | None
+) -> Callable[[Sequence[Tensor | None]], Tensor] | None:  # fmt: skip
+    """A zero point over the map dimensions."""
+    if zero is None:
+        return None
+    found, maps = Expressions(op, graph, kernel, (zero,), frame), len(op.dims)
+
+    def value(ins: Sequence[Tensor | None]) -> Tensor:
+        (v,) = found.values(ins, [])
+        v = v.to(torch.int32)
+        return v.reshape(v.shape[:maps]) if v.dim() > maps else v
+
+    return value
+
+
+def _multiply(left: Tensor, right: Tensor) -> Tensor:
+    """A batch of products, rows by k times k by columns."""
+    batch = left.shape[0]
+    if batch > _MANY:
+        return _in_floats(left, right)
+    found = [one_product(x, y) for x, y in zip(left, right, strict=True)]
+    return found[0][None] if batch == 1 else torch.stack(found)
+
+
+def one_product(left: Tensor, right: Tensor) -> Tensor:
+    """One product; an unsigned byte on the right is 128 and a signed one."""
+    if not exact(left.dtype):
+        return _in_floats(left, right)
+    if right.dtype == torch.uint8:
+        more = 128 * torch.sum(left, dim=1, keepdim=True, dtype=torch.int32)
+        return one_product(left, torch.bitwise_xor(right, 128).view(torch.int8)).add_(more)
+    return int_mm(_matrix(left), _matrix(right))
+
+
+def _in_floats(left: Tensor, right: Tensor) -> Tensor:
+    """Products in floats that hold every sum; what is beyond i32 wraps around, as it does in the integer product."""
+    largest = prod(255 if x.dtype == torch.uint8 else 128 for x in (left, right))
+    if left.shape[-1] * largest <= 1 << 24:
+        return _integers(torch.matmul(left.to(torch.float32), right.to(torch.float32)))
+    return _integers(torch.matmul(left.to(torch.float64), right.to(torch.float64)))
+
+
+def _integers(sums: Tensor) -> Tensor:
+    """Sums in floats as i32, as the integer product wraps them around."""
+    return sums.to(torch.int32) if sums.dtype == torch.float32 else sums.to(torch.int64).to(torch.int32)
+
+
+def _matrix(x: Tensor) -> Tensor:
+    """The matrix in rows, or in columns if it lies so: oneDNN takes any other strides for one of the two, those of an axis of
+    one element as well, which torch does not look at."""
+    rows, columns = x.shape
+    if x.t().is_contiguous() and not x.is_contiguous():
+        return x.as_strided((rows, columns), (1, rows))
+    return x.contiguous().as_strided((rows, columns), (columns, 1))
+
+
+@cache
+def exact(left: torch.dtype) -> bool:
+    """Whether torch has an integer product by signed bytes, and it is one: oneDNN adds pairs in 16 bits, and cuts what those do
+    not hold, on processors that cannot multiply and add bytes in one instruction (VNNI; AVX2 and the first AVX-512 cannot)."""
+    ends, b = torch.iinfo(left), torch.full((64, 16), 127, dtype=torch.int8)
+    mixed = [torch.full((4, 64), x, dtype=left) for x in (ends.min, ends.max)]
+    try:
+        return all(torch.equal(int_mm(x, b).long(), x.long() @ b.long()) for x in mixed)
+    except RuntimeError:
+        return False
+
+
+# Convolutions of the same integers, less their zero points, in floats that hold every sum.
+
+
+@dataclass(frozen=True, slots=True)
+class _Eights:
+    """A convolution of 8-bit integers: ``run`` takes a part of ``weights`` in floats, less its zero point ``q``."""
+
+    x: int
+    w: int
+    takes: tuple[tuple[slice | int, ...], tuple[slice | int, ...]]
+    zeros: tuple[Callable[[Ins], Tensor] | None, Callable[[Ins], Tensor] | None]
+    run: Callable[[Tensor, Tensor], Tensor]
+    wanted: Sequence[int]
+
+    def weights(self, buffer: Tensor, q: Tensor | None = None) -> Tensor:
+        """Parts whose sums of products with bytes floats hold: the weight as it is, or its digits of 16.
+
+        In doubles where singles may be convolved by other sums than those (Winograd's, by NNPACK, which oneDNN comes before).
+        """
+        w = buffer[self.takes[1]].float()
+        w = w if q is None else w - q.reshape(-1, *[1] * (w.dim() - 1))
+        high = torch.round(w / 16)
+        dnn = torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled
+        for parts in (w[None], torch.stack([high, w - 16 * high])) if dnn else ():
+            if 255 * parts.abs().flatten(2).sum(2).amax() <= 1 << 24:
+                return parts
+        return w[None].double()
+
+    def states(self, ins: Ins) -> list[Tensor]:
+        """The sums, on a weight as it is."""
+        q = self.zeros[1]
+        return self.sums(ins, self.weights(held(ins[self.w]), q and q(ins)))
+
+    def sums(self, ins: Ins, weights: Tensor) -> list[Tensor]:
+        """The sums in i32."""
+        x, p = held(ins[self.x])[self.takes[0]].movedim(1, -1), self.zeros[0]
+        x = x.to(weights.dtype, memory_format=torch.contiguous_format)
+        x = (x.sub_(p(ins).reshape(())) if p else x).movedim(-1, 1)
+        total, *more = (_integers(self.run(x, part)).reshape(self.wanted) for part in weights)
+        return [total.mul_(16).add_(more[0]) if more else total]
+
+
+def convolution(op: Block, graph: Graph, kernel: Kernel, frame: Frame) -> Callable[[Ins], list[Tensor]] | Refusal:
+    """States of a convolution of integers of 8 bits over the block."""
+    found = _eights(op, graph, kernel, frame)
+    return found.states if isinstance(found, _Eights) else found
+
+
+def packed_convolution(op: Block, graph: Graph, kernel: Kernel, plain: Run) -> CpuKernel | Refusal:
+    """The same on a weight that is taken apart once."""
+    found = _eights(op, graph, kernel, Frame(op.space, kernel.block))
+    if not isinstance(found, _Eights):
+        return found
+    whole = found.takes[1] == tuple(slice(0, hi - lo) for lo, hi in kernel.ins[found.w] or ())
+    if found.zeros[1] or not whole or found.w in op.then_reads():
+        return Refusal("the weight is not read whole, or has a zero point, or what follows the sum reads it")
+    tail = Expressions(op, graph, kernel, op.then, Frame(op.dims, kernel.block[: len(op.dims)]))
+    on_packed = CpuKernel(plain=lambda ins, _: tail(ins, found.sums(ins, held(ins[found.w]))))
+    return CpuKernel(plain=plain, packs={found.w: Pack(("eights",), found.weights)}, on_packed=on_packed)
+
+
+def _eights(op: Block, graph: Graph, kernel: Kernel, frame: Frame) -> _Eights | Refusal:
+    both = factors(op) if op.monoid == "sum" and len(op.body) == 1 and not op.inner and op.body[0].dtype == "i32" else None
+    parts = [narrow(e) for e in both or ()]
+    a, b = parts if both else (None, None)
+    if a is None or b is None:
+        return Refusal("it is no sum in i32 of products of integers of 8 bits less a zero point")
+    reads = tuple(r if r.other is None else replace(r, other=0.0) for r in op.reads)  # as it is once the zero point is off
+    here = localise(replace(op, body=(Call("mul", (a.value, b.value), "i32"),), reads=reads), graph, kernel)
+    found = contract.conv_of(here)
+    if found is None:
+        return Refusal("no factor is read at windows of an image")
+    at = {d.name: hi - lo for d, (lo, hi) in zip(here.frame.dims, here.frame.box, strict=True)}
+    if all(at.get(v.window, 1) == 1 for v in found.windows) and at.get(found.channel, 1) > 1:
+        return Refusal("with one tap it is a product")
+    image, weight = (a, b) if isinstance(a.value, Arg) and a.value.pos == found.x else (b, a)
+    varies = [frozenset[str]() if z.shift is None else dims_read(op, z.shift) for z in (image, weight)]
+    other, zero = op.reads[found.x].other, image.shift
+    if varies[0] or varies[1] - {found.feature}:
+        return Refusal("a zero point varies")
+    if other is not None and other != (0 if zero is None else zero.value if isinstance(zero, Const) else None):
+        return Refusal("the image is something else than its zero point outside")
+    x, w = here.held[found.x], here.held[found.w]
+    return _Eights(
+        found.x, found.w, (x.take, w.take),
+        (shift_of(op, graph, kernel, frame, zero), shift_of(op, graph, kernel, frame, weight.shift)),
+        contract.conv(here.op, found, here.frame, x.box, w.box, x.shape), frame.extents[: len(op.dims)],
+    )  # fmt: skip

@@ -1,0 +1,164 @@
+"""Reductions of a product, tile by tile: the product stays in registers, bias, activation and residual included.
+
+Where reduced dimensions are columns of the product, the lanes of a tile's rows are folded and merged into the rows' states,
+and a program goes through all columns. Where they are taps of a window (a pool behind a convolution), the products of one
+tap after another are merged lane by lane.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tapestry.codegen.triton.config_fields import KernelConfig
+from tapestry.codegen.triton.emit.emit_dot import Axes, dot_options, k_loop, mentions, operands, product_axes, tile_order
+from tapestry.codegen.triton.task.chips import Chip
+from tapestry.codegen.triton.task.descriptors import operand_boxes
+from tapestry.codegen.triton.task.lowered import Access, Check, Task, substitute_access, substitute_indices
+from tapestry.codegen.triton.task.tiles import Folded, KernelForm, power_of_two
+from tapestry.codegen.triton.text.axes import Axis, View
+from tapestry.codegen.triton.text.folds import lane_reduction, tile_reduction
+from tapestry.codegen.triton.text.scope import Frame, Scope, Written
+from tapestry.ir.contraction import Kept, dims_read
+from tapestry.ir.expr import Expr, Index, call
+from tapestry.ir.index import dim, dims_of
+from tapestry.ir.selection_sum import routed
+
+
+def emit_folded(frame: Frame, op: KernelForm, f: Folded, config: KernelConfig, chip: Chip) -> Written:
+    """Outputs (``full``) or states (``partial``)."""
+    if f.row is not None:
+        frame.task = _rows(frame.task, f.row)
+        config = replace(config, bn=max(config.bn, power_of_two(f.row.over.size)))  # whole rows, whatever is asked for
+    task, namer, c = frame.task, frame.namer, f.product
+    ax, outer = _tile_axes(frame, f, config)
+    product = namer.take("product")
+    accs = frame.accumulators()
+    boxes = operand_boxes(task, c) if config.descriptors and chip.descriptors else None
+    loads, rows, columns = operands(frame, c, ax, boxes, config)
+    how = dot_options(c.operand, op.precision, config.bk, chip)
+    step = f"{product} = tl.dot({rows[c.a]}, {columns[c.b]}, {product}, {how})"
+    inner = k_loop(frame, ax, (*(() if boxes else ax.k.lines), *loads, step), boxes is not None)
+    scalars = [(a, "") for a in (ax.batch, outer)]
+    tile = Scope(frame, View([*scalars, (ax.m, "[:, None]"), (ax.n, "[None, :]")], task.ranges), (product,), narrow=True)
+    if f.folds:
+        start, merge = tile_reduction(frame, tile, ax.n, accs, once=outer.size * ax.n.tiles == 1)
+    else:
+        start, merge = lane_reduction(frame, tile, accs)
+    own = ""
+    if f.row is not None:
+        own = namer.take("element")
+        (text,) = tile.printer.all((_on_row(f.row.value, f.row),))
+        merge = [f"{own} = {text}", *merge]
+    last = _results(frame, ax, accs, own, folds=f.folds)
+    turn = [f"{product} = tl.zeros((ROWS, COLS), tl.float32)", *inner, *tile.lines, *merge]
+    turn = turn if f.folds else _only_picked(frame, scalars, (ax.m, ax.n), turn)
+    loop = _turns(frame, ax, outer, turn, last if own else [], folds=f.folds)
+    n = [] if f.folds else [*_index(frame, ax.n, "pid_n * COLS", [*turn, *last]), *ax.n.lines]
+    lines = (
+        frame.program(),
+        *_program(ax, config, folds=f.folds),
+        *ax.batch.lines,
+        *_index(frame, ax.m, "pid_m * ROWS", [*turn, *last]),
+        *ax.m.lines,
+        *n,
+        *start,
+        *loop,
+        *last,
+    )
+    programs = ax.batch.tiles * ax.m.tiles * (1 if f.folds else ax.n.tiles)
+    return Written(constants=(("ROWS", config.bm), ("COLS", config.bn), ("BK", config.bk)), lines=lines, programs=programs)
+
+
+def _only_picked(frame: Frame, scalars: list[tuple[Axis, str]], lanes: tuple[Axis, Axis], turn: list[str]) -> list[str]:
+    """A turn that nothing is done in where no row of the tile picks its matrix: the matrix is not loaded either."""
+    found = routed(frame.task)
+    along = dims_read(frame.task, found.wanted) if found else frozenset[str]()
+    rows = [a for a in lanes if along & {d.name for d in a.dims}]
+    if found is None or len(rows) != 1:
+        return turn
+    scope = Scope(frame, View([*scalars, (rows[0], "")], frame.task.ranges))
+    (test,) = scope.printer.all((call("eq", found.wanted, Index(dim(found.over.name) + found.shift)),))
+    return [*scope.lines, f"if tl.max(({test}).to(tl.int32), axis=0) > 0:", *(f"    {line}" for line in turn)]
+
+
+def _tile_axes(frame: Frame, f: Folded, config: KernelConfig) -> tuple[Axes, Axis]:
+    """The axes of the product's tiles, and that of what tiles go through one after another."""
+    namer = frame.namer
+    outer = Axis(f.outer, 0, "", namer, "turn")
+    ax = product_axes(namer, f.product, config, ("ROWS", "COLS"), outer)
+    if f.folds:
+        ax.n_0 = namer.take(f"{ax.n.name}_0") if ax.n.tiles > 1 else "0"
+    return ax, outer
+
+
+def _index(frame: Frame, axis: Axis, start: str, lines: list[str]) -> list[str]:
+    """The line that says which points of an axis a tile has, where any other line asks."""
+    text = f"{start} + tl.arange(0, {axis.tile})" if start != "0" else f"tl.arange(0, {axis.tile})"
+    wide = f"({text}).to(tl.int64)" if frame.wide else text
+    return [f"{axis.name} = {wide}"] if axis.lines or mentions(lines, axis.name) else []
+
+
+def _program(ax: Axes, config: KernelConfig, *, folds: bool) -> list[str]:
+    """The tile that a program computes; of tiles that are folded, neighbours go through the same columns."""
+    if not folds:
+        return tile_order(ax, "pid", config.group)
+    if ax.batch.size == 1:
+        return ["pid_m = pid"]
+    return [f"{ax.batch.name} = pid // {ax.m.tiles}", f"pid_m = pid % {ax.m.tiles}"]
+
+
+def _turns(frame: Frame, ax: Axes, outer: Axis, turn: list[str], last: list[str], *, folds: bool) -> list[str]:
+    """One product after another: every tile of the columns that are folded, at every point of the outer dimensions."""
+    columns = ax.n.tiles if folds else 1
+    own = [*_index(frame, ax.n, ax.n_0, [*turn, *last]), *ax.n.lines] if folds else []
+    wide = [f"{outer.name} = {outer.name}.to(tl.int64)"] if frame.wide and outer.size > 1 else []
+    body = [*wide, *outer.lines, *own, *turn]
+    if outer.size * columns == 1:
+        return body
+    if columns == 1:
+        head = f"for {outer.name} in range(0, {outer.size}):"
+    elif outer.size == 1:
+        head = f"for {ax.n_0} in range(0, {ax.n.size}, COLS):"
+    else:
+        count = frame.namer.take("turn")
+        head = f"for {count} in range(0, {outer.size * columns}):"
+        body = [f"{outer.name} = {count} % {outer.size}", f"{ax.n_0} = {count} // {outer.size} * COLS", *body]
+    return [head, *(f"    {line}" for line in body)]
+
+
+def _rows(task: Task, row: Kept) -> Task:
+    """The task with the row's elements no state: what is computed at each column is computed at each lane that is one."""
+    lane = dim(row.over.name)
+    env = {row.column.name: lane - row.first}
+    part = (Check(lane, ">=", row.first), Check(lane, "<", row.first + row.column.size))
+
+    def access(a: Access) -> Access:
+        along = any(row.column.name in dims_of(e) for e in (a.offset, *(c.aff for c in a.checks)))
+        more = part if along and row.column.size < row.over.size else ()
+        moved = substitute_access(a, env)
+        return replace(moved, checks=(*moved.checks, *more))
+
+    assert task.monoid is not None
+    return replace(
+        task, dims=tuple(d for d in task.dims if d != row.column), monoid=task.monoid.removesuffix(".sum"),
+        reads={p: access(a) for p, a in task.reads.items()}, outs=tuple(map(access, task.outs)),
+        body=tuple(_on_row(e, row) for e in task.body[:-1]), then=tuple(_on_row(e, row) for e in task.then),
+    )  # fmt: skip
+
+
+def _on_row(e: Expr, row: Kept) -> Expr:
+    env = {row.column.name: dim(row.over.name) - row.first}
+    return substitute_indices(e, env)
+
+
+def _results(frame: Frame, ax: Axes, accs: tuple[str, ...], own: str, *, folds: bool) -> list[str]:
+    """Lines that store what ``then`` makes of the states (``full``), or the states (``partial``).
+
+    Args:
+        own: the lanes themselves, where results are those of every column of a row.
+    """
+    task = frame.task
+    lanes = [(ax.m, "")] if folds and not own else [(ax.m, "[:, None]"), (ax.n, "[None, :]")]
+    states = (*(f"{a}[:, None]" for a in accs), own) if own else accs
+    last = Scope(frame, View([(ax.batch, ""), *lanes], task.ranges), states, narrow=bool(own))
+    return last.store_results(accs)
