@@ -16,8 +16,8 @@ from rich.table import Table
 import tapestry
 from examples import light
 from tapestry.api import run_checked
-from tapestry.pipeline import PASSES
-from tapestry.saved_build import verify_build
+from tapestry.compiler.pipeline import PASSES
+from tapestry.compiler.saved_build import verify_build
 from tapestry.viz import progress
 from tapestry.viz.format import duration, human
 from tapestry.viz.tables import proof

@@ -18,7 +18,7 @@ from tapestry.build import sized_builds, store
 from tapestry.build.sized_builds import SizedBuild
 from tapestry.errors import BuildError, TapestryError, unusable
 from tapestry.ir.graph import Opaque
-from tapestry.ir.size_formula import Sizes, formula_of, text_of
+from tapestry.ir.many_sizes.size_formula import Sizes, formula_of, text_of
 from tapestry.ir.types import DTYPES, Array, Tensor
 from tapestry.onnx_eval.opaque_node import HostValue
 from tapestry.onnx_eval.value_kinds import is_array
@@ -29,7 +29,7 @@ from tapestry.runtime.sized_sessions import SizedSessions
 from tapestry.system.quoting import printable
 
 if TYPE_CHECKING:  # a build is loaded and run without the compiler
-    from tapestry.doors.choices import Choices, Opened
+    from tapestry.frontends.choices import Choices, Opened
     from tapestry.runtime.target_protocol import Progress, Target
     from tapestry.verify.model.model_values import ModelFile
     from tapestry.viz.tool_kinds import Page
@@ -169,7 +169,7 @@ class Compiled:
         Raises:
             LawError: one is broken.
         """
-        from tapestry import saved_build
+        from tapestry.compiler import saved_build
 
         with tempfile.TemporaryDirectory(prefix="tapestry-verify-") as place:
             self.save(Path(place) / "build", bundle=False)
@@ -215,7 +215,7 @@ class Compiled:
         bundle = self.source is not None and self.source.owned if bundle is None else bundle
         files: Sequence[str] = ()
         if bundle:
-            from tapestry.doors.choices import files_of
+            from tapestry.frontends.choices import files_of
 
             files = files_of(Path(self.build.model))
         parts = (self.build, self.constants, self.kernels, self.laws, self.rewrites, self.evidence, files)
@@ -353,13 +353,13 @@ def compile(model: Any, *example_inputs: Any, **choices: Unpack[Choices]) -> Com
         model: the path of an ONNX file (or of IR text, ``.tap``), its bytes, an ``onnx.ModelProto``, an ``onnx_ir.Model``, a
             ``torch.export.ExportedProgram``, or a torch module. A module on the meta device is planned without its weights.
         example_inputs: of a torch module: one tuple (or mapping by name) of its arguments, here or as a keyword.
-        choices: ``mesh="2x4"``, ``topology="h100"``, ``memory="16GiB"``, …: all are in `tapestry.doors.choices.Choices`.
+        choices: ``mesh="2x4"``, ``topology="h100"``, ``memory="16GiB"``, …: all are in `tapestry.frontends.choices.Choices`.
 
     Raises:
         TapestryError: with what, where, why and what to try.
     """
     began = time.perf_counter()
-    from tapestry.doors import compiling
+    from tapestry.frontends import compiling
 
     done, source, sized = compiling.planned(model, compiling.with_inputs(choices, example_inputs), began)
     build = done.build
@@ -381,7 +381,7 @@ def from_pretrained(
     Raises:
         TapestryError: transformers is missing, or the folder is none of its checkpoints; says which file.
     """
-    from tapestry.doors import checkpoint
+    from tapestry.frontends import checkpoint
 
     return compile(checkpoint.opened(Path(folder), example_inputs, batch, sequence), **options)
 
@@ -414,7 +414,7 @@ def load(folder: str | Path, model: str | Path | None = None) -> Compiled:
 
 
 def _unpickled(files: Mapping[str, bytes], owned: bool, printed: Mapping[str, str], libraries: bool) -> Compiled:
-    from tapestry.doors.choices import Opened
+    from tapestry.frontends.choices import Opened
 
     folder = Path(tempfile.mkdtemp(prefix="tapestry-model-")) / "build"
     place = Opened(folder, owned=True)  # goes with the object whose model lies there, otherwise now
@@ -553,7 +553,7 @@ def compared(compiled: Compiled, feeds: Values, outs: Values, *, check: bool) ->
     rows = {n: {**_described(a), "max_abs_err": None, "rel_err": None} for n, a in outs.items()}
     document: dict[str, Any] = {"outputs": rows, "reference": None, "passed": True}
     if check:
-        from tapestry import model_evidence
+        from tapestry.compiler import model_evidence
         from tapestry.lift.file.structure import TEXT
         from tapestry.verify import model_outputs
 
@@ -571,7 +571,7 @@ def _ask_again(compiled: Compiled, feeds: Values, document: dict[str, Any]) -> N
     graph = compiled.build.plan.graph
     if not any(isinstance(op, Opaque) for op in graph.ops):
         return
-    from tapestry import model_evidence
+    from tapestry.compiler import model_evidence
 
     again = model_evidence.second_opinions(graph, Path(compiled.build.model), compiled.constants, feeds, document["reference"])
     document["opaque"] = again

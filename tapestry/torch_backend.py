@@ -9,8 +9,8 @@ import torch
 from torch import fx
 
 from tapestry import api
-from tapestry.doors.torch_export import warn_of_training
 from tapestry.errors import TapestryError
+from tapestry.frontends.torch_export import warn_of_training
 from tapestry.runtime.session import as_torch
 
 Key = tuple[tuple[Any, ...], ...]

@@ -27,10 +27,10 @@ from bench.correctness.models import EXPORTS
 from bench.support import encoder, record
 from bench.support.record import Row
 from examples import light
-from tapestry import pipeline
-from tapestry.doors.choices import Choices, opened_source
-from tapestry.doors.choices import options as options_of
-from tapestry.pass_runner import Runner
+from tapestry.compiler import pipeline
+from tapestry.compiler.pass_runner import Runner
+from tapestry.frontends.choices import Choices, opened_source
+from tapestry.frontends.choices import options as options_of
 from tapestry.rewrites.core.rule import BOOK
 
 FOLDER = record.WORK / "with_book"

@@ -24,12 +24,12 @@ import numpy as np
 
 import tapestry
 from bench.support.record import ROOT
+from tapestry.compiler.saved_build import verify_build
 from tapestry.errors import BuildError, LawError, TapestryError, refusing
 from tapestry.ir import laws
 from tapestry.lift import lift
 from tapestry.lift.examine import examine
 from tapestry.rewrites.core.driver import simplify
-from tapestry.saved_build import verify_build
 from tapestry.viz.explain import explain
 
 EXTERNAL = np.arange(6, dtype=np.float32).tobytes()

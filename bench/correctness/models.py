@@ -74,7 +74,7 @@ def worker(case: Row) -> Row:
     """One case, in this process."""
     import tapestry
     from tapestry.api import run_checked
-    from tapestry.saved_build import verify_build
+    from tapestry.compiler.saved_build import verify_build
 
     folder = Path(case["folder"])
     large = case["model"] in LARGE

@@ -19,7 +19,7 @@ import torch
 import tapestry
 from bench.exporters.author_nets import nets
 from bench.support import other_python, record
-from tapestry.ir.author_names import parts
+from tapestry.ir.provenance import parts
 
 NAMED, LINES, COLUMNS, ERROR = 0.95, 120, 80, 1e-4
 SEARCH = 5.0  # seconds; what operations are called does not hang on how good the plan is

@@ -20,12 +20,14 @@ from tapestry.ir.expr import call
 from tapestry.ir.graph import Block, Opaque
 from tapestry.ir.index import dim
 from tapestry.ir.program import Free
-from tapestry.lift.operators import elementwise, gather, window
+from tapestry.lift.operators import elementwise, gather
 from tapestry.lift.operators import shape as shapes
+from tapestry.lift.operators.windows import window
 from tapestry.lift.registry import LIFTERS
 from tapestry.plan import lower, strategy
-from tapestry.rewrites import cleanup, compose_views, phases, slice_strided, tiled_region
+from tapestry.rewrites import cleanup, compose_views
 from tapestry.rewrites.core import edit
+from tapestry.rewrites.splitting import phases, slice_strided, tiled_region
 
 
 @dataclass(slots=True)

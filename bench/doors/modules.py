@@ -31,8 +31,8 @@ import torch
 import tapestry
 from bench.exporters.author_nets import TRANSFORMERS, Made, nets
 from bench.support import record
-from tapestry.doors import torch_export
 from tapestry.errors import TapestryError
+from tapestry.frontends import torch_export
 from tapestry.ir.graph import Opaque
 from tapestry.lift.normalize.prepare import SMALL_FLOATS
 from tapestry.plugins import offered, tool

@@ -32,16 +32,16 @@ from tapestry.ir.program import Program, peak_bytes
 from tapestry.ir.syntax.parser import parse
 from tapestry.plan.cost import floor
 from tapestry.plan.hoist_transfers import early, in_better_order
-from tapestry.plan.memory_fit import fit
+from tapestry.plan.memory.memory_fit import fit
 from tapestry.plan.search.planner import in_rings, search
 from tapestry.plan.search.priced_plan import PricedPlan, TooBig, priced_plan
 from tapestry.plan.search.problem import Problem, build
 from tapestry.plan.simulate import simulate
 from tapestry.plan.solver.budget import SECOND, Budget
 from tapestry.plan.topology import Topology, parse_mesh, topology
-from tapestry.rewrites import split_time
 from tapestry.rewrites.core.applied import apply_moves
 from tapestry.rewrites.core.driver import simplify
+from tapestry.rewrites.splitting import split_time
 
 MOST = 300  # plans of a graph in space
 ORDERED = 4  # plans whose transfers are put in better orders

@@ -18,8 +18,8 @@ import torch
 
 import tapestry
 from bench.support import other_python, record
-from tapestry.doors.choices import opened_source
-from tapestry.doors.torch_export import exported
+from tapestry.frontends.choices import opened_source
+from tapestry.frontends.torch_export import exported
 
 GOAL = 60.0  # seconds of processor time
 SIZES = {

@@ -31,22 +31,22 @@ import tapestry
 from bench.proofs.mutations import MODELS
 from bench.support import record
 from bench.support.record import Row
-from tapestry import build_report
 from tapestry.build import store
 from tapestry.codegen import kernel_sources
+from tapestry.compiler import build_report
+from tapestry.compiler.passes import model_hash
+from tapestry.compiler.saved_build import replay_rewrites, verify_build
 from tapestry.errors import LawError, TapestryError
 from tapestry.ir.graph import changes
 from tapestry.ir.plan import Mesh, Plan, device_count
 from tapestry.ir.program import peak_bytes
 from tapestry.lift import Lifted, lift
-from tapestry.passes import model_hash
 from tapestry.plan.pipelines.staged_plan import lower_plan
 from tapestry.plan.simulate import simulate
 from tapestry.plan.strategy import strategies
 from tapestry.plan.topology import parse_mesh, to_data, topology
 from tapestry.rewrites.core.driver import simplify
 from tapestry.rewrites.core.rule import parse_move
-from tapestry.saved_build import replay_rewrites, verify_build
 from tapestry.verify.rewriting import rewrite_log
 from tests.fuzz.generate.random_model import random_model
 from tests.fuzz.recipe import EXACT_MESHES, planned, random_mesh, random_recipe, rewritten

@@ -27,9 +27,9 @@ import tapestry
 from bench.correctness.models import materialize
 from bench.proofs.mutations import MODELS
 from bench.support import record
+from tapestry.compiler.saved_build import verify_build
 from tapestry.errors import TapestryError
 from tapestry.runtime.feeds import random_feeds
-from tapestry.saved_build import verify_build
 from tapestry.verify import model_outputs
 from tests.support.faults import edited_build, graph_edits
 from tests.support.faults.edited_model import mixed

@@ -29,7 +29,7 @@ from tapestry.ir.kernel import Box, shape
 from tapestry.ir.types import numpy_dtype
 from tapestry.lift.onnx_to_graph import lift
 from tapestry.rewrites.core.driver import simplify
-from tapestry.rewrites.split import refusal
+from tapestry.rewrites.splitting.split import refusal
 from tapestry.tools.exports import rank_onnx
 from tapestry.tools.exports.onnx_files import DataFile, weights_of
 from tapestry.tools.prove.verdict import prove

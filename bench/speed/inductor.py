@@ -24,7 +24,7 @@ from tapestry.lift.file.structure import load
 from tapestry.lift.file.symbols import bind, rewrite_file
 from tapestry.lift.normalize.prepare import prepare, take_out_weights
 from tapestry.lift.onnx_to_graph import input_dims
-from tapestry.lift.operators.loop_body import step_types
+from tapestry.lift.operators.recurrent.loop_body import step_types
 from tapestry.lift.sizes.model_sizes import equations, follow
 
 Tensor = torch.Tensor

@@ -24,8 +24,9 @@ import torch
 import tapestry
 from bench.correctness.models import materialize
 from bench.support import record
-from tapestry.pass_runner import Runner
-from tapestry.verify import certificate, sized_laws
+from tapestry.compiler.pass_runner import Runner
+from tapestry.verify import certificate
+from tapestry.verify.many_sizes import sized_laws
 
 RANGES = {
     "bert_base": {"s18": "1..4", "s41": "1..128"},

@@ -18,9 +18,9 @@ import msgspec
 from tapestry.build import store
 from tapestry.build.store import Build
 from tapestry.errors import BuildError, TapestryError
+from tapestry.ir.many_sizes.size_formula import Formula, Region, Sizes, formula_of
+from tapestry.ir.many_sizes.symbolic_plan import SymbolicPlan, flat, with_formulas
 from tapestry.ir.program import peak_bytes
-from tapestry.ir.size_formula import Formula, Region, Sizes, formula_of
-from tapestry.ir.symbolic_plan import SymbolicPlan, flat, with_formulas
 
 SIZES, REGIONS = store.SIZED
 MOST = 1 << 40  # of a number in a formula

@@ -51,7 +51,7 @@ def compile_model(args: argparse.Namespace) -> Outcome:
     """``tapestry compile``: find, verify and write a plan."""
     from tapestry import api
     from tapestry.build import store
-    from tapestry.pipeline import PASSES
+    from tapestry.compiler.pipeline import PASSES
     from tapestry.system.interrupts import Interrupts
     from tapestry.viz import progress, tables
 
@@ -125,7 +125,7 @@ def explain(args: argparse.Namespace) -> Outcome:
 
 def verify(args: argparse.Namespace) -> Outcome:
     """``tapestry verify``: re-check every law from the files alone."""
-    from tapestry.saved_build import replay_rewrites, verify_build
+    from tapestry.compiler.saved_build import replay_rewrites, verify_build
     from tapestry.viz.format import evidence_text, kernels_text
     from tapestry.viz.tables import rewrites_text
 
@@ -153,7 +153,7 @@ def verify(args: argparse.Namespace) -> Outcome:
 
 def kernels(args: argparse.Namespace) -> Outcome:
     """``tapestry kernels``: Triton source, compiled objects and a resource table."""
-    from tapestry.saved_build import emit_kernels
+    from tapestry.compiler.saved_build import emit_kernels
     from tapestry.viz import tables
 
     with bar(args, "kernels") as report:

@@ -109,7 +109,7 @@ def rules(args: argparse.Namespace) -> Outcome:
         raise TapestryError(f"there is no rule '{args.rule}'", hint=hint)
     chosen = [rule_table()[args.rule]] if args.rule else list(rule_table().values())
     if args.refused:
-        from tapestry.ir.author_names import tensor_names
+        from tapestry.ir.provenance import tensor_names
         from tapestry.lift import lift
         from tapestry.rewrites.core.driver import simplify
         from tapestry.viz import format

@@ -24,7 +24,7 @@ from tapestry.ir.graph import Block, Op
 from tapestry.ir.kernel import Box, shape, size
 from tapestry.ir.monoid import MONOIDS, ByPrimitive, Monoid, Product
 from tapestry.ir.program import Message, Program, Reduce, Transfer
-from tapestry.ir.state import counted
+from tapestry.ir.recognition.state import counted
 from tapestry.ir.types import FLOATS, itemsize
 
 ALL_REDUCE = "all_reduce"

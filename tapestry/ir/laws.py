@@ -12,13 +12,13 @@ from functools import lru_cache
 
 from tapestry.errors import LawError
 from tapestry.ir import space
-from tapestry.ir.contraction import dims_read
 from tapestry.ir.expr import Acc, Call, Index, Let, distinct
 from tapestry.ir.graph import Block, Dim, Graph, Op
 from tapestry.ir.index import dims_of, span
 from tapestry.ir.kernel import whole
 from tapestry.ir.monoid import MONOIDS
-from tapestry.ir.state import reads_behind
+from tapestry.ir.recognition.contraction import dims_read
+from tapestry.ir.recognition.state import reads_behind
 from tapestry.ir.syntax.printer import signature
 from tapestry.ir.types import FLOAT8, FLOATS, STORED
 

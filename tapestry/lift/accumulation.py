@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from tapestry.errors import PlanError
-from tapestry.ir.contraction import factors
 from tapestry.ir.expr import Acc, Expr, call, cast, rewrite, uncast
 from tapestry.ir.graph import Block, Graph, Op, map_exprs
+from tapestry.ir.recognition.contraction import factors
 
 DTYPES = ("f32", "f16")
 ROWS = 256  # sums of each length whose error is measured

@@ -22,7 +22,7 @@ from tapestry.lift.file.symbols import Given
 from tapestry.lift.file.weight_data import stored_tensors
 from tapestry.lift.nodes import SUSPECT
 from tapestry.lift.onnx_to_graph import Lifted, input_dims, lift
-from tapestry.lift.operators import microsoft
+from tapestry.lift.operators.contrib import microsoft
 from tapestry.lift.sizes.model_sizes import follow, given_sizes
 from tapestry.onnx_eval import opaque_node
 

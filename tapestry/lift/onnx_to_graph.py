@@ -18,7 +18,7 @@ from tapestry.errors import LawError, ModelError, refusing
 from tapestry.ir import laws
 from tapestry.ir.expr import Arg
 from tapestry.ir.graph import Block, Dim, Graph, Names, Read
-from tapestry.ir.size_formula import Formula, Sizes
+from tapestry.ir.many_sizes.size_formula import Formula, Sizes
 from tapestry.ir.types import Tensor, Weight
 from tapestry.lift import operators
 from tapestry.lift.builder import DTYPE_OF, Builder, here
@@ -33,11 +33,11 @@ from tapestry.lift.nodes import lift_nodes as build_nodes
 from tapestry.lift.normalize import opset_six
 from tapestry.lift.normalize.function_opsets import align_functions
 from tapestry.lift.normalize.prepare import prepare, take_out_weights
-from tapestry.lift.operators import microsoft as contrib
-from tapestry.lift.operators.loop_body import step_types
+from tapestry.lift.operators.contrib import microsoft as contrib
+from tapestry.lift.operators.recurrent.loop_body import step_types
 from tapestry.lift.sizes.model_sizes import Dims, Sum, follow, given_sizes
 
-for module in pkgutil.iter_modules(operators.__path__, f"{operators.__name__}."):  # they register lifters and definitions
+for module in pkgutil.walk_packages(operators.__path__, f"{operators.__name__}."):  # they register lifters and definitions
     import_module(module.name)
 
 

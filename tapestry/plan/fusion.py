@@ -15,18 +15,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
-from tapestry.ir.contraction import folded_roles, kept, product_roles, products
 from tapestry.ir.expr import LONG, Call, Expr, uncast, walk
 from tapestry.ir.graph import Block, Graph, Op
+from tapestry.ir.recognition.contraction import folded_roles, kept, product_roles, products
 from tapestry.ir.types import itemsize
 from tapestry.plan.topology.fabric import Device
-from tapestry.rewrites.contractions import FuseContraction
 from tapestry.rewrites.core.applied import chosen
 from tapestry.rewrites.core.driver import simplify
 from tapestry.rewrites.core.rule import Move
 from tapestry.rewrites.core.tile_footprint import Tile, evaluated, loaded, tile_of
-from tapestry.rewrites.fuse_dequantize import NarrowFactors
-from tapestry.rewrites.fuse_siblings import FuseSums
+from tapestry.rewrites.fusion.contractions import FuseContraction
+from tapestry.rewrites.fusion.fuse_dequantize import NarrowFactors
+from tapestry.rewrites.fusion.fuse_siblings import FuseSums
 from tapestry.rewrites.inline_map import InlineMap
 from tapestry.rewrites.lay_out import LayOut, gathered
 

@@ -19,7 +19,7 @@ from tapestry.ir.graph import Block, Op
 from tapestry.ir.kernel import Box
 from tapestry.ir.plan import Layout, Mesh, Plan, Strategy, coordinates, device_count
 from tapestry.ir.program import Buffer, Free, Launch, Load, Message, Program, Reduce, Shared, Step, Transfer, allocated, reads
-from tapestry.ir.state import counted, native, varies
+from tapestry.ir.recognition.state import counted, native, varies
 from tapestry.ir.syntax.printer import signature
 from tapestry.plan import ring_attention
 from tapestry.plan.kinds import kind_of

@@ -15,17 +15,17 @@ from difflib import get_close_matches
 from math import prod
 
 from tapestry.errors import PlanError, similar
-from tapestry.ir.author_names import dim_names, matches, operation_names, weight_names
-from tapestry.ir.author_names import parts as parts_of_model
 from tapestry.ir.graph import Block, Graph, Op, Opaque, Split
 from tapestry.ir.kernel import cut
 from tapestry.ir.plan import Layout, Mesh
-from tapestry.ir.running_state import as_scan
+from tapestry.ir.provenance import dim_names, matches, operation_names, weight_names
+from tapestry.ir.provenance import parts as parts_of_model
+from tapestry.ir.recognition.running_state import as_scan
 from tapestry.plan.strategy import Pin
-from tapestry.rewrites import block_scan
 from tapestry.rewrites.core.applied import apply_moves
 from tapestry.rewrites.core.rule import Move
-from tapestry.rewrites.split import refusal
+from tapestry.rewrites.splitting import block_scan
+from tapestry.rewrites.splitting.split import refusal
 
 
 def parse_pins(texts: Sequence[str], graph: Graph, mesh: Mesh, folded: Sequence[str] = ()) -> dict[int, tuple[Pin, ...]]:

@@ -16,9 +16,9 @@ from tapestry.errors import some
 from tapestry.ir.graph import Graph, changes
 from tapestry.plan.algebra import Book
 from tapestry.plan.fusion import fused
-from tapestry.plan.memory_fit import Fitted, fit
+from tapestry.plan.memory.memory_fit import Fitted, fit
+from tapestry.plan.memory.refit import refitted
 from tapestry.plan.pipelines.stage_choice import Choice, choose
-from tapestry.plan.refit import refitted
 from tapestry.plan.search.planner import SMALL, TINY, cheapest
 from tapestry.plan.search.priced_plan import NEAR, PricedPlan, TooBig, peak
 from tapestry.plan.search.problem import Problem

@@ -17,8 +17,8 @@ from tapestry.ir.footprint import Boxes, hull, opaque_boxes
 from tapestry.ir.graph import Block, Graph, Op
 from tapestry.ir.monoid import MONOIDS
 from tapestry.ir.plan import Layout, Mesh, Strategy, coordinates, shares
-from tapestry.ir.state import varies
-from tapestry.rewrites.split import splittable
+from tapestry.ir.recognition.state import varies
+from tapestry.rewrites.splitting.split import splittable
 
 MAX_STRATEGIES = 1024  # of one operation: what three mesh axes offer, and part of what four do
 WINDOW = 16  # points; a reduced dimension under that, beside a larger one, is taken for a window: cut only when pinned

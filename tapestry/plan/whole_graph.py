@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from tapestry.ir.graph import Block, Graph
-from tapestry.ir.input_axes import NONE, input_axes
 from tapestry.ir.plan import MeshAxis, Stage, Strategy, stages_refused
+from tapestry.ir.recognition.input_axes import NONE, input_axes
 from tapestry.plan.pipelines.staged_plan import lower_plan, stage_topology
 from tapestry.plan.search.planner import spatial
 from tapestry.plan.search.priced_plan import PricedPlan, peak, priced_plan

@@ -9,36 +9,36 @@ from pathlib import Path
 
 from tapestry.rewrites.core.rule import TABLE
 from tapestry.rewrites.equations.rule_texts import register_file
-from tapestry.rewrites import contractions  # noqa: F401
-from tapestry.rewrites import fuse_siblings  # noqa: F401
-from tapestry.rewrites import fuse_dequantize  # noqa: F401
+from tapestry.rewrites.fusion import contractions  # noqa: F401
+from tapestry.rewrites.fusion import fuse_siblings  # noqa: F401
+from tapestry.rewrites.fusion import fuse_dequantize  # noqa: F401
 from tapestry.rewrites import inline_map  # noqa: F401
 from tapestry.rewrites import cleanup  # noqa: F401
 from tapestry.rewrites import drop_results  # noqa: F401
 from tapestry.rewrites import compose_views  # noqa: F401
-from tapestry.rewrites import slice_strided  # noqa: F401
-from tapestry.rewrites import phases  # noqa: F401
-from tapestry.rewrites import slice_dilated  # noqa: F401
-from tapestry.rewrites import overlap_halo  # noqa: F401
-from tapestry.rewrites import split  # noqa: F401
-from tapestry.rewrites import split_reduce  # noqa: F401
-from tapestry.rewrites import split_time  # noqa: F401
-from tapestry.rewrites import unfuse  # noqa: F401
-from tapestry.rewrites import block_scan  # noqa: F401
-from tapestry.rewrites import tiled_region  # noqa: F401
+from tapestry.rewrites.splitting import slice_strided  # noqa: F401
+from tapestry.rewrites.splitting import phases  # noqa: F401
+from tapestry.rewrites.splitting import slice_dilated  # noqa: F401
+from tapestry.rewrites.splitting import overlap_halo  # noqa: F401
+from tapestry.rewrites.splitting import split  # noqa: F401
+from tapestry.rewrites.splitting import split_reduce  # noqa: F401
+from tapestry.rewrites.splitting import split_time  # noqa: F401
+from tapestry.rewrites.splitting import unfuse  # noqa: F401
+from tapestry.rewrites.splitting import block_scan  # noqa: F401
+from tapestry.rewrites.splitting import tiled_region  # noqa: F401
 from tapestry.rewrites import recompute  # noqa: F401
-from tapestry.rewrites import micro_batch  # noqa: F401
-from tapestry.rewrites import fuse_rows  # noqa: F401
-from tapestry.rewrites import fuse_product  # noqa: F401
-from tapestry.rewrites import fuse_results  # noqa: F401
-from tapestry.rewrites import row_columns  # noqa: F401
-from tapestry.rewrites import fuse_epilogue  # noqa: F401
-from tapestry.rewrites import joined_reductions  # noqa: F401
-from tapestry.rewrites import fuse_semidirect  # noqa: F401
+from tapestry.rewrites.splitting import micro_batch  # noqa: F401
+from tapestry.rewrites.fusion import fuse_rows  # noqa: F401
+from tapestry.rewrites.fusion import fuse_product  # noqa: F401
+from tapestry.rewrites.fusion import fuse_results  # noqa: F401
+from tapestry.rewrites.fusion import row_columns  # noqa: F401
+from tapestry.rewrites.fusion import fuse_epilogue  # noqa: F401
+from tapestry.rewrites.fusion import joined_reductions  # noqa: F401
+from tapestry.rewrites.fusion import fuse_semidirect  # noqa: F401
 from tapestry.rewrites import lay_out  # noqa: F401
-from tapestry.rewrites import stream_softmax  # noqa: F401
-from tapestry.rewrites import softmax_pattern  # noqa: F401
-from tapestry.rewrites import nest  # noqa: F401
+from tapestry.rewrites.fusion import stream_softmax  # noqa: F401
+from tapestry.rewrites.fusion import softmax_pattern  # noqa: F401
+from tapestry.rewrites.fusion import nest  # noqa: F401
 
 ORDER = (
     "block_scan", "share", "drop_dead", "compose_views", "drop_results", "inline_map", "lay_out", "fuse_contraction",

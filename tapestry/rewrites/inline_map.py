@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from tapestry.ir.contraction import products
 from tapestry.ir.expr import Arg, Call, count, size
 from tapestry.ir.graph import Block, Op, Read
-from tapestry.ir.running_state import as_scan
+from tapestry.ir.recognition.contraction import products
+from tapestry.ir.recognition.running_state import as_scan
 from tapestry.rewrites.core.edit import MOST_ATOMS, MOST_DEPTH, read_dims, substitute_read, too_deep, too_long
 from tapestry.rewrites.core.inline import inline
 from tapestry.rewrites.core.matching import Draft, Match, OpRule
 from tapestry.rewrites.core.rule import Refusal, refuse, register
 from tapestry.rewrites.core.tile_footprint import recomputed
-from tapestry.rewrites.phases import windows
+from tapestry.rewrites.splitting.phases import windows
 
 MOST_NODES = 120  # of one operation's expressions, after inlining
 

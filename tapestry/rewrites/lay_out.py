@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import prod
 
-from tapestry.ir.contraction import products
 from tapestry.ir.expr import Index, arg_positions, walk
 from tapestry.ir.graph import Block, Dim, Op, Read
 from tapestry.ir.index import Aff, const, dim, dims_of, span
+from tapestry.ir.recognition.contraction import products
 from tapestry.rewrites.core.edit import fresh_dim, reindex, results, unused
 from tapestry.rewrites.core.matching import Candidate, Draft, Match, MatchRule
 from tapestry.rewrites.core.rule import Move, Refusal, refuse, register

@@ -13,8 +13,8 @@ from threading import Lock
 
 from tapestry.build.sized_builds import SizedBuild
 from tapestry.build.store import Build
-from tapestry.ir.equal_launches import equal_launches
-from tapestry.ir.size_formula import Sizes
+from tapestry.ir.many_sizes.equal_launches import equal_launches
+from tapestry.ir.many_sizes.size_formula import Sizes
 from tapestry.runtime.session import Session
 
 KEPT = 32  # sizes whose kernels stay bound

@@ -11,15 +11,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from tapestry import model_evidence, pipeline
+from tapestry.compiler import model_evidence, pipeline
 from tapestry.errors import LawError, TapestryError
-from tapestry.ir.size_formula import Region, Sizes
-from tapestry.ir.symbolic_plan import SymbolicPlan, flat
+from tapestry.ir.many_sizes.size_formula import Region, Sizes
+from tapestry.ir.many_sizes.symbolic_plan import SymbolicPlan, flat
 from tapestry.plan.simulate import simulate
 from tapestry.plan.topology import from_data
 from tapestry.sizes.sized_plans import PlanAtSizes
-from tapestry.verify import sized_laws
-from tapestry.verify.size_proofs import SizedLawError
+from tapestry.verify.many_sizes import sized_laws
+from tapestry.verify.many_sizes.size_proofs import SizedLawError
 
 WORSE = 1.1  # times as slow as a plan made for the size, which then gets one
 FEW = 8  # a size up to which a region's end moves one by one

@@ -14,19 +14,19 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
-from tapestry import model_evidence, pipeline
 from tapestry.build import store
 from tapestry.build.sized_builds import SizedBuild, SizedRegion
+from tapestry.compiler import model_evidence, pipeline
+from tapestry.compiler.pass_runner import Report
 from tapestry.errors import ModelError, TapestryError
-from tapestry.ir.size_formula import Formula, Region, Sizes
-from tapestry.ir.symbolic_plan import SymbolicPlan
+from tapestry.ir.many_sizes.size_formula import Formula, Region, Sizes
+from tapestry.ir.many_sizes.symbolic_plan import SymbolicPlan
 from tapestry.lift import onnx_to_graph as lift
 from tapestry.lift.file.structure import TEXT
 from tapestry.lift.sizes.model_sizes import SameModel, Sum, follow, given_sizes, same_model
-from tapestry.pass_runner import Report
 from tapestry.sizes.settled_regions import fixed, settled, without
 from tapestry.sizes.sized_plans import OtherPlan, PlanAtSizes
-from tapestry.verify.size_proofs import SizedLawError
+from tapestry.verify.many_sizes.size_proofs import SizedLawError
 
 # What ``--shape`` asks for: sizes of symbols, and ranges and lists of them.
 

@@ -15,14 +15,14 @@ from typing import Any
 
 import numpy as np
 
-from tapestry import pipeline
 from tapestry.build.sized_builds import symbolic
 from tapestry.build.store import Build
+from tapestry.compiler import pipeline
 from tapestry.errors import ModelError, TapestryError
 from tapestry.ir.graph import Graph
+from tapestry.ir.many_sizes.size_formula import Formula, Sizes
+from tapestry.ir.many_sizes.symbolic_plan import Flat, SymbolicPlan, alike, flat, with_formulas
 from tapestry.ir.program import Free, Program, Step, Transfer, allocated
-from tapestry.ir.size_formula import Formula, Sizes
-from tapestry.ir.symbolic_plan import Flat, SymbolicPlan, alike, flat, with_formulas
 from tapestry.lift.sizes.model_sizes import SameModel
 from tapestry.plan.lower import lower
 

@@ -10,7 +10,7 @@ from tapestry.ir.graph import Block, Op
 from tapestry.ir.kernel import Box, whole
 from tapestry.ir.laws import where
 from tapestry.ir.plan import Stage, coordinates, interval
-from tapestry.ir.state import varies
+from tapestry.ir.recognition.state import varies
 from tapestry.ir.types import Array
 from tapestry.verify.box_lists import Boxes, Breach, Lists, Parts, Spans, along, everywhere
 

@@ -24,7 +24,7 @@ from tapestry.ir.laws import where
 from tapestry.ir.monoid import MONOIDS
 from tapestry.ir.plan import Mesh, Stage
 from tapestry.ir.program import Buffer, Free, Launch, Load, Program, Reduce, Transfer, allocated
-from tapestry.ir.state import native
+from tapestry.ir.recognition.state import native
 from tapestry.ir.syntax.printer import signature
 from tapestry.ir.types import DTYPES, HOST, Array, itemsize
 from tapestry.verify import block_laws, box_lists, deadlock, exchange, monoid_laws

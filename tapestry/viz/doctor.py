@@ -11,7 +11,7 @@ from tapestry.errors import some
 from tapestry.ir.graph import Graph, Op, Opaque
 from tapestry.lift.examine import Examined
 from tapestry.rewrites.core.driver import simplify
-from tapestry.rewrites.split import splittable
+from tapestry.rewrites.splitting.split import splittable
 
 Document = dict[str, Any]
 SHOWN = 12  # rows of a long list on a terminal

@@ -12,7 +12,6 @@ from typing import Any
 from tapestry.build.store import Build
 from tapestry.errors import PlanError, some
 from tapestry.interop.placement import layout_of_boxes
-from tapestry.ir.author_names import dim_names, operation_names, parts, tensor_names
 from tapestry.ir.graph import Graph, Opaque
 from tapestry.ir.kernel import shape, size
 from tapestry.ir.plan import MeshAxis, Plan
@@ -30,6 +29,7 @@ from tapestry.ir.program import (
     peak_bytes,
     transfer_bytes,
 )
+from tapestry.ir.provenance import dim_names, operation_names, parts, tensor_names
 from tapestry.plan.alternatives import Alternative, best_alternatives
 from tapestry.plan.cost.block_cost import block_cost
 from tapestry.plan.pipelines.staged_plan import stage_topology

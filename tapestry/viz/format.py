@@ -13,10 +13,10 @@ from typing import Any, TypeVar
 import numpy as np
 
 from tapestry.errors import some
-from tapestry.ir.author_names import operation_names, parts
 from tapestry.ir.graph import Block, Graph, Op
 from tapestry.ir.plan import Mesh, Plan, Strategy
 from tapestry.ir.program import Free, Launch, Load, Program, Reduce, Step, Transfer
+from tapestry.ir.provenance import operation_names, parts
 from tapestry.ir.syntax.printer import signature
 from tapestry.plan.topology.measured_costs import BUSY, doubtful
 from tapestry.rewrites.core.rule import Refusal

@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from tapestry.build.store import Build
-from tapestry.ir.author_names import operation_names
-from tapestry.ir.contraction import only_sums
-from tapestry.ir.exponential import exponential
 from tapestry.ir.graph import Block, Graph, Op
 from tapestry.ir.index import dims_of
-from tapestry.ir.input_axes import NONE, input_axes
 from tapestry.ir.plan import Plan
+from tapestry.ir.provenance import operation_names
+from tapestry.ir.recognition.contraction import only_sums
+from tapestry.ir.recognition.exponential import exponential
+from tapestry.ir.recognition.input_axes import NONE, input_axes
 from tapestry.viz.format import duration, human, layer_of, times
 
 NAMES = {

@@ -12,11 +12,11 @@ import pytest
 from tapestry.codegen.torch_cpu.base import state_merges
 from tapestry.codegen.torch_cpu.torch_ops import layers
 from tapestry.codegen.triton.emit.source import generate
-from tapestry.ir.exponential import Exponential, exponential
 from tapestry.ir.expr import Expr, call
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.kernel import Kernel, whole
 from tapestry.ir.monoid import MONOIDS, Action, Monoid, State, number, product, rebased, register, rescale
+from tapestry.ir.recognition.exponential import Exponential, exponential
 from tapestry.ir.syntax.parser import parse
 from tapestry.rewrites.core.rule_check import random_feeds
 from tapestry.verify import interp

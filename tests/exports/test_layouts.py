@@ -19,7 +19,7 @@ from tapestry.interop.placement import held
 from tapestry.ir.program import Launch
 from tapestry.plugins import offered
 from tapestry.tools.exports import formats, layouts
-from tapestry.tools.exports.onnx_nodes import NotExpressible
+from tapestry.tools.exports.nodes.onnx_nodes import NotExpressible
 from tapestry.viz.tool_kinds import ExportFormat
 from tests.support.small_models import save
 from tests.support.two_hosts import free_port

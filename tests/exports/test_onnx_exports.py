@@ -18,7 +18,7 @@ from tapestry.ir.program import Reduce, Transfer, transfer_bytes
 from tapestry.onnx_eval.ort_session import ort_session
 from tapestry.plan.lower import lower
 from tapestry.tools.exports import fused_onnx, rank_onnx
-from tapestry.tools.exports.onnx_nodes import Nodes, NotExpressible, Value
+from tapestry.tools.exports.nodes.onnx_nodes import Nodes, NotExpressible, Value
 from tests.support.programs import rank_files
 from tests.support.small_models import MODELS, N, T, assert_same, f32, i64, mesh_of, net, random_plan, save
 

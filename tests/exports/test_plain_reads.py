@@ -10,10 +10,10 @@ import torch
 from tapestry.ir.graph import Block, Dim, Guard, Read
 from tapestry.ir.index import dim, evaluate, substitute
 from tapestry.ir.syntax.parser import parse
-from tapestry.tools.exports.blocks import opset_of
 from tapestry.tools.exports.fused_onnx import graph_nodes
+from tapestry.tools.exports.nodes.blocks import opset_of
+from tapestry.tools.exports.nodes.plain_reads import implied
 from tapestry.tools.exports.onnx_files import model_of
-from tapestry.tools.exports.plain_reads import implied
 from tapestry.verify import interp
 
 HALVES = """graph halves

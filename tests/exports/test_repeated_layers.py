@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import tapestry
-from tapestry.doors import torch_export
-from tapestry.doors.torch_export import folded
+from tapestry.frontends import torch_export
+from tapestry.frontends.torch_export import folded
 
 
 class Layer(nn.Module):

@@ -15,7 +15,7 @@ import tapestry
 from bench.doors.onnx_folders import FAST
 from tapestry import cli
 from tapestry.tools.exports import tp_plan
-from tapestry.tools.exports.onnx_nodes import NotExpressible
+from tapestry.tools.exports.nodes.onnx_nodes import NotExpressible
 from tests.support.paths import ROOT
 from tests.support.small_models import N, T, f32, i64, net
 

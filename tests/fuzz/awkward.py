@@ -14,7 +14,7 @@ import numpy as np
 
 from tapestry.ir.expr import Call
 from tapestry.ir.graph import Block, Graph
-from tapestry.ir.running_state import as_scan
+from tapestry.ir.recognition.running_state import as_scan
 from tapestry.verify import interp
 from tapestry.verify.model.cell_values import CellValues
 from tests.fuzz.generate.evaluate import Array, is_float

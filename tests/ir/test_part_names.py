@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from tapestry.ir.author_names import dim_names, operation_names, parts
 from tapestry.ir.graph import Dim, Graph, Names, Opaque
+from tapestry.ir.provenance import dim_names, operation_names, parts
 from tapestry.ir.syntax.parser import parse
 
 LINEAR = """graph g input x: f32[6, 8] weight {weight}: f32[5, 8] at "w.bin" 0 160 "w" ""

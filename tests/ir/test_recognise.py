@@ -7,12 +7,12 @@ from itertools import product
 import numpy as np
 import pytest
 
-from tapestry.ir.attention_roles import attention, weighed
-from tapestry.ir.contraction import folded_roles, kept, narrow
-from tapestry.ir.convolution import convolution
 from tapestry.ir.expr import Arg, Const, Expr, call, cast
 from tapestry.ir.graph import Block, Graph
-from tapestry.ir.input_axes import input_axes
+from tapestry.ir.recognition.attention_roles import attention, weighed
+from tapestry.ir.recognition.contraction import folded_roles, kept, narrow
+from tapestry.ir.recognition.convolution import convolution
+from tapestry.ir.recognition.input_axes import input_axes
 from tapestry.ir.syntax.parser import parse
 from tapestry.ir.types import numpy_dtype
 from tapestry.verify.interp import value

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tapestry.ir.graph import Block
-from tapestry.ir.state import counted, native
+from tapestry.ir.recognition.state import counted, native
 from tapestry.ir.syntax.parser import parse
 
 TEXT = """graph g input x: f32[6, 8] input b: f32[6] y: {to}[6] = op [i: 6 | k: 8 {monoid}]

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tapestry.ir.graph import Dim, Graph
+from tapestry.ir.many_sizes.size_formula import Formula
+from tapestry.ir.many_sizes.symbolic_plan import flat, rebuilt
 from tapestry.ir.program import Buffer
-from tapestry.ir.size_formula import Formula
-from tapestry.ir.symbolic_plan import flat, rebuilt
 from tests.support.small_models import case
 
 plain = st.integers(-9, 9) | st.booleans() | st.text(max_size=2) | st.floats(allow_nan=False) | st.none()

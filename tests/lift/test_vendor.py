@@ -11,7 +11,7 @@ from onnx import helper, numpy_helper
 
 from tapestry import api
 from tapestry.errors import ModelError
-from tapestry.lift.operators.microsoft import DEFINITIONS
+from tapestry.lift.operators.contrib.microsoft import DEFINITIONS
 from tapestry.onnx_eval.ort_session import ort_session
 
 RNG = np.random.default_rng(11)

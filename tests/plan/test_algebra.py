@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from bench.book.rule_graphs import SEEN
+from tapestry.compiler.pipeline import Options, compile_model
 from tapestry.ir.graph import changes
 from tapestry.ir.syntax.parser import parse
 from tapestry.ir.syntax.printer import to_text
-from tapestry.pipeline import Options, compile_model
 from tapestry.plan.algebra import Book
 from tapestry.plan.solver.budget import Meter
 from tapestry.plan.topology import parse_mesh, topology

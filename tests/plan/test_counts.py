@@ -15,7 +15,7 @@ from tapestry.ir.graph import Graph
 from tapestry.ir.kernel import Kernel
 from tapestry.ir.plan import Plan, Strategy
 from tapestry.ir.program import Program, Reduce, transfer_bytes
-from tapestry.ir.state import counted
+from tapestry.ir.recognition.state import counted
 from tapestry.ir.syntax.parser import parse
 from tapestry.plan.cost.compute import state_bytes
 from tapestry.plan.lower import lower

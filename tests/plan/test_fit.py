@@ -12,6 +12,7 @@ import pytest
 
 from tapestry import api
 from tapestry.api import Compiled
+from tapestry.compiler.saved_build import verify_build
 from tapestry.errors import LawError, TapestryError
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.index import evaluate
@@ -20,10 +21,10 @@ from tapestry.ir.syntax.parser import parse
 from tapestry.plan import lower as lowering
 from tapestry.plan import strategy
 from tapestry.plan.cost.floor import least_cells, least_seconds
-from tapestry.plan.least_memory import lacking
 from tapestry.plan.lower import lower
-from tapestry.plan.memory_fit import Fitted, fit
-from tapestry.plan.peaks import moves
+from tapestry.plan.memory.least_memory import lacking
+from tapestry.plan.memory.memory_fit import Fitted, fit
+from tapestry.plan.memory.peaks import moves
 from tapestry.plan.search.planner import search, spatial
 from tapestry.plan.search.priced_plan import TooBig
 from tapestry.plan.search.problem import build, load_seconds
@@ -31,12 +32,12 @@ from tapestry.plan.search.streamed_weights import fewest
 from tapestry.plan.simulate import simulate
 from tapestry.plan.solver.budget import Budget
 from tapestry.plan.topology import topology
-from tapestry.rewrites import RULES, split_time
+from tapestry.rewrites import RULES
 from tapestry.rewrites.core.applied import apply_moves
 from tapestry.rewrites.core.rule import Move
-from tapestry.rewrites.micro_batch import batch_move
-from tapestry.rewrites.split_time import time_move
-from tapestry.saved_build import verify_build
+from tapestry.rewrites.splitting import split_time
+from tapestry.rewrites.splitting.micro_batch import batch_move
+from tapestry.rewrites.splitting.split_time import time_move
 from tapestry.verify import certificate, interp
 from tests.support.command_line import document, run
 from tests.support.small_models import Case, assert_same, case, execute, mesh_of, peak, random_plan, save

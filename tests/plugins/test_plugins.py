@@ -12,9 +12,9 @@ from onnx import parser, save
 
 import tapestry
 from tapestry.build import store
+from tapestry.compiler.saved_build import verify_build
 from tapestry.errors import LawError, ModelError, PluginError, TapestryError
 from tapestry.plugins import entry_points
-from tapestry.saved_build import verify_build
 from tapestry.tools.kernel_proofs.build_kernels import prove_kernels
 from tapestry.verify import certificate
 from tests.support.command_line import document, run

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu, scaled_dot_product_attention
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from tapestry.doors import torch_export, torch_ranks
+from tapestry.frontends import torch_export, torch_ranks
 from tapestry.tools.prove.verdict import PROVED, REFUTED, Verdict, prove
 
 RANKS, WIDTH, HEADS = 2, 8, 4

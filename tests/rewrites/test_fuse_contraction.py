@@ -22,8 +22,8 @@ from tapestry.codegen.triton.kernel_config import candidates, default_config
 from tapestry.codegen.triton.task.kernel_choice import kernel_form
 from tapestry.errors import TapestryError
 from tapestry.ir import laws
-from tapestry.ir.contraction import folded_roles
 from tapestry.ir.graph import Block, Graph
+from tapestry.ir.recognition.contraction import folded_roles
 from tapestry.ir.syntax.parser import parse
 from tapestry.lift import lift, read_weight
 from tapestry.plan.fusion import Machine, fused

@@ -18,9 +18,9 @@ from onnx import TensorProto as T
 from bench.speed import inductor
 from tapestry.codegen.triton.task.lowered import unavailable
 from tapestry.ir import laws
-from tapestry.ir.contraction import products
 from tapestry.ir.graph import Block, Graph, Guard
 from tapestry.ir.index import const, dim
+from tapestry.ir.recognition.contraction import products
 from tapestry.ir.syntax.parser import parse
 from tapestry.lift import lift, read_weight
 from tapestry.plan.fusion import Machine, fused, seconds

@@ -12,12 +12,13 @@ from tapestry.ir.graph import Block
 from tapestry.ir.monoid import MONOIDS
 from tapestry.ir.syntax.parser import parse
 from tapestry.ir.syntax.printer import to_text
-from tapestry.rewrites import RULES, softmax_pattern
+from tapestry.rewrites import RULES
 from tapestry.rewrites.core.constants import constant
 from tapestry.rewrites.core.driver import simplify
 from tapestry.rewrites.core.matching import Draft, Match, OpRule
 from tapestry.rewrites.core.rule import Move, Refusal, refuse
 from tapestry.rewrites.core.rule_check import random_feeds, same
+from tapestry.rewrites.fusion import softmax_pattern
 
 CHAIN = """graph chain
 input x: f32[4]

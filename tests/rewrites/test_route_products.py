@@ -13,7 +13,7 @@ from onnx import helper
 
 import tapestry
 from tapestry.errors import TapestryError
-from tapestry.ir.selection_sum import routed
+from tapestry.ir.recognition.selection_sum import routed
 from tapestry.ir.syntax.parser import parse
 from tapestry.ir.syntax.printer import to_text
 from tapestry.rewrites import RULES

@@ -12,7 +12,7 @@ from tapestry.ir.graph import Block, Graph
 from tapestry.ir.kernel import Kernel, whole
 from tapestry.ir.plan import MeshAxis, Plan
 from tapestry.ir.program import Launch
-from tapestry.ir.state import row_groups, state_box
+from tapestry.ir.recognition.state import row_groups, state_box
 from tapestry.ir.syntax.parser import parse
 from tapestry.ir.syntax.printer import to_text
 from tapestry.plan.cost.compute import layered_flops

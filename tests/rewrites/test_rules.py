@@ -20,7 +20,7 @@ from tapestry.rewrites.core.applied import apply_moves
 from tapestry.rewrites.core.rule import Move, Refusal, Rule, parse_move
 from tapestry.rewrites.core.rule_check import RuleCase, check_rule, documented, random_feeds, same
 from tapestry.rewrites.equations.rule_texts import load_rules
-from tapestry.rewrites.split import halo, refusals, splittable
+from tapestry.rewrites.splitting.split import halo, refusals, splittable
 from tapestry.verify import interp
 from tests.support.paths import EXAMPLES
 from tests.support.rule_cases import OUT_TYPES, REDUCTIONS, opaque_graph, reduction

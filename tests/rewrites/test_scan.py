@@ -16,7 +16,7 @@ from tapestry.errors import LawError
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.kernel import Box, Kernel, whole
 from tapestry.ir.program import Transfer
-from tapestry.ir.running_state import as_scan
+from tapestry.ir.recognition.running_state import as_scan
 from tapestry.ir.syntax.parser import parse
 from tapestry.plan.cost.compute import work
 from tapestry.plan.search.planner import search

@@ -15,9 +15,9 @@ from tapestry.ir.types import Tensor
 from tapestry.rewrites.core.applied import apply_moves
 from tapestry.rewrites.core.rule import parse_move
 from tapestry.rewrites.core.rule_check import random_feeds, same
-from tapestry.rewrites.micro_batch import batch_move, micro_batch
-from tapestry.rewrites.split_time import split_time
-from tapestry.rewrites.tiled_region import MOST_AGAIN
+from tapestry.rewrites.splitting.micro_batch import batch_move, micro_batch
+from tapestry.rewrites.splitting.split_time import split_time
+from tapestry.rewrites.splitting.tiled_region import MOST_AGAIN
 
 CHAIN = """graph chain
 input x: f32[2, 33]

@@ -39,7 +39,7 @@ ENV = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 # --- modules
 
 OF_THE_COMPILER = (
-    "tapestry.doors", "tapestry.pipeline", "tapestry.passes", "tapestry.plan.search", "tapestry.plan.solver", "tapestry.plan.strategy",
+    "tapestry.frontends", "tapestry.compiler.pipeline", "tapestry.compiler.passes", "tapestry.plan.search", "tapestry.plan.solver", "tapestry.plan.strategy",
     "tapestry.plan.structural_search", "tapestry.plan.lower", "tapestry.plan.cost", "tapestry.plan.memory", "tapestry.lift.operators",
     "tapestry.lift.onnx_to_graph", "tapestry.lift.normalize", "tapestry.sharding", "tapestry.tools",
 )  # fmt: skip

@@ -16,7 +16,7 @@ import tapestry
 from tapestry.errors import LawError, TapestryError
 from tapestry.ir.graph import Block
 from tapestry.ir.program import Reduce, transfer_bytes
-from tapestry.ir.state import native
+from tapestry.ir.recognition.state import native
 from tapestry.ir.syntax.parser import parse
 from tapestry.verify import certificate
 from tests.support.command_line import run

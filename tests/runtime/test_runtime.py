@@ -21,7 +21,7 @@ from tapestry.ir.kernel import shape as extents
 from tapestry.ir.monoid import MONOIDS
 from tapestry.ir.philox import philox
 from tapestry.ir.plan import Plan
-from tapestry.ir.state import state_box
+from tapestry.ir.recognition.state import state_box
 from tapestry.ir.syntax.parser import parse
 from tapestry.ir.types import numpy_dtype
 from tapestry.plan.lower import lower

@@ -12,7 +12,7 @@ import pytest
 from onnx import TensorProto as T
 
 import tapestry
-from tapestry import build_report
+from tapestry.compiler import build_report
 from tapestry.errors import LawError, TapestryError
 from tapestry.ir.plan import MeshAxis, on_stage
 from tapestry.sharding.export_sharding import export

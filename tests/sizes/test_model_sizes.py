@@ -13,12 +13,12 @@ from onnx import TensorProto as T
 from onnx import helper
 
 import tapestry
+from tapestry.compiler.saved_build import verify_build
 from tapestry.errors import LawError, TapestryError
-from tapestry.ir.size_formula import Region
+from tapestry.ir.many_sizes.size_formula import Region
 from tapestry.lift import onnx_to_graph as lift
 from tapestry.lift.sizes.model_sizes import SameModel, same_model
 from tapestry.lift.sizes.size_columns import Grid
-from tapestry.saved_build import verify_build
 from tests.support.small_models import i64, net
 
 N = helper.make_node

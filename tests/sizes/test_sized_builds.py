@@ -10,18 +10,20 @@ import numpy as np
 import pytest
 
 import tapestry
-from tapestry import api, pipeline
+from tapestry import api
 from tapestry.build.sized_builds import SizedBuild
 from tapestry.codegen.torch_cpu import native
+from tapestry.compiler import pipeline
+from tapestry.compiler.pass_runner import Runner
+from tapestry.compiler.saved_build import verify_build
 from tapestry.errors import TapestryError
 from tapestry.lift import onnx_to_graph as lift
 from tapestry.lift.sizes.model_sizes import same_model
 from tapestry.onnx_eval.ort_session import ort_session
-from tapestry.pass_runner import Runner
-from tapestry.saved_build import verify_build
 from tapestry.sizes.sized_plans import PlanAtSizes
-from tapestry.verify import certificate, sized_laws
-from tapestry.verify.sized_memory import peaks_at
+from tapestry.verify import certificate
+from tapestry.verify.many_sizes import sized_laws
+from tapestry.verify.many_sizes.sized_memory import peaks_at
 from tapestry.viz import progress
 from tests.support.programs.sized_models import PINS, compiled, path_of
 

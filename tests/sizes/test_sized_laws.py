@@ -9,15 +9,15 @@ import pytest
 from tapestry.api import Compiled
 from tapestry.build import sized_builds
 from tapestry.build.sized_builds import SizedRegion, symbolic
+from tapestry.compiler.saved_build import verify_build
 from tapestry.errors import BuildError, LawError
 from tapestry.ir import space
+from tapestry.ir.many_sizes.size_formula import Formula, Region, Size
+from tapestry.ir.many_sizes.symbolic_plan import SymbolicPlan
 from tapestry.ir.program import Buffer, Free, Launch, Load, Program, Transfer
-from tapestry.ir.size_formula import Formula, Region, Size
-from tapestry.ir.symbolic_plan import SymbolicPlan
-from tapestry.saved_build import verify_build
-from tapestry.verify import sized_laws
-from tapestry.verify.size_proofs import SizedLawError
-from tapestry.verify.sized_memory import largest_peaks, peaks_at
+from tapestry.verify.many_sizes import sized_laws
+from tapestry.verify.many_sizes.size_proofs import SizedLawError
+from tapestry.verify.many_sizes.sized_memory import largest_peaks, peaks_at
 from tests.support.programs.sized_models import PINS, compiled
 
 WAVES = ("waves", 2, PINS["waves"], "length=6..90")

@@ -12,7 +12,7 @@ from onnx import TensorProto, helper
 import tapestry
 from tapestry.cli.entry import main
 from tapestry.errors import TapestryError
-from tapestry.ir.equal_launches import equal_launches
+from tapestry.ir.many_sizes.equal_launches import equal_launches
 from tapestry.onnx_eval.ort_session import ort_session
 from tests.support.programs.sized_models import PINS, compiled, path_of
 

@@ -21,7 +21,7 @@ from tapestry.codegen.triton.run.launcher import launch
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.index import bounds
 from tapestry.ir.kernel import Box, Kernel, whole
-from tapestry.ir.state import state_box
+from tapestry.ir.recognition.state import state_box
 from tapestry.ir.syntax.parser import parse
 from tapestry.ir.types import FLOAT8, numpy_dtype
 from tapestry.verify import interp

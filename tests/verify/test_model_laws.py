@@ -18,17 +18,17 @@ from onnx import helper, numpy_helper
 
 import tapestry
 import tapestry.api
+from tapestry.compiler.model_evidence import arrays, compare
+from tapestry.compiler.saved_build import verify_build
 from tapestry.errors import BuildError, LawError
 from tapestry.ir.expr import Call, Const, Index, call
 from tapestry.ir.graph import map_exprs
 from tapestry.ir.index import dim
 from tapestry.lift import lift, read_weight
 from tapestry.lift.file.structure import load
-from tapestry.model_evidence import arrays, compare
 from tapestry.plan.fusion import fused
 from tapestry.rewrites.core.driver import simplify
 from tapestry.runtime.feeds import random_feeds
-from tapestry.saved_build import verify_build
 from tapestry.verify.model import model_laws
 from tapestry.verify.model.bodies import near
 from tapestry.verify.model.cell_tolerance import same

@@ -13,10 +13,10 @@ from onnx import NodeProto, helper, numpy_helper
 from onnx import TensorProto as T
 
 import tapestry
+from tapestry.compiler.saved_build import verify_build
 from tapestry.errors import BuildError, LawError, TapestryError
 from tapestry.ir.graph import Opaque
 from tapestry.onnx_eval import opaque_node
-from tapestry.saved_build import verify_build
 from tests.support.command_line import run
 from tests.support.faults.file_faults import edited
 from tests.support.small_models import N, net

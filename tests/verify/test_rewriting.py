@@ -9,8 +9,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from tapestry import passes
 from tapestry.build import store
+from tapestry.compiler import passes
+from tapestry.compiler.saved_build import replay_rewrites
 from tapestry.errors import BuildError, LawError, TextError
 from tapestry.ir.graph import Graph, Rewrite, changes
 from tapestry.ir.syntax.parser import parse
@@ -21,7 +22,6 @@ from tapestry.rewrites.core.applied import apply_moves
 from tapestry.rewrites.core.driver import simplify
 from tapestry.rewrites.core.rule import parse_move
 from tapestry.rewrites.core.rule_check import documented
-from tapestry.saved_build import replay_rewrites
 from tapestry.verify.rewriting import history, proofs, rewrite_log
 from tapestry.verify.rewriting.regions import MOST_KEPT
 from tests.support.command_line import attention_build, document, run

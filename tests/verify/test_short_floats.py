@@ -12,10 +12,10 @@ from onnx import TensorProto as T
 from onnx import helper, numpy_helper
 
 import tapestry
+from tapestry.compiler.saved_build import verify_build
 from tapestry.errors import BuildError, LawError
 from tapestry.ir.graph import Opaque
 from tapestry.onnx_eval import opaque_node
-from tapestry.saved_build import verify_build
 from tapestry.verify import model_outputs
 from tests.support.faults import edited_build, graph_edits
 from tests.support.small_models import N, net

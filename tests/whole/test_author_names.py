@@ -12,8 +12,8 @@ from torch import nn
 
 import tapestry
 from tapestry.errors import PlanError
-from tapestry.ir.author_names import dim_names, matches, operation_names, parts, tensor_names, weight_names
 from tapestry.ir.graph import Graph, Names
+from tapestry.ir.provenance import dim_names, matches, operation_names, parts, tensor_names, weight_names
 from tapestry.lift import lift
 from tapestry.plan.requests import parse_layouts, parse_pins
 from tapestry.plan.topology import parse_mesh

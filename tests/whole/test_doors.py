@@ -18,8 +18,8 @@ from torch import nn
 
 import tapestry
 from tapestry.cli.entry import command_parser
-from tapestry.doors.choices import Choices, Opened, opened_source, options
 from tapestry.errors import BuildError, ModelError, TapestryError
+from tapestry.frontends.choices import Choices, Opened, opened_source, options
 from tapestry.options import DECLARED, FLAGS, Options, many
 from tests.support.command_line import document, run
 from tests.support.small_models import save

@@ -18,13 +18,14 @@ import pytest
 from onnx import TensorProto as T
 
 import tapestry
-from tapestry import flags, pass_runner
-from tapestry.compilation import Compilation
+from tapestry import flags
+from tapestry.compiler import pass_runner
+from tapestry.compiler.compilation import Compilation
+from tapestry.compiler.pass_runner import FIELDS, Pass, Runner, unreported
+from tapestry.compiler.pipeline import PASSES, Options, asked
 from tapestry.errors import LawError, TapestryError
 from tapestry.ir.syntax.parser import parse
 from tapestry.ir.syntax.printer import to_text
-from tapestry.pass_runner import FIELDS, Pass, Runner, unreported
-from tapestry.pipeline import PASSES, Options, asked
 from tapestry.plan.fusion import fused
 from tapestry.rewrites import RULES
 from tapestry.rewrites.core.driver import rules_of

@@ -6,9 +6,9 @@ import numpy as np
 import torch
 
 from tapestry.codegen.torch_cpu import TorchCpu
-from tapestry.ir.contraction import products
 from tapestry.ir.graph import Block
 from tapestry.ir.index import dim
+from tapestry.ir.recognition.contraction import products
 
 
 def is_product(op):

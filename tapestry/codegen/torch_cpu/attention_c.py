@@ -18,13 +18,13 @@ from tapestry.codegen.torch_cpu.c import conv_c
 from tapestry.codegen.torch_cpu.c.blocks_c import PLAIN, Cells, How, cells_of
 from tapestry.codegen.torch_cpu.c.c_calls import Calls, CCall, CpuKernel, Ins, recorded, shares
 from tapestry.codegen.torch_cpu.torch_ops.layers import Match, match
-from tapestry.ir.attention_roles import weighed
-from tapestry.ir.contraction import dims_read
 from tapestry.ir.expr import Acc, Arg, Const, Expr
 from tapestry.ir.expr import Call as Apply
 from tapestry.ir.graph import Block, Graph, Read
 from tapestry.ir.index import dims_of, evaluate
 from tapestry.ir.kernel import Box, Kernel, shape, size
+from tapestry.ir.recognition.attention_roles import weighed
+from tapestry.ir.recognition.contraction import dims_read
 
 Tensor = torch.Tensor
 

@@ -29,11 +29,11 @@ from tapestry.codegen.torch_cpu.c import conv_c, generated_c
 from tapestry.codegen.torch_cpu.c.blocks_c import BlockWriter
 from tapestry.codegen.torch_cpu.c.c_calls import CCall, CpuKernel, Ins, recorded, shares
 from tapestry.codegen.torch_cpu.c.print_c import TYPES, is_slow, written
-from tapestry.ir.attention_roles import Attention, Weighed, attention, weighed
 from tapestry.ir.expr import Call as Apply
 from tapestry.ir.expr import Expr, Let, arg_positions, walk
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.kernel import Kernel, size
+from tapestry.ir.recognition.attention_roles import Attention, Weighed, attention, weighed
 
 Names = tuple[str, ...]
 

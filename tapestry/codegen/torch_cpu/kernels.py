@@ -33,14 +33,14 @@ from tapestry.codegen.torch_cpu.torch_ops import dense, integers, layers, norms
 from tapestry.codegen.torch_cpu.torch_ops.viewed import viewed
 from tapestry.codegen.torch_cpu.views import seen
 from tapestry.ir import canonical_parts
-from tapestry.ir.contraction import only_sums, part, sides
 from tapestry.ir.expr import Expr, arg_positions
 from tapestry.ir.footprint import read_box
 from tapestry.ir.graph import Block, Graph, Op, Opaque
 from tapestry.ir.kernel import Box, Kernel, shape, size
 from tapestry.ir.monoid import parts_of
-from tapestry.ir.running_state import as_scan
-from tapestry.ir.state import layered
+from tapestry.ir.recognition.contraction import only_sums, part, sides
+from tapestry.ir.recognition.running_state import as_scan
+from tapestry.ir.recognition.state import layered
 from tapestry.ir.types import HOST, STORED, numpy_dtype
 from tapestry.ir.types import Tensor as TensorType
 from tapestry.onnx_eval import opaque_node

@@ -9,12 +9,12 @@ from typing import TypeVar
 
 from tapestry.codegen.torch_cpu.base.piecewise import cut_pieces
 from tapestry.codegen.torch_cpu.views import Seen, View
-from tapestry.ir.contraction import sides
-from tapestry.ir.convolution import convolution
 from tapestry.ir.expr import arg_positions
 from tapestry.ir.graph import Block, Graph, Read
 from tapestry.ir.index import dims_of
 from tapestry.ir.kernel import Kernel, shape
+from tapestry.ir.recognition.contraction import sides
+from tapestry.ir.recognition.convolution import convolution
 
 _T = TypeVar("_T")
 VIDEO = 5  # axes: fewer are an image's

@@ -18,10 +18,10 @@ from tapestry.codegen.torch_cpu.c.print_c import Writer, written
 from tapestry.codegen.torch_cpu.torch_ops import dense
 from tapestry.codegen.torch_cpu.torch_ops.viewed import viewed
 from tapestry.codegen.torch_cpu.views import Seen, seen
-from tapestry.ir.contraction import dims_read, factors, only_sums, part
 from tapestry.ir.expr import Acc, Arg, Expr, Index, arg_positions, call, walk
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.kernel import Kernel
+from tapestry.ir.recognition.contraction import dims_read, factors, only_sums, part
 
 
 def packable(

@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from tapestry.ir.contraction import factors
-from tapestry.ir.convolution import convolution, plain_read
 from tapestry.ir.graph import Block, Dim, Graph, Guard, Read
 from tapestry.ir.index import Aff, bounds, const, dim, dims_of
 from tapestry.ir.kernel import Kernel, whole
+from tapestry.ir.recognition.contraction import factors
+from tapestry.ir.recognition.convolution import convolution, plain_read
 from tapestry.ir.types import Tensor as Typed
 from tapestry.rewrites.core.edit import fresh_dim, reindex
 

@@ -31,11 +31,11 @@ from tapestry.codegen.triton.task.tiles import (
     split_selection,
     transposing_dims,
 )
-from tapestry.ir.exponential import INT8
 from tapestry.ir.expr import Call, Index, arg_positions, instructions, walk
 from tapestry.ir.graph import Dim
 from tapestry.ir.monoid import MONOIDS
-from tapestry.ir.selection_sum import Selection
+from tapestry.ir.recognition.exponential import INT8
+from tapestry.ir.recognition.selection_sum import Selection
 from tapestry.ir.types import FLOAT8, itemsize
 
 # Tiles of the kernels that memory decides: maps, rows, reductions, gathers, scans.

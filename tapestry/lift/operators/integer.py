@@ -12,9 +12,9 @@ from tapestry.ir.expr import Acc, Arg, Expr, call, cast
 from tapestry.ir.graph import Dim
 from tapestry.ir.index import Aff, const, dim
 from tapestry.lift.builder import Node, Operand, axes, broadcast, literal
-from tapestry.lift.operators.conv import channel, window
 from tapestry.lift.operators.opaque_operators import opaque_integer_conv
 from tapestry.lift.operators.quantize import REAL, saturated
+from tapestry.lift.operators.windows.conv import channel, window
 from tapestry.lift.registry import Declined, lifts
 
 BYTES = ("i8", "u8")

@@ -10,7 +10,7 @@ from tapestry.ir.expr import Acc, Arg, Expr, Index, call, cast
 from tapestry.ir.graph import Dim
 from tapestry.ir.index import Aff, const, dim
 from tapestry.ir.monoid import MONOIDS, highest, lowest, number
-from tapestry.ir.running_state import running
+from tapestry.ir.recognition.running_state import running
 from tapestry.ir.types import Tensor
 from tapestry.lift.builder import Node, accumulator, axes, here, literal
 from tapestry.lift.registry import Declined, lifts

@@ -23,7 +23,7 @@ from onnx import GraphProto, ModelProto, NodeProto, TensorProto, TypeProto, help
 
 from tapestry.errors import ModelError, TapestryError
 from tapestry.ir.graph import Graph
-from tapestry.ir.size_formula import Formula, Region, Sizes, formula_of
+from tapestry.ir.many_sizes.size_formula import Formula, Region, Sizes, formula_of
 from tapestry.ir.types import Array
 from tapestry.lift.file.protos import attributes, captured, is_standard, node_name, standard_opset, static_shape, subgraphs
 from tapestry.lift.file.symbols import Given, bind

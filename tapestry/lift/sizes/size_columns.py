@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from tapestry.errors import TapestryError
-from tapestry.ir.size_formula import Formula, Region, Sizes
+from tapestry.ir.many_sizes.size_formula import Formula, Region, Sizes
 from tapestry.ir.types import Array
 
 MOST = 1 << 22  # sizes of a region

@@ -14,14 +14,14 @@ from math import prod
 
 import numpy as np
 
-from tapestry.ir.contraction import dims_read, dims_varied, inner_product, kept, products
 from tapestry.ir.expr import Call, arg_positions, count_calls
 from tapestry.ir.footprint import Boxes
 from tapestry.ir.graph import Block, Graph, Op, Opaque
 from tapestry.ir.monoid import MONOIDS
-from tapestry.ir.running_state import as_scan
-from tapestry.ir.selection_sum import routed, selection
-from tapestry.ir.state import counted, layered, native, row_groups, varies
+from tapestry.ir.recognition.contraction import dims_read, dims_varied, inner_product, kept, products
+from tapestry.ir.recognition.running_state import as_scan
+from tapestry.ir.recognition.selection_sum import routed, selection
+from tapestry.ir.recognition.state import counted, layered, native, row_groups, varies
 from tapestry.ir.types import itemsize
 from tapestry.plan.cost.kernel_class import GATHER, kernel_class
 from tapestry.plan.topology import Device, Topology

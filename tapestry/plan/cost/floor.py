@@ -17,7 +17,7 @@ import numpy as np
 from tapestry.ir.graph import Block, Graph, Op, Read
 from tapestry.ir.index import bounds, dims_of
 from tapestry.ir.plan import device_count
-from tapestry.ir.selection_sum import selection
+from tapestry.ir.recognition.selection_sum import selection
 from tapestry.ir.types import itemsize
 from tapestry.plan.cost.compute import arithmetic, norm, rates_of
 from tapestry.plan.topology import Topology

@@ -22,13 +22,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import lru_cache
 
-from tapestry.ir.contraction import dims_varied, inner_product, products
-from tapestry.ir.convolution import convolution
-from tapestry.ir.exponential import exponential
 from tapestry.ir.expr import Call, arg_positions, walk
 from tapestry.ir.graph import Block, Op
 from tapestry.ir.index import Aff, bounds, dims_of
-from tapestry.ir.selection_sum import routed, selection
+from tapestry.ir.recognition.contraction import dims_varied, inner_product, products
+from tapestry.ir.recognition.convolution import convolution
+from tapestry.ir.recognition.exponential import exponential
+from tapestry.ir.recognition.selection_sum import routed, selection
 
 CONTRACTION, CONVOLUTION, UNFOLDED = "contraction", "convolution", "unfolded"
 ATTENTION, SCORED, COMPUTED = "attention", "scored", "computed"

@@ -14,7 +14,7 @@ from tapestry.ir.types import itemsize
 from tapestry.plan.pipelines.staged_plan import segment
 from tapestry.rewrites.core.applied import logged
 from tapestry.rewrites.core.rule import Move, own_rules
-from tapestry.rewrites.micro_batch import batch_move, micro_batch
+from tapestry.rewrites.splitting.micro_batch import batch_move, micro_batch
 
 
 class NotInStages(PlanError):

@@ -15,10 +15,10 @@ from functools import lru_cache
 from math import prod
 
 from tapestry.ir import space
-from tapestry.ir.contraction import dims_read, folded_roles, kept, products
 from tapestry.ir.expr import Expr
 from tapestry.ir.graph import Block, Dim, Guard, Read
 from tapestry.ir.kernel import Box
+from tapestry.ir.recognition.contraction import dims_read, folded_roles, kept, products
 
 ROWS = COLUMNS = 128  # of the tile of a contraction, and the queries that a program of attention holds
 POINTS = 1024  # of the tile of a map

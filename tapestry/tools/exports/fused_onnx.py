@@ -7,12 +7,12 @@ from typing import Any
 
 from tapestry.build.atomic import new_file
 from tapestry.build.store import Build
-from tapestry.ir.author_names import operation_names
 from tapestry.ir.graph import Block, Graph, Op
 from tapestry.ir.kernel import Kernel, whole
-from tapestry.tools.exports.blocks import launch, opset_of
+from tapestry.ir.provenance import operation_names
+from tapestry.tools.exports.nodes.blocks import launch, opset_of
+from tapestry.tools.exports.nodes.onnx_nodes import Nodes, NotExpressible, Value
 from tapestry.tools.exports.onnx_files import DataFile, checked, model_of, refused, stored, weights_of
-from tapestry.tools.exports.onnx_nodes import Nodes, NotExpressible, Value
 
 
 def export_fused(build: Build, constants: bytes, target: Path) -> dict[str, Any]:

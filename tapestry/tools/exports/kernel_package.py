@@ -23,7 +23,7 @@ from tapestry.codegen.triton.run.launcher import narrow_view
 from tapestry.errors import TapestryError
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.kernel import Kernel, shape, size
-from tapestry.ir.state import state_box
+from tapestry.ir.recognition.state import state_box
 from tapestry.system.quoting import docstring
 from tapestry.tools.exports.shipped import checking, launching
 from tapestry.tools.exports.shipped.launching import Buffer

@@ -20,16 +20,16 @@ from typing import Any
 from tapestry.build.atomic import new_file
 from tapestry.build.store import Build
 from tapestry.interop.placement import held, layout_of_boxes
-from tapestry.ir.author_names import dim_names, operation_names, tensor_names
 from tapestry.ir.graph import Block, Graph, Op
 from tapestry.ir.kernel import Box, inside, size
 from tapestry.ir.monoid import primitive_of
 from tapestry.ir.plan import Layout, Mesh, Strategy
 from tapestry.ir.program import Buffer, Launch, Load, Reduce, Transfer, transfer_bytes
+from tapestry.ir.provenance import dim_names, operation_names, tensor_names
 from tapestry.ir.types import itemsize
 from tapestry.plan.layout_constraints import Sayable
 from tapestry.plan.search.priced_plan import PricedPlan
-from tapestry.tools.exports.onnx_nodes import NotExpressible
+from tapestry.tools.exports.nodes.onnx_nodes import NotExpressible
 
 SCHEMA = "tapestry-layouts/1"
 FOLDED = re.compile(r"val_\d+|_?(lifted_tensor|tensor_constant).*")  # initializers that torch's exporter makes: of no module

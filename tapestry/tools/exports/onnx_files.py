@@ -18,7 +18,7 @@ from tapestry.ir.graph import Op
 from tapestry.ir.kernel import Box
 from tapestry.ir.types import numpy_dtype
 from tapestry.runtime.session import NO_WEIGHTS, ModelFiles
-from tapestry.tools.exports.onnx_nodes import Nodes, NotExpressible, Value, live, onnx_type, stored_array
+from tapestry.tools.exports.nodes.onnx_nodes import Nodes, NotExpressible, Value, live, onnx_type, stored_array
 
 ALIGN = 64  # bytes: where the data of a weight begins
 INLINE = 64  # cells of a weight that stands in the model's file itself: sizes and places, which readers look at

@@ -20,8 +20,8 @@ from tapestry.ir.kernel import Box, intersect, shape, size
 from tapestry.ir.monoid import MONOIDS, Monoid
 from tapestry.ir.program import Program, Reduce, Transfer
 from tapestry.ir.types import itemsize
-from tapestry.tools.exports.blocks import Merge, Merging
-from tapestry.tools.exports.onnx_nodes import COLLECTIVE, Nodes, NotExpressible, Value, relative
+from tapestry.tools.exports.nodes.blocks import Merge, Merging
+from tapestry.tools.exports.nodes.onnx_nodes import COLLECTIVE, Nodes, NotExpressible, Value, relative
 
 _REDUCE = {"add": "SUM", "mul": "PROD", "max": "MAX", "min": "MIN"}
 Group = tuple[int, ...]

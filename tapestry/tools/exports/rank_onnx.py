@@ -18,17 +18,17 @@ from onnx import ModelProto
 from tapestry.build.atomic import check_place, new_folder
 from tapestry.build.store import Build
 from tapestry.interop.placement import layout_of_boxes
-from tapestry.ir.author_names import operation_names
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.kernel import Box, Kernel, shape, size, whole
 from tapestry.ir.monoid import MONOIDS, ByPrimitive, Monoid, Product
 from tapestry.ir.plan import Mesh
 from tapestry.ir.program import Free, Launch, Load, Program, Reduce, Transfer, transfer_bytes
+from tapestry.ir.provenance import operation_names
 from tapestry.ir.types import itemsize
 from tapestry.plan.layout_constraints import Sayable
-from tapestry.tools.exports.blocks import launch, opset_of
+from tapestry.tools.exports.nodes.blocks import launch, opset_of
+from tapestry.tools.exports.nodes.onnx_nodes import COLLECTIVE, Nodes, NotExpressible, Value, relative
 from tapestry.tools.exports.onnx_files import DataFile, checked, model_of, refused, stored, weights_of
-from tapestry.tools.exports.onnx_nodes import COLLECTIVE, Nodes, NotExpressible, Value, relative
 from tapestry.tools.exports.rank_collectives import Exchange, Places, assembled, broadcast, moved, reduced
 
 MARK, DATA = "program.json", "weights.data"

@@ -21,19 +21,19 @@ import numpy as np
 
 from tapestry.build.atomic import new_file
 from tapestry.build.store import Build
-from tapestry.ir.author_names import PARAMETER, operation_names, parts
-from tapestry.ir.contraction import only_sums
 from tapestry.ir.expr import Index, distinct
 from tapestry.ir.footprint import Boxes
 from tapestry.ir.graph import Block, Graph, Op, Read
 from tapestry.ir.index import Aff, dim, dims_of, evaluate, substitute
 from tapestry.ir.plan import Mesh, MeshAxis, Strategy
 from tapestry.ir.program import Launch, Reduce, Transfer, transfer_bytes
-from tapestry.ir.selection_sum import selection
+from tapestry.ir.provenance import PARAMETER, operation_names, parts
+from tapestry.ir.recognition.contraction import only_sums
+from tapestry.ir.recognition.selection_sum import selection
 from tapestry.plan.layout_constraints import Sayable
 from tapestry.plan.search.priced_plan import PricedPlan
 from tapestry.plan.strategy import footprints, tensor_boxes
-from tapestry.tools.exports.onnx_nodes import NotExpressible
+from tapestry.tools.exports.nodes.onnx_nodes import NotExpressible
 
 X = TypeVar("X")
 AXES = {

@@ -12,12 +12,12 @@ from tapestry.ir import space
 from tapestry.ir.index import Aff, dims_of
 from tapestry.ir.kernel import Box, shape
 from tapestry.ir.types import Array
-from tapestry.tools.kernel_proofs.evaluation import Evaluation, OutOfReach, evaluated_together
-from tapestry.tools.kernel_proofs.integer_conditions import OPERATIONS
 from tapestry.tools.kernel_proofs.kernel_text import Buffer
 from tapestry.tools.kernel_proofs.lane_tiles import lanes
 from tapestry.tools.kernel_proofs.program_reading import Access, Program, Store
-from tapestry.tools.kernel_proofs.terms import Terms, Unsupported
+from tapestry.tools.kernel_proofs.term.evaluation import Evaluation, OutOfReach, evaluated_together
+from tapestry.tools.kernel_proofs.term.integer_conditions import OPERATIONS
+from tapestry.tools.kernel_proofs.term.terms import Terms, Unsupported
 
 PART_POINTS = 1 << 21  # points looked at together
 MOST_POINTS = 1 << 27  # points that are looked at one by one

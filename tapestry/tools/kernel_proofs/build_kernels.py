@@ -12,7 +12,7 @@ from tapestry.codegen.triton.emit.source import Pass, TritonKernel
 from tapestry.errors import LawError
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.kernel import Box, Kernel, size
-from tapestry.ir.state import state_box
+from tapestry.ir.recognition.state import state_box
 from tapestry.plugins import entry_points as plugins
 from tapestry.tools.kernel_proofs import kernel_text
 from tapestry.tools.kernel_proofs.kernel_proofs import COMPARED, prove

@@ -9,7 +9,7 @@ from tapestry.errors import LawError
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.index import Aff, const
 from tapestry.ir.kernel import Kernel, shape, strides
-from tapestry.ir.state import varies
+from tapestry.ir.recognition.state import varies
 from tapestry.ir.types import Array
 from tapestry.tools.kernel_proofs import addresses
 from tapestry.tools.kernel_proofs.addresses import Conditions
@@ -18,8 +18,8 @@ from tapestry.tools.kernel_proofs.operation_terms import Operation, orders
 from tapestry.tools.kernel_proofs.program_reading import Program, Store
 from tapestry.tools.kernel_proofs.scratch_passes import inlined
 from tapestry.tools.kernel_proofs.source_trials import compare_programs
-from tapestry.tools.kernel_proofs.term_matching import Matching, flattened
-from tapestry.tools.kernel_proofs.terms import Terms, Unsupported
+from tapestry.tools.kernel_proofs.term.term_matching import Matching, flattened
+from tapestry.tools.kernel_proofs.term.terms import Terms, Unsupported
 from tapestry.tools.kernel_proofs.triton_source import read_launch
 
 NO_FORM = "no common normal form"

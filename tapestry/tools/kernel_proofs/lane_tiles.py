@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tapestry.ir.index import Aff, const
-from tapestry.tools.kernel_proofs.terms import Terms, Unsupported
+from tapestry.tools.kernel_proofs.term.terms import Terms, Unsupported
 
 Shape = tuple[int, ...]
 

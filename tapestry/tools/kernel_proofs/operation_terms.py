@@ -13,11 +13,11 @@ from tapestry.ir.graph import Block, Dim, Graph
 from tapestry.ir.index import Aff, const, dim
 from tapestry.ir.kernel import Box, Kernel, strides
 from tapestry.ir.monoid import MONOIDS, ByPrimitive, Moments, Monoid, Product, Rebased
-from tapestry.ir.state import state_box, varies
+from tapestry.ir.recognition.state import state_box, varies
 from tapestry.ir.types import FLOATS
 from tapestry.tools.kernel_proofs.kernel_text import NOT_GIVEN, KernelText, block_of
-from tapestry.tools.kernel_proofs.term_arithmetic import Kind, applied, kind_of
-from tapestry.tools.kernel_proofs.terms import Terms, Unsupported
+from tapestry.tools.kernel_proofs.term.term_arithmetic import Kind, applied, kind_of
+from tapestry.tools.kernel_proofs.term.terms import Terms, Unsupported
 from tapestry.verify.interp import Walk, guards
 
 

@@ -10,9 +10,9 @@ import numpy as np
 
 from tapestry.ir.expr import PRIMITIVES
 from tapestry.ir.types import Array
-from tapestry.tools.kernel_proofs.evaluation import Evaluation
 from tapestry.tools.kernel_proofs.lane_tiles import Tile
-from tapestry.tools.kernel_proofs.terms import Terms, Unsupported
+from tapestry.tools.kernel_proofs.term.evaluation import Evaluation
+from tapestry.tools.kernel_proofs.term.terms import Terms, Unsupported
 from tapestry.verify.interp import NUMPY
 
 Said = Callable[[Terms, list[Tile]], Any]

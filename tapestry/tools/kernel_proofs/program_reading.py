@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 from tapestry.ir.index import Aff, const
-from tapestry.tools.kernel_proofs import term_arithmetic as term_arithmetic_module
 from tapestry.tools.kernel_proofs.kernel_text import Buffer, KernelLaunch
 from tapestry.tools.kernel_proofs.lane_tiles import (
     Pointer,
@@ -26,8 +25,9 @@ from tapestry.tools.kernel_proofs.lane_tiles import (
     together,
 )
 from tapestry.tools.kernel_proofs.recurrences import closed
-from tapestry.tools.kernel_proofs.term_arithmetic import Kind, kind_of
-from tapestry.tools.kernel_proofs.terms import Terms, Unsupported
+from tapestry.tools.kernel_proofs.term import term_arithmetic as term_arithmetic_module
+from tapestry.tools.kernel_proofs.term.term_arithmetic import Kind, kind_of
+from tapestry.tools.kernel_proofs.term.terms import Terms, Unsupported
 from tapestry.tools.kernel_proofs.triton_calls import REAL
 
 

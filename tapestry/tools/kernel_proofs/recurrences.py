@@ -12,8 +12,8 @@ from typing import Any
 
 from tapestry.ir.index import const
 from tapestry.tools.kernel_proofs.lane_tiles import Tile, each
-from tapestry.tools.kernel_proofs.term_arithmetic import arithmetic, extreme
-from tapestry.tools.kernel_proofs.terms import REDUCING, Terms
+from tapestry.tools.kernel_proofs.term.term_arithmetic import arithmetic, extreme
+from tapestry.tools.kernel_proofs.term.terms import REDUCING, Terms
 
 
 def closed(

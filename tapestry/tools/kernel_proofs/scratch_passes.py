@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from tapestry.ir.index import Aff, Mod, const, dims_of
 from tapestry.tools.kernel_proofs.program_reading import Store
-from tapestry.tools.kernel_proofs.terms import Terms, Unsupported
+from tapestry.tools.kernel_proofs.term.terms import Terms, Unsupported
 
 Made = Mapping[str, Sequence[Store]]
 

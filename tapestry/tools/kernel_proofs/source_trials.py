@@ -17,12 +17,12 @@ from tapestry.ir.index import Aff
 from tapestry.ir.kernel import Kernel
 from tapestry.ir.types import Array
 from tapestry.tools.kernel_proofs import addresses
-from tapestry.tools.kernel_proofs.evaluation import Evaluation, OutOfReach, evaluated_together
 from tapestry.tools.kernel_proofs.kernel_text import KernelText, block_of
 from tapestry.tools.kernel_proofs.operation_terms import Operation
 from tapestry.tools.kernel_proofs.program_reading import Program, Store
-from tapestry.tools.kernel_proofs.term_arithmetic import kind_of
-from tapestry.tools.kernel_proofs.terms import Terms, Unsupported
+from tapestry.tools.kernel_proofs.term.evaluation import Evaluation, OutOfReach, evaluated_together
+from tapestry.tools.kernel_proofs.term.term_arithmetic import kind_of
+from tapestry.tools.kernel_proofs.term.terms import Terms, Unsupported
 
 PROGRAMS = 10  # that are compared
 EDGES: tuple[Callable[[int], int], ...] = (lambda n: 0, lambda n: 1, lambda n: n // 2, lambda n: n - 2, lambda n: n - 1)

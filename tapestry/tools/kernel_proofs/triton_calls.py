@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tapestry.tools.kernel_proofs.term_arithmetic import Kind
+from tapestry.tools.kernel_proofs.term.term_arithmetic import Kind
 
 KINDS = {
     **{f"float{b}": Kind("real", b) for b in (16, 32, 64)}, "bfloat16": Kind("real", 16), "int1": Kind("bool", 1),

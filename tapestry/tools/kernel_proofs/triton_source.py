@@ -17,8 +17,8 @@ from tapestry.tools.kernel_proofs import own_functions
 from tapestry.tools.kernel_proofs.kernel_text import Box, Buffer, KernelLaunch
 from tapestry.tools.kernel_proofs.lane_tiles import Pointer, Tile, each, folded, indexed, lane
 from tapestry.tools.kernel_proofs.program_reading import Program, Reading, Return, Steps
-from tapestry.tools.kernel_proofs.term_arithmetic import Kind, applied, negative
-from tapestry.tools.kernel_proofs.terms import REDUCING, Terms, Unsupported
+from tapestry.tools.kernel_proofs.term.term_arithmetic import Kind, applied, negative
+from tapestry.tools.kernel_proofs.term.terms import REDUCING, Terms, Unsupported
 from tapestry.tools.kernel_proofs.triton_calls import KINDS
 
 OPERATORS: dict[type[ast.AST], str] = {

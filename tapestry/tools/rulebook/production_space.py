@@ -23,8 +23,8 @@ from tapestry.plan.topology import Topology
 from tapestry.rewrites.core.applied import apply_moves
 from tapestry.rewrites.core.driver import SIMPLIFIED, rules_of, simplify
 from tapestry.rewrites.core.rule import Move, Refusal, Sized, rule_table
-from tapestry.rewrites.split import split_move, splittable
-from tapestry.rewrites.split_time import time_move
+from tapestry.rewrites.splitting.split import split_move, splittable
+from tapestry.rewrites.splitting.split_time import time_move
 
 TREES = ((2, 2), (4, 2), (4, 4))  # parts of a reduction, and fan-in of the merges
 IN_TIME = 2  # parts

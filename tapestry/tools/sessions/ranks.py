@@ -24,7 +24,7 @@ import numpy as np
 from tapestry.api import Compiled
 from tapestry.errors import RunError, TapestryError
 from tapestry.ir.graph import Graph
-from tapestry.ir.size_formula import Sizes
+from tapestry.ir.many_sizes.size_formula import Sizes
 from tapestry.onnx_eval.opaque_node import HostValue
 from tapestry.runtime.feeds import check_indices, index_bounds
 from tapestry.runtime.processes import host_values

@@ -16,13 +16,13 @@ from tapestry.build.packed_program import PackedLaunch, PackedReduce, PackedTran
 from tapestry.build.store import Build
 from tapestry.codegen.kernel_sources import kernels_of_steps, named_kernels
 from tapestry.errors import LawError
-from tapestry.ir.author_names import operation_names
 from tapestry.ir.expr import Call, Const, Expr, Index
 from tapestry.ir.graph import Block, Graph, Guard, Op, Read
 from tapestry.ir.index import Aff, Floor
 from tapestry.ir.kernel import size
 from tapestry.ir.plan import Mesh, Strategy
 from tapestry.ir.program import Free, Launch, Program, Reduce, Step, Transfer, allocated, device_bytes, transfer_bytes
+from tapestry.ir.provenance import operation_names
 from tapestry.ir.syntax.printer import aliases, op_text, signature
 from tapestry.ir.types import itemsize
 from tapestry.plan.alternatives import priced_strategies

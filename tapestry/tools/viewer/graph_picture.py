@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from tapestry.build.store import Build
-from tapestry.ir.author_names import operation_names
+from tapestry.ir.provenance import operation_names
 from tapestry.tools.viewer import build_data
 from tapestry.tools.viewer.draw import Drawing, build_of, card, drawing, short, tag, tail, words
 from tapestry.tools.viewer.lanes_picture import split_colours

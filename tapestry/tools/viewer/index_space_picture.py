@@ -7,10 +7,10 @@ from math import log2
 
 from tapestry.errors import TapestryError
 from tapestry.ir import space
-from tapestry.ir.author_names import operation_names
 from tapestry.ir.graph import Block, Graph, Op
 from tapestry.ir.kernel import Box, cut, intersect, shape, size
 from tapestry.ir.program import Launch
+from tapestry.ir.provenance import operation_names
 from tapestry.tools.viewer.draw import Drawing, build_of, by_box, colour, drawing, polygon, rect, short, tag, words
 from tapestry.viz.format import human, shape_text
 

@@ -23,7 +23,7 @@ from tapestry.errors import LawError
 from tapestry.ir.expr import Call, distinct
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.monoid import primitive_of
-from tapestry.ir.selection_sum import place_read, routed, selection
+from tapestry.ir.recognition.selection_sum import place_read, routed, selection
 from tapestry.ir.types import FLOATS, Array
 from tapestry.verify.rewriting.cells import Cells, Place, TooMuch
 from tapestry.verify.rewriting.draws import Draw

@@ -14,7 +14,7 @@ from tapestry.codegen.triton.task.lowered import unavailable
 from tapestry.ir.graph import Block, Graph, Tensor
 from tapestry.ir.kernel import Kernel, whole
 from tapestry.ir.monoid import MONOIDS
-from tapestry.ir.state import state_box
+from tapestry.ir.recognition.state import state_box
 from tapestry.ir.syntax.parser import parse
 from tapestry.verify import interp
 from tests.support.attention.attention_cases import CASES

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import tapestry
-from tapestry import api, passes
+from tapestry import api
 from tapestry.cli import entry
 from tapestry.codegen import kernel_sources
 from tapestry.codegen.triton.config_fields import KernelConfig
@@ -20,12 +20,12 @@ from tapestry.codegen.triton.emit.source import kernel_key
 from tapestry.codegen.triton.run import tuned
 from tapestry.codegen.triton.run.device_target import TritonTarget
 from tapestry.codegen.triton.run.tune import Trial, choose
-from tapestry.codegen.triton.run.tuned import Cache, Choice, config_from, local_cache
-from tapestry.codegen.triton.run.tuned import digest as digest
+from tapestry.codegen.triton.run.tuned import Cache, Choice, config_from, digest, local_cache
 from tapestry.codegen.triton.task.chips import CHIPS
+from tapestry.compiler import passes
+from tapestry.compiler.saved_build import verify_build
 from tapestry.errors import BuildError, TapestryError
 from tapestry.plan.topology.presets import GPUS
-from tapestry.saved_build import verify_build
 from tests.support.small_models import save
 
 CHOICE = Choice(config=KernelConfig(bm=32, bn=128, num_warps=8), library=True)

@@ -9,9 +9,9 @@ import pytest
 from onnx import TensorProto, helper
 
 from tapestry.errors import TapestryError
-from tapestry.ir.contraction import factors
 from tapestry.ir.graph import Block, Opaque
-from tapestry.rewrites.split import splittable
+from tapestry.ir.recognition.contraction import factors
+from tapestry.rewrites.splitting.split import splittable
 from tests.support.lifting import agree, build, data, evaluate, lift_model, node
 
 EQUATIONS = [

@@ -19,7 +19,7 @@ from tapestry.ir.graph import Block, Opaque
 from tapestry.ir.kernel import whole
 from tapestry.ir.plan import MeshAxis, Plan
 from tapestry.ir.program import Reduce
-from tapestry.ir.running_state import as_scan
+from tapestry.ir.recognition.running_state import as_scan
 from tapestry.ir.syntax.parser import parse
 from tapestry.lift.file.weight_data import read_weight
 from tapestry.onnx_eval.ort_session import ort_session

@@ -11,7 +11,7 @@ import pytest
 import tapestry
 from tapestry.errors import TapestryError
 from tapestry.ir.graph import Opaque
-from tapestry.lift.operators import rnn
+from tapestry.lift.operators.recurrent import rnn
 from tapestry.onnx_eval.ort_session import ort_session
 from tests.support.lifting import agree, build, data, evaluate, lift_model, node
 

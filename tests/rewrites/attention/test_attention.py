@@ -18,7 +18,7 @@ from tapestry.ir.graph import Block
 from tapestry.ir.kernel import Kernel, cut, whole
 from tapestry.ir.monoid import MONOIDS, driven, product, prove_driven, prove_rebased, rebased, register, rescale
 from tapestry.ir.plan import MeshAxis, Plan, Strategy
-from tapestry.ir.state import state_box, varies
+from tapestry.ir.recognition.state import state_box, varies
 from tapestry.ir.syntax.parser import parse
 from tapestry.ir.syntax.printer import to_text
 from tapestry.lift import lift

@@ -152,6 +152,6 @@ def test_a_plan_that_breaks_a_law_is_still_an_error(tmp_path: Path, monkeypatch:
     def broken(*_: object, **__: object) -> dict[str, int]:
         raise LawError("peak", "more memory than the plan says")
 
-    monkeypatch.setattr("tapestry.passes.certificate.check", broken)
+    monkeypatch.setattr("tapestry.compiler.passes.certificate.check", broken)
     with pytest.raises(LawError, match="more memory"):
         tapestry.compile(model(tmp_path), devices=2, topology="cpu")

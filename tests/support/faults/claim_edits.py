@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tapestry import build_report
+from tapestry.compiler import build_report
 from tapestry.ir.program import Transfer
 from tests.support.faults.edited_build import Edited
 from tests.support.faults.graph_edits import edit

@@ -11,9 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from tapestry import api, build_report
+from tapestry import api
 from tapestry.build import store
 from tapestry.codegen import kernel_sources
+from tapestry.compiler import build_report
 from tapestry.ir.expr import Call, Const, Expr, distinct, rewrite
 from tapestry.ir.graph import Block, Graph, Op, Opaque, map_exprs
 from tapestry.ir.program import peak_bytes

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import tapestry
+from tapestry.compiler.saved_build import verify_build
 from tapestry.errors import LawError, TapestryError
-from tapestry.saved_build import verify_build
 
 Change = Callable[[Path, random.Random], None]
 FILE_FAULTS: dict[str, tuple[str, Change]] = {}

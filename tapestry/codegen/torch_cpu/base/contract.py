@@ -16,10 +16,10 @@ import torch
 
 from tapestry.codegen.torch_cpu.base.local_view import Local
 from tapestry.codegen.torch_cpu.base.strided_reads import Frame
-from tapestry.ir.convolution import Conv, Window, convolution
 from tapestry.ir.graph import Block
 from tapestry.ir.index import bounds, evaluate
 from tapestry.ir.kernel import Box
+from tapestry.ir.recognition.convolution import Conv, Window, convolution
 
 Tensor = torch.Tensor
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from tapestry.ir.graph import Block, Dim, Graph
 from tapestry.ir.index import Aff, dim
 from tapestry.ir.kernel import Box, Kernel
-from tapestry.ir.state import row_groups
+from tapestry.ir.recognition.state import row_groups
 from tapestry.rewrites.core.edit import fresh_dim, reindex
 
 

@@ -11,10 +11,10 @@ import torch
 from tapestry.codegen.torch_cpu.base import contract, scalars
 from tapestry.codegen.torch_cpu.base.closures import compile_value
 from tapestry.codegen.torch_cpu.base.strided_reads import Fetch, Frame, Remembered, Tensor, index_values, reader
-from tapestry.ir.contraction import sides
 from tapestry.ir.expr import Arg, Expr, Index, walk
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.kernel import Kernel
+from tapestry.ir.recognition.contraction import sides
 from tapestry.ir.types import STORED, numpy_dtype
 
 States = Callable[[Sequence[Tensor | None]], list[Tensor]]

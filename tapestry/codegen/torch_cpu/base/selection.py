@@ -12,10 +12,10 @@ import torch
 from tapestry.codegen.torch_cpu.base.point_values import Expressions, States
 from tapestry.codegen.torch_cpu.base.strided_reads import SAME_BITS, Frame, Tensor
 from tapestry.codegen.torch_cpu.base.ways import Refusal
-from tapestry.ir.contraction import dims_read
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.kernel import Kernel
-from tapestry.ir.selection_sum import routed, selection
+from tapestry.ir.recognition.contraction import dims_read
+from tapestry.ir.recognition.selection_sum import routed, selection
 
 
 def product_by_groups(op: Block, graph: Graph, kernel: Kernel, frame: Frame) -> States | Refusal:

@@ -9,9 +9,9 @@ import torch
 
 from tapestry.codegen.torch_cpu.base.closures import Node, Tensor, compile_value
 from tapestry.codegen.torch_cpu.base.scalars import NAMES, UNSIGNED
-from tapestry.ir.contraction import only_sums
-from tapestry.ir.exponential import Exponential, exponential
 from tapestry.ir.monoid import MONOIDS, Best, ByPrimitive, Moments, Monoid, parts_of
+from tapestry.ir.recognition.contraction import only_sums
+from tapestry.ir.recognition.exponential import Exponential, exponential
 
 Reducer = Callable[[list[Tensor], tuple[int, ...]], list[Tensor]]
 """From the fields of states, merged along some axes to the end, to the fields of what they come to."""

@@ -13,10 +13,10 @@ from tapestry.codegen.torch_cpu.base import state_merges
 from tapestry.codegen.torch_cpu.base.point_values import Expressions, States, product
 from tapestry.codegen.torch_cpu.base.strided_reads import Frame, Tensor
 from tapestry.codegen.torch_cpu.base.ways import Refusal
-from tapestry.ir.contraction import sides
 from tapestry.ir.expr import arg_positions
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.kernel import Box, Kernel, size
+from tapestry.ir.recognition.contraction import sides
 
 NO_CONTRACTION = Refusal("it is no sum of products of two factors that torch multiplies as matrices")
 POINTS = 1 << 22  # at most in a tile: 16 MiB of f32 for each value of the body

@@ -24,15 +24,15 @@ from tapestry.codegen.torch_cpu.base.ways import Refusal
 from tapestry.codegen.torch_cpu.c import conv_c, generated_c
 from tapestry.codegen.torch_cpu.c.c_calls import CCall, CpuKernel, Ins, row_major, shares
 from tapestry.codegen.torch_cpu.c.print_c import TYPES, Chosen, Piece, Writer, is_slow, literal, written
-from tapestry.ir.contraction import only_sums
 from tapestry.ir.expr import Arg, Const, Expr, Index, Let, arg_positions, walk
 from tapestry.ir.expr import Call as Apply
 from tapestry.ir.graph import Block, Dim, Graph, Read
 from tapestry.ir.index import dims_of
 from tapestry.ir.kernel import Box, Kernel, shape, size
 from tapestry.ir.monoid import MONOIDS, Moments
-from tapestry.ir.selection_sum import selection
-from tapestry.ir.state import varies
+from tapestry.ir.recognition.contraction import only_sums
+from tapestry.ir.recognition.selection_sum import selection
+from tapestry.ir.recognition.state import varies
 
 Tensor = torch.Tensor
 

@@ -13,12 +13,12 @@ from tapestry.codegen.torch_cpu.base.point_values import held
 from tapestry.codegen.torch_cpu.base.ways import Refusal
 from tapestry.codegen.torch_cpu.c.c_calls import CCall, CpuKernel, Ins, recorded, shares
 from tapestry.codegen.torch_cpu.c.conv_c import Tensor, available, last
-from tapestry.ir.contraction import factors
-from tapestry.ir.convolution import plain_read, window
 from tapestry.ir.expr import Acc, Arg
 from tapestry.ir.graph import Block, Graph, Guard, Read
 from tapestry.ir.index import Aff, Floor, Mod
 from tapestry.ir.kernel import Box, Kernel
+from tapestry.ir.recognition.contraction import factors
+from tapestry.ir.recognition.convolution import plain_read, window
 
 States = Callable[[Sequence[Tensor | None]], list[Tensor]]
 

@@ -25,11 +25,11 @@ from tapestry.codegen.torch_cpu.c.c_calls import Calls, CCall, CpuKernel, Ins, L
 from tapestry.codegen.torch_cpu.c.pooling import transposed
 from tapestry.codegen.torch_cpu.pixel_view import order as by_pixels
 from tapestry.codegen.torch_cpu.pixel_view import pixels
-from tapestry.ir.contraction import sides
 from tapestry.ir.expr import Acc, Arg, Expr
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.index import bounds
 from tapestry.ir.kernel import Box, Kernel
+from tapestry.ir.recognition.contraction import sides
 
 States = Callable[[Ins, Tensor | None, Tensor | None], Tensor]
 """From the buffers (the weight packed), the bias and the residual to the result of the epilogue, over the map dimensions."""

@@ -19,10 +19,10 @@ from tapestry.codegen.torch_cpu.base.strided_reads import Frame, Tensor
 from tapestry.codegen.torch_cpu.base.torch_api import int_mm
 from tapestry.codegen.torch_cpu.base.ways import Refusal
 from tapestry.codegen.torch_cpu.c.c_calls import CpuKernel, Ins, Pack
-from tapestry.ir.contraction import dims_read, factors, narrow
 from tapestry.ir.expr import Arg, Call, Const, Expr
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.kernel import Kernel
+from tapestry.ir.recognition.contraction import dims_read, factors, narrow
 
 _MANY = 16  # matrices of a batch that are multiplied one by one; more, in floats that hold the sums exactly
 _SUMMED = 1 << 14  # values: the sums of fewer take no time

@@ -20,14 +20,14 @@ from tapestry.codegen.torch_cpu.base.contract import points
 from tapestry.codegen.torch_cpu.base.point_values import Expressions, product
 from tapestry.codegen.torch_cpu.base.strided_reads import Frame
 from tapestry.codegen.torch_cpu.c import conv_c
-from tapestry.ir.attention_roles import Attention, attention, linear_score
-from tapestry.ir.contraction import dims_read
-from tapestry.ir.exponential import exponential
 from tapestry.ir.expr import Expr, call
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.kernel import Box, Kernel, cut, size
 from tapestry.ir.monoid import number
-from tapestry.ir.state import state_box, varies
+from tapestry.ir.recognition.attention_roles import Attention, attention, linear_score
+from tapestry.ir.recognition.contraction import dims_read
+from tapestry.ir.recognition.exponential import exponential
+from tapestry.ir.recognition.state import state_box, varies
 
 Tensor = torch.Tensor
 

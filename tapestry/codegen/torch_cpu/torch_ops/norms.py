@@ -14,14 +14,14 @@ from tapestry.codegen.torch_cpu.base.strided_reads import Frame
 from tapestry.codegen.torch_cpu.base.torch_api import tensor_of
 from tapestry.codegen.torch_cpu.base.ways import Refusal
 from tapestry.codegen.torch_cpu.torch_ops.layers import Tensor
-from tapestry.ir.contraction import only_sums
 from tapestry.ir.expr import Acc, Arg, Call, Const, Expr, arg_positions
 from tapestry.ir.graph import Block, Dim
 from tapestry.ir.index import dim, substitute
 from tapestry.ir.kernel import Box, Kernel, shape, whole
 from tapestry.ir.monoid import MONOIDS, Moments
-from tapestry.ir.running_state import Scan, unguarded
-from tapestry.ir.state import varies
+from tapestry.ir.recognition.contraction import only_sums
+from tapestry.ir.recognition.running_state import Scan, unguarded
+from tapestry.ir.recognition.state import varies
 from tapestry.rewrites.core.edit import reindex
 
 

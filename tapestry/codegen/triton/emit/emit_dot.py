@@ -22,8 +22,8 @@ from tapestry.codegen.triton.task.tiles import (
 )
 from tapestry.codegen.triton.text.axes import Axis, Namer, View
 from tapestry.codegen.triton.text.scope import Frame, Scope, Written
-from tapestry.ir.exponential import INT8
 from tapestry.ir.expr import Acc, Arg, Const, Expr, arg_positions, walk
+from tapestry.ir.recognition.exponential import INT8
 from tapestry.ir.types import FLOAT8
 
 

@@ -18,10 +18,10 @@ from tapestry.codegen.triton.task.tiles import Folded, KernelForm, power_of_two
 from tapestry.codegen.triton.text.axes import Axis, View
 from tapestry.codegen.triton.text.folds import lane_reduction, tile_reduction
 from tapestry.codegen.triton.text.scope import Frame, Scope, Written
-from tapestry.ir.contraction import Kept, dims_read
 from tapestry.ir.expr import Expr, Index, call
 from tapestry.ir.index import dim, dims_of
-from tapestry.ir.selection_sum import routed
+from tapestry.ir.recognition.contraction import Kept, dims_read
+from tapestry.ir.recognition.selection_sum import routed
 
 
 def emit_folded(frame: Frame, op: KernelForm, f: Folded, config: KernelConfig, chip: Chip) -> Written:

@@ -6,7 +6,7 @@ from tapestry.codegen.triton.config_fields import KernelConfig
 from tapestry.codegen.triton.task.tiles import split_selection, transposing_dims
 from tapestry.codegen.triton.text.axes import Axis, View
 from tapestry.codegen.triton.text.scope import Frame, Scope, Written
-from tapestry.ir.selection_sum import Selection
+from tapestry.ir.recognition.selection_sum import Selection
 
 
 def emit_map(frame: Frame, config: KernelConfig) -> Written:

@@ -16,10 +16,10 @@ from tapestry.codegen.triton.task.tiles import row_dims
 from tapestry.codegen.triton.text.axes import Axis, View
 from tapestry.codegen.triton.text.folds import by_share, reduction
 from tapestry.codegen.triton.text.scope import Frame, Scope, Written
-from tapestry.ir.exponential import exponential
 from tapestry.ir.expr import Arg, Expr, rewrite
 from tapestry.ir.graph import Dim
 from tapestry.ir.index import dim
+from tapestry.ir.recognition.exponential import exponential
 
 
 def emit_rows(frame: Frame, config: KernelConfig) -> Written:

@@ -273,7 +273,7 @@ def random_data(graph: Graph, kernel: Kernel, device: torch.device, seed: int) -
     fields = [e.dtype for e in op.body]
     states: list[Tensor] = []
     if kernel.mode == "finish":
-        from tapestry.ir.state import state_box
+        from tapestry.ir.recognition.state import state_box
 
         boxes = [state_box(op, f, kernel.outs[0]) for f in range(len(fields))]
         states = [_random(d, shape(b), rng, rows).abs() + 1 for d, b in zip(fields, boxes, strict=True)]

@@ -16,7 +16,7 @@ from tapestry.ir.expr import Acc, Call, Const, Expr, Index, arg_positions, rewri
 from tapestry.ir.graph import Block, Dim, Graph, Guard, Inner, Opaque, Read
 from tapestry.ir.index import Aff, Floor, Mod, Ranges, const, dim, dims_of, span, substitute
 from tapestry.ir.kernel import Box, Kernel, strides
-from tapestry.ir.state import state_box, varies
+from tapestry.ir.recognition.state import state_box, varies
 from tapestry.ir.syntax.printer import expr as expr_text
 from tapestry.ir.types import FLOAT8, STORED
 

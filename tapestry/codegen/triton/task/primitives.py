@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tapestry.ir.exponential import INT8
+from tapestry.ir.recognition.exponential import INT8
 from tapestry.ir.types import FLOAT8, FLOATS, itemsize
 
 TRITON_TYPES: dict[str, str] = {

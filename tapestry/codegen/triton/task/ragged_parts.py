@@ -12,7 +12,7 @@ from tapestry.ir.graph import Block, Dim, Graph
 from tapestry.ir.index import dim
 from tapestry.ir.kernel import Kernel
 from tapestry.ir.monoid import MONOIDS
-from tapestry.ir.running_state import Scan, as_scan
+from tapestry.ir.recognition.running_state import Scan, as_scan
 
 _GRAIN, _LARGE = 16, 64  # points that a part has a multiple of, where its end is not the dimension's: whole tiles
 

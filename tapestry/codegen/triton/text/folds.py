@@ -15,10 +15,10 @@ from tapestry.codegen.triton.task.tiles import centred
 from tapestry.codegen.triton.text.axes import Axis
 from tapestry.codegen.triton.text.expressions import combine_source
 from tapestry.codegen.triton.text.scope import Frame, Scope
-from tapestry.ir.contraction import only_sums
-from tapestry.ir.exponential import Exponential, exponential
 from tapestry.ir.expr import Acc, Arg, Call, Const, Expr, Let, walk
 from tapestry.ir.monoid import MONOIDS, Monoid, number
+from tapestry.ir.recognition.contraction import only_sums
+from tapestry.ir.recognition.exponential import Exponential, exponential
 
 
 def reduction(frame: Frame, tile: Scope, cols: Axis, accs: tuple[str, ...]) -> tuple[list[str], list[str], list[str]]:

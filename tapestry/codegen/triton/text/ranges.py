@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from tapestry.codegen.triton.task.lowered import place_of
 from tapestry.codegen.triton.text.axes import Axis, View
 from tapestry.codegen.triton.text.scope import Frame
-from tapestry.ir.attention_roles import Attention
 from tapestry.ir.expr import Call, Const, Expr
 from tapestry.ir.index import Aff, dims_of
+from tapestry.ir.recognition.attention_roles import Attention
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,1 @@
+"""One plan for several sizes: the integers of a program as formulas."""

@@ -1,0 +1,1 @@
+"""What an operation is, recognised from its projections and its body alone."""

@@ -1,0 +1,108 @@
+"""Selections: sums that pick one element of their reduced dimension, and so are gathers; and routed products, which pick the
+matrix that a row is multiplied by, as a mixture of experts does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tapestry.ir.expr import Arg, Call, Const, Expr, Index, Let, call
+from tapestry.ir.graph import Dim
+from tapestry.ir.index import dim
+from tapestry.ir.monoid import number, primitive_of
+from tapestry.ir.recognition.contraction import Nest, dims_read, inner_product
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Selection:
+    """``sum_v where(wanted == v + shift, picked, 0)``: the element at one place, or none.
+
+    Attributes:
+        wanted: the place, which does not depend on ``over``.
+        picked: what stands at v.
+        over: the reduced dimension v.
+        shift: the first place of a block of it.
+    """
+
+    wanted: Expr
+    picked: Expr
+    over: Dim
+    shift: int
+
+
+def selection(op: Nest) -> Selection | None:
+    """The selection that an operation is; ``None`` where it is none."""
+    return None if op.inner else _selection(op)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Routed:
+    """``sum_v where(wanted == v, sum_m rows * matrices, 0)``: each row times the matrix that ``wanted`` names for it.
+
+    Attributes:
+        wanted, over, shift: as in `Selection`.
+        rows, matrices: the factors; only the second varies along ``over``.
+        of_rows, of_columns: map dimensions of the rows, along which ``wanted`` may vary, and of the matrices.
+    """
+
+    wanted: Expr
+    over: Dim
+    shift: int
+    rows: Expr
+    matrices: Expr
+    of_rows: tuple[Dim, ...]
+    of_columns: tuple[Dim, ...]
+
+
+def routed(op: Nest) -> Routed | None:
+    """The routed product that an operation is; ``None`` where it is none, or where rows and columns share a dimension."""
+    product, s = inner_product(op), _selection(op)
+    if product is None or s is None or s.picked != Let(0, s.picked.dtype):
+        return None
+    a, b = ((f, dims_read(op, f)) for f in product.args)
+    (rows, along), (matrices, dims) = (a, b) if s.over.name in b[1] else (b, a)
+    along |= dims_read(op, s.wanted)
+    if s.over.name not in dims or s.over.name in along or any(d.name in dims & along for d in op.dims):
+        return None
+    own, columns = (tuple(d for d in op.dims if (d.name in dims) == picked) for picked in (False, True))
+    return Routed(
+        wanted=s.wanted, over=s.over, shift=s.shift, rows=rows, matrices=matrices, of_rows=own, of_columns=columns
+    )  # fmt: skip
+
+
+def as_onnx_counts(wanted: Expr, count: int) -> Expr:
+    """The index of a place that counts a negative one from the end of ``count`` places, as ONNX's Gather does by itself; any
+    other place as it is."""
+    i = wanted.args[2] if isinstance(wanted, Call) and wanted.fn == "where" else wanted
+    wrapped = call("where", call("lt", i, number(0, i.dtype)), call("add", i, number(count, i.dtype)), i)
+    return i if wanted == wrapped else wanted
+
+
+def place_read(wanted: Expr, count: int) -> tuple[int, bool] | None:
+    """The read (by position) that a place is, and whether a negative one counts from the end of ``count`` places, as ONNX's
+    do; ``None`` for a place that is computed otherwise."""
+    plain = as_onnx_counts(wanted, count)
+    return (plain.pos, plain is not wanted) if isinstance(plain, Arg) else None
+
+
+def _selection(op: Nest) -> Selection | None:
+    e = op.body[0] if len(op.body) == 1 else None
+    if primitive_of(op.monoid) not in ("add", "or") or len(op.reduce) != 1:
+        return None
+    if not isinstance(e, Call) or e.fn != "where":
+        return None
+    test, picked, zero = e.args
+    if not isinstance(test, Call) or test.fn != "eq" or not isinstance(zero, Const) or zero.value != 0:
+        return None
+    over = op.reduce[0]
+    for wanted, place in (test.args, test.args[::-1]):
+        if (
+            isinstance(place, Index)
+            and place.aff - place.aff.const == dim(over.name)
+            and over.name not in dims_read(op, wanted)
+        ):
+            return Selection(wanted=wanted, picked=picked, over=over, shift=place.aff.const)
+    return None
+
+
+# Which axes of the graph's inputs a dimension runs along: what it is, whatever it is called.

@@ -1,0 +1,1 @@
+"""Operators of windows that slide over an image."""

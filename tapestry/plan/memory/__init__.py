@@ -1,0 +1,1 @@
+"""Plans where memory is short."""

@@ -1,0 +1,1 @@
+"""Rules that make one operation of several."""

@@ -1,0 +1,1 @@
+"""Rules that cut an operation, in space or in time."""

@@ -1,0 +1,1 @@
+"""The laws of a plan for every size of a region."""
