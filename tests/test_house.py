@@ -103,10 +103,13 @@ def test_a_full_room_is_seen(tmp_path):
 
 
 WEIGH = SHARED / "tools" / "house" / "measure.py"
-BUDGET = {"tokens": 1_000_697}  # 1 % above 82c7f397; a file of budgets beside `WEIGH` takes its place as soon as one is reached
+BUDGET = {
+    "tokens": 935_000, "circles": 0, "tool_strings": 0, "api_modules": 80, "loose_files": 12, "docs_words": 45_000,
+    "results_lines": 15_000, "joined_subjects": 21,
+}  # fmt: skip
+"""What was reached; a file of budgets beside `WEIGH` takes its place as soon as one is."""
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not WEIGH.is_file(), reason="what weighs a checkout is not beside this one")
 def test_the_package_keeps_to_its_budget(tmp_path):
     (tmp_path / "budget.json").write_text(json.dumps(BUDGET))

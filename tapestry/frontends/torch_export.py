@@ -24,7 +24,7 @@ from onnx_ir.tensor_adapters import TorchTensor
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ExportGraphSignature, InputSpec
 from torch.fx import Graph, Node
-from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.modules.dropout import _DropoutNd  # pyright: ignore[reportPrivateUsage]
 from torch.utils import _pytree as pytree
 
 from tapestry.errors import ModelError, TapestryError

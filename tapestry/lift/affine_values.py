@@ -22,7 +22,7 @@ def affine_value(b: Builder, tensor: str, at: tuple[Aff, ...], ranges: dict[str,
     """The value of an integer tensor at a position, as an index expression over the dimensions of ``ranges``, or None."""
     value = b.value(tensor)
     if value is not None:
-        return _constant(b, tensor, value, at, ranges)
+        return _constant_index(b, tensor, value, at, ranges)
     op = b.maker.get(tensor)
     if depth == 0 or op is None or op.monoid is not None or b.tensors[tensor].dtype not in INTEGERS:
         return None
@@ -35,7 +35,7 @@ def index_value(b: Builder, op: Block, e: Expr) -> Aff | None:
     return _Walk(b, op, {}, op.ranges, DEPTH).value(e)
 
 
-def _constant(b: Builder, name: str, value: np.ndarray, at: tuple[Aff, ...], ranges: dict[str, int]) -> Aff | None:
+def _constant_index(b: Builder, name: str, value: np.ndarray, at: tuple[Aff, ...], ranges: dict[str, int]) -> Aff | None:
     if not np.issubdtype(value.dtype, np.integer) or value.size == 0:
         return None
     if all(e.is_affine and not e.terms for e in at):

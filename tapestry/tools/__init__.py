@@ -23,8 +23,8 @@ OFFERED: Mapping[str, Mapping[str, tuple[str, str]]] = {
     ),
     "KernelEvidence": {"": ("tapestry.tools.kernel_proofs.build_kernels", "prove_kernels")},
     "OtherOrder": {"": ("tapestry.tools.schedules", "run_in_any_order")},
-    "Pages": {"": ("tapestry.tools.viewer.html_page", "")},
-    "Pictures": {"": ("tapestry.tools.viewer.draw", "")},
+    "Pages": {"": ("tapestry.tools.viewer.shown", "")},
+    "Pictures": {"": ("tapestry.tools.viewer.pictures", "")},
     "Sessions": {"": ("tapestry.tools.sessions.held_session", "Session")},
 }
 """Module and object by kind and name; an object without a name is the module itself."""

@@ -122,7 +122,7 @@ def _lines(d: Document) -> Iterator[str]:
     groups.sort(key=lambda rows: -abs(sum(_total(r, 1) - _total(r, 0) for r in rows)))
     yield f"operations: {d['matched']} in both, {len(d['operations'])} of them differ"
     for rows in groups[:SHOWN]:
-        yield from _operations(rows)
+        yield from _counterparts_text(rows)
     if len(groups) > SHOWN:
         yield f"  … and {sum(map(len, groups[SHOWN:]))} more (--json has all)"
     for which in ("first", "second"):
@@ -135,7 +135,7 @@ def _row_text(name: str, first: str, second: str) -> list[str]:
     return wrapped(f"{name:<14} {first} → {second}", " " * 15)
 
 
-def _operations(rows: Sequence[Document]) -> Iterator[str]:
+def _counterparts_text(rows: Sequence[Document]) -> Iterator[str]:
     """Counterparts that differ in the same way, once; seconds are of all of them."""
     one, times = rows[0], f" ×{len(rows)}" if len(rows) > 1 else ""
     (s, t), (b, c) = one["split"], one["block"]

@@ -217,15 +217,15 @@ def seconds_of_all(
         before = seen.setdefault(tensor, [])
         new = None if not before else ~np.any([(b == boxes).all(axis=(1, 2, 3)) for b in before], axis=0)
         before.append(boxes)
-        reads.append((tensor, _flat(boxes), None if new is None else np.repeat(new, n)))
-    work = _quantities(op, graph, _flat(blocks), _flat(finals), reads)
+        reads.append((tensor, _over_devices(boxes), None if new is None else np.repeat(new, n)))
+    work = _quantities(op, graph, _over_devices(blocks), _over_devices(finals), reads)
     each = zip(*(w.reshape(len(blocks), n) for w in work), strict=True)
     if topo.kinds:  # (of a device each)
         return np.stack([_priced(op, graph, w, topo) for w in each])
     return _priced(op, graph, work, topo).reshape(len(blocks), n)
 
 
-def _flat(boxes: np.ndarray) -> Boxes:
+def _over_devices(boxes: np.ndarray) -> Boxes:
     return boxes.reshape(boxes.shape[0] * boxes.shape[1], *boxes.shape[2:])  # (-1 says nothing where there are no dimensions)
 
 

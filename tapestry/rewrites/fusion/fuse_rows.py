@@ -97,12 +97,12 @@ class FuseRows(OpRule):
             if rows is None or not rows.monoid or draft.readers[r.tensor] != [at]:
                 continue
             if {d.name for d in op.dims if d.size > 1} - read_dims(r) and set(rows.inputs) & set(op.inputs):
-                one = along_columns(inline(op, k, rows, draft.tensors)) if not (no := _refused(draft, at, op, rows)) else None
+                one = along_columns(inline(op, k, rows, draft.tensors)) if not (no := _not_one(draft, at, op, rows)) else None
                 return no if one is None else Match({at: (one,), draft.makers[r.tensor]: ()})
         return None
 
 
-def _refused(draft: Draft, at: int, op: Block, rows: Block) -> Refusal | None:
+def _not_one(draft: Draft, at: int, op: Block, rows: Block) -> Refusal | None:
     """Why a map and a reduction of rows may not be one."""
     after = [draft.block(i) for i in draft.readers_of(op.outs[0])]
     if exponential(rows.monoid) == WEIGHTS and any(o is not None and primitive_of(o.monoid) == "add" for o in after):

@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
-import torch.multiprocessing
 
 from tapestry.ir.collective_calls import CALLS, EXCHANGE
 from tapestry.runtime.calibration.call_clock import SIZES, CallClock, CallPoint, Exchange, Timed, api, call_of, groups

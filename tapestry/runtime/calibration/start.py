@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.multiprocessing
-from torch.distributed import FileStore, PrefixStore
+from torch.distributed import FileStore, PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
 from tapestry import flags

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.distributed_c10d import _set_pg_timeout
+from torch.distributed.distributed_c10d import _set_pg_timeout  # pyright: ignore[reportPrivateUsage]
 
 _dist: Any = dist  # its functions have no types
 Partition = tuple[tuple[int, ...], ...]

@@ -25,7 +25,7 @@ from datetime import timedelta
 from typing import Any
 
 import msgspec
-from torch.distributed import PrefixStore, TCPStore
+from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from tapestry import flags
 from tapestry.errors import RunError, TapestryError

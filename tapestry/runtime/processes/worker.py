@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore
+from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
 from tapestry import flags
 from tapestry.build.store import Build

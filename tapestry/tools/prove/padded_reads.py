@@ -35,7 +35,7 @@ def padded(
     if table.building:
         box = _box(tensor, shape) if inside.node == tensor.node else None
         if box is not None and open_ and _same_region(open_, inside.index, box, ranges):
-            return Ref(_node(table, inside.node, other, box), inside.index)
+            return Ref(_padded_node(table, inside.node, other, box), inside.index)
         return None
     for at in table.padded.get(inside.node, ()):
         _, _, number, region = table.nodes[at].label
@@ -83,7 +83,7 @@ def _same_region(tests: Sequence[Aff], index: Sequence[Aff], box: Box, ranges: R
     )
 
 
-def _node(table: Table, at: int, other: Const, box: Box) -> int:
+def _padded_node(table: Table, at: int, other: Const, box: Box) -> int:
     node = table.nodes[at]
     label = ("padded", node.dtype, repr(other.value), box)
     inner = Ref(at, tuple(dim(f"v{k}") for k in range(node.slots)))

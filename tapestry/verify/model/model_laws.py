@@ -29,7 +29,7 @@ from tapestry.ir.types import FLOATS, STORED, Array, numpy_dtype
 from tapestry.onnx_eval.opaque_node import HostValue, draws
 from tapestry.onnx_eval.value_kinds import is_array
 from tapestry.verify.interp import opaque
-from tapestry.verify.model import bodies, counterparts, model_facts, model_values
+from tapestry.verify.model import bodies, model_facts, model_values
 from tapestry.verify.model.awkward_operands import APART, AwkwardOperands
 from tapestry.verify.model.cell_sample import cells
 from tapestry.verify.model.cell_tolerance import explained, other_distribution, same
@@ -37,7 +37,7 @@ from tapestry.verify.model.cell_values import UNIT, CellValues
 from tapestry.verify.model.counterparts import Counterparts
 from tapestry.verify.model.model_facts import LAW, Reader
 from tapestry.verify.model.model_inputs import awkward
-from tapestry.verify.model.model_values import ModelFile, ReferenceValues
+from tapestry.verify.model.model_values import ModelFile, ReferenceValues, outer_names
 from tapestry.verify.model.rounded_inputs import within_rounding
 
 View = Callable[[Array], Array]
@@ -420,7 +420,7 @@ def _opaque(c: _Check, op: Opaque, number: int, first: bool) -> None:
     values = {t: c.values.stored(t, c.values.whole(t)) for t in op.inputs}
     if node is not None and first and any(True for _ in model_values.subgraphs(node)):
         plain = {t: v.value if isinstance(v, HostValue) else v for t, v in values.items()}
-        outer = {n: v for n in (*node.input, *counterparts.outer_names(node)) if (v := _any_value(c, n)) is not None}
+        outer = {n: v for n in (*node.input, *outer_names(node)) if (v := _any_value(c, n)) is not None}
         found = bodies.check_operation(op, c.graph, node, c.model, {**plain, **outer}, number, partial(_any_value, c))
         c.compared.counts["variants of bodies"] += found
     named = [t for t in op.outs if t in c.run.values]

@@ -21,7 +21,7 @@ from tapestry.ir.collective_calls import CALLS
 from tapestry.plan.cost.kernel_class import kernel_class
 from tapestry.plan.topology import from_data, parse_mesh, to_data, topology
 from tapestry.plan.topology.measured_costs import CLASSES
-from tapestry.runtime.calibration import automatic, measuring, rounds, start
+from tapestry.runtime.calibration import automatic, rounds, start
 from tapestry.runtime.calibration import document as document_module
 from tapestry.runtime.calibration.call_clock import CallPoint
 from tapestry.runtime.calibration.document import document, write
@@ -155,10 +155,10 @@ import sys
 from tapestry import flags
 flags.before_torch()
 from tapestry.cli import main
-from tapestry.runtime.calibration import call_clock, measuring
+from tapestry.runtime.calibration import call_clock, measure
 every = list(call_clock.probes())
-measuring.few_probes = lambda: (p for k in sorted({p.kind for p in every}) for p in [q for q in every if q.kind == k][:2])
-measuring.SIZES = (8, 4096, 65536, 1 << 20)
+measure.few_probes = lambda: (p for k in sorted({p.kind for p in every}) for p in [q for q in every if q.kind == k][:2])
+measure.SIZES = (8, 4096, 65536, 1 << 20)
 sys.exit(main(sys.argv[1:]))
 """
 
@@ -290,7 +290,7 @@ class Machine:
         return self.share * self.now * (os.cpu_count() or 1)
 
     def agreed(self, monkeypatch: pytest.MonkeyPatch, most: int = document_module.ROUNDS) -> dict[str, object]:
-        monkeypatch.setattr(measuring.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(rounds.time, "monotonic", lambda: self.now)
         monkeypatch.setattr(rounds, "others", self.others)
         found = rounds.agreed(self.round, most)
         monkeypatch.undo()
@@ -334,7 +334,7 @@ def test_other_work_during_the_measurement_is_said(tmp_path: Path, monkeypatch: 
 
 def test_work_of_others_is_that_of_the_cores_less_our_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "stat").write_text("cpu  1000 200 300 50000 7000 10 20 30 0 0\ncpu0 1 1 1 1 1 1 1 1 0 0\n")
-    monkeypatch.setattr(document_module, "Path", lambda _: tmp_path / "stat")
+    monkeypatch.setattr(rounds, "Path", lambda _: tmp_path / "stat")
     monkeypatch.setattr(os, "times", lambda: (1.0, 0.5, 2.0, 0.25, 99.0))
     assert rounds.others() == pytest.approx(1560 / os.sysconf("SC_CLK_TCK") - 3.75)
 

@@ -84,14 +84,14 @@ def _folded(inner: ConvKernel | Refusal, weight: tuple[int, ...], image: View, a
         return inner
 
     def call(x: Tensor, w: Tensor, bias: Tensor | None, residual: Tensor | None, out: Tensor) -> CCall | Calls:
-        near, r = image(pixels(x)), None if residual is None else added(_last(residual))
+        near, r = image(pixels(x)), None if residual is None else added(_channels_last(residual))
         fixed = shares(near, x) and (r is None or residual is None or shares(r, residual))
         return hold(inner.call(near, w, bias, r, out), fixed)
 
     return ConvKernel(call, lambda w: inner.pack(w.reshape(weight)), f"{inner.key} of 3 axes", tried=inner.tried)
 
 
-def _last(x: Tensor) -> Tensor:
+def _channels_last(x: Tensor) -> Tensor:
     return x if x.stride(1) == 1 else x.contiguous(memory_format=torch.channels_last_3d)
 
 
@@ -136,7 +136,7 @@ def _summed(parts: contract.Call, weight: Sequence[int], shape: Sequence[int], t
     each = [(f, t, one(f, t)) for f in found for t in range(f.tap, f.stop)]
 
     def call(image: Tensor, w: Tensor, bias: Tensor | None, residual: Tensor | None, out: Tensor) -> Calls:
-        x, r = pixels(image), None if residual is None else _last(residual)
+        x, r = pixels(image), None if residual is None else _channels_last(residual)
         calls, size = list[CCall | Calls](), w.numel() // taps
         for n, (f, t, run) in itertools.product(range(images), each):
             at = f.first * stride - pad + t * dilation

@@ -15,7 +15,7 @@ from tapestry.codegen.triton.emit.source import TritonKernel
 from tapestry.codegen.triton.kernel_config import candidates
 from tapestry.codegen.triton.run.compile_ahead import measured
 from tapestry.codegen.triton.run.machine_code import Resources
-from tapestry.codegen.triton.run.tune import _generated, log
+from tapestry.codegen.triton.run.tune import generated_with, log
 from tapestry.codegen.triton.task.chips import Chip, chip_of
 from tapestry.codegen.triton.task.kernel_choice import kernel_form
 from tapestry.errors import TapestryError
@@ -80,7 +80,7 @@ def sound(graph: Graph, kernel: Kernel, target: str, precision: str = "ieee", sh
     wanted = [k for k in candidates(kernel_form(graph, kernel, precision), target) if not k.warp_specialize]  # never measured
     refused, best = list[tuple[KernelConfig, str]](), None
     for some in (wanted[:1], wanted[1:TRIES], *([c] for c in wanted[TRIES:])):  # the first one is mostly sound
-        made = _generated(graph, kernel, some, target, precision)
+        made = generated_with(graph, kernel, some, target, precision)
         for tk, passes in zip(made, measured(made, target), strict=True):
             found = _faults_of(tk, passes, chip)
             here = Sound(made=tk, faults=tuple(found), refused=tuple(refused))

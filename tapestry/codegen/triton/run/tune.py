@@ -195,7 +195,7 @@ def measure(graph: Graph, kernel: Kernel, how: How, seconds: float = float("inf"
     trials: list[Trial] = []
     wanted = list(how.candidates(graph, kernel))
     if how.device.type != "cpu":
-        made = _generated(graph, kernel, wanted, chip_name(how.device), how.precision)
+        made = generated_with(graph, kernel, wanted, chip_name(how.device), how.precision)
         assemble_all([(tk, one) for tk in made for one in tk.launches], here())  # in Triton's cache from here on
     for config in wanted:
         if trials and time.monotonic() > until:
@@ -206,7 +206,7 @@ def measure(graph: Graph, kernel: Kernel, how: How, seconds: float = float("inf"
     return trials
 
 
-def _generated(
+def generated_with(
     graph: Graph, kernel: Kernel, wanted: Sequence[KernelConfig], target: str, precision: str
 ) -> list[TritonKernel]:  # fmt: skip
     """What the generator makes of configs; it may refuse some."""

@@ -276,13 +276,13 @@ def _join(n: Node, out: str | Tensor, parts: Sequence[str], shape: tuple[str, ..
     """States [b, h] as tensors whose axes are of one cell but for ``b`` and ``h``, joined along one of them."""
     pieces: list[str] = []
     for name in parts:
-        sizes = {d.name: d for d in _sizes(n, name)}
+        sizes = {d.name: d for d in _batch_and_width(n, name)}
         dims = [sizes.get(a, Dim(a, 1)) for a in shape]
         pieces.append(n.view(n.b.fresh(f"{name}.at"), name, dims, [dim("b"), dim("h")]))
     return concat(n, out, pieces, axis)
 
 
-def _sizes(n: Node, name: str) -> tuple[Dim, Dim]:
+def _batch_and_width(n: Node, name: str) -> tuple[Dim, Dim]:
     b, h = n.b.tensor(name).shape
     return Dim("b", b), Dim("h", h)
 

@@ -12,7 +12,7 @@ from tapestry.ir.monoid import number
 from tapestry.lift.builder import Node, Operand
 from tapestry.lift.file.protos import AFTER
 from tapestry.lift.operators.linear import contract
-from tapestry.lift.operators.windows.window import KERNEL, SPATIAL, Window, _pads
+from tapestry.lift.operators.windows.window import KERNEL, SPATIAL, Window, pads_of
 from tapestry.lift.registry import Declined, lifts
 
 
@@ -28,7 +28,7 @@ def window(n: Node, size: Sequence[int], kernel: Sequence[int]) -> Window:
     if not 1 <= rank <= 3 or {len(kernel), len(stride), len(dilation)} != {rank}:
         why = f"{rank} spatial axes, strides {stride}, kernel {list(kernel)}"
         raise ModelError("unsupported window", where=n.where, why=why)
-    pads = _pads(n, size, kernel, stride, dilation)
+    pads = pads_of(n, size, kernel, stride, dilation)
     before, after = pads[:rank], n.attr(AFTER, pads[rank:])
     return Window(tuple(size), tuple(kernel), n.out().shape[2:], tuple(stride), tuple(dilation), tuple(before), tuple(after))
 

@@ -74,7 +74,7 @@ class Window:
         return call("sub", high, call("max", zero, Index(skip)))
 
 
-def _pads(n: Node, size: Sequence[int], kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int]) -> list[int]:
+def pads_of(n: Node, size: Sequence[int], kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int]) -> list[int]:
     rank = len(size)
     mode = n.attr("auto_pad", "NOTSET")
     if mode in ("NOTSET", ""):

@@ -98,7 +98,7 @@ def _one(
 ) -> Value | None:
     """One convolution, of a run of features; None where the buffers do not hold what it reads."""
     (x, w), (x_box, w_box) = held, boxes
-    image = _image(nodes, c, at, (run.first, run.first + run.channels), x, x_box)
+    image = conv_image(nodes, c, at, (run.first, run.first + run.channels), x, x_box)
     axes = (run.features, *(at[n] if n else (0, 1) for n in (c.channel, *(v.window for v in c.windows))))
     if image is None or not inside(axes, w_box):
         return None
@@ -108,7 +108,7 @@ def _one(
     return nodes.add("Conv", [image[0], weight], shape, x.dtype, **how)
 
 
-def _image(
+def conv_image(
     nodes: Nodes, c: Conv, at: dict[str, Range], channels: Range, x: Value, box: Box
 ) -> tuple[Value, dict[str, list[int]]] | None:  # fmt: skip
     """The cells of an image that a block's windows span, and how these go over it; None where that is padding alone, or the

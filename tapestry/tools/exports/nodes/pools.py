@@ -13,7 +13,7 @@ from tapestry.ir.kernel import Box
 from tapestry.ir.monoid import lowest, primitive_of
 from tapestry.ir.recognition.convolution import Conv, convolution
 from tapestry.ir.types import FLOATS
-from tapestry.tools.exports.nodes.contraction_nodes import _image
+from tapestry.tools.exports.nodes.contraction_nodes import conv_image
 from tapestry.tools.exports.nodes.onnx_nodes import Nodes, Value
 from tapestry.tools.exports.nodes.read_nodes import Frame
 
@@ -27,7 +27,7 @@ def pooled(
         return None
     x, box, at = held[c.x], ins[c.x], dict(zip(frame.names, frame.box, strict=True))
     assert x is not None and box is not None
-    image = _image(nodes, c, at, at[c.feature], x, box)
+    image = conv_image(nodes, c, at, at[c.feature], x, box)
     kernel = [at[v.window][1] - at[v.window][0] if v.window else 1 for v in c.windows]
     if image is None or any(p >= k for p, k in zip(image[1]["pads"], kernel * 2, strict=True)):
         return None
