@@ -21,9 +21,16 @@ if TYPE_CHECKING:
     __version__: str
 
 __all__ = [
-    "Compiled", "Session", "TapestryError", "TensorDictionary", "__version__", "compile", "from_pretrained", "load",
+    "Compiled",
+    "Session",
+    "TapestryError",
+    "TensorDictionary",
+    "__version__",
+    "compile",
+    "from_pretrained",
+    "load",
     "operator",
-]  # fmt: skip
+]
 
 flags.before_numpy()
 

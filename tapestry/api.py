@@ -177,9 +177,15 @@ class Compiled:
 
     @_of_build
     def export(
-        self, output: str | Path, format: str = "onnx", *, nearest: bool = False, copy_data: bool = False,
-        into: str | Path | None = None, configuration: str = "tapestry",
-    ) -> dict[str, Any]:  # fmt: skip
+        self,
+        output: str | Path,
+        format: str = "onnx",
+        *,
+        nearest: bool = False,
+        copy_data: bool = False,
+        into: str | Path | None = None,
+        configuration: str = "tapestry",
+    ) -> dict[str, Any]:
         """Write the plan in a format of ``tapestry export``, by default the annotated model; says what was written.
 
         Args:
@@ -192,9 +198,15 @@ class Compiled:
         from tapestry.viz import tool_kinds
 
         asked = tool_kinds.Asked(
-            build=self.build, constants=b"".join(self.constants.values()), rewrites=self.rewrites, target=Path(output),
-            nearest=nearest, copy=copy_data, into=None if into is None else Path(into), configuration=configuration,
-        )  # fmt: skip
+            build=self.build,
+            constants=b"".join(self.constants.values()),
+            rewrites=self.rewrites,
+            target=Path(output),
+            nearest=nearest,
+            copy=copy_data,
+            into=None if into is None else Path(into),
+            configuration=configuration,
+        )
         return tool_kinds.write(format, asked)
 
     @_of_build
@@ -425,9 +437,13 @@ def _unpickled(files: Mapping[str, bytes], owned: bool, printed: Mapping[str, st
 
 
 def open_session(
-    build: store.Build, constants: bytes, *, weights: Slices | None = None, make: MakeExecutor[Target] | None = None,
+    build: store.Build,
+    constants: bytes,
+    *,
+    weights: Slices | None = None,
+    make: MakeExecutor[Target] | None = None,
     libraries: bool = False,
-) -> Session:  # fmt: skip
+) -> Session:
     """A session of a build on its target.
 
     Args:
@@ -471,9 +487,14 @@ def _triton_session(
 
 
 def tune(
-    folder: str | Path, *, libraries: bool = False, again: bool = False, time_limit: float = 600.0, seed: int = 0,
+    folder: str | Path,
+    *,
+    libraries: bool = False,
+    again: bool = False,
+    time_limit: float = 600.0,
+    seed: int = 0,
     progress: Progress = lambda done, total: None,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """Measure the kernels of a saved plan on this machine's GPU; what wins is used by every later run of such a kernel here.
 
     Args:
@@ -497,9 +518,15 @@ def tune(
     if cache is None:
         raise TapestryError("tuning needs a GPU: the interpreter's times say nothing", hint="unset TRITON_INTERPRET")
     how = tuner.How(
-        device=device, timer=tuner.cuda_timer(device), candidates=tuner.local_candidates(device, build.precision),
-        precision=build.precision, libraries=libraries, limit=time_limit, again=again, seed=seed,
-    )  # fmt: skip
+        device=device,
+        timer=tuner.cuda_timer(device),
+        candidates=tuner.local_candidates(device, build.precision),
+        precision=build.precision,
+        libraries=libraries,
+        limit=time_limit,
+        again=again,
+        seed=seed,
+    )
     rows = tuner.tune(build.plan.graph, build.program, cache, how, progress)
     passed = not any(r.get("wrong") for r in rows)
     return {"device": cache.device, "triton": cache.version, "cache": str(cache.folder), "kernels": rows, "passed": passed}
@@ -537,10 +564,11 @@ def _same_bits(a: Any, b: Any) -> bool:
 def judged(compiled: Compiled, feeds: Values, result: Result, *, check: bool) -> dict[str, Any]:
     """What a run gave and used, held against the plan and, with ``check``, the reference."""
     document = compared(compiled, feeds, result.outputs, check=check) | {
-        "peak_bytes": result.measured.peak, "packed_bytes": result.measured.packed,
+        "peak_bytes": result.measured.peak,
+        "packed_bytes": result.measured.packed,
         "transfers": [{"kind": k, "count": c, "bytes": b} for k, (c, b) in result.measured.transfers.items()],
         "seconds": result.seconds,
-    }  # fmt: skip
+    }
     planned = list(compiled.build.peak_bytes)
     if result.measured.peak != planned:
         document["passed"] = False
@@ -590,9 +618,13 @@ def _described(a: Any) -> dict[str, Any]:
 
 
 def _check(
-    model: ModelFile | None, feeds: Values, outs: Values, allowed: Mapping[str, float], document: dict[str, Any],
+    model: ModelFile | None,
+    feeds: Values,
+    outs: Values,
+    allowed: Mapping[str, float],
+    document: dict[str, Any],
     reference: tuple[str, Values] | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Compare with the reference. Where that fails, ask how far each is from the exact values, and say so."""
     from tapestry.verify import model_outputs
 

@@ -292,15 +292,23 @@ def auto_shard(p: argparse.ArgumentParser) -> None:
     several(p, "--cut", "NODE", "your own stages, by the nodes at which they end (A,B: two nodes, one stage)")
     p.add_argument("--measure", action="store_true", help="compile every candidate and run those that fit")
     p.add_argument("--apart", action="store_true", help="with --measure: one process per device; each sends to the next")
-    p.add_argument("--max-candidates", type=whole(0), default=24, metavar="C",
-                   help="with --measure: compile at most C candidates (24); 0: no limit")  # fmt: skip
+    p.add_argument(
+        "--max-candidates",
+        type=whole(0),
+        default=24,
+        metavar="C",
+        help="with --measure: compile at most C candidates (24); 0: no limit",
+    )
     p.add_argument("--output-model", type=Path, metavar="FILE", help="default: MODEL.auto_sharded.onnx beside the model")
     p.add_argument("--optimal-perf", action="store_true", help="let the heuristic continue after the first scheme that fits")
     p.add_argument("--num-processes", type=int, default=2, metavar="P", help="with --measure: processes that compile schemes")
     p.add_argument(
-        "--memory-proportion", type=float, nargs="+", metavar="SHARE",
+        "--memory-proportion",
+        type=float,
+        nargs="+",
+        metavar="SHARE",
         help="share of a device's memory for weights and activations; if nothing fits, the next one is tried (0.4 0.7 0.9)",
-    )  # fmt: skip
+    )
     flags(p, "shapes")
     p.add_argument("--topology", default="cpu", metavar="FILE_OR_PRESET")
     p.add_argument("--memory", metavar="16GiB", help="memory of a device, instead of the topology's")

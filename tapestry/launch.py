@@ -54,10 +54,17 @@ def request(args: argparse.Namespace) -> Request:
     if args.inputs and args.input:
         raise TapestryError("--input is one batch, --inputs are many", where="--inputs")
     return Request(
-        folder=args.build, model=args.model, shapes=arguments.shapes(args.shapes),
-        inputs=args.input, stream=args.inputs, output=args.output, seed=args.seed,
-        timeout=args.timeout, trace=args.trace, threads=args.threads,
-    )  # fmt: skip
+        folder=args.build,
+        model=args.model,
+        shapes=arguments.shapes(args.shapes),
+        inputs=args.input,
+        stream=args.inputs,
+        output=args.output,
+        seed=args.seed,
+        timeout=args.timeout,
+        trace=args.trace,
+        threads=args.threads,
+    )
 
 
 def _single(r: Request, names: Sequence[str], output: Path | None, count: int = 1) -> list[Batch]:
@@ -101,10 +108,15 @@ def job_of(r: Request, world: int, batches: Sequence[Batch], compiled: api.Compi
     owners(build.program.devices, world)
     identity = store.identity(r.folder)
     return Job(
-        build=build, constants=constants, identity=identity, batches=tuple(batches), timeout=r.timeout,
-        trace=r.trace is not None, threads=r.threads or max(1, (os.cpu_count() or 1) // (here or world)),
+        build=build,
+        constants=constants,
+        identity=identity,
+        batches=tuple(batches),
+        timeout=r.timeout,
+        trace=r.trace is not None,
+        threads=r.threads or max(1, (os.cpu_count() or 1) // (here or world)),
         kernels={} if build.target != "torch-cpu" else {"those compiled from C": "there" if native.library() else "not there"},
-    )  # fmt: skip
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,9 +183,10 @@ def _comparable(build: Build, check: bool) -> None:
     other = next((n for n in build.program.outputs if build.plan.graph.tensors[n].on_host), None) if check else None
     if other is not None:
         raise TapestryError(
-            f"output '{other}' is no array of the plan, and results of a stream are compared as files", where="--check",
+            f"output '{other}' is no array of the plan, and results of a stream are compared as files",
+            where="--check",
             hint="a run with --input for each batch",
-        )  # fmt: skip
+        )
 
 
 def _compared(compiled: api.Compiled, batches: Sequence[Batch]) -> Document:

@@ -124,6 +124,13 @@ def test_every_room_is_on_its_page():
     assert sorted(r for r in rooms | tools if f"| `{r}` |" not in page) == []
 
 
+def test_the_lines_that_decide_are_where_the_page_says():
+    rows = re.findall(r"^\| [^|]+ \| `(tapestry/[^`]+)` \| `(\w+)` \|$", (ROOT / "docs" / "architecture.md").read_text(), re.M)
+    assert len(rows) == 20
+    for file, name in rows:
+        assert re.search(rf"^ *(def {name}\(|class {name}\b|{name}\b.* = )", (ROOT / file).read_text(), re.M), (file, name)
+
+
 # imports
 
 

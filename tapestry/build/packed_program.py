@@ -73,8 +73,12 @@ class PackedFree(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag_fi
 
 PackedStep = PackedLoad | PackedLaunch | PackedTransfer | PackedReduce | PackedFree
 PACKED: dict[type[Step], type[PackedStep]] = {
-    Load: PackedLoad, Launch: PackedLaunch, Transfer: PackedTransfer, Reduce: PackedReduce, Free: PackedFree,
-}  # fmt: skip
+    Load: PackedLoad,
+    Launch: PackedLaunch,
+    Transfer: PackedTransfer,
+    Reduce: PackedReduce,
+    Free: PackedFree,
+}
 """Steps and how they are packed: the same fields, with numbers for ``blocks``, ``messages`` and ``groups``."""
 
 
@@ -108,9 +112,7 @@ class _Table:
 def pack(program: Program) -> Packed:
     """The program as data."""
     boxes, lists, messages, groups = (_Table() for _ in range(4))
-    buffers = [
-        PackedBuffer(b.name, b.tensor, b.dtype, lists.number(b.boxes), b.field) for b in program.buffers.values()
-    ]  # fmt: skip
+    buffers = [PackedBuffer(b.name, b.tensor, b.dtype, lists.number(b.boxes), b.field) for b in program.buffers.values()]
     tables = {"blocks": lists, "messages": messages, "groups": groups}
     steps: list[PackedStep] = []
     for s in program.steps:

@@ -149,9 +149,13 @@ class SizedBuild:
         graph, program = r.plan.at(sizes)
         said = {"symbols": dict(zip(self.symbols, sizes, strict=True)), "region": k}
         build = replace(
-            r.build, plan=replace(r.build.plan, graph=graph), program=program, peak_bytes=tuple(peak_bytes(program)[0]),
-            model=self.regions[0].build.model, report={**r.build.report, "at_sizes": said},
-        )  # fmt: skip
+            r.build,
+            plan=replace(r.build.plan, graph=graph),
+            program=program,
+            peak_bytes=tuple(peak_bytes(program)[0]),
+            model=self.regions[0].build.model,
+            report={**r.build.report, "at_sizes": said},
+        )
         return k, build
 
 
@@ -257,9 +261,15 @@ def _region(folder: Path, path: Path, k: int, r: _Region, first: Build, symbols:
             raise BuildError("a formula is not its plan's", where=str(path), hint="compile the model again")
         places |= dict.fromkeys(f.places, formula)
     return SizedRegion(
-        region=Region(r.low, r.high, r.among), build=build, made_at=r.made_at, places=places, plan=symbolic(build, places),
-        about=r.about, constants=constants.read_bytes() if constants.is_file() else b"", files=files,
-    )  # fmt: skip
+        region=Region(r.low, r.high, r.among),
+        build=build,
+        made_at=r.made_at,
+        places=places,
+        plan=symbolic(build, places),
+        about=r.about,
+        constants=constants.read_bytes() if constants.is_file() else b"",
+        files=files,
+    )
 
 
 def symbolic(build: Build, places: Mapping[int, Formula]) -> SymbolicPlan:

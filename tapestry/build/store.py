@@ -77,10 +77,16 @@ class Build:
 
 
 def write(
-    folder: Path, build: Build, constants: Mapping[str, bytes], kernels: Mapping[str, str], laws: Mapping[str, int],
-    rewrites: bytes = b"", evidence: Sequence[Mapping[str, Any]] = (), bundle: Sequence[str] = (),
+    folder: Path,
+    build: Build,
+    constants: Mapping[str, bytes],
+    kernels: Mapping[str, str],
+    laws: Mapping[str, int],
+    rewrites: bytes = b"",
+    evidence: Sequence[Mapping[str, Any]] = (),
+    bundle: Sequence[str] = (),
     more: Mapping[str, bytes] = {},
-) -> None:  # fmt: skip
+) -> None:
     """Write a build directory in one step: it appears whole, or not at all.
 
     Args:
@@ -98,9 +104,14 @@ def write(
 
 
 def files_of(
-    build: Build, constants: Mapping[str, bytes], kernels: Mapping[str, str], laws: Mapping[str, int], rewrites: bytes = b"",
-    evidence: Sequence[Mapping[str, Any]] = (), more: Mapping[str, bytes] = {},
-) -> dict[str, bytes]:  # fmt: skip
+    build: Build,
+    constants: Mapping[str, bytes],
+    kernels: Mapping[str, str],
+    laws: Mapping[str, int],
+    rewrites: bytes = b"",
+    evidence: Sequence[Mapping[str, Any]] = (),
+    more: Mapping[str, bytes] = {},
+) -> dict[str, bytes]:
     """The files of a build directory, its certificate among them."""
     files = {"plan.json": encode(build), "constants.bin": b"".join(constants.values()), **more}
     files |= {f"kernels/{name}": source.encode() for name, source in kernels.items()}
@@ -187,7 +198,7 @@ def encode(build: Build) -> bytes:
     document["names"] = {
         "scopes": {s: n for s, n in p.graph.names.scopes.items() if s in used},
         "axes": {t: n for t, n in p.graph.names.axes.items() if t in p.graph.tensors},
-    }  # fmt: skip
+    }
     if any(a.weights for a in p.mesh):
         document["weights"] = [a.weights for a in p.mesh]
     if any(a.order for a in p.mesh):
@@ -262,12 +273,17 @@ def decode(data: bytes, where: str = "plan.json") -> Build:
         raise BuildError(f"not a plan: '{odd.name}' has shape {list(odd.shape)}", where=where, hint="compile the model again")
     mesh = _mesh(d, where)
     plan = Plan(
-        graph=graph, mesh=mesh, inputs=d.inputs, outputs=d.outputs,
+        graph=graph,
+        mesh=mesh,
+        inputs=d.inputs,
+        outputs=d.outputs,
         strategies=tuple(Strategy(dims, out, d.rings.get(i, ())) for i, (dims, out) in enumerate(d.strategies)),
-        streamed=d.streamed, native_sums=d.native_sums,
+        streamed=d.streamed,
+        native_sums=d.native_sums,
         stages=tuple(Stage(first, tuple(MeshAxis(n, s) for n, s in mesh)) for first, mesh in d.stages),
-        stage_of=d.stage_of, arrivals=tuple(Arrival(*a) for a in d.arrivals),
-    )  # fmt: skip
+        stage_of=d.stage_of,
+        arrivals=tuple(Arrival(*a) for a in d.arrivals),
+    )
     consistent = len(plan.strategies) == len(graph.ops) and program.devices == plan.devices and not stages_refused(plan)
     consistent = consistent and all(
         len(s.dims) == len(s.out) == len(at.mesh) and len(s.ring) in (0, len(at.mesh))
@@ -276,10 +292,21 @@ def decode(data: bytes, where: str = "plan.json") -> Build:
     if not consistent or len(d.peak_bytes) != program.devices:
         raise BuildError("not a plan: mesh, strategies and program disagree", where=where, hint="compile the model again")
     return Build(
-        model=d.model, model_sha256=d.model_sha256, plan=plan, program=program, topology=d.topology, target=d.target,
-        memory=d.memory, peak_bytes=d.peak_bytes, report=d.report, moves=d.moves, constants=d.constants,
-        exact=d.exact, precision=d.precision, knobs=d.knobs,
-    )  # fmt: skip
+        model=d.model,
+        model_sha256=d.model_sha256,
+        plan=plan,
+        program=program,
+        topology=d.topology,
+        target=d.target,
+        memory=d.memory,
+        peak_bytes=d.peak_bytes,
+        report=d.report,
+        moves=d.moves,
+        constants=d.constants,
+        exact=d.exact,
+        precision=d.precision,
+        knobs=d.knobs,
+    )
 
 
 def _mesh(d: PlanData, where: str) -> tuple[MeshAxis, ...]:

@@ -146,8 +146,13 @@ def verify(args: argparse.Namespace) -> Outcome:
             print(line)
 
     document: dict[str, Any] = {
-        "model": build.model, "passed": True, "laws": laws, "rewrites": rewrites, "evidence": evidence, "kernels": kernels,
-    }  # fmt: skip
+        "model": build.model,
+        "passed": True,
+        "laws": laws,
+        "rewrites": rewrites,
+        "evidence": evidence,
+        "kernels": kernels,
+    }
     return Outcome(document, text)
 
 
@@ -277,14 +282,19 @@ def _run_processes(args: argparse.Namespace) -> Outcome:
     ):  # else every one of them would run all of it, and nothing be said
         raise TapestryError(
             f"this is rank {place.rank} of the {place.world} that {place.by} has started, and would run all of it by itself",
-            where="tapestry run", hint="python -m tapestry.runtime BUILD for each rank, or --processes N to start ranks here",
-        )  # fmt: skip
+            where="tapestry run",
+            hint="python -m tapestry.runtime BUILD for each rank, or --processes N to start ranks here",
+        )
     request = launch.request(args)
     with bar(args, "run") as report:
         how = launch.Launch(
-            processes=1 if args.processes is None else args.processes, restarts=args.max_restarts, port=args.port,
-            check=args.check, progress=report, tell=_tell,
-        )  # fmt: skip
+            processes=1 if args.processes is None else args.processes,
+            restarts=args.max_restarts,
+            port=args.port,
+            check=args.check,
+            progress=report,
+            tell=_tell,
+        )
         document = launch.run(request, how)
     return Outcome(document, lambda: tables.show(tables.ran_on_processes(document)), status=0 if document["passed"] else 1)
 

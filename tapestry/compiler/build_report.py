@@ -38,11 +38,21 @@ def build_of(c: Compilation) -> store.Build:
             offset += lifted.constants[t].nbytes
     moves = (*c.constraints.moves, *c.planned.moves)
     return store.Build(
-        model=str(lifted.model), model_sha256=model_hash(lifted), plan=priced.plan, program=priced.program,
-        target=c.options.target, memory=topology.device.memory, report={}, moves=tuple(map(str, moves)),
-        peak_bytes=tuple(peak_bytes(priced.program)[0]), constants=constants, topology=to_data(topology),
-        exact=c.options.exact, precision=c.options.precision, knobs=c.knobs,
-    )  # fmt: skip
+        model=str(lifted.model),
+        model_sha256=model_hash(lifted),
+        plan=priced.plan,
+        program=priced.program,
+        target=c.options.target,
+        memory=topology.device.memory,
+        report={},
+        moves=tuple(map(str, moves)),
+        peak_bytes=tuple(peak_bytes(priced.program)[0]),
+        constants=constants,
+        topology=to_data(topology),
+        exact=c.options.exact,
+        precision=c.options.precision,
+        knobs=c.knobs,
+    )
 
 
 def plan_hash(build: store.Build) -> str:
@@ -58,8 +68,10 @@ def document(runner: Runner, build: store.Build) -> dict[str, Any]:
     c, options = runner.at, runner.at.options
     lifted, planned, given = as_planned(c), c.planned, c.constraints.given
     requests: dict[str, Any] = {
-        "pins": list(options.pins), "layouts": list(options.layouts), "stage_at": list(options.stage_at),
-    }  # fmt: skip
+        "pins": list(options.pins),
+        "layouts": list(options.layouts),
+        "stage_at": list(options.stage_at),
+    }
     if given:
         requests["sharding"] = {**given.counts, "notes": list(given.notes)}
     out = _facts(c, build)
@@ -120,11 +132,13 @@ def stages_of(build: store.Build) -> list[dict[str, Any]]:
     plan, (peak, _) = build.plan, peak_bytes(build.program)
     return [
         {
-            "devices": list(s.devices), "mesh": ",".join(f"{a.name}={a.size}" for a in s.mesh),
-            "ops": plan.stage_of.count(k), "peak_bytes": [peak[d] for d in s.devices],
+            "devices": list(s.devices),
+            "mesh": ",".join(f"{a.name}={a.size}" for a in s.mesh),
+            "ops": plan.stage_of.count(k),
+            "peak_bytes": [peak[d] for d in s.devices],
         }
         for k, s in enumerate(plan.stages)
-    ]  # fmt: skip
+    ]
 
 
 def _check_stages(build: store.Build) -> None:
@@ -155,11 +169,15 @@ def facts_of(build: store.Build) -> dict[str, Any]:
     """What a report says that anyone can count in the plan."""
     program = build.program
     return {
-        "ops": len(build.plan.graph.ops), "devices": program.devices, "peak_bytes": list(peak_bytes(program)[0]),
-        "memory_bytes": build.memory, "memory_reserve_bytes": from_data(build.topology).device.reserve,
-        "host_load_bytes": _host_bytes(program), "transfers": _transfers(program),
+        "ops": len(build.plan.graph.ops),
+        "devices": program.devices,
+        "peak_bytes": list(peak_bytes(program)[0]),
+        "memory_bytes": build.memory,
+        "memory_reserve_bytes": from_data(build.topology).device.reserve,
+        "host_load_bytes": _host_bytes(program),
+        "transfers": _transfers(program),
         "moves": list(build.moves),
-    }  # fmt: skip
+    }
 
 
 def _requests(build: store.Build) -> None:
@@ -193,17 +211,26 @@ def _facts(c: Compilation, build: store.Build) -> dict[str, Any]:
     timed = simulate(priced.plan, priced.program, replace(topology, mesh=priced.plan.mesh))
     return {
         "plan_sha256": plan_hash(build),
-        "model": str(lifted.model), "nodes": lifted.nodes, "signatures": priced.distinct, **facts_of(build),
+        "model": str(lifted.model),
+        "nodes": lifted.nodes,
+        "signatures": priced.distinct,
+        **facts_of(build),
         **_bounded(priced, c.planned, c.task),
-        "objective_s": priced.objective, "lower_bound_s": priced.bound, "gap": priced.gap,
+        "objective_s": priced.objective,
+        "lower_bound_s": priced.bound,
+        "gap": priced.gap,
         "topology": {
-            "name": topology.name, "measured": bool(topology.device.classes or topology.calls), "figures": topology.figures,
+            "name": topology.name,
+            "measured": bool(topology.device.classes or topology.calls),
+            "figures": topology.figures,
         },
-        "simulated_s": timed.total, "overlap": timed.assumption,
-        "unsharded_peak_bytes": c.peak_alone, "kernels": len(c.kernels),
+        "simulated_s": timed.total,
+        "overlap": timed.assumption,
+        "unsharded_peak_bytes": c.peak_alone,
+        "kernels": len(c.kernels),
         "rewrites": {"steps": c.rewrites.steps, "shown": dict(c.rewrites.shown)},
         "host_values": {t.name: t.about for t in graph.tensors.values() if t.on_host},  # bytes unknown, in no peak
-    }  # fmt: skip
+    }
 
 
 def _search_record(runner: Runner) -> dict[str, Any]:
@@ -216,11 +243,14 @@ def _search_record(runner: Runner) -> dict[str, Any]:
     ends = {"proved": priced.proved, "interrupted": budget.interrupted(), "time": budget.late(), "work": budget.over()}
     ended = next((how for how, so in ends.items() if so), "stalled")
     return {
-        "ended": ended, "interrupted": budget.interrupted(), "work": round(budget.meter.spent),
+        "ended": ended,
+        "interrupted": budget.interrupted(),
+        "work": round(budget.meter.spent),
         "seconds": round(spent + runner.seconds["search"], 4),
         "history": [[round(w), t, b] for w, t, b in budget.meter.history if math.isfinite(b)],
-        "problem": fingerprint(priced.problem) if priced.problem else "", "resumed": str(resumed) if resumed else None,
-    }  # fmt: skip
+        "problem": fingerprint(priced.problem) if priced.problem else "",
+        "resumed": str(resumed) if resumed else None,
+    }
 
 
 def _bounded(priced: PricedPlan, planned: Planned, task: Task) -> dict[str, Any]:
@@ -234,10 +264,12 @@ def _bounded(priced: PricedPlan, planned: Planned, task: Task) -> dict[str, Any]
     else:
         of = f"{scope.text()}; not covered: {'; '.join(missing)}" if missing else scope.text()
     return {
-        "left_out": scope.left_out, "bound_of": of, "not_bounded": missing,
+        "left_out": scope.left_out,
+        "bound_of": of,
+        "not_bounded": missing,
         "equations": [t.data() for t in scope.equations],
         "forms": {"tried": list(scope.forms), "untried": list(scope.untried)},
-    }  # fmt: skip
+    }
 
 
 def _transfers(program: Program) -> list[dict[str, Any]]:

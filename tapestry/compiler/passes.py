@@ -159,11 +159,19 @@ def constrain(c: Compilation) -> Compilation:
     inputs, outputs = parse_layouts(options.layouts, graph, mesh)
     if given:
         inputs, outputs = {**given.inputs, **inputs}, {**given.outputs, **outputs}
-    return c.made(graph=graph, constraints=Constraints(
-        given=given, inputs=inputs, outputs=outputs, layouts=options.layouts, pins=options.pins, cuts=cuts,
-        moves=(*map(driver.without, sorted(LEFT_OUT.get())), *(given.moves if given else ())),
-        rewritable=not options.pins and not given and not options.exact and not cuts,
-    ))  # fmt: skip
+    return c.made(
+        graph=graph,
+        constraints=Constraints(
+            given=given,
+            inputs=inputs,
+            outputs=outputs,
+            layouts=options.layouts,
+            pins=options.pins,
+            cuts=cuts,
+            moves=(*map(driver.without, sorted(LEFT_OUT.get())), *(given.moves if given else ())),
+            rewritable=not options.pins and not given and not options.exact and not cuts,
+        ),
+    )
 
 
 def resume(c: Compilation) -> Compilation:
@@ -231,23 +239,37 @@ def state_task(c: Compilation) -> Compilation:
     asked, pins, inputs, outputs = c.request, c.constraints.pins, c.constraints.inputs, c.constraints.outputs
     if asked.explicit:  # it is of the meshes of stages, not of the whole one
         keep = asked_of(
-            c.graph, topology.mesh, pins=pins, folded=_folded(lifted), inputs=inputs, outputs=outputs, fixed=fixed,
+            c.graph,
+            topology.mesh,
+            pins=pins,
+            folded=_folded(lifted),
+            inputs=inputs,
+            outputs=outputs,
+            fixed=fixed,
             cuts=c.constraints.cuts,
-        )  # fmt: skip
+        )
         asked, fixed, pins = replace(asked, asked=keep), LayoutConstraints(), ()
         inputs, outputs = dict[str, Layout](), dict[str, Layout]()
     machine = Machine(device=topology.device, eager=not c.options.target.startswith("triton"))
     task = Task(
-        topology=topology, topologies=[topology] if equal_parts else shared(topology), pins=pins,
-        folded=_folded(lifted), inputs=inputs, outputs=outputs, fixed=fixed, start=c.start, rewritable=free,
+        topology=topology,
+        topologies=[topology] if equal_parts else shared(topology),
+        pins=pins,
+        folded=_folded(lifted),
+        inputs=inputs,
+        outputs=outputs,
+        fixed=fixed,
+        start=c.start,
+        rewritable=free,
         request=Request(stages=1) if language else staging(asked, bound=c.constraints.whole_mesh),
         previous_plan=_fitted_before(earlier) if earlier else None,
-        machine=machine if free and not same_model else None, disabled_rules=disabled | c.without,
+        machine=machine if free and not same_model else None,
+        disabled_rules=disabled | c.without,
         book=BOOK in map(str, c.options.rules),
         lifted=lifted.graph if free and not earlier else None,
         whole=c.whole.graph if c.whole and free and STEPS not in disabled else None,
         meter=budget.meter,
-    )  # fmt: skip
+    )
     return c.made(task=task, budget=budget)
 
 
@@ -379,9 +401,15 @@ def verify(c: Compilation) -> Compilation:
     """
     plan, program = c.plan.plan, c.plan.program
     laws = certificate.check(
-        plan.annotated(), program, limit=replace(c.topology, mesh=plan.mesh).memories(), stated_peak=peak_bytes(program)[0],
-        places=plan.places, streamed=plan.streamed, exact=c.options.exact, native_sums=plan.native_sums,
-    )  # fmt: skip
+        plan.annotated(),
+        program,
+        limit=replace(c.topology, mesh=plan.mesh).memories(),
+        stated_peak=peak_bytes(program)[0],
+        places=plan.places,
+        streamed=plan.streamed,
+        exact=c.options.exact,
+        native_sums=plan.native_sums,
+    )
     return c.made(laws=laws)
 
 

@@ -156,9 +156,14 @@ def finished(runner: Runner) -> Compiled:
     lifted = passes.as_planned(at)
     constants = {t: lifted.constants[t].tobytes() for t in build.constants}
     return Compiled(
-        build=replace(build, report=document), constants=constants, kernels=at.kernels, laws=at.laws,
-        rewrites=at.rewrites.log, evidence=evidence, printed=runner.printed,
-    )  # fmt: skip
+        build=replace(build, report=document),
+        constants=constants,
+        kernels=at.kernels,
+        laws=at.laws,
+        rewrites=at.rewrites.log,
+        evidence=evidence,
+        printed=runner.printed,
+    )
 
 
 def _wrong(e: LawError, at: Compilation, left: frozenset[str]) -> frozenset[str]:
@@ -211,9 +216,7 @@ def _passes(options: Options) -> Sequence[Pass]:
     return TEXT_PASSES if options.model.suffix == TEXT else PASSES
 
 
-def _passes_between(
-    first: Function | None, end: Function | None, of: Sequence[Pass] = PASSES
-) -> Sequence[Pass]:  # fmt: skip
+def _passes_between(first: Function | None, end: Function | None, of: Sequence[Pass] = PASSES) -> Sequence[Pass]:
     """The passes from one (by default the first) to another one, which is not among them (by default to the last)."""
     at = [p.function for p in of]
     return of[0 if first is None else at.index(first) : None if end is None else at.index(end)]
@@ -245,10 +248,16 @@ def asked(options: Options) -> Compilation:
     topo = _topology(options, mesh, carried)
     stages, micro = _stages_asked_for(options, topo, marks)
     return Compilation(
-        options=options, shapes=options.shapes or (annotations.shapes(marks) if marks else {}), topology=topo,
-        request=parse_request(stages, micro, topo), annotations=marks, earlier=earlier, without=rule_names(options.without),
-        unroll_steps=_unroll_steps(options, topo), also_whole=_also_whole(options, topo) and not marks,
-    )  # fmt: skip
+        options=options,
+        shapes=options.shapes or (annotations.shapes(marks) if marks else {}),
+        topology=topo,
+        request=parse_request(stages, micro, topo),
+        annotations=marks,
+        earlier=earlier,
+        without=rule_names(options.without),
+        unroll_steps=_unroll_steps(options, topo),
+        also_whole=_also_whole(options, topo) and not marks,
+    )
 
 
 def _topology(options: Options, mesh: Mesh, carried: ModelTopology | None) -> Topology:

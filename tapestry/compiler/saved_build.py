@@ -49,9 +49,15 @@ def _verified(folder: Path, model: Path | None) -> tuple[store.Build, dict[str, 
     plugins.require(build.report.get("plugins"), ("operators",), str(folder))
     plan = build.plan
     laws = certificate.check(
-        plan.annotated(), build.program, limit=memory_limits(build), stated_peak=list(build.peak_bytes), places=plan.places,
-        streamed=plan.streamed, exact=build.exact, native_sums=plan.native_sums,
-    )  # fmt: skip
+        plan.annotated(),
+        build.program,
+        limit=memory_limits(build),
+        stated_peak=list(build.peak_bytes),
+        places=plan.places,
+        streamed=plan.streamed,
+        exact=build.exact,
+        native_sums=plan.native_sums,
+    )
     laws["agreement"] += layout_laws.check_layouts(plan)
     of_model, evidence = model_evidence.compare(
         plan.graph,

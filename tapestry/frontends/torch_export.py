@@ -164,10 +164,16 @@ def _without(program: ExportedProgram, path: str, layers: Mapping[int, list[Node
     kept = [s for s in signature.input_specs if s.arg.name not in left]
     parameters = {str(specs[k].target): _data(program, str(specs[k].target)) for k in left}
     smaller = ExportedProgram(
-        program.graph_module, graph, ExportGraphSignature(kept, outputs), program.state_dict,
-        cast(Any, program).range_constraints, program.module_call_graph, program.example_inputs,
-        program.constants, verifiers=program.verifiers,
-    )  # fmt: skip
+        program.graph_module,
+        graph,
+        ExportGraphSignature(kept, outputs),
+        program.state_dict,
+        cast(Any, program).range_constraints,
+        program.module_call_graph,
+        program.example_inputs,
+        program.constants,
+        verifiers=program.verifiers,
+    )
     called = tuple(map(str, program.graph_signature.user_outputs))
     return Folded(smaller, path, tuple(layers), parameters, called)
 
@@ -195,9 +201,16 @@ def unfold(model: ir.Model, f: Folded) -> bool:
             outs = [ir.Value(name=_fresh(f"{v.name}_{number}", taken), shape=v.shape, type=v.type) for v in n.outputs]
             said = {k: _renumbered(x, f.path, f.numbers[KEPT - 1], number) for k, x in n.metadata_props.items()}
             copy = ir.Node(
-                n.domain, n.op_type, ins, list(n.attributes.values()), overload=n.overload, version=n.version, outputs=outs,
-                name=_fresh(f"{n.name}_{number}", taken), metadata_props=said,
-            )  # fmt: skip
+                n.domain,
+                n.op_type,
+                ins,
+                list(n.attributes.values()),
+                overload=n.overload,
+                version=n.version,
+                outputs=outs,
+                name=_fresh(f"{n.name}_{number}", taken),
+                metadata_props=said,
+            )
             now.append(outs)
             graph.insert_after(behind, copy)
             own.add(behind := copy)
@@ -230,9 +243,13 @@ Made = list[dict[ir.Value, tuple[int, int]]]
 
 
 def _input(
-    graph: ir.Graph, v: ir.Value | None, made: Made, now: tuple[list[list[ir.Value]], list[list[ir.Value]]], f: Folded,
+    graph: ir.Graph,
+    v: ir.Value | None,
+    made: Made,
+    now: tuple[list[list[ir.Value]], list[list[ir.Value]]],
+    f: Folded,
     number: int,
-) -> ir.Value | None:  # fmt: skip
+) -> ir.Value | None:
     """What a copy reads where the last layer reads a value; ``now`` are results of the layer before, and of its own."""
     if v is None:
         return None
@@ -402,9 +419,14 @@ def _hint(e: BaseException) -> str:
 
 
 def write_onnx(
-    program: ExportedProgram, path: Path, stored: Stored = lambda name, tensor: None, *, inline: int = INLINE,
-    dynamic_shapes: Any = None, translations: Mapping[Any, Callable[..., Any]] | None = None,
-) -> bool:  # fmt: skip
+    program: ExportedProgram,
+    path: Path,
+    stored: Stored = lambda name, tensor: None,
+    *,
+    inline: int = INLINE,
+    dynamic_shapes: Any = None,
+    translations: Mapping[Any, Callable[..., Any]] | None = None,
+) -> bool:
     """Write an exported program as ONNX; weights of more than ``inline`` bytes go to one file beside it, each once.
 
     Args:

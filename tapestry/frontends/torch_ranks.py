@@ -22,9 +22,13 @@ from tapestry.frontends.torch_export import write_onnx
 
 NODE, DOMAIN = "DistCollective", "tapestry"
 KINDS = {  # of attributes
-    "collective_operation": OpSchema.AttrType.STRING, "reduce_op": OpSchema.AttrType.STRING, "root": OpSchema.AttrType.INT,
-    "nb_rank": OpSchema.AttrType.INT, "groups": OpSchema.AttrType.INTS, "group_size": OpSchema.AttrType.INT,
-}  # fmt: skip
+    "collective_operation": OpSchema.AttrType.STRING,
+    "reduce_op": OpSchema.AttrType.STRING,
+    "root": OpSchema.AttrType.INT,
+    "nb_rank": OpSchema.AttrType.INT,
+    "groups": OpSchema.AttrType.INTS,
+    "group_size": OpSchema.AttrType.INT,
+}
 TYPES = ["float", "double", "float16", "bfloat16", "int64", "int32", "int8", "uint8", "bool"]
 
 
@@ -44,10 +48,13 @@ def write_rank(program: ExportedProgram, path: Path) -> None:
 def _translations() -> dict[Any, Callable[..., Any]]:
     o: Any = torch.ops._c10d_functional  # pyright: ignore[reportPrivateUsage] (the operators have no other name)
     return {
-        o.all_reduce.default: _all_reduce, o.all_gather_into_tensor.default: _all_gather, o.broadcast.default: _broadcast,
-        o.reduce_scatter_tensor.default: _reduce_scatter, o.all_to_all_single.default: _all_to_all,
+        o.all_reduce.default: _all_reduce,
+        o.all_gather_into_tensor.default: _all_gather,
+        o.broadcast.default: _broadcast,
+        o.reduce_scatter_tensor.default: _reduce_scatter,
+        o.all_to_all_single.default: _all_to_all,
         o.wait_tensor.default: _wait,
-    }  # fmt: skip
+    }
 
 
 def _all_reduce(x: Any, op: str, group: Any) -> Any:
@@ -81,16 +88,26 @@ def _node(x: Any, kind: str, group: Any, op: str = "none", *, root: int | None =
     found = cast(Any, distributed_c10d)._resolve_process_group(group) if isinstance(group, str) else group
     ranks = dist.get_process_group_ranks(found)
     return _operator()(
-        x, collective_operation=kind, reduce_op=op.upper(), root=-1 if root is None else ranks[root], nb_rank=len(ranks),
-        groups=ranks, group_size=len(ranks),
-    )  # fmt: skip
+        x,
+        collective_operation=kind,
+        reduce_op=op.upper(),
+        root=-1 if root is None else ranks[root],
+        nb_rank=len(ranks),
+        groups=ranks,
+        group_size=len(ranks),
+    )
 
 
 def _operator() -> Any:
     """The node, with the schema that torch's exporter asks of every operator."""
     one = [OpSchema.FormalParameter(n, "T") for n in "xy"]
     schema = OpSchema(
-        NODE, DOMAIN, 1, inputs=one[:1], outputs=one[1:], attributes=[OpSchema.Attribute(n, k, "") for n, k in KINDS.items()],
+        NODE,
+        DOMAIN,
+        1,
+        inputs=one[:1],
+        outputs=one[1:],
+        attributes=[OpSchema.Attribute(n, k, "") for n, k in KINDS.items()],
         type_constraints=[("T", [f"tensor({t})" for t in TYPES], "")],
-    )  # fmt: skip
+    )
     return values.Op(values.Opset(DOMAIN, 1), NODE, schema)

@@ -312,8 +312,11 @@ def _stages(model: ModelProto) -> Iterator[Finding]:
             mine = next((c.stage for c in marks if (c.configuration or "") == name and c.stage is not None), None)
             if mine is not None and latest is not None and 0 <= mine < latest[0]:
                 yield Finding(
-                    "error", "stage-back", name_of(node), latest[2],
+                    "error",
+                    "stage-back",
+                    name_of(node),
+                    latest[2],
                     f"pipeline_stage {mine} reads '{latest[2]}', which comes from node '{latest[1]}' in stage {latest[0]}",
-                )  # fmt: skip
+                )
             here = (mine, name_of(node)) if mine is not None else latest[:2] if latest else None
             stage |= {o: here for o in node.output if here is not None}

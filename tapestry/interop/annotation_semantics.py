@@ -203,11 +203,14 @@ def _opaque_clash(op: Opaque, placed: Mapping[str, Placement]) -> Clash | None:
             at = {a: x for a, x in zip(op.in_axes[k], point, strict=True) if a is not None}
             fits = tuple(
                 sorted(
-                    d for d, piece in p.pieces.items()
-                    if all(any(lo <= at[a] < hi for lo, hi in iv) if a in at else iv == ((0, n),)
-                           for a, (iv, n) in enumerate(zip(piece, p.shape, strict=True)))
+                    d
+                    for d, piece in p.pieces.items()
+                    if all(
+                        any(lo <= at[a] < hi for lo, hi in iv) if a in at else iv == ((0, n),)
+                        for a, (iv, n) in enumerate(zip(piece, p.shape, strict=True))
+                    )
                 )
-            )  # fmt: skip
+            )
             cells.append((t, tuple(at.get(a, 0) for a in range(len(p.shape))), fits))
             mask &= sum(1 << d for d in fits)
         if given and mask == 0:

@@ -208,10 +208,11 @@ def _relocate(model: ModelProto, here: Path, there: Path, copy: bool) -> dict[Pa
                 continue
             if not copy:
                 raise TapestryError(
-                    "the external data would be out of reach", where=f"initializer '{t.name}'",
+                    "the external data would be out of reach",
+                    where=f"initializer '{t.name}'",
                     why=f"'{data}' is not inside '{there}', and ONNX locations may not leave the model's folder",
                     hint="write beside the original model, or --copy-data",
-                )  # fmt: skip
+                )
             new = there / Path(entry.value).name
             if new.exists() and not _same_file(new, data):
                 raise TapestryError("the external data's place is taken", where=str(new), hint="an empty folder for -o")

@@ -134,8 +134,11 @@ def _intervals(size: int, shards: list[tuple[int, int]], digits: list[int]) -> I
     for (n, parts), k in zip(shards, digits, strict=True):
         lo, hi = cut(n, parts, k)
         whole = (lo, hi) == (0, n)
-        spread = [(a * n + lo, (b - 1) * n + hi) if whole else (c * n + lo, c * n + hi) for a, b in out for c in
-                  ((a,) if whole else range(a, b))]  # fmt: skip
+        spread = [
+            (a * n + lo, (b - 1) * n + hi) if whole else (c * n + lo, c * n + hi)
+            for a, b in out
+            for c in ((a,) if whole else range(a, b))
+        ]
         out = []
         for a, b in spread:
             if out and out[-1][1] == a:
@@ -187,7 +190,7 @@ def spec_for(tensor: str, cutters: Sequence[tuple[int, ...]], mesh: Mesh) -> Sha
 
 def stating(
     spec: ShardingSpec, declared: Sequence[int | str | None], shape: tuple[int, ...], mesh: Mesh, layout: Layout
-) -> ShardingSpec:  # fmt: skip
+) -> ShardingSpec:
     """A layout's spec with the size or symbol of every cut axis, and with its parts where they are not equal."""
     dims: list[ShardedDim] = []
     for d in spec.dims:

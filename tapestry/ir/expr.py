@@ -97,9 +97,25 @@ _TEST = Primitive(2, "bool")
 _ALIKE = Primitive(2, "bool", commutative=True)
 _CURVE = Primitive(1, "float", exact=False)
 _CURVES = (
-    "exp", "log", "erf", "tanh", "sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh", "asinh", "acosh", "atanh",
-    "sigmoid", "log1p", "expm1",
-)  # fmt: skip
+    "exp",
+    "log",
+    "erf",
+    "tanh",
+    "sin",
+    "cos",
+    "tan",
+    "asin",
+    "acos",
+    "atan",
+    "sinh",
+    "cosh",
+    "asinh",
+    "acosh",
+    "atanh",
+    "sigmoid",
+    "log1p",
+    "expm1",
+)
 PRIMITIVES: dict[str, Primitive] = {
     "add": _BOTH, "mul": _BOTH, "and": _BOTH, "or": _BOTH, "xor": _BOTH, "min": _LESS_OR_MORE, "max": _LESS_OR_MORE,
     "sub": Primitive(2), "div": Primitive(2), "shl": Primitive(2), "shr": Primitive(2),
@@ -259,8 +275,21 @@ def count_calls(exprs: tuple[Expr, ...]) -> int:
 
 
 # instructions that an element takes on a GPU, of primitives that take far more than one
-LONG = {"erf": 30, "tanh": 16, "sin": 60, "cos": 60, "tan": 90, "pow": 90, "log1p": 24, "expm1": 24, "exp": 4, "log": 8,
-        "sqrt": 8, "div": 10, "sigmoid": 12}  # fmt: skip
+LONG = {
+    "erf": 30,
+    "tanh": 16,
+    "sin": 60,
+    "cos": 60,
+    "tan": 90,
+    "pow": 90,
+    "log1p": 24,
+    "expm1": 24,
+    "exp": 4,
+    "log": 8,
+    "sqrt": 8,
+    "div": 10,
+    "sigmoid": 12,
+}
 
 
 def instructions(exprs: tuple[Expr, ...]) -> int:

@@ -255,9 +255,13 @@ def product(name: str, *parts: Monoid) -> Monoid:
         return tuple(x for k, p in enumerate(parts) for x in p.combine(a[ends[k] : ends[k + 1]], b[ends[k] : ends[k + 1]]))
 
     return Monoid(
-        name=name, fields=tuple(f if names.count(f) == 1 else f"{f}{k}" for k, f in enumerate(names)), zero=zero,
-        combine=combine, commutative=all(p.commutative for p in parts), structure=Product(parts),
-    )  # fmt: skip
+        name=name,
+        fields=tuple(f if names.count(f) == 1 else f"{f}{k}" for k, f in enumerate(names)),
+        zero=zero,
+        combine=combine,
+        commutative=all(p.commutative for p in parts),
+        structure=Product(parts),
+    )
 
 
 def rebased(name: str, centre: Monoid, acted: Monoid, act: Action, fields: tuple[str, ...]) -> Monoid:
@@ -273,10 +277,14 @@ def rebased(name: str, centre: Monoid, acted: Monoid, act: Action, fields: tuple
         return c + acted.combine(act(a[:n], c, a[n:]), act(b[:n], c, b[n:]))
 
     return Monoid(
-        name=name, fields=fields, zero=lambda d: centre.zero(d[:n]) + acted.zero(d[n:]), combine=combine,
-        commutative=centre.commutative and acted.commutative, structure=Rebased(centre, acted, act),
+        name=name,
+        fields=fields,
+        zero=lambda d: centre.zero(d[:n]) + acted.zero(d[n:]),
+        combine=combine,
+        commutative=centre.commutative and acted.commutative,
+        structure=Rebased(centre, acted, act),
         proof=partial(prove_rebased, centre, acted, act),
-    )  # fmt: skip
+    )
 
 
 def driven(name: str, by: Monoid, acted: Monoid, act: Callable[[State, State], State], fields: tuple[str, ...]) -> Monoid:
@@ -291,9 +299,14 @@ def driven(name: str, by: Monoid, acted: Monoid, act: Callable[[State, State], S
         return by.combine(a[:n], b[:n]) + acted.combine(act(b[:n], a[n:]), b[n:])
 
     return Monoid(
-        name=name, fields=fields, zero=lambda d: by.zero(d[:n]) + acted.zero(d[n:]), combine=combine, commutative=False,
-        structure=Driven(by, acted, act), proof=partial(prove_driven, by, acted, act),
-    )  # fmt: skip
+        name=name,
+        fields=fields,
+        zero=lambda d: by.zero(d[:n]) + acted.zero(d[n:]),
+        combine=combine,
+        commutative=False,
+        structure=Driven(by, acted, act),
+        proof=partial(prove_driven, by, acted, act),
+    )
 
 
 def rescale(old: State, new: State, s: State) -> State:
@@ -305,9 +318,12 @@ def rescale(old: State, new: State, s: State) -> State:
 
 def _single(name: str, fn: str, zero: Callable[[str], Const]) -> Monoid:
     return Monoid(
-        name=name, fields=("value",), zero=lambda d: (zero(d[0]),), combine=lambda a, b: (call(fn, a[0], b[0]),),
+        name=name,
+        fields=("value",),
+        zero=lambda d: (zero(d[0]),),
+        combine=lambda a, b: (call(fn, a[0], b[0]),),
         structure=ByPrimitive(fn),
-    )  # fmt: skip
+    )
 
 
 def _moments(a: State, b: State) -> State:
@@ -333,9 +349,12 @@ def _best(name: str, better: str, worst: Callable[[str], Const]) -> Monoid:
         return call("where", take, b[0], a[0]), call("where", take, b[1], a[1])
 
     return Monoid(
-        name=name, fields=("value", "index"), zero=lambda d: (worst(d[0]), highest(d[1])), combine=combine,
+        name=name,
+        fields=("value", "index"),
+        zero=lambda d: (worst(d[0]), highest(d[1])),
+        combine=combine,
         structure=Best(better),
-    )  # fmt: skip
+    )
 
 
 _SUM = _single("sum", "add", lambda d: number(0, d))
@@ -416,8 +435,12 @@ MONOIDS: dict[str, Monoid] = _Table(
         _single("any", "or", lambda d: number(0, d)),
         _single("all", "and", lambda d: number(1, d)),
         Monoid(
-            name="moments", fields=("n", "mean", "m2"), zero=lambda d: tuple(number(0, x) for x in d), combine=_moments,
-            structure=Moments(), proof=partial(prove_moments, _moments),
+            name="moments",
+            fields=("n", "mean", "m2"),
+            zero=lambda d: tuple(number(0, x) for x in d),
+            combine=_moments,
+            structure=Moments(),
+            proof=partial(prove_moments, _moments),
         ),
         rebased("logsumexp", _MAX, _SUM, rescale, ("m", "s")),
         rebased("softsum", _MAX, product("", _SUM, _SUM), rescale, ("m", "s", "o")),
@@ -426,7 +449,7 @@ MONOIDS: dict[str, Monoid] = _Table(
         _best("argmax", "gt", lowest),
         _best("argmin", "lt", highest),
     )
-)  # fmt: skip
+)
 BUILT_IN = frozenset(MONOIDS)
 
 

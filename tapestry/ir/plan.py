@@ -122,12 +122,15 @@ class Plan:
     def annotated(self) -> Graph:
         """The graph with every operation's splits bound to mesh axes."""
         ops = tuple(
-            replace(op, splits=(
-                *(Split(d, a.size, f"mesh.{a.name}") for d, a in zip(s.dims, at.mesh, strict=True) if d is not None),
-                *(Split(d, a.size, f"ring.{a.name}") for d, a in zip(s.ring, at.mesh, strict=False) if d is not None),
-            ))
+            replace(
+                op,
+                splits=(
+                    *(Split(d, a.size, f"mesh.{a.name}") for d, a in zip(s.dims, at.mesh, strict=True) if d is not None),
+                    *(Split(d, a.size, f"ring.{a.name}") for d, a in zip(s.ring, at.mesh, strict=False) if d is not None),
+                ),
+            )
             for op, s, at in zip(self.graph.ops, self.strategies, self.places, strict=True)
-        )  # fmt: skip
+        )
         return replace(self.graph, ops=ops)
 
 
@@ -159,8 +162,10 @@ def stages_refused(plan: Plan) -> str:
     if len(set(taken)) < len(taken) or any(not 0 <= d < plan.devices for d in taken):
         return "stages overlap or leave the mesh"
     makers = plan.graph.producers()
-    homes = {k: {t for op, at in zip(plan.graph.ops, plan.stage_of, strict=True) if at == k for t in (*op.inputs, *op.outs)}
-             for k in range(len(plan.stages))}  # fmt: skip
+    homes = {
+        k: {t for op, at in zip(plan.graph.ops, plan.stage_of, strict=True) if at == k for t in (*op.inputs, *op.outs)}
+        for k in range(len(plan.stages))
+    }
     for t, layout in (*plan.inputs.items(), *plan.outputs.items()):
         if any(t in homes[k] and on_stage(layout, plan.mesh, s.mesh) is None for k, s in enumerate(plan.stages)):
             return f"the layout of '{t}' cuts along a mesh axis that a stage does not have as a whole"

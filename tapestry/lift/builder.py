@@ -119,9 +119,13 @@ class Builder:
     """
 
     def __init__(
-        self, types: Mapping[str, TypeProto], known: Mapping[str, TensorProto], opsets: Mapping[str, int], seed: int,
+        self,
+        types: Mapping[str, TypeProto],
+        known: Mapping[str, TensorProto],
+        opsets: Mapping[str, int],
+        seed: int,
         steps: bool = True,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.types, self.known, self.opsets, self.seed, self.steps = types, known, opsets, seed, steps
         self.tensors: dict[str, Tensor] = {}
         self.ops: list[Op] = []
@@ -260,16 +264,28 @@ class Node:
         return t.name
 
     def reduce(
-        self, outs: Sequence[str], dims: Sequence[Dim], reduced: Sequence[Dim], monoid: str,
-        reads: Sequence[Operand], body: Sequence[Expr], then: Sequence[Expr] = (),
-    ) -> tuple[str, ...]:  # fmt: skip
+        self,
+        outs: Sequence[str],
+        dims: Sequence[Dim],
+        reduced: Sequence[Dim],
+        monoid: str,
+        reads: Sequence[Operand],
+        body: Sequence[Expr],
+        then: Sequence[Expr] = (),
+    ) -> tuple[str, ...]:
         """Emit a reduction; a single output takes the first state field when there is no ``then``."""
         results = then or body
         tensors = [self._result(o, dims, e.dtype) for o, e in zip(outs, results, strict=True)]
         op = Block(
-            outs=tuple(t.name for t in tensors), dims=tuple(dims), reduce=tuple(reduced), monoid=monoid,
-            reads=tuple(r for r, _ in reads), body=tuple(body), then=tuple(then), source=(self.source,),
-        )  # fmt: skip
+            outs=tuple(t.name for t in tensors),
+            dims=tuple(dims),
+            reduce=tuple(reduced),
+            monoid=monoid,
+            reads=tuple(r for r, _ in reads),
+            body=tuple(body),
+            then=tuple(then),
+            source=(self.source,),
+        )
         self.b.emit(op, tensors)
         return op.outs
 

@@ -93,9 +93,14 @@ class Symbols:
 
 
 def lift(
-    path: str | Path, shapes: Given = {}, *, weights: bool = True, seed: int = 0, steps: bool = True,  # noqa: B006
+    path: str | Path,
+    shapes: Given = {},  # noqa: B006
+    *,
+    weights: bool = True,
+    seed: int = 0,
+    steps: bool = True,
     model: ModelProto | None = None,
-) -> Lifted:  # fmt: skip
+) -> Lifted:
     """Read an ONNX file into a Graph.
 
     Args:

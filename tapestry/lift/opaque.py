@@ -56,11 +56,17 @@ def emit_opaque(n: Node, why: str, dims: Sequence[Dim] = (), in_axes: Axes = {},
     none = (None,) * len(dims)
     domains = {"", *("" if at.domain == "ai.onnx" else at.domain for at in nested([proto]))}
     op = Opaque(
-        outs=tuple(t.name for t in outs), ins=tuple(ins), kind=n.kind, node=proto.SerializeToString(deterministic=True),
-        opsets=tuple(sorted((d, v) for d, v in n.b.opsets.items() if d in domains)), dims=tuple(dims),
+        outs=tuple(t.name for t in outs),
+        ins=tuple(ins),
+        kind=n.kind,
+        node=proto.SerializeToString(deterministic=True),
+        opsets=tuple(sorted((d, v) for d, v in n.b.opsets.items() if d in domains)),
+        dims=tuple(dims),
         in_axes=tuple(tuple(in_axes.get(k, none)) for k in range(len(ins))),
-        out_axes=tuple(tuple(out_axes.get(k, none)) for k, o in enumerate(n.outs) if o), source=(n.source,), why=printable(why),
-    )  # fmt: skip
+        out_axes=tuple(tuple(out_axes.get(k, none)) for k, o in enumerate(n.outs) if o),
+        source=(n.source,),
+        why=printable(why),
+    )
     n.b.emit(op, outs)
 
 

@@ -15,8 +15,11 @@ from tapestry.ir.types import DTYPES, Tensor
 
 Number = int | float
 _SIGNS: Mapping[str, Callable[[int, int], int]] = {
-    "+": lambda a, b: a + b, "-": lambda a, b: a - b, "*": lambda a, b: a * b, "//": lambda a, b: a // b,
-}  # fmt: skip
+    "+": lambda a, b: a + b,
+    "-": lambda a, b: a - b,
+    "*": lambda a, b: a * b,
+    "//": lambda a, b: a // b,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +43,9 @@ class Template:
             return f"it has {len(self.inputs)} inputs, the node {len(inputs)}"
         for (name, dtype, shape), t in zip(self.inputs, inputs, strict=True):
             pairs = [(dtype, t.dtype), *zip(shape, t.shape, strict=False)]
-            fits = len(shape) == len(t.shape) and all((w if w in DTYPES else bound.setdefault(w, g)) == g if isinstance(w, str)
-                                                      else w == g for w, g in pairs)  # fmt: skip
+            fits = len(shape) == len(t.shape) and all(
+                (w if w in DTYPES else bound.setdefault(w, g)) == g if isinstance(w, str) else w == g for w, g in pairs
+            )
             if not fits:
                 known = f" with {', '.join(f'{k} = {v}' for k, v in bound.items())}" if bound else ""
                 return f"its '{name}' is {dtype}[{', '.join(map(str, shape))}]{known}, the node's {t.dtype}{list(t.shape)}"

@@ -65,9 +65,15 @@ class Refused(TapestryError):
 
 
 def run(
-    op: Opaque, arrays: Sequence[Array | HostValue | None], expected: Sequence[Expected], *, independent: bool = False,
-    names: Sequence[str] = (), by: Asked | None = None, double: bool = False,
-) -> list[Any]:  # fmt: skip
+    op: Opaque,
+    arrays: Sequence[Array | HostValue | None],
+    expected: Sequence[Expected],
+    *,
+    independent: bool = False,
+    names: Sequence[str] = (),
+    by: Asked | None = None,
+    double: bool = False,
+) -> list[Any]:
     """Outputs of the node for whole inputs, or for blocks along the dimensions it commutes with.
 
     Args:
@@ -119,7 +125,7 @@ def engine(op: Opaque, arrays: Sequence[Array | HostValue | None], expected: Seq
 
 def asked_of(
     name: str, op: Opaque, arrays: Sequence[Array | HostValue | None], expected: Sequence[Expected]
-) -> list[Any] | None:  # fmt: skip
+) -> list[Any] | None:
     """Outputs of a node by one evaluator; None where it cannot run it, draws numbers of its own, or is known to be wrong."""
     wrong = WRONG_IN_REFERENCE if name == NAMES["_reference"] else WRONG_IN_ORT | ACCURATE
     if _kinds(op.node) & (RANDOM | wrong):
@@ -251,9 +257,11 @@ def _held_to(op: Opaque, result: Any, expected: Expected) -> Any:
         return result
     what = f"{result.dtype.name}{list(result.shape)}" if is_array else type(result).__name__
     raise TapestryError(
-        "the result is not what the model declares", where=f"node '{', '.join(op.source)}' ({op.kind})",
-        why=f"it is {what}, declared {dtype}{list(shape)}", hint="these inputs ask for another shape; leave it undeclared",
-    )  # fmt: skip
+        "the result is not what the model declares",
+        where=f"node '{', '.join(op.source)}' ({op.kind})",
+        why=f"it is {what}, declared {dtype}{list(shape)}",
+        hint="these inputs ask for another shape; leave it undeclared",
+    )
 
 
 @lru_cache(maxsize=512)
@@ -302,10 +310,11 @@ def _model(node: bytes, opsets: tuple[tuple[str, int], ...], types: Types) -> An
     proto = NodeProto.FromString(node)
     opsets = tuple((d, RELEASED if d == "" and v > RELEASED and _unchanged(proto, v) else v) for d, v in opsets)
     inputs = [
-        helper.make_value_info(n, TypeProto()) if (dtype, shape) == (np.dtype(object), None)  # the reference asks for none
+        helper.make_value_info(n, TypeProto())
+        if (dtype, shape) == (np.dtype(object), None)  # the reference asks for none
         else helper.make_tensor_value_info(n, helper.np_dtype_to_tensor_dtype(dtype), shape)
         for n, dtype, shape in types
-    ]  # fmt: skip
+    ]
     outputs = [helper.make_value_info(n, TypeProto()) for n in proto.output if n]
     graph = helper.make_graph(_time_first(proto), "node", inputs, outputs)
     return helper.make_model(graph, ir_version=IR_VERSION, opset_imports=[helper.make_opsetid(d, v) for d, v in opsets])

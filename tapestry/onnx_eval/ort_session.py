@@ -148,9 +148,13 @@ def ready() -> Connection:
     code = f"import sys; sys.path[:] = {sys.path!r}; from tapestry.onnx_eval.ort_session import serve; serve({theirs.fileno()})"
     with theirs:  # (in a group of its own: an interrupt is for us to answer)
         process = processes.started(
-            [sys.executable, "-c", code], stdin=NOWHERE, stdout=NOWHERE, stderr=NOWHERE, start_new_session=True,
+            [sys.executable, "-c", code],
+            stdin=NOWHERE,
+            stdout=NOWHERE,
+            stderr=NOWHERE,
+            start_new_session=True,
             pass_fds=[theirs.fileno()],
-        )  # fmt: skip
+        )
     _helper = os.getpid(), process, ours
     return ours
 

@@ -26,7 +26,7 @@ def reference_evaluator(proto: Any, **more: Any) -> Any:
 
 def once(
     operator: str, version: int, arrays: Sequence[Any], compute: Callable[[list[Any]], Sequence[Any]], *, double: bool = False
-) -> list[Any]:  # fmt: skip
+) -> list[Any]:
     """What ``compute`` gives for the inputs of an operator of ONNX's own, those of 16 bits in float32, rounded to the types
     that the results have; ``double``: these, and float32, in float64."""
     wide = np.float64 if double else np.float32

@@ -201,9 +201,14 @@ def _of_tensors() -> list[type]:
 
 
 def _pads(
-    shape: tuple[int, ...], auto_pad: str, pads: Any, kernel_shape: Any = None, strides: Any = None, dilations: Any = None,
+    shape: tuple[int, ...],
+    auto_pad: str,
+    pads: Any,
+    kernel_shape: Any = None,
+    strides: Any = None,
+    dilations: Any = None,
     **_: Any,
-) -> list[int]:  # fmt: skip
+) -> list[int]:
     """How much is put before and after each axis of a window's input, as the operators' text has it."""
     if auto_pad in ("NOTSET", "VALID", None):
         return list(pads) if pads and auto_pad != "VALID" else [0] * (2 * len(shape))

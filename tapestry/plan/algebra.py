@@ -274,9 +274,15 @@ def _names(region: Graph) -> dict[str, str]:
 def _renamed(region: Graph, names: dict[str, str]) -> Graph:
     tensors = {names[t]: _typed(x, names[t], t in region.inputs) for t, x in region.tensors.items()}
     ops = tuple(
-        replace(op, outs=tuple(names[t] for t in op.outs), reads=tuple(replace(r, tensor=names[r.tensor]) for r in op.reads),
-                source=()) for op in region.ops if isinstance(op, Block)
-    )  # fmt: skip
+        replace(
+            op,
+            outs=tuple(names[t] for t in op.outs),
+            reads=tuple(replace(r, tensor=names[r.tensor]) for r in op.reads),
+            source=(),
+        )
+        for op in region.ops
+        if isinstance(op, Block)
+    )
     ins, outs = (tuple(names[t] for t in ts) for ts in (region.inputs, region.outputs))
     return with_ops(Graph(name="region", tensors=tensors, ops=ops, inputs=ins, outputs=outs), ops)
 

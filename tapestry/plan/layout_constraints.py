@@ -46,8 +46,11 @@ class Sayable:
             return False
         if not self.scatters and any(d in summed and k is not None for d, k in zip(s.dims, s.out, strict=True)):
             return False
-        held = [(t, [tuple((lo, hi) for lo, hi in b) for b in boxes.tolist()]) for k, t, boxes in footprints(op, graph, s, mesh)
-                if k in self.placed]  # fmt: skip
+        held = [
+            (t, [tuple((lo, hi) for lo, hi in b) for b in boxes.tolist()])
+            for k, t, boxes in footprints(op, graph, s, mesh)
+            if k in self.placed
+        ]
         return all(len({*b}) == 1 or layout_of_boxes(tuple(b), graph.tensors[t].shape, mesh) is not None for t, b in held)
 
 
@@ -103,8 +106,11 @@ def allowed(op: Op, key: Key, found: list[Strategy], graph: Graph, mesh: Mesh) -
     if exact:
         found = [s for s in found if _same_bits(op, s, mesh)]
         if not found:
-            raise PlanError("the split asked for would change results in the last bits", where=f"node '{', '.join(op.source)}'",
-                            hint="another --pin, or no --exact")  # fmt: skip
+            raise PlanError(
+                "the split asked for would change results in the last bits",
+                where=f"node '{', '.join(op.source)}'",
+                hint="another --pin, or no --exact",
+            )
     for n, layout in outs:
         kept = [s for s in found if out_layout(op, s.out, n) == layout]
         found = _some(kept, op, op.outs[n], f"no split of the operation ends with it {_text(layout, mesh)}")
@@ -129,9 +135,11 @@ def _same_bits(op: Op, s: Strategy, mesh: Mesh) -> bool:
 def _some(kept: list[Strategy], op: Op, tensor: str, why: str) -> list[Strategy]:
     if not kept:
         raise PlanError(
-            f"the sharding given for '{tensor}' is impossible", where=f"node '{', '.join(op.source)}'", why=why,
+            f"the sharding given for '{tensor}' is impossible",
+            where=f"node '{', '.join(op.source)}'",
+            why=why,
             hint="change the annotation, or --ignore-sharding",
-        )  # fmt: skip
+        )
     return kept
 
 

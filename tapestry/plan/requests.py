@@ -90,9 +90,7 @@ def read_pins(texts: Sequence[str], graph: Graph, mesh: Mesh, folded: Sequence[s
             yield i, AskedPin(dim, tuple(m.group(4).split("+")), m.group(3), text)
 
 
-def scan_blocks(
-    pins: Mapping[int, tuple[Pin, ...]], graph: Graph, mesh: Mesh
-) -> tuple[Graph, list[Move], list[str]]:  # fmt: skip
+def scan_blocks(pins: Mapping[int, tuple[Pin, ...]], graph: Graph, mesh: Mesh) -> tuple[Graph, list[Move], list[str]]:
     """Scans that are pinned along the dimension in which they run, put into as many blocks, so that only totals travel.
 
     Returns:
@@ -142,8 +140,9 @@ def _operations(name: str, wanted: str, graph: Graph, text: str, folded: Sequenc
         if name in folded:
             raise PlanError(
                 f"'{name}' has no index space of its own: it became a view or a constant, or nothing needs it",
-                where=f"--pin '{text}'", hint="pin an operation that reads its result",
-            )  # fmt: skip
+                where=f"--pin '{text}'",
+                hint="pin an operation that reads its result",
+            )
         known = sorted({*(s for op in graph.ops for s in (*op.source, *op.outs)), *operation_names(graph)})
         close = get_close_matches(name, known, 4) or known[:6]
         raise PlanError(f"there is no operation '{name}'", where=f"--pin '{text}'", hint=f"for example {', '.join(close)}")
@@ -245,6 +244,7 @@ def _layout(spec: str, shape: tuple[int, ...], mesh: Mesh, text: str, named: Map
             empty = next(k for k in range(parts) if cut(shape[axis], parts, k)[0] == cut(shape[axis], parts, k)[1])
             raise PlanError(
                 f"axis {axis} has {shape[axis]} elements and cannot be cut into {parts} non-empty parts",
-                where=f"--layout '{text}'", why=f"part {empty} would hold nothing",
-            )  # fmt: skip
+                where=f"--layout '{text}'",
+                why=f"part {empty} would hold nothing",
+            )
     return tuple(out)

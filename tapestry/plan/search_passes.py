@@ -102,10 +102,12 @@ class Scope:
         """One form more."""
         plan = result.closest if isinstance(result, TooBig) else result
         return replace(
-            self, forms=(*self.forms, form.name), bound=min(self.bound, plan.bound),
+            self,
+            forms=(*self.forms, form.name),
+            bound=min(self.bound, plan.bound),
             left_out=max(self.left_out, *(p.left_out for p in problems)),
             strategies=max(self.strategies, *(n for p in problems for n in p.sizes), 1),
-        )  # fmt: skip
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -317,9 +319,13 @@ def restructure(candidate: Candidate, graph: Graph, task: Task, budget: Budget) 
         found = _closed(new, found, task, budget)
         search.bounds.append(found.bound)
     scope = replace(
-        scope, bound=min([scope.bound, *search.bounds]), rewritten=len(search.bounds), unfinished=search.unfinished,
-        moves=search.met, equations=tuple(search.derived),
-    )  # fmt: skip
+        scope,
+        bound=min([scope.bound, *search.bounds]),
+        rewritten=len(search.bounds),
+        unfinished=search.unfinished,
+        moves=search.met,
+        equations=tuple(search.derived),
+    )
     form = replace(form, graph=new, moves=(*(() if anew else form.moves), *moves)) if moves else form
     return replace(candidate, form=form, result=found, scope=scope)
 
@@ -354,9 +360,7 @@ def choose_stages(candidate: Candidate, task: Task, budget: Budget) -> tuple[Pla
     choice = choose(form.graph, task.topology, result, task.request, budget, tight=fitted is not None, spent=task.meter.spent)
     fitted = None if choice.staged else fitted
     moves = (*form.moves, *(fitted.moves if fitted else choice.moves))
-    planned = Planned(
-        graph=form.graph, moves=moves, base=form.moves, choice=choice, fitted=fitted, scope=candidate.scope
-    )  # fmt: skip
+    planned = Planned(graph=form.graph, moves=moves, base=form.moves, choice=choice, fitted=fitted, scope=candidate.scope)
     return planned, choice.found
 
 

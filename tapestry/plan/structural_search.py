@@ -43,9 +43,13 @@ class Tried:
         """For the JSON document."""
         objective = self.objective if math.isfinite(self.objective) else None
         return {
-            "equations": self.equations, "regions": self.places, "before_s": self.before, "after_s": self.after,
-            "objective_s": objective, "taken": self.taken,
-        }  # fmt: skip
+            "equations": self.equations,
+            "regions": self.places,
+            "before_s": self.before,
+            "after_s": self.after,
+            "objective_s": objective,
+            "taken": self.taken,
+        }
 
 
 @dataclass(slots=True, kw_only=True)

@@ -81,9 +81,15 @@ class BlockWalk:
     """
 
     def __init__(
-        self, tasks: Sequence[Task], ends: Iterable[Value], devices: int, seed: int, compute: Compute,
-        digest: Callable[[Array], bytes], size: Callable[[Array], int],
-    ) -> None:  # fmt: skip
+        self,
+        tasks: Sequence[Task],
+        ends: Iterable[Value],
+        devices: int,
+        seed: int,
+        compute: Compute,
+        digest: Callable[[Array], bytes],
+        size: Callable[[Array], int],
+    ) -> None:
         self.tasks, self.ends = tasks, set(ends)
         self.compute, self.digest, self.size = compute, digest, size
         self.random = random.Random(seed)  # noqa: S311

@@ -85,9 +85,14 @@ class Executor(ABC):
     ways = 1
 
     def __init__(
-        self, graph: Graph, program: Program, target: Target, weights: Source, streamed: frozenset[str] = frozenset(),
+        self,
+        graph: Graph,
+        program: Program,
+        target: Target,
+        weights: Source,
+        streamed: frozenset[str] = frozenset(),
         route: Route | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.graph, self.program, self.target = graph, program, target
         self.weights, self.streamed = weights, streamed
         self.route = route or Route((0,) * program.devices)

@@ -96,9 +96,14 @@ class Session:
     """
 
     def __init__(
-        self, build: Build, constants: bytes, target: T, make: MakeExecutor[T], weights: Slices | None = None,
+        self,
+        build: Build,
+        constants: bytes,
+        target: T,
+        make: MakeExecutor[T],
+        weights: Slices | None = None,
         source: Target | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.build, self.constants, self.target, self.source = build, constants, target, source or target
         self.slices = weights or ModelFiles(build)
         missing = [t for t, w in build.plan.graph.weights.items() if w.file and not w.sha256]

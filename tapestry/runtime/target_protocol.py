@@ -188,9 +188,14 @@ class BindingTarget(Target, Protocol):
         ...
 
     def bind(
-        self, graph: Graph, kernel: Kernel, ins: Sequence[Array | None], states: Sequence[Array], outs: Sequence[Array],
+        self,
+        graph: Graph,
+        kernel: Kernel,
+        ins: Sequence[Array | None],
+        states: Sequence[Array],
+        outs: Sequence[Array],
         fixed: Collection[int] = (),
-    ) -> Callable[[], None]:  # fmt: skip
+    ) -> Callable[[], None]:
         """A function that computes one block from these buffers into ``outs``; it may be captured in a CUDA graph.
 
         Args:

@@ -215,8 +215,11 @@ def constraints(a: Annotations, lifted: Graph, over: Mesh, stage_of: Mapping[str
     graph, moves = _moved(graph, chosen, notes)
     graph, unfused, of_parts = _unfused(said, graph, {t: s for t, s in fused.items() if not _moves_it(moves, t)})
     outs |= of_parts
-    notes += [f"'{t}' is an output: it is computed with its axes apart, and then written in plain parts" for t in fused
-              if t in graph.outputs]  # fmt: skip
+    notes += [
+        f"'{t}' is an output: it is computed with its axes apart, and then written in plain parts"
+        for t in fused
+        if t in graph.outputs
+    ]
     inputs, outputs = _ends(a, lifted, reads, values)
     dims, inner = _dims(a, graph, outs, over)
     fixed = LayoutConstraints(outs={**outs, **inner}, reads=reads, dims=dims)
@@ -237,9 +240,11 @@ def _resolved(a: Annotations, lifted: Graph) -> Annotations:
         return s if same else replace(s, dims=tuple(replace(d, parts=()) for d in s.dims))
 
     return replace(
-        a, outs={k: put(s) for k, s in a.outs.items()}, reads={k: put(s) for k, s in a.reads.items()},
+        a,
+        outs={k: put(s) for k, s in a.outs.items()},
+        reads={k: put(s) for k, s in a.reads.items()},
         values={k: put(s) for k, s in a.values.items()},
-    )  # fmt: skip
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,10 +305,11 @@ class _Said:
         mesh_text = "x".join(str(x.size) for x in self.over)
         order = ", in one order of devices for all tensors," if any(x.order for x in self.over) or len(s.devices) > 1 else ""
         raise PlanError(
-            f"the sharding given for '{s.tensor}' cannot be kept", where=where,
+            f"the sharding given for '{s.tensor}' cannot be kept",
+            where=where,
             why=why or f"no layout over the axes of mesh {mesh_text}{order} puts its parts on these devices: {list(s.devices)}",
             hint="another --mesh, another order of devices, or --ignore-sharding",
-        )  # fmt: skip
+        )
 
     def behind(self, tensor: str, wanted: Placement) -> tuple[str, Layout] | None:
         """What a tensor is a view of (no input), and the layout of that which puts the view's cells where they are wanted."""
@@ -355,7 +361,7 @@ def _inner_sizes(d: ShardedDim, shape: tuple[int, ...]) -> list[int]:
 
 def _kept(
     said: _Said, wanted: Mapping[str, Layout], fused: tuple[str, ...], disabled: frozenset[str], stage_of: Mapping[str, int]
-) -> tuple[Graph, dict[str, Layout], list[str]]:  # fmt: skip
+) -> tuple[Graph, dict[str, Layout], list[str]]:
     """The simplified graph, in which stages stay apart, the layouts that its tensors get, and what is lost."""
     lifted = said.lifted
     graph = with_apart(lifted, (), disabled, stage_of) if stage_of else simplify(lifted, disabled=disabled)
@@ -460,7 +466,7 @@ def _after(graph: Graph, rule: str, disabled: frozenset[str]) -> Graph:
 
 def _ends(
     a: Annotations, graph: Graph, reads: Mapping[tuple[str, str], Layout], values: Mapping[str, Layout]
-) -> tuple[dict[str, Layout], dict[str, Layout]]:  # fmt: skip
+) -> tuple[dict[str, Layout], dict[str, Layout]]:
     """Layouts of inputs and outputs: as the file says; of inputs that it says nothing of, what all their readers give."""
     inputs = {t: values[t] for t in (*graph.inputs, *graph.weights) if t in values}
     outputs = {t: values[t] for t in graph.outputs if t in values}

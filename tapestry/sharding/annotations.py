@@ -95,9 +95,7 @@ def read(
     return _for_all_stages(_collect(model, chosen.name, chosen.num_devices)), topology
 
 
-def _chosen(
-    found: tuple[DeviceConfiguration, ...], path: Path, devices: int | None, name: str | None
-) -> DeviceConfiguration:  # fmt: skip
+def _chosen(found: tuple[DeviceConfiguration, ...], path: Path, devices: int | None, name: str | None) -> DeviceConfiguration:
     """The configuration that was asked for.
 
     Raises:
@@ -114,8 +112,11 @@ def _chosen(
         raise PlanError(what, where=str(path), hint="another --mesh, or --ignore-sharding")
     others = [c.name for c in found if c.num_devices == chosen.num_devices and c != chosen]
     if name is None and others:
-        log.warning("sharding: configuration '%s', the first for %d devices; --configuration takes another one",
-                    chosen.name, chosen.num_devices)  # fmt: skip
+        log.warning(
+            "sharding: configuration '%s', the first for %d devices; --configuration takes another one",
+            chosen.name,
+            chosen.num_devices,
+        )
     return chosen
 
 
@@ -156,9 +157,15 @@ def _of_tilings(model: ModelProto, topology: tile_metadata.ModelTopology | None,
     specs = {t: _tiled(t, g) for t, g in found.items()}
     ends = {v.name for v in (*model.graph.input, *model.graph.output, *model.graph.initializer)}
     return Annotations(
-        configuration=OURS, devices=count, outs={t: s for t, s in specs.items() if t in writer}, reads={}, writer=writer,
-        model={}, nodes={}, values={t: s for t, s in specs.items() if t in ends},
-    )  # fmt: skip
+        configuration=OURS,
+        devices=count,
+        outs={t: s for t, s in specs.items() if t in writer},
+        reads={},
+        writer=writer,
+        model={},
+        nodes={},
+        values={t: s for t, s in specs.items() if t in ends},
+    )
 
 
 def _tiled(tensor: str, tiling: Tiling) -> ShardingSpec:
@@ -202,16 +209,23 @@ def _collect(model: ModelProto, name: str, devices: int) -> Annotations:
                     reads[(name_of(node), s.tensor)] = s
     found = {h.name: sharding_specs.value_spec(h, name) for h in tile_metadata.values(model)}
     return Annotations(
-        configuration=name, devices=devices, outs=outs, reads=reads, model=_own(sharding_specs.metadata(model), name),
+        configuration=name,
+        devices=devices,
+        outs=outs,
+        reads=reads,
+        model=_own(sharding_specs.metadata(model), name),
         writer={o: name_of(n) for n in model.graph.node for o in n.output},
-        stage_of=stage_of, node_stages=node_stages,
+        stage_of=stage_of,
+        node_stages=node_stages,
         nodes={name_of(n): _own(sharding_specs.metadata(n), name) for n in model.graph.node},
         values={t: s for t, s in found.items() if s is not None},
         symbols={
             d.dim_param: (i.name, k)
-            for i in model.graph.input for k, d in enumerate(i.type.tensor_type.shape.dim) if d.dim_param
+            for i in model.graph.input
+            for k, d in enumerate(i.type.tensor_type.shape.dim)
+            if d.dim_param
         },
-    )  # fmt: skip
+    )
 
 
 def _for_all_stages(a: Annotations) -> Annotations:
@@ -232,7 +246,7 @@ def _for_all_stages(a: Annotations) -> Annotations:
         wide = [
             (-1 - n, tuple(d % each + each * k for k in range(len(numbers)) for d in groups.get(e, (e,))))
             for n, e in enumerate(s.devices)
-        ]  # fmt: skip
+        ]
         return replace(s, devices=tuple(key for key, _ in wide), groups=tuple(wide))
 
     outs, reads = {t: put(s) for t, s in a.outs.items()}, {k: put(s) for k, s in a.reads.items()}

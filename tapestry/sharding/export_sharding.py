@@ -41,7 +41,7 @@ Shape = tuple[int | str | None, ...]
 
 def export(
     build: Build, target: Path, *, copy: bool = False, into: Path | None = None, configuration: str = OURS
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """Write the build's model with the plan as annotations; returns what was written, as data.
 
     Args:
@@ -66,11 +66,18 @@ def export(
     onnx_annotations.write(model, source, target, copy=copy, replace=into is not None)
     written = {o for n in model.graph.node for o in n.output if o in marks.outs}
     return {
-        "model": str(target), "ir_version": model.ir_version, "configuration": configuration, "devices": build.plan.devices,
-        "configurations": [c.name for c in model.configuration], "specs": specs, "outputs": len(written & _results(build.plan)),
-        "tensors": len(_results(build.plan)), "views": len(written - _results(build.plan)), "tilings": len(marks.tilings),
+        "model": str(target),
+        "ir_version": model.ir_version,
+        "configuration": configuration,
+        "devices": build.plan.devices,
+        "configurations": [c.name for c in model.configuration],
+        "specs": specs,
+        "outputs": len(written & _results(build.plan)),
+        "tensors": len(_results(build.plan)),
+        "views": len(written - _results(build.plan)),
+        "tilings": len(marks.tilings),
         "partial": sum(len(json.loads(m.get(onnx_annotations.PARTIAL, "[]"))) for m in marks.nodes.values()),
-    }  # fmt: skip
+    }
 
 
 def _bare(model: ModelProto) -> bytes:
@@ -104,8 +111,12 @@ def marks_of(build: Build, model: ModelProto, configuration: str = OURS) -> Mark
     shares = {a.name: a.weights for a in plan.mesh if a.weights}
     order = {a.name: a.order for a in plan.mesh if a.order}
     return Marks(
-        configuration=DeviceConfiguration(configuration, plan.devices), outs=outs, reads=reads, values=values,
-        stages=_stages(plan, model), nodes={k: {key: json.dumps(v) for key, v in found.items()} for k, found in notes.items()},
+        configuration=DeviceConfiguration(configuration, plan.devices),
+        outs=outs,
+        reads=reads,
+        values=values,
+        stages=_stages(plan, model),
+        nodes={k: {key: json.dumps(v) for key, v in found.items()} for k, found in notes.items()},
         model={
             onnx_annotations.MESH: ",".join(f"{a.name}={a.size}" for a in plan.mesh),
             onnx_annotations.SHAPES: json.dumps({t: plan.graph.tensors[t].shape for t in plan.graph.inputs}),
@@ -114,9 +125,11 @@ def marks_of(build: Build, model: ModelProto, configuration: str = OURS) -> Mark
             **({onnx_annotations.ORDER: json.dumps(order)} if order else {}),
             **({onnx_annotations.STAGES: json.dumps(_stages_data(build))} if plan.stages else {}),
         },
-        shapes=_static_outputs(plan, model), topology=_topology(build), tilings=tilings,
+        shapes=_static_outputs(plan, model),
+        topology=_topology(build),
+        tilings=tilings,
         declared={t: said.value(t) for t in tilings},
-    )  # fmt: skip
+    )
 
 
 def _topology(build: Build) -> tile_metadata.ModelTopology:
@@ -164,8 +177,9 @@ class _Said:
         plan = self.build.plan
         return {
             t: (out_layout(op, s.out, n), at)
-            for op, s, at in zip(plan.graph.ops, plan.strategies, plan.places, strict=True) for n, t in enumerate(op.outs)
-        }  # fmt: skip
+            for op, s, at in zip(plan.graph.ops, plan.strategies, plan.places, strict=True)
+            for n, t in enumerate(op.outs)
+        }
 
     def spec(self, tensor: str, layout: Layout, mesh: Mesh) -> ShardingSpec:
         """A layout of a tensor of the plan as a spec that states sizes, symbols and unequal parts."""
@@ -225,8 +239,9 @@ class _Said:
         fixed = {t: (v, Stage(0, plan.mesh)) for t, v in {**plan.inputs, **plan.outputs}.items()}
         found = {
             t: tiling_of_layout(layout, self.graph.tensors[t].shape, at.mesh, at.first)
-            for t, (layout, at) in {**placed, **fixed}.items() if t in named
-        }  # fmt: skip
+            for t, (layout, at) in {**placed, **fixed}.items()
+            if t in named
+        }
         return {t: g for t, g in found.items() if g is not None}
 
     def value(self, tensor: str) -> ValueInfoProto:

@@ -45,8 +45,9 @@ def mesh(a: Annotations) -> Mesh:
     specs = list(dict.fromkeys(parts_alone(replace(s, tensor=None)) for s in given if s.dims))
     guesses = [
         tuple(MeshAxis(f"d{i}", n) for i, n in enumerate(sizes))
-        for k in range(1, MESH_AXES + 1) for sizes in _divisors(a.devices, k)
-    ]  # fmt: skip
+        for k in range(1, MESH_AXES + 1)
+        for sizes in _divisors(a.devices, k)
+    ]
     plain = (g for g in guesses if all(layout_of(*s, g) is not None for s in specs))
     ordered = (g for guess in guesses if (g := in_order(guess, specs)) is not None)
     return next(plain, None) or next(ordered, None) or (MeshAxis("d0", a.devices),)

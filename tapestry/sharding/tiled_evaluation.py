@@ -103,9 +103,13 @@ def _node_step(
 
 
 def _local(
-    node: NodeProto, model: ModelProto, values: Mapping[str, np.ndarray], tilings: Mapping[str, Tiling], after: Tiling,
+    node: NodeProto,
+    model: ModelProto,
+    values: Mapping[str, np.ndarray],
+    tilings: Mapping[str, Tiling],
+    after: Tiling,
     whole: Mapping[str, np.ndarray],
-) -> bool:  # fmt: skip
+) -> bool:
     """Whether instances get their tiles of the outputs from their own tiles of the inputs."""
     out = node.output[0]
     tiled = {t: TensorDictionary(values[t], g) for t, g in tilings.items() if t in node.input and g.count > 1}

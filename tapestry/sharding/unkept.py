@@ -29,8 +29,11 @@ def unkept(path: Path, model: ModelProto, context: Context) -> Iterator[Finding]
 
 def _placements(a: Annotations, context: Context, *, ours: bool) -> Iterator[Finding]:
     over = mesh(a)
-    given = [*((a.writer[t], s) for t, s in a.outs.items()), *((n, s) for (n, _), s in a.reads.items()),
-             *(("", s) for t, s in a.values.items() if t not in a.outs)]  # fmt: skip
+    given = [
+        *((a.writer[t], s) for t, s in a.outs.items()),
+        *((n, s) for (n, _), s in a.reads.items()),
+        *(("", s) for t, s in a.values.items() if t not in a.outs),
+    ]
     for node, s in given:
         assert s.tensor is not None
         wrong = next((m for level, _, m in spec_rules(s, a.devices, context) if level == "error"), None) if ours else None

@@ -157,9 +157,12 @@ def _slow_corner(seen: _Seen, region: Region, free: list[int]) -> None:
             found = pipeline.search_again(plans.options_at(sizes), plans.build, graph)
             best, bound = min(kept, found.objective), min(kept, found.bound)
             seen.rows[sizes] = {
-                "sizes": _named(seen, sizes), "objective_s": kept, "best_s": best, "lower_bound_s": bound,
+                "sizes": _named(seen, sizes),
+                "objective_s": kept,
+                "best_s": best,
+                "lower_bound_s": bound,
                 "gap": (kept - bound) / kept if kept else 0.0,
-            }  # fmt: skip
+            }
         row = seen.rows.get(sizes)
         if row and row["objective_s"] > WORSE * row["best_s"]:
             ratio = row["objective_s"] / row["best_s"]

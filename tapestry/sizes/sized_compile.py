@@ -211,11 +211,13 @@ def describe(sized: SizedBuild) -> dict[str, Any]:
     """The map of regions, for the JSON of ``compile`` and ``explain``."""
     regions = [
         {
-            "sizes": r.region.shown(sized.symbols), "low": dict(zip(sized.symbols, r.region.low, strict=True)),
-            "high": dict(zip(sized.symbols, r.region.high, strict=True)), **r.about,
+            "sizes": r.region.shown(sized.symbols),
+            "low": dict(zip(sized.symbols, r.region.low, strict=True)),
+            "high": dict(zip(sized.symbols, r.region.high, strict=True)),
+            **r.about,
         }
         for r in sized.regions
-    ]  # fmt: skip
+    ]
     return {"symbols": list(sized.symbols), "asked": sized.asked.shown(sized.symbols), "regions": regions}
 
 
@@ -246,9 +248,15 @@ def _plan(work: _Compilation, whole: Region) -> None:
         **facts, "numbers": len(places), "formulas": len(set(places.values())), "ends": [*same.reasons, *why],
     }  # fmt: skip
     row = SizedRegion(
-        region=region, build=compiled.build, made_at=made_at, places=places, plan=plan, about=about,
-        constants=b"".join(compiled.constants.values()), files=_files(compiled) if work.regions else {},
-    )  # fmt: skip
+        region=region,
+        build=compiled.build,
+        made_at=made_at,
+        places=places,
+        plan=plan,
+        about=about,
+        constants=b"".join(compiled.constants.values()),
+        files=_files(compiled) if work.regions else {},
+    )
     work.compiled.append(compiled)
     work.regions.append(row)
 

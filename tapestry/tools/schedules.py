@@ -40,8 +40,13 @@ class AnyOrderExecutor(LocalExecutor):
     """
 
     def __init__(
-        self, graph: Graph, program: Program, target: Target, weights: Source, streamed: frozenset[str] = frozenset(),
-    ) -> None:  # fmt: skip
+        self,
+        graph: Graph,
+        program: Program,
+        target: Target,
+        weights: Source,
+        streamed: frozenset[str] = frozenset(),
+    ) -> None:
         super().__init__(graph, program, target, weights, streamed)
         self.tasks = tasks_of(program)
         self.seed, self.told = 0, Told()

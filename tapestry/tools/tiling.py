@@ -68,8 +68,12 @@ def _topology(text: str) -> Outcome:
     one_way = sorted((i, j) for i, j in found.links if (j, i) not in found.links)
     rows = [{"kind": s.kind, "detail": list(s.detail), "two_way": s.two_way, "notes": list(s.notes)} for s in names]
     document: dict[str, Any] = {
-        "map": str(found), "instance_count": found.count, "links": len(found.links), "one_way": one_way, "names": rows,
-    }  # fmt: skip
+        "map": str(found),
+        "instance_count": found.count,
+        "links": len(found.links),
+        "one_way": one_way,
+        "names": rows,
+    }
 
     def text_of() -> None:
         print(f"{found.count} instances, {len(found.links)} links, {len(one_way)} of them one way")

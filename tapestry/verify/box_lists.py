@@ -153,7 +153,7 @@ class Lists:
 
     def reads_outside(
         self, op: Op, graph: Graph, k: int, points: Spans, held: Spans, key: tuple[object, ...]
-    ) -> tuple[int, object]:  # fmt: skip
+    ) -> tuple[int, object]:
         """A device that reads of read ``k`` what is not in its box, and what it is; the footprints depend on the key alone."""
         hull: Spans = self.made(key, lambda: self.footprint(op, graph, k, points))
         bad = self.outside(hull, held, points=True)

@@ -108,10 +108,17 @@ class _Replay:
 
 
 def check(
-    graph: Graph, program: Program, *, limit: int | Sequence[int] | None = None, stated_peak: list[int] | None = None,
-    mesh: Mesh | None = None, streamed: frozenset[str] = frozenset(), places: tuple[Stage, ...] | None = None,
-    exact: bool = False, native_sums: bool = False,
-) -> dict[str, int]:  # fmt: skip
+    graph: Graph,
+    program: Program,
+    *,
+    limit: int | Sequence[int] | None = None,
+    stated_peak: list[int] | None = None,
+    mesh: Mesh | None = None,
+    streamed: frozenset[str] = frozenset(),
+    places: tuple[Stage, ...] | None = None,
+    exact: bool = False,
+    native_sums: bool = False,
+) -> dict[str, int]:
     """Check a graph and its program; returns how many times each law was checked.
 
     Args:
@@ -435,9 +442,11 @@ def _merged(r: _Replay, step: Reduce, op: Block, ends: tuple[Buffer, Buffer], co
     same = held.lo.shape == wanted.lo.shape
     r.law("agreement", same, "states and results differ in rank", name)
     r.lists.prove(
-        fact, name, counts,
+        fact,
+        name,
+        counts,
         lambda: exchange.check_merge(step.kind, groups, held, wanted, content.parts, extents, dst.field is None, r.lists),
-    )  # fmt: skip
+    )
     assert op.monoid is not None
     if not (MONOIDS[op.monoid].commutative or r.lists.sized):
         ordered = ("in order", lists[0], lists[3])

@@ -85,9 +85,11 @@ def _agree(r: int, mine: Exchange, p: int, theirs: Exchange) -> None:
     expected = (theirs.receives.get(r, 0), mine.receives.get(p, 0))
     if mine.tag != theirs.tag or sent != expected:
         raise LawError(
-            LAW, f"ranks {min(r, p)} and {max(r, p)} mean different messages", where=f"steps {mine.tag} and {theirs.tag}",
+            LAW,
+            f"ranks {min(r, p)} and {max(r, p)} mean different messages",
+            where=f"steps {mine.tag} and {theirs.tag}",
             why=f"sent {sent} bytes, expected {expected}",
-        )  # fmt: skip
+        )
 
 
 def _chain(stuck: int, scripts: Sequence[Script], at: list[int], waiting: dict[tuple[int, int], Exchange]) -> str:

@@ -40,9 +40,15 @@ def messages(src: Spans, dst: Spans, sent: Sequence[Message], step: str, facts: 
 
 
 def check_merge(
-    kind: str, groups: Sequence[Sequence[int]], src: Spans, dst: Spans, parts: Parts, extents: tuple[int, ...], ends: bool,
+    kind: str,
+    groups: Sequence[Sequence[int]],
+    src: Spans,
+    dst: Spans,
+    parts: Parts,
+    extents: tuple[int, ...],
+    ends: bool,
     facts: Lists = ARRAYS,
-) -> Breach | None:  # fmt: skip
+) -> Breach | None:
     """Groups are disjoint and whole; what they merge are different parts of the reduction; results lie where all have states.
 
     Args:

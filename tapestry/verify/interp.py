@@ -84,9 +84,7 @@ class Walk(ABC, Generic[P, V]):
         known: dict[object, V] = {}
         return [self.expr(e, lambda pos: self.read(op, pos, env), env, states, known) for e in exprs]
 
-    def expr(
-        self, e: Expr, read: Callable[[int], V], env: Mapping[str, P], states: Sequence[V], known: dict[object, V]
-    ) -> V:  # fmt: skip
+    def expr(self, e: Expr, read: Callable[[int], V], env: Mapping[str, P], states: Sequence[V], known: dict[object, V]) -> V:
         """One expression; ``known`` has the parts that are already computed."""
         key = e if isinstance(e, Arg) else id(e)
         if key not in known:
@@ -276,9 +274,7 @@ class Arrays(Walk[Array, Array]):
         return [np.asarray(x).astype(y.dtype) for x, y in zip(made, a, strict=True)]
 
     # expressions
-    def exprs(
-        self, op: Block, exprs: Sequence[Expr], env: Mapping[str, Array], states: Sequence[Array]
-    ) -> list[Array]:  # fmt: skip
+    def exprs(self, op: Block, exprs: Sequence[Expr], env: Mapping[str, Array], states: Sequence[Array]) -> list[Array]:
         with np.errstate(all="ignore"):
             return super().exprs(op, exprs, env, states)
 

@@ -42,9 +42,15 @@ def compare(a: Build, b: Build, found_a: Document | None = None, found_b: Docume
     alone = [[x["operations"][i]["outs"][0] for i in only] for x, only in ((found_a, only_a), (found_b, only_b))]
     same = all(x == y for x, y in facts.values()) and not (kinds or rows or alone[0] or alone[1])
     return {
-        "same": same, "models": [a.model, b.model], **facts, "transfers": kinds, "operations": rows,
-        "only_in_first": alone[0], "only_in_second": alone[1], "matched": len(pairs),
-    }  # fmt: skip
+        "same": same,
+        "models": [a.model, b.model],
+        **facts,
+        "transfers": kinds,
+        "operations": rows,
+        "only_in_first": alone[0],
+        "only_in_second": alone[1],
+        "matched": len(pairs),
+    }
 
 
 def match(a: Sequence[Op], b: Sequence[Op]) -> tuple[list[tuple[int, int]], list[int], list[int]]:
@@ -104,9 +110,11 @@ def _lines(d: Document) -> Iterator[str]:
         return
     yield f"{'':<14} first → second"
     for key, name, unit in (
-        ("objective_s", "objective", duration), ("simulated_s", "simulated", duration),
-        ("peak_bytes", "peak memory", human), ("host_load_bytes", "host loads", human),
-    ):  # fmt: skip
+        ("objective_s", "objective", duration),
+        ("simulated_s", "simulated", duration),
+        ("peak_bytes", "peak memory", human),
+        ("host_load_bytes", "host loads", human),
+    ):
         x, y = d[key]
         yield f"{name:<14} {unit(x)} → {unit(y)}{f' ({y / x - 1:+.2%})' if x and x != y else ''}"
     if d["mesh"][0] != d["mesh"][1]:

@@ -22,12 +22,17 @@ def dump_document(model: Path, examined: Examined) -> Document:
     graph = simplify(examined.lifted.graph) if examined.lifted is not None else None
     problems = [{"where": e.where, "what": e.what, "why": e.why, "hint": e.hint} for e in examined.problems]
     return {
-        "model": str(model), "nodes": examined.nodes, "opset": examined.opset, "inputs": dict(examined.inputs),
-        "bound": dict(examined.bound), "unbound": _unbound(examined), "unsupported": problems,
+        "model": str(model),
+        "nodes": examined.nodes,
+        "opset": examined.opset,
+        "inputs": dict(examined.inputs),
+        "bound": dict(examined.bound),
+        "unbound": _unbound(examined),
+        "unsupported": problems,
         "operations": [] if graph is None else [_operation_row(op) for op in graph.ops],
         "host_values": {} if graph is None else {t.name: t.about for t in graph.tensors.values() if t.on_host},
         "summary": {} if graph is None else _summary(graph),
-    }  # fmt: skip
+    }
 
 
 def _unbound(examined: Examined) -> list[Document]:

@@ -86,10 +86,13 @@ def document(build: Build, *, why: bool = False, timed: Schedule | None = None) 
     """
     timed = timed or schedule(build)
     return {
-        "operations": _operation_rows(build, timed, why), "steps": _transfers(build, timed), "memory": _memory(build),
-        "simulated": _simulated(build, timed), "critical_path": _critical(build, timed),
+        "operations": _operation_rows(build, timed, why),
+        "steps": _transfers(build, timed),
+        "memory": _memory(build),
+        "simulated": _simulated(build, timed),
+        "critical_path": _critical(build, timed),
         "nodes_run_whole": nodes_run_whole(build, timed),
-    }  # fmt: skip
+    }
 
 
 def nodes_run_whole(build: Build, timed: Schedule) -> Document:
@@ -150,10 +153,11 @@ def _next_best(build: Build, i: int, other: Alternative | None) -> Document | No
     if other is None:
         return None
     return {
-        "split": split_text(build.plan.graph.ops[i], other.strategy, build.plan.stage(i).mesh), "seconds_more": other.seconds,
+        "split": split_text(build.plan.graph.ops[i], other.strategy, build.plan.stage(i).mesh),
+        "seconds_more": other.seconds,
         "parts": [{"what": p.what, "tensor": p.tensor, "seconds_more": p.seconds, "bytes_more": p.nbytes} for p in other.parts],
         "bytes_over_memory": other.excess,
-    }  # fmt: skip
+    }
 
 
 def _block_cost(plan: Plan, topo: Topology, i: int) -> Document | None:
@@ -165,9 +169,12 @@ def _block_cost(plan: Plan, topo: Topology, i: int) -> Document | None:
     if found is None:
         return None
     return {
-        "blocks": found.blocks, "copies": found.copies, "uneven": found.uneven, "overlap_bytes": found.overlap,
+        "blocks": found.blocks,
+        "copies": found.copies,
+        "uneven": found.uneven,
+        "overlap_bytes": found.overlap,
         "seconds_a_block": found.seconds,
-    }  # fmt: skip
+    }
 
 
 def _transfers(build: Build, timed: Schedule) -> list[Document]:
@@ -180,12 +187,22 @@ def _transfers(build: Build, timed: Schedule) -> list[Document]:
         merge = step if isinstance(step, Reduce) else None
         name = program.buffers[step.srcs[0] if isinstance(step, Reduce) else step.src].tensor
         sent = {merge.sent_as or program.buffers[b].dtype for b in merge.sent} if merge else set[str]()
-        out.append({
-            "step": t.step, "op": t.op, "kind": step.kind, "tensor": name, "name": named[name], "seconds": t.seconds,
-            "bytes": transfer_bytes(step, program), "payload_bytes": payload_bytes(step, program),
-            "group": len(merge.groups[0]) if merge else None, "start_s": float(min(x for x in t.start.tolist() if x == x)),
-            "algorithm": t.by or None, "sent_as": ", ".join(sorted(sent - {build.plan.graph.tensors[name].dtype})) or None,
-        })  # fmt: skip
+        out.append(
+            {
+                "step": t.step,
+                "op": t.op,
+                "kind": step.kind,
+                "tensor": name,
+                "name": named[name],
+                "seconds": t.seconds,
+                "bytes": transfer_bytes(step, program),
+                "payload_bytes": payload_bytes(step, program),
+                "group": len(merge.groups[0]) if merge else None,
+                "start_s": float(min(x for x in t.start.tolist() if x == x)),
+                "algorithm": t.by or None,
+                "sent_as": ", ".join(sorted(sent - {build.plan.graph.tensors[name].dtype})) or None,
+            }
+        )
     return out
 
 
@@ -226,22 +243,29 @@ def _memory(build: Build) -> Document:
     resident = set(graph.weights) - build.plan.streamed
     alive = sorted(alive_at(program, at[worst]), key=lambda b: -program.buffers[b].nbytes(worst))
     return {
-        "peak_bytes": peak, "allowed_bytes": build.memory, "device": worst, "peak_step": at[worst],
-        "peak_at": step_text(program.steps[at[worst]], program, graph.ops), "steps": len(program.steps),
+        "peak_bytes": peak,
+        "allowed_bytes": build.memory,
+        "device": worst,
+        "peak_step": at[worst],
+        "peak_at": step_text(program.steps[at[worst]], program, graph.ops),
+        "steps": len(program.steps),
         "first_step": next((i for i, s in enumerate(program.steps) if not isinstance(s, Load | Free)), 0),
         "weight_bytes": sum(b.nbytes(worst) for b in loads if b.tensor in resident),
         "alive_bytes": alive_bytes(program, worst),
         "largest": [{"buffer": b, "bytes": program.buffers[b].nbytes(worst)} for b in alive[:5]],
-    }  # fmt: skip
+    }
 
 
 def _simulated(build: Build, timed: Schedule) -> Document:
     return {
-        "seconds": timed.total, "objective_s": build.report["objective_s"], "compute_s": timed.busy(COMPUTE).tolist(),
-        "transfer_s": timed.busy(TRANSFER).tolist(), "exposed_s": timed.exposed().tolist(),
+        "seconds": timed.total,
+        "objective_s": build.report["objective_s"],
+        "compute_s": timed.busy(COMPUTE).tolist(),
+        "transfer_s": timed.busy(TRANSFER).tolist(),
+        "exposed_s": timed.exposed().tolist(),
         "beside_s": max(0.0, sum(t.seconds for t in timed.timed) - timed.total),
         "assumption": timed.assumption,
-    }  # fmt: skip
+    }
 
 
 def _critical(build: Build, timed: Schedule) -> list[Document]:
@@ -249,11 +273,17 @@ def _critical(build: Build, timed: Schedule) -> list[Document]:
     out: list[Document] = []
     for hop in critical_path(timed):
         step = build.program.steps[hop.timed.step]
-        out.append({
-            "step": hop.timed.step, "what": step_text(step, build.program, build.plan.graph.ops),
-            "kind": step.kind if isinstance(step, Transfer | Reduce) else "compute", "device": hop.device,
-            "start_s": float(hop.timed.start[hop.device]), "seconds": hop.seconds, "share": hop.seconds / total,
-        })  # fmt: skip
+        out.append(
+            {
+                "step": hop.timed.step,
+                "what": step_text(step, build.program, build.plan.graph.ops),
+                "kind": step.kind if isinstance(step, Transfer | Reduce) else "compute",
+                "device": hop.device,
+                "start_s": float(hop.timed.start[hop.device]),
+                "seconds": hop.seconds,
+                "share": hop.seconds / total,
+            }
+        )
     return out
 
 

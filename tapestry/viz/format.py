@@ -132,8 +132,9 @@ def split_words(op: Op, s: Strategy, mesh: Mesh) -> str:
     own = dict.fromkeys(f"'{d}'" for d in s.dims if d is not None and d not in reduced)
     partial = dict.fromkeys(
         (f"'{d}'", "an all_reduce completes" if o is None else f"a reduce_scatter along '{op.dims[o].name}' completes")
-        for d, o in zip(s.dims, s.out, strict=True) if d in reduced
-    )  # fmt: skip
+        for d, o in zip(s.dims, s.out, strict=True)
+        if d in reduced
+    )
     words = [f"computes its own part of {' and '.join(own)}"] if own else []
     words += [f"merges its own part of {d}, which {end}" for d, end in partial]
     words += [

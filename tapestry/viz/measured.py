@@ -60,9 +60,15 @@ def _events(build: Build, slices: Slices) -> Iterator[Row]:
             else:
                 args |= {"kind": "compute", "device": device}
             yield {
-                "name": name, "cat": args["kind"], "ph": "X", "pid": rank, "tid": stream, "ts": span[0],
-                "dur": (end - start) / 1e3, "args": args,
-            }  # fmt: skip
+                "name": name,
+                "cat": args["kind"],
+                "ph": "X",
+                "pid": rank,
+                "tid": stream,
+                "ts": span[0],
+                "dur": (end - start) / 1e3,
+                "args": args,
+            }
 
 
 def rows(build: Build, slices: Slices) -> list[Row]:
@@ -125,10 +131,14 @@ def analysis(build: Build, slices: Slices, seconds: Sequence[float]) -> Row:
     total = statistics.median(list(seconds)[1:] or seconds)
     simulated = explain.schedule(build).total
     return {
-        "steps": steps, "kinds": kinds, "overlap": overlap(slices), "measured_s": total, "simulated_s": simulated,
+        "steps": steps,
+        "kinds": kinds,
+        "overlap": overlap(slices),
+        "measured_s": total,
+        "simulated_s": simulated,
         "error": total / simulated - 1 if simulated else 0.0,
         "step_error": math.exp(statistics.fmean(ratios)) if ratios else 1.0,
-    }  # fmt: skip
+    }
 
 
 def text(facts: Row) -> str:

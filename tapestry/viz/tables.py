@@ -342,9 +342,15 @@ def _stages_table(outcome: Mapping[str, Any], title: str) -> RenderableType:
     table = _narrow(f"{title}, memory proportion {outcome['proportion']:g}", columns)
     for s in outcome["stages"]:
         table.add_row(
-            str(s["stage"]), str(s["nodes"]), f"{s['weight_bytes'] / MIB:.2f}", f"{s['activation_bytes'] / MIB:.2f}",
-            f"{s['share']:.1%}", f"{s['flops'] / 1e9:.3f}", f"{s['compute_s'] * 1e3:.4g}", f"{s['receive_s'] * 1e3:.4g}",
-        )  # fmt: skip
+            str(s["stage"]),
+            str(s["nodes"]),
+            f"{s['weight_bytes'] / MIB:.2f}",
+            f"{s['activation_bytes'] / MIB:.2f}",
+            f"{s['share']:.1%}",
+            f"{s['flops'] / 1e9:.3f}",
+            f"{s['compute_s'] * 1e3:.4g}",
+            f"{s['receive_s'] * 1e3:.4g}",
+        )
     return table
 
 
@@ -433,9 +439,12 @@ def sheets(tiling: Tiling, extents: tuple[int, ...]) -> list[Sheet]:
 
 
 def _rectangles(
-    tiling: Tiling, extents: tuple[int, ...], axes: tuple[int | None, int | None], chosen: Mapping[int, tuple[int, int]],
+    tiling: Tiling,
+    extents: tuple[int, ...],
+    axes: tuple[int | None, int | None],
+    chosen: Mapping[int, tuple[int, int]],
     on: Mapping[int, list[int]],
-) -> Iterator[tuple[tuple[int, int], tuple[int, int], str]]:  # fmt: skip
+) -> Iterator[tuple[tuple[int, int], tuple[int, int], str]]:
     for tile, instances in on.items():
         box = tiling.tile(tile, extents)
         if all(box[k] == ends for k, ends in chosen.items()):

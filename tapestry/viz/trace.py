@@ -51,10 +51,18 @@ def trace(plan: Plan, schedule: Schedule) -> tuple[list[Event], dict[str, int]]:
             if not np.isnan(t.end[d]):
                 begin, end = _nanoseconds(t, d)
                 slices += 1
-                events.append({
-                    "name": name, "cat": args["kind"], "ph": "X", "ts": begin / 1e3, "dur": (end - begin) / 1e3, "pid": d,
-                    "tid": t.stream, "args": args,
-                })  # fmt: skip
+                events.append(
+                    {
+                        "name": name,
+                        "cat": args["kind"],
+                        "ph": "X",
+                        "ts": begin / 1e3,
+                        "dur": (end - begin) / 1e3,
+                        "pid": d,
+                        "tid": t.stream,
+                        "args": args,
+                    }
+                )
         for src, dst in _arrows(schedule.program, t):
             if flows >= MAX_FLOWS or max(src, dst) >= shown:
                 left_out += 1

@@ -29,7 +29,7 @@ from tapestry.plan.simulate import COMPUTE, TRANSFER, Schedule, critical_path, r
 from tapestry.plan.solver.network import evaluate
 from tapestry.plan.strategy import Pin, strategies
 from tapestry.plan.topology import PRESETS, Topology, from_data, parse_mesh, to_data, topology
-from tapestry.viz import build_diff, explain, measured, trace
+from tapestry.viz import build_diff, explain, trace
 from tapestry.viz.format import area, columns, times
 from tapestry.viz.summary import beside_one_device
 from tests.support.command_line import document, run
@@ -386,7 +386,7 @@ def test_a_trace_appears_whole_or_not_at_all(tmp_path, monkeypatch):
     def fail(*_args, **_named):
         raise OSError("disk full")
 
-    monkeypatch.setattr(measured.json, "dump", fail)
+    monkeypatch.setattr(trace.json, "dump", fail)
     with pytest.raises(TapestryError, match=r"t\.json: cannot be written\n  because: disk full"):
         trace.write_trace(path, b.plan, explain.schedule(b))
     assert path.read_text() == "before" and list(tmp_path.iterdir()) == [path]

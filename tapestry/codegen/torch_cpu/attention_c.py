@@ -146,9 +146,11 @@ def attention_kernel(op: Block, graph: Graph, kernel: Kernel, how: How = PLAIN) 
     counts = (outer, inner, plan.group, rows, count, depth)
     one = _Kernel(plan, other, counts, (out["outer"], out["inner"], out["rows"]), normal, scale)
     return recorded(
-        lambda memory: memory.as_strided(extents, strides), one.record, size(kernel.block[: len(op.dims)]),
+        lambda memory: memory.as_strided(extents, strides),
+        one.record,
+        size(kernel.block[: len(op.dims)]),
         functions=tuple(m.cells.name for m in plan.made),
-    )  # fmt: skip
+    )
 
 
 def _factored(keys: Expr) -> tuple[Expr, float]:
@@ -282,9 +284,7 @@ def adjacent(x: Tensor) -> Tensor:
     return x if x.dim() == 0 or x.shape[-1] == 1 or x.stride(-1) == 1 else x.contiguous()
 
 
-def out_stride(
-    name: str, outer: Sequence[str], inner: Sequence[str], rows: Sequence[str], out: dict[str, int]
-) -> int:  # fmt: skip
+def out_stride(name: str, outer: Sequence[str], inner: Sequence[str], rows: Sequence[str], out: dict[str, int]) -> int:
     """Cells from one point of a dimension to the next in the result, by those of heads and rows."""
     return out["outer"] if name in outer else out["inner"] if name in inner else out["rows"] if name in rows else 1
 

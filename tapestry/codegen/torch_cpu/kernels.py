@@ -219,8 +219,9 @@ def _regrouped(a: Asked) -> CpuKernel | Refusal:
     run, wanted = build(*cut, a.how), [shape(b) for b in a.kernel.outs]
     return CpuKernel(
         plain=lambda ins, given: [x.contiguous().view(w) for x, w in zip(run(ins, given), wanted, strict=True)],
-        way=f"group by group: {run.way}", tried=run.tried,
-    )  # fmt: skip
+        way=f"group by group: {run.way}",
+        tried=run.tried,
+    )
 
 
 def _map(a: Asked) -> Run:

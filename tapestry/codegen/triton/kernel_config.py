@@ -131,9 +131,12 @@ def _reduce(form: KernelForm, chip: Chip) -> KernelConfig:
         width *= 2
     ahead = form.kind == "reduce" and chip.backend == "cuda" and (_AHEAD + 1) * _tile_bytes(task, height, width) <= _RING
     return KernelConfig(
-        rows=height, cols=max(1, width), num_warps=4 if height * width >= 512 else 1, split_k=parts,
+        rows=height,
+        cols=max(1, width),
+        num_warps=4 if height * width >= 512 else 1,
+        split_k=parts,
         num_stages=_AHEAD + 1 if ahead else 1,
-    )  # fmt: skip
+    )
 
 
 def _tile_bytes(task: Task, height: int, width: int) -> int:
@@ -212,13 +215,24 @@ _HALF = (
     (32, 64, 64, 4, 4), (32, 32, 64, 4, 2), (16, 64, 64, 4, 4), (16, 32, 128, 4, 2), (16, 16, 128, 4, 1),
 )  # fmt: skip
 _TF32 = (
-    (128, 128, 32, 3, 8), (128, 64, 32, 4, 4), (64, 128, 32, 4, 4), (64, 64, 32, 4, 4), (64, 32, 32, 4, 4), (32, 32, 32, 3, 4),
+    (128, 128, 32, 3, 8),
+    (128, 64, 32, 4, 4),
+    (64, 128, 32, 4, 4),
+    (64, 64, 32, 4, 4),
+    (64, 32, 32, 4, 4),
+    (32, 32, 32, 3, 4),
     (16, 16, 32, 3, 4),
-)  # fmt: skip
+)
 _IEEE = (
-    (64, 64, 16, 3, 4), (64, 32, 16, 3, 4), (32, 64, 16, 3, 4), (32, 32, 16, 3, 4), (32, 32, 32, 3, 4), (16, 32, 32, 3, 2),
-    (32, 16, 32, 3, 2), (16, 16, 32, 3, 1),
-)  # fmt: skip
+    (64, 64, 16, 3, 4),
+    (64, 32, 16, 3, 4),
+    (32, 64, 16, 3, 4),
+    (32, 32, 16, 3, 4),
+    (32, 32, 32, 3, 4),
+    (16, 32, 32, 3, 2),
+    (32, 16, 32, 3, 2),
+    (16, 16, 32, 3, 1),
+)
 _PARTS = (1, 2, 4, 8, 16)
 _LAUNCH = 3e-6  # seconds that a second pass takes besides its bytes
 _FULL_TILE = 128 * 256 / (128 + 256)  # multiply-adds per element that is loaded, of the largest tile in `_HALF`
@@ -339,9 +353,7 @@ def _programs(k: KernelConfig, form: KernelForm, c: Contraction, chip: Chip, ste
     )
 
 
-def _timed(
-    k: KernelConfig, form: KernelForm, c: Contraction, chip: Chip, step: int, kinds: int
-) -> tuple[float, KernelConfig]:  # fmt: skip
+def _timed(k: KernelConfig, form: KernelForm, c: Contraction, chip: Chip, step: int, kinds: int) -> tuple[float, KernelConfig]:
     """Predicted time; a product that is reduced has no persistent grid."""
     if form.folded:
         k = replace(k, persistent=False)
@@ -407,7 +419,7 @@ def _folded_seconds(k: KernelConfig, form: KernelForm, f: Folded, chip: Chip) ->
 
 def _forms(
     config: KernelConfig, ready: bool, c: Contraction, task: Task, chip: Chip, held: int, *, flat: bool
-) -> Iterator[KernelConfig]:  # fmt: skip
+) -> Iterator[KernelConfig]:
     """The same tiles with plain loads, and with descriptors where the chip has them, on a persistent grid where that pays.
 
     ``held`` are the bytes of shared memory that a persistent program needs: it loads a tile while it stores another. Not where
@@ -435,9 +447,16 @@ def _stored(form: KernelForm, chip: Chip) -> int:
 
 
 def _dot_seconds(
-    k: KernelConfig, extents: tuple[int, int, int, int], operand: str, precision: str, chip: Chip, after: int = 0,
-    programs: int = 1, tall: int = 1, wide: int = 1,
-) -> float:  # fmt: skip
+    k: KernelConfig,
+    extents: tuple[int, int, int, int],
+    operand: str,
+    precision: str,
+    chip: Chip,
+    after: int = 0,
+    programs: int = 1,
+    tall: int = 1,
+    wide: int = 1,
+) -> float:
     """Predicted time: whole waves of tiles at the rate that a tile of this shape reaches, against memory's time.
 
     ``after`` are instructions for each result: behind the sums of a multiprocessor's only program, matrix units have nothing

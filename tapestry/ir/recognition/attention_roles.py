@@ -58,9 +58,17 @@ def attention(op: Nest) -> Attention | None:
         columns = tuple(d for d in op.dims if d.name in of_v - of_q - of_k - of_s)
         rows = tuple(d for d in op.dims if d.name in (of_q | of_s) - of_k - of_v)
         return Attention(
-            query=query, keys=keys, value=value, score=score, rows=rows, columns=columns,
-            batch=tuple(d for d in op.dims if d not in rows + columns), key=key, depth=dims, weights=weights,
-        )  # fmt: skip
+            query=query,
+            keys=keys,
+            value=value,
+            score=score,
+            rows=rows,
+            columns=columns,
+            batch=tuple(d for d in op.dims if d not in rows + columns),
+            key=key,
+            depth=dims,
+            weights=weights,
+        )
     return None
 
 

@@ -65,9 +65,7 @@ def routed(op: Nest) -> Routed | None:
     if s.over.name not in dims or s.over.name in along or any(d.name in dims & along for d in op.dims):
         return None
     own, columns = (tuple(d for d in op.dims if (d.name in dims) == picked) for picked in (False, True))
-    return Routed(
-        wanted=s.wanted, over=s.over, shift=s.shift, rows=rows, matrices=matrices, of_rows=own, of_columns=columns
-    )  # fmt: skip
+    return Routed(wanted=s.wanted, over=s.over, shift=s.shift, rows=rows, matrices=matrices, of_rows=own, of_columns=columns)
 
 
 def as_onnx_counts(wanted: Expr, count: int) -> Expr:

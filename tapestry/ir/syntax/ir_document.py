@@ -136,9 +136,13 @@ def to_document(graph: Graph) -> dict[str, Any]:
         WeightData(*_tensor(graph.tensors[t]), w.file, w.offset, w.length, w.name, w.sha256) for t, w in graph.weights.items()
     ]
     data = GraphData(
-        schema=SCHEMA, name=graph.name, inputs=tuple(TensorData(*_tensor(graph.tensors[t])) for t in graph.inputs),
-        weights=tuple(weights), operations=tuple(_operation(op, graph) for op in graph.ops), outputs=graph.outputs,
-    )  # fmt: skip
+        schema=SCHEMA,
+        name=graph.name,
+        inputs=tuple(TensorData(*_tensor(graph.tensors[t])) for t in graph.inputs),
+        weights=tuple(weights),
+        operations=tuple(_operation(op, graph) for op in graph.ops),
+        outputs=graph.outputs,
+    )
     return msgspec.to_builtins(data)
 
 
@@ -155,25 +159,42 @@ def _operation(op: Op, graph: Graph) -> BlockData | OpaqueData:
     split = tuple(SplitData(s.dim, s.parts, s.to) for s in op.splits)
     if isinstance(op, Opaque):
         return OpaqueData(
-            id=op.outs[0], operator=op.kind, writes=writes, dims=_dims_data(op.dims), opsets=op.opsets, why=op.why,
+            id=op.outs[0],
+            operator=op.kind,
+            writes=writes,
+            dims=_dims_data(op.dims),
+            opsets=op.opsets,
+            why=op.why,
             reads=tuple(AxesData(t, a) for t, a in zip(op.ins, op.in_axes, strict=True)),
             results=tuple(AxesData(t, a) for t, a in zip(op.outs, op.out_axes, strict=True)),
-            node=base64.b64encode(op.node).decode(), source=op.source, split=split,
-        )  # fmt: skip
+            node=base64.b64encode(op.node).decode(),
+            source=op.source,
+            split=split,
+        )
     names = aliases(op)
     reads = tuple(
         ReadData(
-            tensor=r.tensor, alias=a, index=tuple(map(str, r.index)), other=None if r.other is None else plain(r.other),
+            tensor=r.tensor,
+            alias=a,
+            index=tuple(map(str, r.index)),
+            other=None if r.other is None else plain(r.other),
             when=tuple(f"{g.aff} {'>=' if g.op == 'ge' else '=='} 0" for g in r.when),
         )
         for a, r in zip(names, op.reads, strict=True)
-    )  # fmt: skip
+    )
     return BlockData(
-        id=op.outs[0], writes=writes, dims=_dims_data(op.dims), reduce=_dims_data(op.reduce), monoid=op.monoid, reads=reads,
+        id=op.outs[0],
+        writes=writes,
+        dims=_dims_data(op.dims),
+        reduce=_dims_data(op.reduce),
+        monoid=op.monoid,
+        reads=reads,
         let=tuple(InnerData(_dims_data(s.dims), s.monoid, bare(expr(s.body, names))) for s in op.inner),
-        body=tuple(bare(expr(e, names)) for e in op.body), source=op.source, split=split,
+        body=tuple(bare(expr(e, names)) for e in op.body),
+        source=op.source,
+        split=split,
         then=tuple(bare(expr(e, names)) for e in op.then) if op.monoid and op.lowers else (),
-    )  # fmt: skip
+    )
 
 
 # reading
@@ -273,10 +294,17 @@ class _Reader:
         body = exprs(d.body, "/body", (), lets)
         inner = tuple(Inner(dims=_read_dims(s.dims), monoid=s.monoid, body=e) for s, e in zip(d.let, let, strict=True))
         return Block(
-            outs=tuple(t.name for t in d.writes), dims=_read_dims(d.dims), reduce=_read_dims(d.reduce), monoid=d.monoid,
-            reads=reads, body=body, then=exprs(d.then, "/then", tuple(e.dtype for e in body), ()), inner=inner,
-            source=d.source, splits=tuple(Split(s.dim, s.parts, s.to) for s in d.split),
-        )  # fmt: skip
+            outs=tuple(t.name for t in d.writes),
+            dims=_read_dims(d.dims),
+            reduce=_read_dims(d.reduce),
+            monoid=d.monoid,
+            reads=reads,
+            body=body,
+            then=exprs(d.then, "/then", tuple(e.dtype for e in body), ()),
+            inner=inner,
+            source=d.source,
+            splits=tuple(Split(s.dim, s.parts, s.to) for s in d.split),
+        )
 
     def _read(self, r: ReadData, pointer: str) -> Read:
         index = tuple(self._text(t, f"{pointer}/index/{k}", Parser.aff) for k, t in enumerate(r.index))
@@ -296,10 +324,18 @@ class _Reader:
         except binascii.Error as e:
             raise _wrong(f"not base64: {e}", "/node", self.where) from None
         return Opaque(
-            outs=outs, ins=tuple(a.tensor for a in d.reads), kind=d.operator, node=node, opsets=d.opsets, why=d.why,
-            dims=_read_dims(d.dims), in_axes=tuple(a.axes for a in d.reads), out_axes=tuple(a.axes for a in d.results),
-            source=d.source, splits=tuple(Split(s.dim, s.parts, s.to) for s in d.split),
-        )  # fmt: skip
+            outs=outs,
+            ins=tuple(a.tensor for a in d.reads),
+            kind=d.operator,
+            node=node,
+            opsets=d.opsets,
+            why=d.why,
+            dims=_read_dims(d.dims),
+            in_axes=tuple(a.axes for a in d.reads),
+            out_axes=tuple(a.axes for a in d.results),
+            source=d.source,
+            splits=tuple(Split(s.dim, s.parts, s.to) for s in d.split),
+        )
 
 
 def _read_dims(found: Sequence[DimData]) -> tuple[Dim, ...]:

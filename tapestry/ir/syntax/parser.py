@@ -280,9 +280,17 @@ class Parser(Tokens):
         then = self.exprs(names, tuple(e.dtype for e in body)) if self.take("then") else ()
         source, splits = self.tail()
         return Block(
-            outs=outs, dims=dims, reduce=reduce, monoid=monoid, reads=tuple(reads),
-            body=body, then=then, inner=inner, source=source, splits=splits,
-        )  # fmt: skip
+            outs=outs,
+            dims=dims,
+            reduce=reduce,
+            monoid=monoid,
+            reads=tuple(reads),
+            body=body,
+            then=then,
+            inner=inner,
+            source=source,
+            splits=splits,
+        )
 
     def reduced(self) -> tuple[tuple[Dim, ...], str]:
         """``m: 3 sum, k: 4 sum``; or the monoid alone, where the one element is all that is reduced."""
@@ -460,9 +468,18 @@ class Parser(Tokens):
         why = self.printable()
         source, splits = self.tail()
         return Opaque(
-            outs=outs, ins=tuple(t for t, _ in ins), kind=kind, node=node, opsets=tuple(opsets), dims=dims, why=why,
-            in_axes=tuple(a for _, a in ins), out_axes=tuple(a for _, a in writes), source=source, splits=splits,
-        )  # fmt: skip
+            outs=outs,
+            ins=tuple(t for t, _ in ins),
+            kind=kind,
+            node=node,
+            opsets=tuple(opsets),
+            dims=dims,
+            why=why,
+            in_axes=tuple(a for _, a in ins),
+            out_axes=tuple(a for _, a in writes),
+            source=source,
+            splits=splits,
+        )
 
     def axes(self) -> list[tuple[str, tuple[int | None, ...]]]:
         out: list[tuple[str, tuple[int | None, ...]]] = []

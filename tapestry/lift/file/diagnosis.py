@@ -49,10 +49,11 @@ def contradiction(message: str, model: ModelProto, types: Mapping[str, TypeProto
     shapes = {t: s for t, s in known.items() if s is not None}
     sizes = ", ".join(f"'{t}' is {'x'.join(map(str, s)) or 'a scalar'}" for t, s in shapes.items())
     out = Contradiction(
-        "shapes or dtypes contradict each other", where=f"node '{name[1]}'" if name else "shape inference",
+        "shapes or dtypes contradict each other",
+        where=f"node '{name[1]}'" if name else "shape inference",
         why=f"{text[:300]}{f': {sizes}' if sizes else ''}",
         hint="check the sizes given with --shape; otherwise the model itself is at fault",
-    )  # fmt: skip
+    )
     out.shapes = shapes
     return out
 

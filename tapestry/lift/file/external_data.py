@@ -23,8 +23,12 @@ from tapestry.errors import ModelError
 KEYS = frozenset({"location", "offset", "length", "checksum"})
 TYPED_FIELDS = ("float_data", "int32_data", "string_data", "int64_data", "double_data", "uint64_data")
 PACKED_BITS: dict[int, int] = {
-    TensorProto.INT4: 4, TensorProto.UINT4: 4, TensorProto.FLOAT4E2M1: 4, TensorProto.INT2: 2, TensorProto.UINT2: 2,
-}  # fmt: skip
+    TensorProto.INT4: 4,
+    TensorProto.UINT4: 4,
+    TensorProto.FLOAT4E2M1: 4,
+    TensorProto.INT2: 2,
+    TensorProto.UINT2: 2,
+}
 LIMIT = 1 << 62  # bytes; a product of dims beyond it is a lie about some file, never a tensor
 
 

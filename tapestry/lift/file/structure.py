@@ -46,14 +46,18 @@ def load(path: Path) -> ModelProto:
         model.ParseFromString(data)
     except Exception:
         raise ModelError(
-            "not an ONNX model", where=str(path), why=f"its {len(data)} bytes do not parse as a protobuf (truncated?)",
+            "not an ONNX model",
+            where=str(path),
+            why=f"its {len(data)} bytes do not parse as a protobuf (truncated?)",
             hint="export or download the file again",
-        ) from None  # fmt: skip
+        ) from None
     if not model.HasField("graph") or not model.graph.output:
         raise ModelError(
-            "the model has no graph", where=str(path), why=f"{len(data)} bytes, {len(model.graph.node)} nodes and no output",
+            "the model has no graph",
+            where=str(path),
+            why=f"{len(data)} bytes, {len(model.graph.node)} nodes and no output",
             hint="export or download the file again",
-        )  # fmt: skip
+        )
     if not model.opset_import and model.ir_version < 3:  # which had no place to say it
         model.opset_import.add(version=1)
     if not model.opset_import:
@@ -260,15 +264,17 @@ def check_operators(nodes: Iterable[NodeProto], functions: set[tuple[str, str]],
             continue
         if domain not in {s.domain for s in onnx.defs.get_all_schemas()}:  # (all schemas take long to make)
             raise ModelError(
-                "unknown operator domain", where=f"node '{node_name(node)}'",
+                "unknown operator domain",
+                where=f"node '{node_name(node)}'",
                 why=f"{node.op_type} is in domain '{node.domain}', for which the model has no function",
                 hint="--ops FILE or a plug-in says what it computes (docs/howto/operator.md), or export it as a function",
-            )  # fmt: skip
+            )
         raise ModelError(
-            "unknown operator", where=f"node '{node_name(node)}'",
+            "unknown operator",
+            where=f"node '{node_name(node)}'",
             why=f"'{node.op_type}' is not in '{domain or 'ai.onnx'}' opset {opsets.get(domain, 'unset')}",
             hint="check the model's opset_import",
-        )  # fmt: skip
+        )
 
 
 def _check_recursion(model: ModelProto) -> None:
@@ -306,9 +312,11 @@ def _check_names(graph: GraphProto, outer: list[set[str]]) -> None:
             if o in own or o in maker:
                 other = f"node '{node_name(graph.node[maker[o]])}'" if o in maker else "an input or initializer"
                 raise ModelError(
-                    "duplicate value name", where=f"node '{node_name(node)}'", why=f"'{o}' is also written by {other}",
+                    "duplicate value name",
+                    where=f"node '{node_name(node)}'",
+                    why=f"'{o}' is also written by {other}",
                     hint="ONNX graphs are in single-assignment form; rename one of them",
-                )  # fmt: skip
+                )
             maker[o] = k
     needs: list[list[int]] = []
     for node in graph.node:

@@ -45,9 +45,11 @@ def bind(inputs: Mapping[str, Sequence[int | str]], given: Given) -> dict[str, i
             there = f"symbols: {', '.join(sorted(symbols)) or 'none, all sizes are fixed'}; inputs: {', '.join(sorted(inputs))}"
             close = get_close_matches(name, [*symbols, *inputs], 1)
             raise ModelError(
-                "unknown name in --shape", where=f"'{name}'", why=there,
+                "unknown name in --shape",
+                where=f"'{name}'",
+                why=there,
                 hint=f"--shape {close[0]}={value}" if close else "--shape with one of these names",
-            )  # fmt: skip
+            )
     return env
 
 
@@ -61,9 +63,10 @@ def _sizes(name: str, value: int | str | Sequence[int]) -> list[int]:
         sizes = [-1]
     if any(s < 0 for s in sizes):  # 0 is a size too: the first step of a decoder has a past without positions
         raise ModelError(
-            "sizes are integers of at least 0", where=f"--shape {name}={value}",
+            "sizes are integers of at least 0",
+            where=f"--shape {name}={value}",
             hint=f"for example --shape {name}=8 or {name}=8x3x224x224",
-        )  # fmt: skip
+        )
     return sizes
 
 

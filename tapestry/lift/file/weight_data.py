@@ -68,10 +68,11 @@ def read_checked(model: Path, weight: Weight, tensor: Tensor, box: Box, honest: 
             at = number * weight_tiles.DIGEST
             if weight_tiles.digest(part) != weight.tiles[at : at + weight_tiles.DIGEST]:
                 raise BuildError(
-                    f"weight '{tensor.name}' has changed since the model was compiled", where=str(model),
+                    f"weight '{tensor.name}' has changed since the model was compiled",
+                    where=str(model),
                     why=f"in its part {', '.join(f'{lo}:{hi}' for lo, hi in tile)}" if tile else "",
                     hint="compile the model again",
-                )  # fmt: skip
+                )
             honest.add((weight, number))
         common = [(max(a, lo), min(b, hi)) for (a, b), (lo, hi) in zip(tile, box, strict=True)]
         there = tuple(slice(a - lo, b - lo) for (a, b), (lo, _) in zip(common, box, strict=True))

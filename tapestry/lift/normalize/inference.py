@@ -117,10 +117,11 @@ def _with_sizes(answer: bytes, model: ModelProto) -> ModelProto:
         if any(d.dim_value < 0 for d in dims) and v.name in makers:
             sizes = [d.dim_value if d.HasField("dim_value") else d.dim_param or "?" for d in dims]
             raise ModelError(
-                "a negative size", where=f"node '{node_name(makers[v.name])}' ({makers[v.name].op_type})",
+                "a negative size",
+                where=f"node '{node_name(makers[v.name])}' ({makers[v.name].op_type})",
                 why=f"its result '{v.name}' would have the sizes {sizes}",
                 hint="check kernels, pads and slices against the sizes of the inputs (--shape)",
-            )  # fmt: skip
+            )
     return done
 
 

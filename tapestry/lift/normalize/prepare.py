@@ -67,10 +67,27 @@ MISTREATED = frozenset({"SplitToSequence", "ConcatFromSequence", "SequenceAt"})
 # the reference evaluator, which folds, takes no absolute values (p = 1), is wrong where a linear Resize shrinks, rounds sizes
 # of pools in its own way, normalises as many channels as there are batches (LRN), and compares fractions with places (OneHot);
 # what has windows or places between points is left to us; before opset 13 it takes one axis of a softmax for all from it on
-MISJUDGED = frozenset({
-    "LpNormalization", "LRN", "OneHot", "Resize", "Upsample", "MaxPool", "AveragePool", "LpPool", "MaxUnpool", "MaxRoiPool",
-    "RoiAlign", "GridSample", "AffineGrid", "Conv", "ConvTranspose", "DeformConv", "Col2Im",
-})  # fmt: skip
+MISJUDGED = frozenset(
+    {
+        "LpNormalization",
+        "LRN",
+        "OneHot",
+        "Resize",
+        "Upsample",
+        "MaxPool",
+        "AveragePool",
+        "LpPool",
+        "MaxUnpool",
+        "MaxRoiPool",
+        "RoiAlign",
+        "GridSample",
+        "AffineGrid",
+        "Conv",
+        "ConvTranspose",
+        "DeformConv",
+        "Col2Im",
+    }
+)
 # of the first input: onnx has no inference for these, or a faulty one
 ROWS_BEFORE = frozenset({"Softmax", "LogSoftmax", "Hardmax"})
 SAME_SHAPE = frozenset({"GroupNormalization", "MeanVarianceNormalization"})

@@ -11,10 +11,31 @@ from tapestry.lift.file.protos import is_standard
 from tapestry.onnx_eval.reference_evaluator import reference_evaluator
 
 MOST = 1 << 10  # steps that are tried, at most
-COUNTING = frozenset({  # of one number each: they give one number
-    "Add", "Sub", "Mul", "Neg", "Min", "Max", "Cast", "Identity", "Less", "LessOrEqual", "Greater", "GreaterOrEqual", "Equal",
-    "Not", "And", "Or", "Xor", "Where", "Squeeze", "Unsqueeze", "Constant",
-})  # fmt: skip
+COUNTING = frozenset(
+    {  # of one number each: they give one number
+        "Add",
+        "Sub",
+        "Mul",
+        "Neg",
+        "Min",
+        "Max",
+        "Cast",
+        "Identity",
+        "Less",
+        "LessOrEqual",
+        "Greater",
+        "GreaterOrEqual",
+        "Equal",
+        "Not",
+        "And",
+        "Or",
+        "Xor",
+        "Where",
+        "Squeeze",
+        "Unsqueeze",
+        "Constant",
+    }
+)
 
 Values = dict[str, np.ndarray]
 

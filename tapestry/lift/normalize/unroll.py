@@ -79,10 +79,15 @@ def read_scan(node: NodeProto, types: Types, version: int) -> ScanNode | str:
     if len(lengths) != 1 or 0 in lengths:
         return "it has no step"
     return ScanNode(
-        body=body, first=first, over=over, axes=axes, back=tuple(map(bool, given.get("scan_input_directions", [0] * scanned))),
+        body=body,
+        first=first,
+        over=over,
+        axes=axes,
+        back=tuple(map(bool, given.get("scan_input_directions", [0] * scanned))),
         out_axes=tuple(given.get("scan_output_axes", [0] * outs)),
-        out_back=tuple(map(bool, given.get("scan_output_directions", [0] * outs))), steps=lengths.pop(),
-    )  # fmt: skip
+        out_back=tuple(map(bool, given.get("scan_output_directions", [0] * outs))),
+        steps=lengths.pop(),
+    )
 
 
 def unroll(model: ModelProto, types: Types, step_types: StepTypes, *, loops: bool) -> bool:
@@ -248,7 +253,7 @@ class _Work:
         inner.input.append(body.input[0])
         scan = onnx.helper.make_node(
             "Scan", [*node.input[2:], steps.name], node.output, name=node.name, num_scan_inputs=1, body=inner
-        )  # fmt: skip
+        )
         scan.metadata_props.extend(node.metadata_props)
         found = self._linear(scan, steps)
         if found is None:

@@ -229,10 +229,11 @@ def _table(n: Node, k: int, position: Aff, angle: Aff, want: tuple[int, int], ha
     if not n.has(3):
         if table.shape != (*want, half):
             raise ModelError(
-                "the cos/sin cache does not fit the input", where=n.where,
+                "the cos/sin cache does not fit the input",
+                where=n.where,
                 why=f"{table.name} is {list(table.shape)}, ONNX wants (batch, sequence, width/2) = {[*want, half]}",
                 hint="an exporter's rewrite emits a cache for batch 1 only: use --shape with batch 1, or export at opset 18",
-            )  # fmt: skip
+            )
         return n.read(table.name, [dim("x0"), position, angle])
     dims = [Dim("x0", want[0]), Dim("x1", want[1]), Dim("x2", half)]
     ranges = {d.name: d.size for d in dims}

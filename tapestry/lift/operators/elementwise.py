@@ -50,9 +50,32 @@ def softplus(x: Expr) -> Expr:
 
 SIXTH = float(np.float32(1 / 6))  # as an attribute in the body that ONNX gives a HardSwish of any type
 PRIMITIVES = (  # those of the same name
-    "Abs", "Neg", "Exp", "Log", "Sqrt", "Sin", "Cos", "Tan", "Asin", "Acos", "Atan", "Sinh", "Cosh", "Asinh", "Acosh", "Atanh",
-    "Erf", "Tanh", "Sigmoid", "Floor", "Ceil", "Round", "Sign", "Not", "IsNaN",
-)  # fmt: skip
+    "Abs",
+    "Neg",
+    "Exp",
+    "Log",
+    "Sqrt",
+    "Sin",
+    "Cos",
+    "Tan",
+    "Asin",
+    "Acos",
+    "Atan",
+    "Sinh",
+    "Cosh",
+    "Asinh",
+    "Acosh",
+    "Atanh",
+    "Erf",
+    "Tanh",
+    "Sigmoid",
+    "Floor",
+    "Ceil",
+    "Round",
+    "Sign",
+    "Not",
+    "IsNaN",
+)
 UNARY: dict[str, Body] = {
     **{op: _primitive(op.lower()) for op in PRIMITIVES},
     "BitwiseNot": _primitive("not"),

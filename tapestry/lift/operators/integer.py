@@ -92,7 +92,7 @@ def _scale_place(n: Node, k: int, own: str) -> list[Aff] | None:
 
 def _emit(
     n: Node, second: int, dims: tuple[Dim, ...], reduced: tuple[Dim, ...], reads: list[Operand], own: dict[int, str]
-) -> bool:  # fmt: skip
+) -> bool:
     """The sum and, for QLinear operators, what follows it; ``False`` where a scale or zero point is of another shape.
 
     Args:

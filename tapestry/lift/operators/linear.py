@@ -19,10 +19,20 @@ def product(a: Tensor, b: Tensor) -> Expr:
 
 
 def contract(
-    n: Node, out: str | Tensor, dims: Sequence[Dim], reduced: Sequence[Dim], a: Operand, b: Operand,
-    *, scale: float = 1.0, bias: Operand | None = None, bias_scale: float = 1.0, dtype: str = "",
-    more: Sequence[Operand] = (), after: Callable[[Expr], Expr] | None = None,
-) -> str:  # fmt: skip
+    n: Node,
+    out: str | Tensor,
+    dims: Sequence[Dim],
+    reduced: Sequence[Dim],
+    a: Operand,
+    b: Operand,
+    *,
+    scale: float = 1.0,
+    bias: Operand | None = None,
+    bias_scale: float = 1.0,
+    dtype: str = "",
+    more: Sequence[Operand] = (),
+    after: Callable[[Expr], Expr] | None = None,
+) -> str:
     """Emit ``scale * sum(a * b) + bias_scale * bias``; scales of 1 leave no trace, 16-bit floats accumulate in f32.
 
     Args:

@@ -58,9 +58,17 @@ def _plan(kind: str, x: Expr, count: int) -> tuple[str, Expr, Expr | None]:
 
 
 @lifts(
-    "ReduceSum", "ReduceMean", "ReduceMax", "ReduceMin", "ReduceProd", "ReduceL1", "ReduceL2", "ReduceSumSquare",
-    "ReduceLogSum", "ReduceLogSumExp",
-)  # fmt: skip
+    "ReduceSum",
+    "ReduceMean",
+    "ReduceMax",
+    "ReduceMin",
+    "ReduceProd",
+    "ReduceL1",
+    "ReduceL2",
+    "ReduceSumSquare",
+    "ReduceLogSum",
+    "ReduceLogSumExp",
+)
 def lift_reduce(n: Node) -> None:
     """One reduction into the reduced shape, then (with keepdims) a view."""
     reduced, x = _reduced_axes(n), n.tensor(0)

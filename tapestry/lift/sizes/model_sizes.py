@@ -420,9 +420,11 @@ class Walk:
         values = [None if k is None else k.value for k in ins]
         names = [i if i else "" for i in node.input]
         graph = helper.make_graph(
-            [node], "one", [helper.make_value_info(i, TypeProto()) for i in dict.fromkeys(filter(None, names))],
+            [node],
+            "one",
+            [helper.make_value_info(i, TypeProto()) for i in dict.fromkeys(filter(None, names))],
             [helper.make_value_info(o, TypeProto()) for o in node.output if o],
-        )  # fmt: skip
+        )
         model = helper.make_model(graph, opset_imports=list(self.model.opset_import))
         try:
             run = reference_evaluator(model)

@@ -57,9 +57,12 @@ def block_cost(op: Block, graph: Graph, s: Strategy, mesh: Mesh, topo: Topology)
     one = _seconds(op, graph, whole, mesh, topo)[0]
     each = _seconds(op, graph, s, mesh, topo)[first]
     return BlockCost(
-        blocks=len(first), copies=len(block) // len(first), uneven=float(points.max() / points.mean() - 1),
-        overlap={t: n for t, n in overlap.items() if n}, seconds=float((each.sum() - one) / (len(first) - 1)),
-    )  # fmt: skip
+        blocks=len(first),
+        copies=len(block) // len(first),
+        uneven=float(points.max() / points.mean() - 1),
+        overlap={t: n for t, n in overlap.items() if n},
+        seconds=float((each.sum() - one) / (len(first) - 1)),
+    )
 
 
 def _seconds(op: Block, graph: Graph, s: Strategy, mesh: Mesh, topo: Topology) -> np.ndarray:

@@ -90,7 +90,7 @@ def _point_bytes(op: Op, graph: Graph) -> int:
         return sum(n * itemsize(graph.tensors[t].dtype) for t, n in shapes.items() if not graph.tensors[t].on_host)
     cut = {d.name for d in (*op.dims, *splittable(op))} | {
         d.name for d in op.reduce if split_time.split_time_refusal(op, d.name, 2) is None
-    }  # fmt: skip
+    }
     sizes = {d.name: 1 if d.name in cut else d.size for d in op.space}
     results = 0 if op.monoid else sum(itemsize(graph.tensors[t].dtype) for t in op.outs)
     return results + _read_bytes(op, graph, sizes, op.body_reads())

@@ -69,9 +69,11 @@ def fit(
     lack = lacking(graph, topo)
     if lack is not None:
         raise TooBig(
-            first, f"no plan fits: {lack.text(device_count(topo.mesh), topo.device.memory)}", why=lack.why(),
+            first,
+            f"no plan fits: {lack.text(device_count(topo.mesh), topo.device.memory)}",
+            why=lack.why(),
             hint="more memory (--memory), more devices (--devices) or a smaller batch (--shape)",
-        )  # fmt: skip
+        )
     bound = least_seconds(graph, topo)
     search = _Search(topo, inputs or {}, outputs or {}, bound, budget.share(ALONE))
     states = [search.plan(graph, ()), _State(graph, (), first)]
@@ -171,7 +173,11 @@ def _report(first: PricedPlan, found: PricedPlan, topo: Topology, trials: int) -
     alive = sorted(alive_at(first.program, at[device]), key=lambda b: -buffers[b].nbytes(device))[:4]
     streamed = found.plan.streamed
     return {
-        "spatial_peak_bytes": most[device], "device": device, "short_bytes": most[device] - topo.memories()[device],
-        "largest": [{"buffer": b, "bytes": buffers[b].nbytes(device)} for b in alive], "trials": trials,
-        "streamed": sorted(streamed), "streamed_bytes": sum(found.plan.graph.tensors[t].nbytes for t in streamed),
-    }  # fmt: skip
+        "spatial_peak_bytes": most[device],
+        "device": device,
+        "short_bytes": most[device] - topo.memories()[device],
+        "largest": [{"buffer": b, "bytes": buffers[b].nbytes(device)} for b in alive],
+        "trials": trials,
+        "streamed": sorted(streamed),
+        "streamed_bytes": sum(found.plan.graph.tensors[t].nbytes for t in streamed),
+    }

@@ -51,9 +51,17 @@ class Staged:
 
 
 def search_stages(
-    graph: Graph, topo: Topology, budget: Budget, *, stages: int | None = None, micro: Several[int] = MICRO_BATCHES,
-    upper: float = inf, insist: bool = True, asked: Asked = NOTHING, streams: bool = False,
-) -> Staged | None:  # fmt: skip
+    graph: Graph,
+    topo: Topology,
+    budget: Budget,
+    *,
+    stages: int | None = None,
+    micro: Several[int] = MICRO_BATCHES,
+    upper: float = inf,
+    insist: bool = True,
+    asked: Asked = NOTHING,
+    streams: bool = False,
+) -> Staged | None:
     """The best plan with pipeline stages that fits, or ``None``.
 
     Args:
@@ -103,9 +111,16 @@ def _bounded(staged: Staged, bound: float) -> Staged:
 
 
 def _streaming(
-    graph: Graph, topo: Topology, stages: int | None, micro: Several[int], upper: float, budget: Budget, asked: Asked, *,
+    graph: Graph,
+    topo: Topology,
+    stages: int | None,
+    micro: Several[int],
+    upper: float,
+    budget: Budget,
+    asked: Asked,
+    *,
     insist: bool,
-) -> Staged | None:  # fmt: skip
+) -> Staged | None:
     """The best plan in which weights may be streamed, each for every micro-batch: so the fewest micro-batches first."""
     for m in sorted(micro):
         try:
@@ -202,9 +217,13 @@ def _few(pieces: Pieces, devices: int) -> bool:
     if length**2 * len(pieces.shapes) > 20 * SOLVE_ALL:
         return False
     every = (
-        Piece(lo, hi, k, p) for k, shape in enumerate(pieces.shapes) for p in shape.starts
-        for lo in range(length) for hi in range(lo + 1, length + 1) if p + shape.count <= devices
-    )  # fmt: skip
+        Piece(lo, hi, k, p)
+        for k, shape in enumerate(pieces.shapes)
+        for p in shape.starts
+        for lo in range(length)
+        for hi in range(lo + 1, length + 1)
+        if p + shape.count <= devices
+    )
     return len({pieces.key(p) for p in every}) <= SOLVE_ALL
 
 
@@ -254,12 +273,17 @@ class _Assembly:
         order = self.order()
         graph = replace(self.seq.graph, ops=tuple(self.seq.graph.ops[i] for i in order))
         plan = Plan(
-            graph=graph, mesh=self.topo.mesh, strategies=tuple(self.chosen[i] for i in order), stages=self.stages,
+            graph=graph,
+            mesh=self.topo.mesh,
+            strategies=tuple(self.chosen[i] for i in order),
+            stages=self.stages,
             stage_of=tuple(self.stage_of[i] for i in order),
             arrivals=tuple(Arrival(t, k, layout) for (t, k), layout in self.arrivals.items()),
-            inputs=self.pieces.asked.inputs, outputs=self.pieces.asked.outputs, streamed=frozenset(self.streamed),
+            inputs=self.pieces.asked.inputs,
+            outputs=self.pieces.asked.outputs,
+            streamed=frozenset(self.streamed),
             native_sums=self.topo.native_sums,
-        )  # fmt: skip
+        )
         if stages_refused(plan):  # what runs once makes or reads a value of the host that another stage reads or makes
             return None
         return plan, tuple(seconds), once + sum(seconds) + (self.seq.micro - 1) * max(seconds)

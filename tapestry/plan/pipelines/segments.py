@@ -99,9 +99,15 @@ def _total(found: PricedPlan) -> float:
 
 
 def solve_piece(
-    sub: Graph, links: Mapping[str, Link], topo: Topology, budget: Budget, inputs: Mapping[str, Layout] | None = None,
-    asked: Asked = NOTHING, *, streams: bool = False,
-) -> Solved | None:  # fmt: skip
+    sub: Graph,
+    links: Mapping[str, Link],
+    topo: Topology,
+    budget: Budget,
+    inputs: Mapping[str, Layout] | None = None,
+    asked: Asked = NOTHING,
+    *,
+    streams: bool = False,
+) -> Solved | None:
     """The best plan of a piece on its devices; ``None`` when it does not fit, or cannot keep to what is asked for.
 
     Args:
@@ -201,9 +207,11 @@ class Pieces:
         """Equal for pieces that are planned alike: kinds of operations, how they are joined, devices and links."""
         sub = stage_topology(self.topo, self.stage(piece))
         return (
-            self.name(piece.lo, piece.hi), tuple((a.size, link) for a, link in zip(sub.mesh, sub.links, strict=True)),
-            self.link(piece) if piece.lo else None, self.kinds(piece.shape, piece.first),
-        )  # fmt: skip
+            self.name(piece.lo, piece.hi),
+            tuple((a.size, link) for a, link in zip(sub.mesh, sub.links, strict=True)),
+            self.link(piece) if piece.lo else None,
+            self.kinds(piece.shape, piece.first),
+        )
 
     def kinds(self, shape: int, first: int) -> tuple[int, ...]:
         """Which kinds of devices a submesh has, where not all are alike: each by the first device of its kind."""

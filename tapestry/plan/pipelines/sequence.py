@@ -81,9 +81,11 @@ def in_stages(seq: StageSequence, stages: list[int]) -> tuple[StageSequence, lis
     empty = next((k for k, (lo, hi) in enumerate(itertools.pairwise(points)) if lo == hi), None)
     if empty is not None:
         raise NotInStages(
-            f"stage {empty} would have no operation", where="--stage-at", hint="another node, or without it",
+            f"stage {empty} would have no operation",
+            where="--stage-at",
+            hint="another node, or without it",
             why="its nodes became views or constants, or run once for all micro-batches",
-        )  # fmt: skip
+        )
     out = replace(seq, copies=copies)
     if crossed_by_host_values(out.one()) & {*points[1:-1]}:
         raise NotInStages("a value of the host would have to cross into another stage", where="--stage-at", hint="another node")

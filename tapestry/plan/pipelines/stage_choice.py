@@ -81,9 +81,15 @@ def _number(text: str, where: str) -> int | None:
 
 
 def choose(
-    graph: Graph, topo: Topology, spatial: PricedPlan | PlanError, request: Request, budget: Budget, *, tight: bool = False,
+    graph: Graph,
+    topo: Topology,
+    spatial: PricedPlan | PlanError,
+    request: Request,
+    budget: Budget,
+    *,
+    tight: bool = False,
     spent: float = 0.0,
-) -> Choice:  # fmt: skip
+) -> Choice:
     """The better of the spatial plan and the best one with stages; the latter if it is asked for.
 
     Without being asked, a plan with stages must take less time on the simulated clock.
@@ -105,9 +111,16 @@ def choose(
         insist = request.explicit or unfit
         micro = MICRO_BATCHES if request.micro is None else (request.micro,)
         staged = search_stages(
-            graph, topo, stages=request.stages, micro=micro, upper=upper, budget=part, insist=insist, asked=request.asked,
+            graph,
+            topo,
+            stages=request.stages,
+            micro=micro,
+            upper=upper,
+            budget=part,
+            insist=insist,
+            asked=request.asked,
             streams=request.explicit,
-        )  # fmt: skip
+        )
         if staged is None and request.explicit:
             raise _impossible(graph, topo, request)
     if staged is None:

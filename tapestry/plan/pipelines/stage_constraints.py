@@ -105,9 +105,16 @@ class Asked:
 
 
 def asked_of(
-    graph: Graph, mesh: Mesh, *, pins: Sequence[str], folded: Sequence[str], inputs: Mapping[str, Layout],
-    outputs: Mapping[str, Layout], fixed: LayoutConstraints, cuts: Mapping[str, int],
-) -> Asked:  # fmt: skip
+    graph: Graph,
+    mesh: Mesh,
+    *,
+    pins: Sequence[str],
+    folded: Sequence[str],
+    inputs: Mapping[str, Layout],
+    outputs: Mapping[str, Layout],
+    fixed: LayoutConstraints,
+    cuts: Mapping[str, int],
+) -> Asked:
     """What is asked for, with the operations that the pins name.
 
     Raises:

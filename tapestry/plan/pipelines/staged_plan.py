@@ -60,9 +60,14 @@ def stage_plan(plan: Plan, k: int) -> Plan:
         for of, there in zip((plan.inputs, plan.outputs), here, strict=True)
     )
     return Plan(
-        graph=sub, mesh=stage.mesh, strategies=tuple(plan.strategies[i] for i in ops), inputs={**inputs, **received},
-        outputs=outputs, streamed=plan.streamed & set(sub.weights), native_sums=plan.native_sums,
-    )  # fmt: skip
+        graph=sub,
+        mesh=stage.mesh,
+        strategies=tuple(plan.strategies[i] for i in ops),
+        inputs={**inputs, **received},
+        outputs=outputs,
+        streamed=plan.streamed & set(sub.weights),
+        native_sums=plan.native_sums,
+    )
 
 
 def stage_topology(topo: Topology, stage: Stage) -> Topology:

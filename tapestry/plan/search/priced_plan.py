@@ -60,18 +60,26 @@ def priced_plan(problem: Problem, choice: Sequence[int], bound: float) -> Priced
     plan, program, timed = schedule(problem, choice)
     objective = timed.total if np.isfinite(evaluate(choice, problem.factors)) else np.inf
     return PricedPlan(
-        plan=plan, program=program, objective=objective, bound=min(max(bound, 0.0), objective), distinct=problem.distinct,
+        plan=plan,
+        program=program,
+        objective=objective,
+        bound=min(max(bound, 0.0), objective),
+        distinct=problem.distinct,
         problem=problem,
-    )  # fmt: skip
+    )
 
 
 def schedule(problem: Problem, choice: Sequence[int]) -> tuple[Plan, Program, Schedule]:
     """The plan of a choice of strategies, its program, and that on the clock."""
     plan = Plan(
-        graph=problem.graph, mesh=problem.topo.mesh, inputs=problem.inputs, outputs=problem.outputs,
+        graph=problem.graph,
+        mesh=problem.topo.mesh,
+        inputs=problem.inputs,
+        outputs=problem.outputs,
         strategies=tuple(m.strategies[c] for m, c in zip(problem.menus, choice, strict=True)),
-        streamed=problem.streamed, native_sums=problem.topo.native_sums,
-    )  # fmt: skip
+        streamed=problem.streamed,
+        native_sums=problem.topo.native_sums,
+    )
     return plan, *on_the_clock(problem, plan)
 
 

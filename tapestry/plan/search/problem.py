@@ -242,9 +242,16 @@ def _menu(op: Op, graph: Graph, topo: Topology, pins: tuple[Pin, ...], given: Ke
     reads = [{k: found[n] for k, found in prints.items()} for n in range(len(offered))]
     own_seconds = np.array(own).reshape(len(offered), len(kept)).T
     return Menu(
-        offered, np.array(seconds), np.array(states), np.array(mine), np.array(outs).reshape(len(offered), -1), reads,
-        own_seconds, np.array(merging), skipped,
-    )  # fmt: skip
+        offered,
+        np.array(seconds),
+        np.array(states),
+        np.array(mine),
+        np.array(outs).reshape(len(offered), -1),
+        reads,
+        own_seconds,
+        np.array(merging),
+        skipped,
+    )
 
 
 def _edges(problem: Problem, keys: list[str], tables: Tables) -> None:
@@ -343,9 +350,12 @@ def _table(problem: Problem, held: list[Layout], reader: int, tensor: str, where
         late = isinstance(op, Block) and op.lowers and (bool(rings) or bool(merges(op, s)))
         hides = (menu.own[:, n] + menu.merging[n])[:, None] if late else np.zeros((len(kept), 1))
         early = op.body_reads() if isinstance(op, Block) and late else frozenset(where)
-        waits.append([
-            (columns[reads[k].tobytes()], rings[k][:, None] if k in rings else np.inf, hides * (k not in early)) for k in where
-        ])  # fmt: skip
+        waits.append(
+            [
+                (columns[reads[k].tobytes()], rings[k][:, None] if k in rings else np.inf, hides * (k not in early))
+                for k in where
+            ]
+        )
     found = transfer.costs(sources, wanted, itemsize(t.dtype), topo).seconds
     lacking = _lacking(sources, wanted, topo) * found
     at = [rows[layout] for layout in held]

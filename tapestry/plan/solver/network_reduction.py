@@ -94,7 +94,7 @@ def merge_parallel(net: Pairs) -> int:
     net.tail, net.head = np.where(swap, net.head, net.tail), np.where(swap, net.tail, net.head)
     _, first, of, times = np.unique(
         net.tail * len(net.gone) + net.head, return_index=True, return_inverse=True, return_counts=True
-    )  # fmt: skip
+    )
     merged = len(net.tail) - len(first)
     if not merged:
         return 0
@@ -232,7 +232,7 @@ def limit_usage(net: Pairs) -> int:
     span = len(use.limit) + 1
     _, first, item, count = np.unique(
         (net.node[use.label] * span + use.lo) * span + use.hi, return_index=True, return_inverse=True, return_counts=True
-    )  # fmt: skip
+    )
     least, most = np.full(len(first), np.inf), np.zeros(len(first))
     np.minimum.at(least, item, amount)
     np.maximum.at(most, item, amount)

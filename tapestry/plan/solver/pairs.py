@@ -193,9 +193,20 @@ class Pairs:
     def copy(self) -> Pairs:
         """A network that may be changed without this one."""
         return Pairs(
-            self.start, self.node, self.unary.copy(), self.gone.copy(), self.tail.copy(), self.head.copy(), self.edge,
-            self.a.copy(), self.b.copy(), self.cost.copy(), self.usage.copy(), self.constant, self.tiny,
-        )  # fmt: skip
+            self.start,
+            self.node,
+            self.unary.copy(),
+            self.gone.copy(),
+            self.tail.copy(),
+            self.head.copy(),
+            self.edge,
+            self.a.copy(),
+            self.b.copy(),
+            self.cost.copy(),
+            self.usage.copy(),
+            self.constant,
+            self.tiny,
+        )
 
 
 def from_instance(given: Instance) -> Pairs:
@@ -216,9 +227,20 @@ def from_instance(given: Instance) -> Pairs:
     cost = given.tables[allowed].astype(float)
     scale = max(float(np.abs(cost).max(initial=0.0)), float(np.abs(unary[np.isfinite(unary)]).max(initial=0.0)))
     return Pairs(
-        start, node, unary, np.zeros(count, bool), tail, head, edge[allowed], a[allowed], b[allowed], cost,
-        given.usage.copy(), 0.0, ROUNDING * scale,
-    )  # fmt: skip
+        start,
+        node,
+        unary,
+        np.zeros(count, bool),
+        tail,
+        head,
+        edge[allowed],
+        a[allowed],
+        b[allowed],
+        cost,
+        given.usage.copy(),
+        0.0,
+        ROUNDING * scale,
+    )
 
 
 @dataclass(frozen=True, slots=True)

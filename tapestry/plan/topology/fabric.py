@@ -230,11 +230,15 @@ def weakest(kinds: Sequence[Device]) -> Device:
     return Device(
         power=min(d.power for d in kinds),
         reserve=min(kinds, key=lambda d: d.memory).reserve,
-        memory=min(d.memory for d in kinds), bandwidth=min(d.bandwidth for d in kinds), launch=max(d.launch for d in kinds),
-        vector=min(d.vector for d in kinds), host=min(d.host for d in kinds),
-        host_latency=max(d.host_latency for d in kinds), flops={t: min(d.rate(t) for d in kinds) for t in dtypes},
+        memory=min(d.memory for d in kinds),
+        bandwidth=min(d.bandwidth for d in kinds),
+        launch=max(d.launch for d in kinds),
+        vector=min(d.vector for d in kinds),
+        host=min(d.host for d in kinds),
+        host_latency=max(d.host_latency for d in kinds),
+        flops={t: min(d.rate(t) for d in kinds) for t in dtypes},
         classes={c: _slowest([d.classes[c] for d in kinds]) for c in kinds[0].classes if all(c in d.classes for d in kinds)},
-    )  # fmt: skip
+    )
 
 
 def _slowest(found: Sequence[KernelRates]) -> KernelRates:

@@ -11,16 +11,35 @@ from typing import Any
 import numpy as np
 
 CLASSES = (
-    "contraction", "convolution", "unfolded", "attention", "scored", "computed", "row", "softmax", "map", "gather", "opaque",
-)  # fmt: skip
+    "contraction",
+    "convolution",
+    "unfolded",
+    "attention",
+    "scored",
+    "computed",
+    "row",
+    "softmax",
+    "map",
+    "gather",
+    "opaque",
+)
 PRODUCTS = CLASSES[:6]  # whose rates are of products
 LIKE = {
-    "unfolded": "convolution", "attention": "contraction", "scored": "attention", "computed": "contraction", "softmax": "row",
-}  # fmt: skip
+    "unfolded": "convolution",
+    "attention": "contraction",
+    "scored": "attention",
+    "computed": "contraction",
+    "softmax": "row",
+}
 """What stands for classes that older calibrations did not tell apart."""
 CALLS = (
-    "all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "broadcast", "batch_isend_irecv",
-)  # fmt: skip
+    "all_reduce",
+    "all_gather_into_tensor",
+    "reduce_scatter_tensor",
+    "all_to_all_single",
+    "broadcast",
+    "batch_isend_irecv",
+)
 AGREE, BUSY = 0.15, 0.1  # what two rounds may differ by, and others take of the cores, where figures are sure
 MAX_POINTS, MAX_TABLES, MAX_GROUP = 1024, 1024, 4096
 

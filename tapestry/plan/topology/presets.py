@@ -60,15 +60,20 @@ EIGHTS = ("f8e4m3fn", "f8e5m2", "f8e4m3fnuz", "f8e5m2fnuz")
 
 def _gpu(
     memory: float, bandwidth: float, half: float, tf32: float, vector: float, i8: float, f8: float, host: float = 5.0e10
-) -> Device:  # fmt: skip
+) -> Device:
     """A GPU from its data sheet, in GiB that a process can use and TFLOP/s; ``vector``: of float32 without matrix units."""
     flops = {"bf16": half, "f16": half, **dict.fromkeys(("i8", "u8"), i8), **dict.fromkeys(EIGHTS, f8)}
     flops |= {"tf32": tf32} if tf32 else {}
     plain = vector * VECTOR * 1e12
     return Device(
-        memory=int(memory * GiB), bandwidth=bandwidth * MEMORY, launch=3e-6, vector=plain, host=host, power=POWER,
+        memory=int(memory * GiB),
+        bandwidth=bandwidth * MEMORY,
+        launch=3e-6,
+        vector=plain,
+        host=host,
+        power=POWER,
         flops={**{t: x * MATRIX * 1e12 for t, x in flops.items()}, "f32": plain, "other": plain},
-    )  # fmt: skip
+    )
 
 
 # Memory is what a process can use: what nvidia-smi shows (H100: 81559 MiB, H200: 143771 MiB, A100 PCIe: 40960 MiB) less what
@@ -84,8 +89,14 @@ GPUS = {
     "mi300x": _gpu(184, 5.3e12, 1300, 0, 163, 2600, 2600),  # Triton has no TF32 there
 }
 CHIP_OF = {
-    "h100": "sm90", "h200": "sm90", "a100-pcie": "sm80", "a40": "sm86", "l40s": "sm89", "b200": "sm100", "mi300x": "gfx942",
-}  # fmt: skip
+    "h100": "sm90",
+    "h200": "sm90",
+    "a100-pcie": "sm80",
+    "a40": "sm86",
+    "l40s": "sm89",
+    "b200": "sm100",
+    "mi300x": "gfx942",
+}
 NETWORK = Level(REST, Link(5e-6, 1 / 5.0e10))
 NVLINK = (Level(8, Link(2e-6, 1 / 4.5e11)), NETWORK)
 PCIE = (Level(REST, Link(4e-6, 1 / 2.5e10)),)  # version 4, 16 lanes: what messages get of its 3.2e10

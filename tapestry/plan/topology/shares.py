@@ -12,8 +12,10 @@ from tapestry.plan.topology.fabric import Device, Topology
 
 FINEST = 32  # the largest weight
 MEASURES: tuple[Callable[[Device], float], ...] = (
-    lambda d: d.rate("f32"), lambda d: d.bandwidth, lambda d: float(d.memory),
-)  # fmt: skip
+    lambda d: d.rate("f32"),
+    lambda d: d.bandwidth,
+    lambda d: float(d.memory),
+)
 
 
 def shared(topo: Topology) -> list[Topology]:

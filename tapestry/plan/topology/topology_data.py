@@ -38,11 +38,15 @@ def to_data(topo: Topology) -> dict[str, Any]:
     if topo.joined:
         out["joined"] = [
             {
-                "kind": f.kind, "stride": f.stride, "size": f.size, "alpha": f.link.alpha, "beta": f.link.beta,
+                "kind": f.kind,
+                "stride": f.stride,
+                "size": f.size,
+                "alpha": f.link.alpha,
+                "beta": f.link.beta,
                 "wires": [[w.src, w.dst, w.alpha, w.beta] for w in f.wires],
             }
             for f in topo.joined
-        ]  # fmt: skip
+        ]
     if topo.notes:
         out["notes"] = list(topo.notes)
     if topo.calls:
@@ -77,11 +81,19 @@ def from_data(data: Mapping[str, Any]) -> Topology:
         )
         links = tuple(Link(float(k["alpha"]), float(k["beta"])) for k in data["links"])
         found = Topology(
-            name=str(data["name"]), mesh=mesh, links=links, device=device, joined=tuple(map(_fabric, data.get("joined", ()))),
-            notes=tuple(map(str, data.get("notes", ()))), kinds=kinds, calls=read_calls(data.get("collectives", ())),
-            overlap=read_overlap(data), alone=_device(data["alone"]) if "alone" in data else None,
-            margin=read_margin(data), native_sums=data.get("native_sums", False) is True,
-        )  # fmt: skip
+            name=str(data["name"]),
+            mesh=mesh,
+            links=links,
+            device=device,
+            joined=tuple(map(_fabric, data.get("joined", ()))),
+            notes=tuple(map(str, data.get("notes", ()))),
+            kinds=kinds,
+            calls=read_calls(data.get("collectives", ())),
+            overlap=read_overlap(data),
+            alone=_device(data["alone"]) if "alone" in data else None,
+            margin=read_margin(data),
+            native_sums=data.get("native_sums", False) is True,
+        )
     except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError) as e:
         raise TapestryError(f"not a topology: {type(e).__name__} {e}", hint="compile the model again") from None
     every = (device, *kinds, *([found.alone] if found.alone else []))
@@ -118,19 +130,29 @@ def device_data(d: Device) -> dict[str, Any]:
 
 def _device(d: Mapping[str, Any]) -> Device:
     return Device(
-        memory=int(d["memory"]), bandwidth=float(d["bandwidth"]), launch=float(d["launch"]), vector=float(d["vector"]),
-        flops={str(k): float(v) for k, v in d["flops"].items()}, name=str(d.get("name", "")),
-        host=float(d.get("host", HOST)), host_latency=float(d.get("host_latency", HOST_LATENCY)),
-        classes=read_classes(d.get("classes", {})), reserve=int(d.get("reserve", 0)), power=read_power(d),
-    )  # fmt: skip
+        memory=int(d["memory"]),
+        bandwidth=float(d["bandwidth"]),
+        launch=float(d["launch"]),
+        vector=float(d["vector"]),
+        flops={str(k): float(v) for k, v in d["flops"].items()},
+        name=str(d.get("name", "")),
+        host=float(d.get("host", HOST)),
+        host_latency=float(d.get("host_latency", HOST_LATENCY)),
+        classes=read_classes(d.get("classes", {})),
+        reserve=int(d.get("reserve", 0)),
+        power=read_power(d),
+    )
 
 
 def _fabric(f: Mapping[str, Any]) -> Fabric:
     wires = tuple(Wire(int(i), int(j), float(alpha), float(beta)) for i, j, alpha, beta in f["wires"])
     out = Fabric(
-        kind=str(f["kind"]), stride=int(f["stride"]), size=int(f["size"]), wires=wires,
+        kind=str(f["kind"]),
+        stride=int(f["stride"]),
+        size=int(f["size"]),
+        wires=wires,
         link=Link(float(f["alpha"]), float(f["beta"])),
-    )  # fmt: skip
+    )
     costs = [c for k in (out.link, *wires) for c in (k.alpha, k.beta)]
     if not all(isfinite(c) and c >= 0 for c in costs) or not all(
         0 <= w.src < out.size and 0 <= w.dst < out.size for w in wires

@@ -35,7 +35,7 @@ OWN_WORDS = ("flops", "interconnect", "classes", "at")  # what is in these may h
 
 def topology(
     mesh: Mesh, source: str = "cpu", memory: int | None = None, *, precision: str = "ieee", reserve: str | None = None
-) -> Topology:  # fmt: skip
+) -> Topology:
     """A topology from a preset's name or a JSON file, for a mesh; ``memory`` (bytes per device) overrides its own.
 
     Args:
@@ -62,9 +62,18 @@ def topology(
     if alone and device_count(mesh) == 1:  # no other works
         kinds = [alone]
     out = Topology(
-        name=source, mesh=mesh, links=links, device=found.device, joined=fabrics, notes=notes, calls=found.calls,
-        overlap=found.overlap, alone=alone, margin=found.margin, figures=found.figures,
-    )  # fmt: skip
+        name=source,
+        mesh=mesh,
+        links=links,
+        device=found.device,
+        joined=fabrics,
+        notes=notes,
+        calls=found.calls,
+        overlap=found.overlap,
+        alone=alone,
+        margin=found.margin,
+        figures=found.figures,
+    )
     alike = all(d == kinds[0] for d in kinds)
     return replace(out, device=kinds[0] if alike else weakest(kinds), kinds=() if alike else tuple(kinds))
 
@@ -204,11 +213,18 @@ def _device(d: Mapping[str, Any]) -> Device:
     flops = {str(k): float(v) for k, v in d["flops"].items()}
     flops.setdefault("other", min(flops.values()))
     return Device(
-        memory=parse_bytes(str(d["memory"])), bandwidth=float(d["bandwidth"]), launch=float(d.get("launch", 0.0)),
-        vector=float(d.get("vector", flops["other"])), flops=flops, host=float(d.get("host", HOST)),
-        host_latency=float(d.get("host_latency", HOST_LATENCY)), name=str(d.get("name", "")),
-        classes=read_classes(d.get("classes", {})), reserve=int(d.get("reserve", 0)), power=read_power(d),
-    )  # fmt: skip
+        memory=parse_bytes(str(d["memory"])),
+        bandwidth=float(d["bandwidth"]),
+        launch=float(d.get("launch", 0.0)),
+        vector=float(d.get("vector", flops["other"])),
+        flops=flops,
+        host=float(d.get("host", HOST)),
+        host_latency=float(d.get("host_latency", HOST_LATENCY)),
+        name=str(d.get("name", "")),
+        classes=read_classes(d.get("classes", {})),
+        reserve=int(d.get("reserve", 0)),
+        power=read_power(d),
+    )
 
 
 def _interconnect(data: Mapping[str, Any]) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:

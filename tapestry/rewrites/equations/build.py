@@ -97,10 +97,17 @@ class _Writer:
         then = tuple(e for n in p.then for e in self._terms(n, body)) if monoid else ()
         out = merge_reads(
             Block(
-                outs=outs, dims=dims, reduce=reduce, monoid=monoid, reads=tuple(self.projections), body=body, then=then,
-                inner=self.inner, source=source,
+                outs=outs,
+                dims=dims,
+                reduce=reduce,
+                monoid=monoid,
+                reads=tuple(self.projections),
+                body=body,
+                then=then,
+                inner=self.inner,
+                source=source,
             )
-        )  # fmt: skip
+        )
         if self.nested > 1:
             return refuse("two bodies with inner reductions do not go into one operation")
         return self._loose(out) or out

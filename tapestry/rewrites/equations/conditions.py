@@ -22,8 +22,11 @@ from tapestry.rewrites.equations.pattern import App, Clause, Node, Num, Var, sho
 _COMPARE: dict[str, Callable[[object, object], bool]] = {"eq": operator.eq, "ne": operator.ne}
 _ORDER: dict[str, Callable[[int, int], bool]] = {"lt": operator.lt, "le": operator.le, "gt": operator.gt, "ge": operator.ge}
 _ARITHMETIC: dict[str, Callable[[int, int], int]] = {
-    "add": operator.add, "sub": operator.sub, "mul": operator.mul, "floordiv": lambda a, b: a // b,
-}  # fmt: skip
+    "add": operator.add,
+    "sub": operator.sub,
+    "mul": operator.mul,
+    "floordiv": lambda a, b: a // b,
+}
 Failure = str | None  # of a property: None where it holds, else a witness, which may be empty
 
 

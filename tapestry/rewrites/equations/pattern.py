@@ -177,10 +177,14 @@ class RuleText:
             n.args[1] for p in self.before for r in p.reads for n in r.index if isinstance(n, App) and n.fn == "floordiv"
         )
         return frozenset(n.name for n in divisors if isinstance(n, Var)) | frozenset(
-            v.name for p in self.before for e in (*p.body, *p.then) for v in _values(e)
-            if v.name not in {r.alias for r in p.reads} and v.name[:3] != "acc"
+            v.name
+            for p in self.before
+            for e in (*p.body, *p.then)
+            for v in _values(e)
+            if v.name not in {r.alias for r in p.reads}
+            and v.name[:3] != "acc"
             and v.name not in {w.name for q in self.before for d in (*q.dims, *q.reduce) for w in names_in(d.size)}
-        )  # fmt: skip
+        )
 
 
 def parse_rules(text: str, file: str, properties: Iterable[str], *, laws: bool = False) -> tuple[RuleText, ...]:
@@ -224,10 +228,19 @@ class _Parser(Tokens):
         lone = {c for c in clauses if isinstance(c.test, App) and c.test.fn == "one_reader"}
         pays = self.clauses("pays")
         out = RuleText(
-            name=name, summary=summary, params=params, form=form, exact=exact, phase=phase, before=before, after=after,
-            alone=frozenset(v.name for c in lone for v in names_in(c.test)), when=tuple(c for c in clauses if c not in lone),
-            pays=pays, text=self.text[start : self.last.at + len(self.last.text)],
-        )  # fmt: skip
+            name=name,
+            summary=summary,
+            params=params,
+            form=form,
+            exact=exact,
+            phase=phase,
+            before=before,
+            after=after,
+            alone=frozenset(v.name for c in lone for v in names_in(c.test)),
+            when=tuple(c for c in clauses if c not in lone),
+            pays=pays,
+            text=self.text[start : self.last.at + len(self.last.text)],
+        )
         if not self.laws:
             self.closed(out)
         return out

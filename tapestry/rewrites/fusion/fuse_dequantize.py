@@ -228,7 +228,7 @@ def _varies(op: Block, others: list[Expr], reads: Mapping[int, Read], t: str) ->
 
 def _outside(
     tensors: Mapping[str, Tensor], op: Block, read: Read, s: Scaled, others: list[Expr], reads: Mapping[int, Read], t: str
-) -> Refusal | None:  # fmt: skip
+) -> Refusal | None:
     """Why what the contraction finds outside the tensor cannot be said in 8 bits."""
     if read.other is None:
         return None
@@ -336,8 +336,14 @@ def _routed(op: Block, maker: Block, k: int) -> Block:
     (body,) = op.body
     product = rewrite(body, lambda x: matrix if isinstance(x, Arg) and x.pos == k else x)
     test = call("eq", wanted, Index(dim(over.name)))
-    return merge_reads(replace(
-        op, reduce=(over,), monoid="sum", reads=reads, inner=(Inner(dims=op.reduce, monoid="sum", body=product),),
-        body=(call("where", test, Let(0, body.dtype), number(0, body.dtype)),),
-        source=tuple(dict.fromkeys(maker.source + op.source)),
-    ))  # fmt: skip
+    return merge_reads(
+        replace(
+            op,
+            reduce=(over,),
+            monoid="sum",
+            reads=reads,
+            inner=(Inner(dims=op.reduce, monoid="sum", body=product),),
+            body=(call("where", test, Let(0, body.dtype), number(0, body.dtype)),),
+            source=tuple(dict.fromkeys(maker.source + op.source)),
+        )
+    )

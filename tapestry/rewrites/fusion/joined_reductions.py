@@ -158,10 +158,14 @@ def side_by_side(a: Block, b: Block, merged: Merged, needed: Sequence[int]) -> B
         return results[t] if isinstance(x, Arg) and (t := b.reads[x.pos].tensor) in results else shift(x)
 
     return replace(
-        b, outs=(*(a.outs[k] for k in needed), *b.outs), monoid=merged.monoid, reads=a.reads + b.reads, body=merged.body,
+        b,
+        outs=(*(a.outs[k] for k in needed), *b.outs),
+        monoid=merged.monoid,
+        reads=a.reads + b.reads,
+        body=merged.body,
         then=(*(merged.first[k] for k in needed), *(rewrite(e, after) for e in b.then)),
         source=tuple(dict.fromkeys(a.source + b.source)),
-    )  # fmt: skip
+    )
 
 
 def reshaped(draft: Draft, out: str, op: Block, index: tuple[Aff, ...], shape: tuple[int, ...]) -> tuple[Block, Tensor]:

@@ -189,9 +189,12 @@ def _streamed(wide: Block, w: Weight, rows: Block, zeros: Block | None) -> Block
     results = dict(zip(rows.outs, rows.then, strict=True))
     then = (rewrite(e, lambda x: out if isinstance(x, Acc) else x) for e in wide.then)
     return replace(
-        wide, monoid=weighted_sums(2), body=(w.score, number(1, dtype), product_of(w.values, w.divisors, dtype)),
-        then=tuple(_stated(e, wide, results) for e in then), source=tuple(dict.fromkeys(rows.source + wide.source)),
-    )  # fmt: skip
+        wide,
+        monoid=weighted_sums(2),
+        body=(w.score, number(1, dtype), product_of(w.values, w.divisors, dtype)),
+        then=tuple(_stated(e, wide, results) for e in then),
+        source=tuple(dict.fromkeys(rows.source + wide.source)),
+    )
 
 
 def _with_scores(draft: Draft, op: Block, users: set[int]) -> tuple[Block, frozenset[int]]:

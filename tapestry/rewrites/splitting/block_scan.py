@@ -117,10 +117,14 @@ def _before(graph: Graph, op: Block, scan: Scan, totals: Block) -> Block:
     index = tuple(dim(m.name) if d == k else dim(d.name) for d in totals.dims)
     zero = MONOIDS[op.monoid].zero(tuple(e.dtype for e in op.body))
     return Block(
-        outs=_names(graph, op, "before"), dims=totals.dims, reduce=(m,), monoid=op.monoid, source=op.source,
+        outs=_names(graph, op, "before"),
+        dims=totals.dims,
+        reduce=(m,),
+        monoid=op.monoid,
+        source=op.source,
         reads=tuple(Read(tensor=t, index=index, other=z.value, when=(when,)) for t, z in zip(totals.outs, zero, strict=True)),
         body=tuple(Arg(i, e.dtype) for i, e in enumerate(op.body)),
-    )  # fmt: skip
+    )
 
 
 def _scan_in_blocks(op: Block, scan: Scan, each: int, before: Block) -> Block:
@@ -147,9 +151,10 @@ def _scan_in_blocks(op: Block, scan: Scan, each: int, before: Block) -> Block:
         return merged[x.field] if isinstance(x, Acc) else x
 
     return replace(
-        out, reads=reads + tuple(Read(tensor=t, index=index) for t in before.outs),
+        out,
+        reads=reads + tuple(Read(tensor=t, index=index) for t in before.outs),
         then=tuple(rewrite(e, leaf) for e in op.then),
-    )  # fmt: skip
+    )
 
 
 def _within(out: Block, op: Block, scan: Scan, place: Aff) -> Block:

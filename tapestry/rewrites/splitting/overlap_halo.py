@@ -134,9 +134,16 @@ def _seams(graph: Graph, op: Block, tensor: str, name: str, parts: int) -> _Seam
         return no(f"windows along '{name}' do not overlap", f"each is {last - first + 1} wide, and {step} from the next")
     each = -(-size // parts)
     return _Seams(
-        tensor=tensor, maker=maker, dim=name, axis=axis, step=step, each=each, count=-(-size // each), first=first,
+        tensor=tensor,
+        maker=maker,
+        dim=name,
+        axis=axis,
+        step=step,
+        each=each,
+        count=-(-size // each),
+        first=first,
         reach=step * (each - 1) + last - first + 1,
-    )  # fmt: skip
+    )
 
 
 def _walk(read: Read, name: str) -> tuple[int, int] | None:

@@ -125,8 +125,11 @@ def _partial(graph: Graph, op: Block, name: str, parts: int) -> Block:
     inner = prune(replace(op, then=()))
     out = replace(
         reindex(inner, {name: place}, dims + reduce),
-        outs=_state_names(graph, op, 0), dims=dims, reduce=reduce, splits=splits_in(op, (*op.dims, *op.reduce)),
-    )  # fmt: skip
+        outs=_state_names(graph, op, 0),
+        dims=dims,
+        reduce=reduce,
+        splits=splits_in(op, (*op.dims, *op.reduce)),
+    )
     return out if each * parts == size else _guarded(graph, out, inner, name, const(size - 1) - place)
 
 
@@ -175,9 +178,15 @@ def _level(graph: Graph, op: Block, states: tuple[str, ...], count: int, fanin: 
         for t, z in zip(states, zero, strict=True)
     )
     return Block(
-        outs=_state_names(graph, op, level), dims=(k, *op.dims), reduce=(j,), monoid=op.monoid, reads=reads,
-        body=_args(op.body), source=op.source, splits=splits_in(op, op.dims),
-    )  # fmt: skip
+        outs=_state_names(graph, op, level),
+        dims=(k, *op.dims),
+        reduce=(j,),
+        monoid=op.monoid,
+        reads=reads,
+        body=_args(op.body),
+        source=op.source,
+        splits=splits_in(op, op.dims),
+    )
 
 
 def _last(op: Block, states: tuple[str, ...], count: int) -> Block:
@@ -187,9 +196,14 @@ def _last(op: Block, states: tuple[str, ...], count: int) -> Block:
     leaf = with_args({}, {old: len(states) + new for new, old in enumerate(kept)})
     reads = tuple(Read(tensor=t, index=(dim(k.name), *plain_index(op.dims))) for t in states)
     return replace(
-        op, reduce=(k,), inner=(), reads=reads + tuple(op.reads[i] for i in kept), body=_args(op.body),
-        then=tuple(rewrite(e, leaf) for e in op.then), splits=splits_in(op, op.dims),
-    )  # fmt: skip
+        op,
+        reduce=(k,),
+        inner=(),
+        reads=reads + tuple(op.reads[i] for i in kept),
+        body=_args(op.body),
+        then=tuple(rewrite(e, leaf) for e in op.then),
+        splits=splits_in(op, op.dims),
+    )
 
 
 def _state_names(graph: Graph, op: Block, level: int) -> tuple[str, ...]:

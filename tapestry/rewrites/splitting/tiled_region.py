@@ -117,9 +117,11 @@ def _need(op: Op, graph: Graph, at: Cut, needs: dict[str, list[list[Interval]]])
     """Add what each part of an operation reads."""
     for tensor, boxes in reads_of(op, graph, at):
         old = needs.get(tensor)
-        needs[tensor] = boxes if old is None else [
-            [_hull(pair) for pair in zip(a, b, strict=True)] for a, b in zip(old, boxes, strict=True)
-        ]  # fmt: skip
+        needs[tensor] = (
+            boxes
+            if old is None
+            else [[_hull(pair) for pair in zip(a, b, strict=True)] for a, b in zip(old, boxes, strict=True)]
+        )
 
 
 def reads_of(op: Op, graph: Graph, at: Cut) -> list[tuple[str, list[list[Interval]]]]:
@@ -137,9 +139,7 @@ def reads_of(op: Op, graph: Graph, at: Cut) -> list[tuple[str, list[list[Interva
         for lo, hi in at.parts:
             box = {d.name: (0, d.size - 1) for d in op.space} | {at.dim: (lo, hi - 1)}
             ends = [bounds(e, box) for e in r.index]
-            boxes.append([
-                (min(max(int(a), 0), n), min(max(int(b) + 1, 0), n)) for (a, b), n in zip(ends, shape, strict=True)
-            ])  # fmt: skip
+            boxes.append([(min(max(int(a), 0), n), min(max(int(b) + 1, 0), n)) for (a, b), n in zip(ends, shape, strict=True)])
         out.append((r.tensor, boxes))
     return out
 

@@ -123,9 +123,13 @@ def measured_device(
     same = next((p.seconds for p in dtypes if p.dtype == "f32"), 1.0)
     flops = {p.dtype: heavy.rate * same / p.seconds for p in dtypes} or {"f32": heavy.rate}
     return {
-        "memory": memory, "bandwidth": bandwidth, "launch": mapped.launch, "vector": vector,
-        "flops": {**flops, "other": min(flops.values())}, "classes": classes_data(classes),
-    }  # fmt: skip
+        "memory": memory,
+        "bandwidth": bandwidth,
+        "launch": mapped.launch,
+        "vector": vector,
+        "flops": {**flops, "other": min(flops.values())},
+        "classes": classes_data(classes),
+    }
 
 
 def fit_calls(points: Sequence[CallPoint]) -> tuple[list[CallTimes], Fit]:

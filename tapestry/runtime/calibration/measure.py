@@ -161,10 +161,15 @@ def measure(
         dtypes = [bench.kernel(p)[0] for p in bench.dtypes]
         calls = bench.calls()
         return Measurements(
-            task=task, memory=memory, kernels=[k for k, _ in both],
-            alone=[a for _, a in both if a is not None], dtypes=dtypes, calls=calls,
-            hidden=bench.hidden(calls), copies=_copies() if not calls else (),
-        )  # fmt: skip
+            task=task,
+            memory=memory,
+            kernels=[k for k, _ in both],
+            alone=[a for _, a in both if a is not None],
+            dtypes=dtypes,
+            calls=calls,
+            hidden=bench.hidden(calls),
+            copies=_copies() if not calls else (),
+        )
     finally:
         torch.set_num_threads(before)
 

@@ -45,9 +45,14 @@ def _backend(where: Target | torch.device) -> str:
 
 
 def calibrate(
-    make: Callable[[], Target], processes: int, threads: int | None, *, seconds: float = START_SECONDS,
-    given: Given = None, say: Say = lambda done, total: None,
-) -> dict[str, Any]:  # fmt: skip
+    make: Callable[[], Target],
+    processes: int,
+    threads: int | None,
+    *,
+    seconds: float = START_SECONDS,
+    given: Given = None,
+    say: Say = lambda done, total: None,
+) -> dict[str, Any]:
     """A topology document of this machine, where so many processes work at the same time.
 
     Args:
@@ -94,9 +99,14 @@ def _child(rank: int, make: Callable[[], Target], task: Task, given: Given, fold
 
 
 def on_rank(
-    make: Callable[[], Target], place: flags.World, threads: int | None, *, seconds: float = START_SECONDS,
-    given: Given = None, say: Say = lambda done, total: None,
-) -> dict[str, Any] | None:  # fmt: skip
+    make: Callable[[], Target],
+    place: flags.World,
+    threads: int | None,
+    *,
+    seconds: float = START_SECONDS,
+    given: Given = None,
+    say: Say = lambda done, total: None,
+) -> dict[str, Any] | None:
     """What `calibrate` does, as one rank of those that a launcher started; the document on rank 0.
 
     Raises:

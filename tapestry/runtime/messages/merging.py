@@ -278,9 +278,13 @@ class MergeByMessages(_Merge):
         piece = Piece(
             name=f"{self.step.srcs[k]}@{sender}>{receiver}{' back' if back else ''}",
             peer=owner[sender] if owner[receiver] == mine else owner[receiver],
-            tag=self.rank.tag(self.at, int(back), sender, receiver), extents=extents, dtype=self.dtype(k), where=where,
-            take=take, packed=packed,
-        )  # fmt: skip
+            tag=self.rank.tag(self.at, int(back), sender, receiver),
+            extents=extents,
+            dtype=self.dtype(k),
+            where=where,
+            take=take,
+            packed=packed,
+        )
         (out.sends if owner[sender] == mine else out.receives).append(piece)
 
     def _merged(self, device: int, k: int) -> Array:

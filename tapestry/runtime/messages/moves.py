@@ -193,11 +193,15 @@ class TransferByMessages(_Transfer):
     def _piece(self, m: Message, other: int, inside: Box, sends: bool) -> Piece:
         rank = self.rank
         return Piece(
-            name=f"{self.step.dst}@{m.dst} {m.box}", peer=rank.route.owner[other], tag=rank.tag(self.at, 0, m.src, m.dst),
-            extents=shape(m.box), dtype=self.dtype, packed=not in_one_piece(m.box, inside),
+            name=f"{self.step.dst}@{m.dst} {m.box}",
+            peer=rank.route.owner[other],
+            tag=rank.tag(self.at, 0, m.src, m.dst),
+            extents=shape(m.box),
+            dtype=self.dtype,
+            packed=not in_one_piece(m.box, inside),
             where=None if sends else partial(self.there, m.dst, m.box),
             take=partial(rank.part, m.src, self.step.src, m.box) if sends else None,
-        )  # fmt: skip
+        )
 
     def start(self) -> None:
         """Send, and copy what is here meanwhile."""

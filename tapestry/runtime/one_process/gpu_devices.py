@@ -73,9 +73,14 @@ class GpuExecutor(Executor):
     """
 
     def __init__(
-        self, graph: Graph, program: Program, target: BindingTarget, weights: Source, streamed: frozenset[str] = frozenset(),
+        self,
+        graph: Graph,
+        program: Program,
+        target: BindingTarget,
+        weights: Source,
+        streamed: frozenset[str] = frozenset(),
         keep_inputs: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(graph, program, target, weights, streamed)
         self.binding, self.keep_inputs, self.home = target, keep_inputs, torch.device("cpu")
         lasting = self.resident | frozenset(graph.inputs if keep_inputs else ())
@@ -110,10 +115,13 @@ class GpuExecutor(Executor):
         done = [p for p in self.parts if p.graph is not None]
         return {
             "device": torch.cuda.get_device_name(self.target.device) if cuda else "Triton's interpreter",
-            "arena_bytes": self.arena_bytes, "copied_weights_bytes": self.measured.packed,
-            "graphs": len(done), "captured": sum(len(p.calls) for p in done),
-            "calls": sum(len(p.calls) for p in self.parts), "not_captured": self.reasons,
-        }  # fmt: skip
+            "arena_bytes": self.arena_bytes,
+            "copied_weights_bytes": self.measured.packed,
+            "graphs": len(done),
+            "captured": sum(len(p.calls) for p in done),
+            "calls": sum(len(p.calls) for p in self.parts),
+            "not_captured": self.reasons,
+        }
 
     def array(self, device: int, name: str) -> Array:
         """A buffer's tensor inside its device's arena, or a value of the host."""

@@ -45,9 +45,14 @@ class LocalExecutor(Executor):
     folds = True
 
     def __init__(
-        self, graph: Graph, program: Program, target: Target, weights: Source, streamed: frozenset[str] = frozenset(),
+        self,
+        graph: Graph,
+        program: Program,
+        target: Target,
+        weights: Source,
+        streamed: frozenset[str] = frozenset(),
         route: Route | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(graph, program, target, weights, streamed, route)
         self.kernels: dict[tuple[int, int], Run] = {}
         self.launches: dict[tuple[int, int], tuple[Run, tuple[str, ...]]] = {}

@@ -39,9 +39,13 @@ class Packing:
 
 
 def pack(
-    program: Program, wanted: Mapping[int, Packs], resident: MutableMapping[str, Array],
-    nbytes: tuple[Callable[[Array], int], Callable[[str], int]], room: int, made: Made | None = None,
-) -> Packing:  # fmt: skip
+    program: Program,
+    wanted: Mapping[int, Packs],
+    resident: MutableMapping[str, Array],
+    nbytes: tuple[Callable[[Array], int], Callable[[str], int]],
+    room: int,
+    made: Made | None = None,
+) -> Packing:
     """Pack one device's resident weights; those that nobody reads as they were are dropped from ``resident``.
 
     Args:

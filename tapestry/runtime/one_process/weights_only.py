@@ -33,9 +33,14 @@ class Folded:
 
 
 def fold(
-    graph: Graph, program: Program, kernels: Mapping[int, Run], held: MutableMapping[str, Array],
-    nbytes: Callable[[str], int], room: int, empty: Callable[[], Array],
-) -> Folded:  # fmt: skip
+    graph: Graph,
+    program: Program,
+    kernels: Mapping[int, Run],
+    held: MutableMapping[str, Array],
+    nbytes: Callable[[str], int],
+    room: int,
+    empty: Callable[[], Array],
+) -> Folded:
     """Do one device's launches that read weights alone, as far as what stays of them finds room.
 
     Args:

@@ -61,9 +61,16 @@ class RankExecutor(RankDevices):
     """
 
     def __init__(
-        self, graph: Graph, program: Program, target: Target, weights: Source, streamed: frozenset[str] = frozenset(), *,
-        wire: Wire, trace: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        graph: Graph,
+        program: Program,
+        target: Target,
+        weights: Source,
+        streamed: frozenset[str] = frozenset(),
+        *,
+        wire: Wire,
+        trace: bool = False,
+    ) -> None:
         self.wire, self.tracing = wire, trace
         self.slices: list[Slice] = []
         self.calls = calls_of(graph, program, wire.backend)

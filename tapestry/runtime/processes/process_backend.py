@@ -29,9 +29,11 @@ def device_of(target: str, rank: int, local: int) -> torch.device:
     count = torch.cuda.device_count()
     if local >= count:
         raise RunError(
-            f"there is no GPU for rank {rank}", where=f"rank {rank}, before the first step",
-            why=f"it is number {local} on its host, which has {count}", hint="as many processes as GPUs",
-        )  # fmt: skip
+            f"there is no GPU for rank {rank}",
+            where=f"rank {rank}, before the first step",
+            why=f"it is number {local} on its host, which has {count}",
+            hint="as many processes as GPUs",
+        )
     device = torch.device("cuda", local)
     torch.cuda.set_device(device)
     return device

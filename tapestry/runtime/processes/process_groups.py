@@ -38,9 +38,13 @@ class Groups:
     """
 
     def __init__(
-        self, device: str, mesh: Sequence[int], partitions: Sequence[Partition], timeout: timedelta,
+        self,
+        device: str,
+        mesh: Sequence[int],
+        partitions: Sequence[Partition],
+        timeout: timedelta,
         teams: dict[Partition, Team | None],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.rank, self.teams = dist.get_rank(), teams
         everybody = tuple(range(dist.get_world_size()))
         teams[(everybody,)] = Team(everybody, dist.group.WORLD)

@@ -52,9 +52,10 @@ def unseal(secret: bytes, data: bytes, rank: int) -> Any:
     body = data[SEAL:]
     if len(data) > LIMIT or not hmac.compare_digest(data[:SEAL], hmac.digest(secret, body, "sha256")):
         raise RunError(
-            f"rank {rank} has another token", where=f"rank {rank}, before the first step",
+            f"rank {rank} has another token",
+            where=f"rank {rank}, before the first step",
             hint="the same TAPESTRY_TOKEN, or TAPESTRY_TOKEN_FILE, on all hosts",
-        )  # fmt: skip
+        )
     return msgspec.json.decode(body)
 
 
@@ -68,9 +69,14 @@ def listening(address: str, port: int, timeout: float) -> Any:
     with socket.create_server(place, family=family, backlog=BACKLOG) as s:
         port = s.getsockname()[1]
         return TCPStore(
-            address, port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout), use_libuv=True,
+            address,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=timeout),
+            use_libuv=True,
             master_listen_fd=s.detach(),
-        )  # fmt: skip
+        )
 
 
 def connected(address: str, port: int, timeout: float) -> Any:
@@ -89,10 +95,11 @@ def join(place: flags.World, timeout: float) -> tuple[Any, bytes]:
         alone = place.locals == place.world or _is_loopback(place.address)
         if not alone and not secret:
             raise TapestryError(
-                "a run on several hosts without a token", where=f"rank {place.rank}, before the first step",
+                "a run on several hosts without a token",
+                where=f"rank {place.rank}, before the first step",
                 why=f"whoever reaches {place.address} could take part",
                 hint="TAPESTRY_TOKEN=$(openssl rand -hex 32), or a file as TAPESTRY_TOKEN_FILE, the same on all hosts",
-            )  # fmt: skip
+            )
         interface = LOOPBACK if alone else _interface_to(place.address)
         if interface:
             flags.network(interface)
@@ -103,9 +110,10 @@ def join(place: flags.World, timeout: float) -> tuple[Any, bytes]:
         return PrefixStore(f"tapestry/{meet(shared, place.rank, place.world, secret, timeout)}", shared), secret
     except (RuntimeError, ValueError, OSError) as e:
         raise RunError(
-            f"no rendezvous: {str(e).splitlines()[0]}", where=f"rank {place.rank}, before the first step",
+            f"no rendezvous: {str(e).splitlines()[0]}",
+            where=f"rank {place.rank}, before the first step",
             hint="torchrun --nproc-per-node N -m tapestry.runtime BUILD",
-        ) from None  # fmt: skip
+        ) from None
 
 
 def meet(store: Any, rank: int, world: int, secret: bytes, timeout: float) -> str:

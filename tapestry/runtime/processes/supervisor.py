@@ -194,9 +194,15 @@ def step_words(program: Program, ops: Sequence[Any], step: int) -> str:
 
 
 def supervise(
-    job: Job, world: int, open_session: Open, *, restarts: int = 0, port: int = 0,
-    advance: Callable[[int], None] = lambda batch: None, tell: Callable[[str], None] = lambda text: None,
-) -> dict[str, Any]:  # fmt: skip
+    job: Job,
+    world: int,
+    open_session: Open,
+    *,
+    restarts: int = 0,
+    port: int = 0,
+    advance: Callable[[int], None] = lambda batch: None,
+    tell: Callable[[str], None] = lambda text: None,
+) -> dict[str, Any]:
     """Run a job on ``world`` processes of this host, starting again up to ``restarts`` times.
 
     Args:
@@ -274,9 +280,14 @@ def _child(rank: int, world: int, run: Attempt, pipe: Connection, open_session: 
         flags.network(LOOPBACK)
         store = connected(HERE, pipe.recv(), run.job.timeout)
         me = Rank(
-            rank=rank, world=world, store=PrefixStore(run.secret.hex(), store), slots=run.slots, local=rank, secret=run.secret,
+            rank=rank,
+            world=world,
+            store=PrefixStore(run.secret.hex(), store),
+            slots=run.slots,
+            local=rank,
+            secret=run.secret,
             advance=lambda batch, steps: pipe.send(("batch", batch)),
-        )  # fmt: skip
+        )
         document = work(me, run.job, open_session)
         run.slots[rank, PHASE] = DONE
         pipe.send(("done", document))

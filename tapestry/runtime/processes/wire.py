@@ -224,9 +224,10 @@ class Wire:
         bad = [f"{n}: {a!r}, not {b!r}" for n, a, b in zip(FIELDS, came, planned, strict=True) if a != b]
         if bad:
             raise Mismatch(
-                f"rank {peer} sent a message that the plan has not at step {step}", where=f"rank {self.rank}, step {step}",
+                f"rank {peer} sent a message that the plan has not at step {step}",
+                where=f"rank {self.rank}, step {step}",
                 why="; ".join(bad),
-            )  # fmt: skip
+            )
 
 
 def _bound(team: Team, function: Callable[..., Any], **more: Any) -> Callable[..., Any]:

@@ -47,25 +47,33 @@ from tapestry.runtime.target_protocol import Target
 _dist: Any = dist  # its functions have no types
 DIGEST = 32  # bytes of SHA-256
 HINTS = {
-    "threads": "--threads, the same on all hosts", "seed": "--seed, the same on all hosts",
-    "batches": "--inputs, the same on all hosts", "inputs": "--input, the same on all hosts",
-}  # fmt: skip
+    "threads": "--threads, the same on all hosts",
+    "seed": "--seed, the same on all hosts",
+    "batches": "--inputs, the same on all hosts",
+    "inputs": "--input, the same on all hosts",
+}
 
 
 def world_of(job: Job, device: torch.device) -> dict[str, Any]:
     """All that results depend on and that a rank cannot see of another one."""
     matmul = torch.backends.cuda.matmul
     return {
-        "build": job.identity, "tapestry": flags.version(), "messages": VERSION,
-        "torch": str(torch.__version__), "byte order": sys.byteorder, "devices": job.build.program.devices,
-        "batches": [b.name for b in job.batches], "inputs": sorted({n for b in job.batches for n, _ in b.inputs}),
-        "seed": sorted({b.seed for b in job.batches if b.source is None}), "threads": job.threads,
+        "build": job.identity,
+        "tapestry": flags.version(),
+        "messages": VERSION,
+        "torch": str(torch.__version__),
+        "byte order": sys.byteorder,
+        "devices": job.build.program.devices,
+        "batches": [b.name for b in job.batches],
+        "inputs": sorted({n for b in job.batches for n, _ in b.inputs}),
+        "seed": sorted({b.seed for b in job.batches if b.source is None}),
+        "threads": job.threads,
         "target": plugins.brought_by("targets", job.build.target),
         "kind of device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         **{f"set of kernels ({k})": v for k, v in job.kernels.items()},
         "precision of products": [torch.get_float32_matmul_precision(), matmul.allow_tf32],
         **{f"environment ({k})": v for k, v in flags.of_results().items()},
-    }  # fmt: skip
+    }
 
 
 def agree(me: Rank, job: Job, device: torch.device, todo: list[int]) -> set[int]:
@@ -81,10 +89,11 @@ def agree(me: Rank, job: Job, device: torch.device, todo: list[int]) -> set[int]
         for key, value in other["agree"].items():
             if value != everybody[0]["agree"][key]:
                 raise RunError(
-                    f"rank {r} has another {key} than rank 0", where=f"rank {r} on {other['host']}, before the first step",
+                    f"rank {r} has another {key} than rank 0",
+                    where=f"rank {r} on {other['host']}, before the first step",
                     why=f"{value!r}, not {everybody[0]['agree'][key]!r}"[:400],
                     hint=HINTS.get(key, "the same build directory, versions and settings everywhere"),
-                )  # fmt: skip
+                )
     if device.type == "cuda":
         gpus = [(other["host"], other["local"]) for other in everybody]
         twice = next((r for r, gpu in enumerate(gpus) if gpu in gpus[:r]), None)
@@ -137,8 +146,9 @@ def same_inputs(me: Rank, graph: Graph, batch: str, feeds: Mapping[str, Any], wa
     first = int(torch.nonzero(everybody[rank] != everybody[0])[0])
     raise RunError(
         f"rank {rank} has another input '{graph.inputs[first // DIGEST]}' than rank 0 in {batch}",
-        where=f"rank {rank}, before the first step of {batch}", hint="the same files on all hosts",
-    )  # fmt: skip
+        where=f"rank {rank}, before the first step of {batch}",
+        hint="the same files on all hosts",
+    )
 
 
 def _digest(value: Any) -> bytes:
@@ -159,12 +169,16 @@ def summary(job: Job, ranks: list[RankReport], todo: set[int]) -> dict[str, Any]
             transfers.setdefault(kind, [count, 0])[1] += total
     each = [max(r.runs[k].seconds for r in ranks) for k in range(len(todo))]
     return {
-        "peak_bytes": peak, "packed_bytes": packed,
+        "peak_bytes": peak,
+        "packed_bytes": packed,
         "transfers": [{"kind": k, "count": c, "bytes": b} for k, (c, b) in transfers.items()],
-        "batches": len(todo), "skipped": len(job.batches) - len(todo), "batch_seconds": each,
+        "batches": len(todo),
+        "skipped": len(job.batches) - len(todo),
+        "batch_seconds": each,
         "seconds": each[-1] if each else 0.0,
-        "ranks": [r.row() for r in ranks], "slices": [r.slices() for r in ranks],
-    }  # fmt: skip
+        "ranks": [r.row() for r in ranks],
+        "slices": [r.slices() for r in ranks],
+    }
 
 
 PARTING = 5.0  # seconds in which a rank that has failed tells what it knows and leaves
@@ -236,9 +250,12 @@ def work(me: Rank, job: Job, open_session: Open) -> dict[str, Any]:
     wire = Wire(me.rank, me.world, bytes.fromhex(job.identity)[:16], heartbeat, device=device)
     try:
         dist.init_process_group(
-            BACKENDS[device.type], store=PrefixStore("gloo", me.store), rank=me.rank, world_size=me.world,
+            BACKENDS[device.type],
+            store=PrefixStore("gloo", me.store),
+            rank=me.rank,
+            world_size=me.world,
             timeout=timedelta(seconds=job.timeout + 2),
-        )  # fmt: skip
+        )
         before_loading()
         make = partial(RankExecutor, wire=wire, trace=job.trace)
         session = open_session(job.build, job.constants, make=make)
@@ -333,11 +350,19 @@ def _report(
     """Everything that was measured, put together on rank 0."""
     rows = np.array([(s.batch, s.step, s.device, s.stream, s.start, s.end) for s in executor.slices], np.int64).reshape(-1, 6)
     mine = RankReport(
-        rank=me.rank, devices=list(executor.devices), runs=runs, payload_bytes=wire.payload, gathered_bytes=wire.gathered,
-        messages=wire.messages, staged_bytes=wire.staged, resident_bytes={**memory, "running": kernel_count("VmHWM")},
-        private_bytes=kernel_count("RssAnon"), weight_bytes=executor.weight_bytes(), trace=rows.tobytes(),
+        rank=me.rank,
+        devices=list(executor.devices),
+        runs=runs,
+        payload_bytes=wire.payload,
+        gathered_bytes=wire.gathered,
+        messages=wire.messages,
+        staged_bytes=wire.staged,
+        resident_bytes={**memory, "running": kernel_count("VmHWM")},
+        private_bytes=kernel_count("RssAnon"),
+        weight_bytes=executor.weight_bytes(),
+        trace=rows.tobytes(),
         backend_calls=executor.backend_calls,
-    )  # fmt: skip
+    )
     everybody = gather(mine, me.world, partial(wire.heartbeat.at, -1, WAIT))
     return summary(job, everybody, todo) if everybody else {}
 

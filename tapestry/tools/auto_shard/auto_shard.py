@@ -105,15 +105,18 @@ def check_options(options: Options) -> None:
     bad = [p for p in options.proportions if not 0 < p <= 1]
     if bad or not options.proportions:
         raise TapestryError(
-            f"{bad[0] if bad else 'nothing'} is not a share of a device's memory", where="--memory-proportion",
+            f"{bad[0] if bad else 'nothing'} is not a share of a device's memory",
+            where="--memory-proportion",
             hint="numbers above 0 and at most 1, tried in order",
-        )  # fmt: skip
+        )
 
 
 def auto_shard(
-    options: Options, report: Report = lambda stage: None, trials: Trials | None = None,
+    options: Options,
+    report: Report = lambda stage: None,
+    trials: Trials | None = None,
     turns: Turns | None = None,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """Find stages, write the annotated model, and say what was found, as one document.
 
     Args:
@@ -179,10 +182,12 @@ def _own(graph: NodeGraph, options: Options, memory: int, clock: _Clock, trials:
     attempt = _search(graph, options, memory, clock, insist=False)
     own = Outcome(best=found, proportion=proportion, schemes=1, facts={})
     document = _document(attempt, options, graph, memory) | {
-        "manual": _outcome(own, problem, memory), "chosen": "manual", "proportion": proportion,
+        "manual": _outcome(own, problem, memory),
+        "chosen": "manual",
+        "proportion": proportion,
         "sharding_nodes": [ends(problem, mask) for mask in scheme[:-1]],
         "node_stages": stages_of(problem, scheme),
-    }  # fmt: skip
+    }
     if trials is not None:
         with clock("measure"):
             search = Search(problem, options.devices, [(proportion, int(proportion * memory))], trials, 1, 1)
@@ -221,9 +226,11 @@ def _search(graph: NodeGraph, options: Options, memory: int, clock: _Clock, *, i
                 raise _too_large(attempt, graph, options, memory)
             return attempt
     raise TapestryError(
-        f"{options.devices} devices are more than the model has subgraphs", where="--num-devices",
-        why=f"{len(graph.names)} nodes make {some(most, 'subgraph')}, and every stage needs one", hint=f"at most {most}",
-    )  # fmt: skip
+        f"{options.devices} devices are more than the model has subgraphs",
+        where="--num-devices",
+        why=f"{len(graph.names)} nodes make {some(most, 'subgraph')}, and every stage needs one",
+        hint=f"at most {most}",
+    )
 
 
 def plan(graph: NodeGraph, units: list[candidates.Unit], options: Options, memory: int, clock: _Clock, name: str) -> Attempt:
@@ -239,9 +246,15 @@ def plan(graph: NodeGraph, units: list[candidates.Unit], options: Options, memor
         program, cuts = _dynamic(problem, merged, n, capacities, seen)
     counts = {"all": len(units), "heuristic": len(coarse), "dynamic": len(fine)}
     return Attempt(
-        candidates=name, counts=counts, problem=problem, merged=merged, cuts=cuts, heuristic=heuristic, dynamic=program,
+        candidates=name,
+        counts=counts,
+        problem=problem,
+        merged=merged,
+        cuts=cuts,
+        heuristic=heuristic,
+        dynamic=program,
         least=min(map(problem.evaluate, seen), key=lambda e: e.memory),
-    )  # fmt: skip
+    )
 
 
 def _heuristic(
@@ -297,27 +310,37 @@ def _too_large(attempt: Attempt, graph: NodeGraph, options: Options, memory: int
         hint += ", or --memory-proportion 1"
     return PlanError(
         f"the model does not fit in {some(n, 'stage')}: {cost.memory - capacity:,} bytes too many",
-        where=f"node '{graph.names[node]}'", why=why, hint=hint,
-    )  # fmt: skip
+        where=f"node '{graph.names[node]}'",
+        why=why,
+        hint=hint,
+    )
 
 
 def _document(attempt: Attempt, options: Options, graph: NodeGraph, memory: int) -> dict[str, Any]:
     heuristic, program = attempt.heuristic, attempt.dynamic
     same = (
-        heuristic.best is not None and program.best is not None and heuristic.proportion == program.proportion
+        heuristic.best is not None
+        and program.best is not None
+        and heuristic.proportion == program.proportion
         and heuristic.best.rank == program.best.rank
-    )  # fmt: skip
+    )
     chosen = (heuristic.best if same else program.best) or attempt.least
     problem = attempt.problem
     return {
-        "nodes": len(graph.names), "devices": options.devices, "topology": options.topology, "memory_bytes": memory,
-        "proportions": list(options.proportions), "candidates": attempt.candidates,
+        "nodes": len(graph.names),
+        "devices": options.devices,
+        "topology": options.topology,
+        "memory_bytes": memory,
+        "proportions": list(options.proportions),
+        "candidates": attempt.candidates,
         "subgraphs": dict(attempt.counts),
-        "heuristic": _outcome(heuristic, problem, memory), "dynamic": _outcome(program, problem, memory),
-        "chosen": "heuristic" if same else "dynamic", "proportion": program.proportion,
+        "heuristic": _outcome(heuristic, problem, memory),
+        "dynamic": _outcome(program, problem, memory),
+        "chosen": "heuristic" if same else "dynamic",
+        "proportion": program.proportion,
         "sharding_nodes": [ends(problem, mask) for mask in chosen.scheme[:-1]],
         "node_stages": stages_of(problem, chosen.scheme),
-    }  # fmt: skip
+    }
 
 
 def _outcome(outcome: Outcome, problem: Problem, memory: int) -> dict[str, Any]:
@@ -328,17 +351,26 @@ def _outcome(outcome: Outcome, problem: Problem, memory: int) -> dict[str, Any]:
     flops = [s.flops for s in e.stages]
     mean = sum(s.time for s in e.stages) / len(e.stages)
     return {
-        **base, "interval_s": e.interval / PICO, "latency_s": e.latency / PICO,
-        "throughput_per_s": PICO / e.interval if e.interval else None, "peak_bytes": e.memory,
+        **base,
+        "interval_s": e.interval / PICO,
+        "latency_s": e.latency / PICO,
+        "throughput_per_s": PICO / e.interval if e.interval else None,
+        "peak_bytes": e.memory,
         "balance": mean / e.interval if e.interval else 1.0,  # 1: all stages take equally long
         "flops_balance": sum(flops) / len(flops) / max(flops) if max(flops) else 1.0,
         "stages": [
             {
-                "stage": k, "nodes": sum(len(problem.units[u]) for u in bits(e.scheme[k])),
+                "stage": k,
+                "nodes": sum(len(problem.units[u]) for u in bits(e.scheme[k])),
                 "ends": ends(problem, e.scheme[k]),
-                "weight_bytes": s.weights, "activation_bytes": s.peak, "memory_bytes": s.memory, "share": s.memory / memory,
-                "flops": s.flops, "compute_s": s.compute / PICO, "receive_s": s.receive / PICO,
+                "weight_bytes": s.weights,
+                "activation_bytes": s.peak,
+                "memory_bytes": s.memory,
+                "share": s.memory / memory,
+                "flops": s.flops,
+                "compute_s": s.compute / PICO,
+                "receive_s": s.receive / PICO,
             }
             for k, s in enumerate(e.stages)
         ],
-    }  # fmt: skip
+    }

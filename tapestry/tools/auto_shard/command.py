@@ -21,10 +21,19 @@ def auto_shard(args: argparse.Namespace) -> Outcome:
     if args.apart and not args.measure:
         raise TapestryError("nothing is run", where="--apart", hint="with --measure")
     options = auto_shard.Options(
-        model=args.input_model, devices=devices, output=args.output_model, optimal=args.optimal_perf,
-        processes=args.num_processes, proportions=args.memory_proportion or auto_shard.PROPORTIONS, shapes=shapes(args.shapes),
-        topology=args.topology, memory=args.memory, cuts=args.cut, most=args.max_candidates, apart=args.apart,
-    )  # fmt: skip
+        model=args.input_model,
+        devices=devices,
+        output=args.output_model,
+        optimal=args.optimal_perf,
+        processes=args.num_processes,
+        proportions=args.memory_proportion or auto_shard.PROPORTIONS,
+        shapes=shapes(args.shapes),
+        topology=args.topology,
+        memory=args.memory,
+        cuts=args.cut,
+        most=args.max_candidates,
+        apart=args.apart,
+    )
     with bar(args, "auto-shard") as advance, ExitStack() as open_trials:
         trials = turns = None
         if args.measure:

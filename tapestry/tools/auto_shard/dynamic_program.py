@@ -81,9 +81,12 @@ def _bytes(problem: Problem, cuts: Sequence[int], i: int, j: int) -> int:
 
 
 def _chain(
-    problem: Problem, devices: int, cuts: Sequence[int], costs: Sequence[Mapping[int, float]],
+    problem: Problem,
+    devices: int,
+    cuts: Sequence[int],
+    costs: Sequence[Mapping[int, float]],
     fits: Callable[[int, int], bool],
-) -> Evaluation | None:  # fmt: skip
+) -> Evaluation | None:
     """The chain of stages that fit whose largest cost is least, and of those the one of the least sum; ``costs`` and ``fits``:
     of the stage between two cuts."""
     one = Submesh((MeshAxis("d0", 1),), 1, tuple(range(devices)))

@@ -90,9 +90,14 @@ class Search:
         self.optimal = optimal
         proportion, capacity = self.capacities[0]
         seen = traverse(
-            self.problem, initial(self.problem, self.devices), capacity, partial(self.evaluate, capacity=capacity),
-            optimal=optimal, limit=self.limit, batch=None if optimal else self.batch,
-        )  # fmt: skip
+            self.problem,
+            initial(self.problem, self.devices),
+            capacity,
+            partial(self.evaluate, capacity=capacity),
+            optimal=optimal,
+            limit=self.limit,
+            batch=None if optimal else self.batch,
+        )
         best, least = seen.best, seen.least
         larger = [(p, c) for p, c in self.capacities if least is not None and least.memory <= c]
         if best is None and least is not None and larger:
@@ -100,8 +105,12 @@ class Search:
             best = self.evaluate([least.scheme], capacity)[0]
         if best is None:
             raise self.too_large(seen)
-        return {**self.row(best, proportion), "candidates": seen.schemes, "refused": self.refused,
-                "search_s": round(time.perf_counter() - start, 4)}  # fmt: skip
+        return {
+            **self.row(best, proportion),
+            "candidates": seen.schemes,
+            "refused": self.refused,
+            "search_s": round(time.perf_counter() - start, 4),
+        }
 
     def exact(self, best: Evaluation, problem: Problem, proportion: float, searched: float) -> dict[str, Any]:
         """The scheme of the exact search, compiled and run as well; ``searched`` are the seconds that finding it took."""
@@ -140,11 +149,15 @@ class Search:
         assert isinstance(found, Measured)
         of, run = problem or self.problem, found.trial.seconds
         return {
-            "proportion": proportion, "available_memory_proportion": round(1 - proportion, 6), "fits": run is not None,
+            "proportion": proportion,
+            "available_memory_proportion": round(1 - proportion, 6),
+            "fits": run is not None,
             "sharding_nodes": [ends(of, mask) for mask in found.scheme[:-1]],
-            "node_stages": stages_of(of, found.scheme), "peak_bytes": list(found.trial.peaks), "latency_s": run,
+            "node_stages": stages_of(of, found.scheme),
+            "peak_bytes": list(found.trial.peaks),
+            "latency_s": run,
             "throughput_per_s": 1 / run if run else None,
-        }  # fmt: skip
+        }
 
     def too_large(self, seen: Traversal) -> PlanError:
         """Why nothing fits."""
@@ -153,10 +166,11 @@ class Search:
             return PlanError("no candidate could be compiled", where="--measure", why=self.last)
         share, capacity = max(self.capacities)
         return PlanError(
-            f"none of {seen.schemes} compiled candidates fits: {least - capacity:,} bytes too many", where="--measure",
+            f"none of {seen.schemes} compiled candidates fits: {least - capacity:,} bytes too many",
+            where="--measure",
             why=f"the fullest device of the smallest needs {least:,}; {share:g} of its memory are {capacity:,}",
             hint="more devices, a larger --memory, or more --max-candidates",
-        )  # fmt: skip
+        )
 
 
 def stages_of(problem: Problem, scheme: Scheme) -> list[int]:

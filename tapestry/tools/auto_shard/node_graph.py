@@ -110,12 +110,18 @@ class _Builder:
         link = link_between(self.topo, 0, device_count(self.topo.mesh) - 1)
         return NodeGraph(
             names=tuple(node_name(n) for n in self.nodes),
-            parents=tuple(tuple(sorted(p)) for p in self.parents), joined=tuple(self._joined()),
-            weights=tuple(tuple(w) for w in self.weights), weight_names=tuple(self.weight_ids),
-            weight_bytes=tuple(self.weight_bytes), tensors=names, sizes=sizes,
-            moves=tuple(round(receive_seconds(n, link, self.topo) * PICO) for n in sizes), maker=tuple(self.maker),
-            steps=tuple(self.steps), kept=frozenset(self.ids[t] for t in outputs if t in self.ids),
-        )  # fmt: skip
+            parents=tuple(tuple(sorted(p)) for p in self.parents),
+            joined=tuple(self._joined()),
+            weights=tuple(tuple(w) for w in self.weights),
+            weight_names=tuple(self.weight_ids),
+            weight_bytes=tuple(self.weight_bytes),
+            tensors=names,
+            sizes=sizes,
+            moves=tuple(round(receive_seconds(n, link, self.topo) * PICO) for n in sizes),
+            maker=tuple(self.maker),
+            steps=tuple(self.steps),
+            kept=frozenset(self.ids[t] for t in outputs if t in self.ids),
+        )
 
     def _edges(self) -> None:
         """Edges, weights and which nodes are constant, from the file alone."""

@@ -214,10 +214,13 @@ class Problem:
         alive = list(accumulate(alive[:-1]))
         peak = max(alive, default=0)
         return StageCost(
-            sum(self.time[u] for u in units), sum(graph.moves[t] for t in received if self.made[t] >= 0),
-            sum(self.flops[u] for u in units), self.weight_bytes(frozenset(w for u in units for w in self.weights[u])), peak,
+            sum(self.time[u] for u in units),
+            sum(graph.moves[t] for t in received if self.made[t] >= 0),
+            sum(self.flops[u] for u in units),
+            self.weight_bytes(frozenset(w for u in units for w in self.weights[u])),
+            peak,
             steps[alive.index(peak)].node if steps else max(self.units[units[-1]]),
-        )  # fmt: skip
+        )
 
 
 def bits(mask: int) -> Iterator[int]:

@@ -53,6 +53,8 @@ def check_output(model: ModelProto, source: Path, target: Path) -> None:
     outside = next(external(model), None)
     if outside is not None and target.resolve().parent != source.resolve().parent:
         raise TapestryError(
-            "the external data would be out of reach", where=f"initializer '{outside.name}'",
-            why="ONNX locations may not leave the model's folder", hint=f"an --output-model in {source.resolve().parent}",
-        )  # fmt: skip
+            "the external data would be out of reach",
+            where=f"initializer '{outside.name}'",
+            why="ONNX locations may not leave the model's folder",
+            hint=f"an --output-model in {source.resolve().parent}",
+        )

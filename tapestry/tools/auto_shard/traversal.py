@@ -58,9 +58,15 @@ def initial(problem: Problem, devices: int) -> Scheme:
 
 
 def traverse(
-    problem: Problem, start: Scheme, capacity: int, evaluate: Evaluate, *, optimal: bool, limit: int = LIMIT,
+    problem: Problem,
+    start: Scheme,
+    capacity: int,
+    evaluate: Evaluate,
+    *,
+    optimal: bool,
+    limit: int = LIMIT,
     batch: int | None = None,
-) -> Traversal:  # fmt: skip
+) -> Traversal:
     """Look at schemes around ``start``.
 
     Args:

@@ -15,7 +15,12 @@ def export(args: argparse.Namespace) -> Outcome:
     if target is None:
         raise TapestryError("nowhere to write", where="-o", hint="a file; with --into it may be left out")
     done = formats.export(
-        args.build, args.format, target, nearest=args.nearest, copy=args.copy_data, into=args.into,
+        args.build,
+        args.format,
+        target,
+        nearest=args.nearest,
+        copy=args.copy_data,
+        into=args.into,
         configuration=args.configuration,
-    )  # fmt: skip
+    )
     return Outcome(done, lambda: print(*formats.text(done), sep="\n"))

@@ -33,9 +33,15 @@ def _placed(plan: PricedPlan, form: str) -> Sequence[tuple[Strategy, ...]]:
 
 
 def export(
-    folder: Path, form: str, target: Path, *, nearest: bool = False, copy: bool = False, into: Path | None = None,
+    folder: Path,
+    form: str,
+    target: Path,
+    *,
+    nearest: bool = False,
+    copy: bool = False,
+    into: Path | None = None,
     configuration: str = OURS,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """Write a build that is stored in a format.
 
     Raises:
@@ -47,9 +53,15 @@ def export(
         raise BuildError("constants.bin has another size than the plan says", where=str(folder))
     log = (folder / store.REWRITES).read_bytes() if (folder / store.REWRITES).is_file() else b""
     asked = Asked(
-        build=build, constants=constants, rewrites=log, target=target, nearest=nearest, copy=copy, into=into,
+        build=build,
+        constants=constants,
+        rewrites=log,
+        target=target,
+        nearest=nearest,
+        copy=copy,
+        into=into,
         configuration=configuration,
-    )  # fmt: skip
+    )
     return write(form, asked)
 
 

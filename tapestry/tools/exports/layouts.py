@@ -114,23 +114,30 @@ def export_json(build: Build, target: Path) -> dict[str, Any]:
     kinds = dict.fromkeys(graph.inputs, "input") | dict.fromkeys(graph.weights, "weight")
     tensors = [
         {
-            "name": t, "called": names[t], "kind": kinds.get(t, "value"), "dtype": x.dtype, "shape": x.shape,
-            "output": t in graph.outputs, "held": [_held(boxes, x.shape, mesh) for boxes in found.get(t, [])],
+            "name": t,
+            "called": names[t],
+            "kind": kinds.get(t, "value"),
+            "dtype": x.dtype,
+            "shape": x.shape,
+            "output": t in graph.outputs,
+            "held": [_held(boxes, x.shape, mesh) for boxes in found.get(t, [])],
         }
         for t, x in graph.tensors.items()
-    ]  # fmt: skip
+    ]
     called = operation_names(graph)
-    operations = [
-        _operation(build, op, s, name) for op, s, name in zip(graph.ops, build.plan.strategies, called, strict=True)
-    ]  # fmt: skip
+    operations = [_operation(build, op, s, name) for op, s, name in zip(graph.ops, build.plan.strategies, called, strict=True)]
     if build.plan.stages:
         for row, k in zip(operations, build.plan.stage_of, strict=True):
             row["stage"] = k
     moved = [
-        {"kind": s.kind, "tensor": build.program.buffers[s.dst if isinstance(s, Transfer) else s.dsts[0]].tensor,
-         "bytes": transfer_bytes(s, build.program)}
-        for s in build.program.steps if isinstance(s, Transfer | Reduce)
-    ]  # fmt: skip
+        {
+            "kind": s.kind,
+            "tensor": build.program.buffers[s.dst if isinstance(s, Transfer) else s.dsts[0]].tensor,
+            "bytes": transfer_bytes(s, build.program),
+        }
+        for s in build.program.steps
+        if isinstance(s, Transfer | Reduce)
+    ]
     stages = [{"first": s.first, "mesh": [[a.name, a.size] for a in s.mesh]} for s in build.plan.stages]
     document = {
         "schema": SCHEMA, "model": build.model, "model_sha256": build.model_sha256,
@@ -153,11 +160,17 @@ def _operation(build: Build, op: Op, s: Strategy, name: str) -> dict[str, Any]:
     better = dim_names(op, build.plan.graph)
     reduced = {d.name for d in op.reduce} if isinstance(op, Block) else set[str]()
     return {
-        "name": name, "writes": op.outs, "reads": op.inputs, "nodes": op.source,
-        "dims": {better.get(d.name, d.name): d.size for d in op.space}, "cut": [d and better.get(d, d) for d in s.dims],
-        "out": s.out, "ring": s.ring, "merges": [d is not None and d in reduced for d in s.dims],
+        "name": name,
+        "writes": op.outs,
+        "reads": op.inputs,
+        "nodes": op.source,
+        "dims": {better.get(d.name, d.name): d.size for d in op.space},
+        "cut": [d and better.get(d, d) for d in s.dims],
+        "out": s.out,
+        "ring": s.ring,
+        "merges": [d is not None and d in reduced for d in s.dims],
         "monoid": op.monoid if isinstance(op, Block) else None,
-    }  # fmt: skip
+    }
 
 
 # a place for each tensor, in others' words
@@ -236,10 +249,13 @@ def language(graph: Graph, mesh: Mesh) -> list[Sayable]:
     del mesh
     outside = {*graph.inputs, *graph.weights}
     return [
-        Sayable(placed=frozenset(k for k, t in enumerate(r.tensor for r in op.reads) if t in outside) if isinstance(op, Block)
-                else frozenset(k for k, t in enumerate(op.ins) if t in outside))
+        Sayable(
+            placed=frozenset(k for k, t in enumerate(r.tensor for r in op.reads) if t in outside)
+            if isinstance(op, Block)
+            else frozenset(k for k, t in enumerate(op.ins) if t in outside)
+        )
         for op in graph.ops
-    ]  # fmt: skip
+    ]
 
 
 def places(build: Build | PricedPlan, form: str, *, nearest_will_do: bool) -> Placed:
@@ -313,7 +329,7 @@ def _partial(build: Build) -> dict[str, list[str]]:
         placed = [
             "Replicate()" if d is None else word if d in reduced else f"Shard({axes[d]})"
             for d, _ in zip(s.dims, mesh, strict=True)
-        ]  # fmt: skip
+        ]
         out |= {names[t]: placed for t in op.outs}
     return out
 

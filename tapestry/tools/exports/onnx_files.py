@@ -87,9 +87,14 @@ def info(v: Value) -> Any:
 
 
 def model_of(
-    nodes: Nodes, name: str, inputs: Sequence[Value], outputs: Sequence[Value], weights: Sequence[TensorProto], opset: int,
+    nodes: Nodes,
+    name: str,
+    inputs: Sequence[Value],
+    outputs: Sequence[Value],
+    weights: Sequence[TensorProto],
+    opset: int,
     described: Sequence[Value] = (),
-) -> ModelProto:  # fmt: skip
+) -> ModelProto:
     """A model of nodes; nodes and constants that nothing reads are left out.
 
     Args:
@@ -100,9 +105,13 @@ def model_of(
     stated = {v.name for v in (*inputs, *outputs)} | {t.name for t in weights} | set(nodes.constants)
     constants = [t for t in nodes.constants.values() if t.name in read]
     graph = helper.make_graph(
-        kept, name, [info(v) for v in inputs], [info(v) for v in outputs], [*weights, *constants],
+        kept,
+        name,
+        [info(v) for v in inputs],
+        [info(v) for v in outputs],
+        [*weights, *constants],
         value_info=[info(v) for v in dict.fromkeys(map(nodes.named, described)) if v.name not in stated],
-    )  # fmt: skip
+    )
     domains = {n.domain for n in kept} - {"", "ai.onnx"}
     imports = [helper.make_opsetid("", opset), *(helper.make_opsetid(d, 1) for d in sorted(domains))]
     out = helper.make_model(graph, opset_imports=imports, ir_version=IR_VERSION, producer_name="tapestry")

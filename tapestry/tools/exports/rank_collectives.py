@@ -65,9 +65,17 @@ class Exchange:
             shape[0] //= n
         out = Value(self.nodes.fresh(f"{self.nodes.part}/{kind}"), tuple(shape), x.dtype)
         node = helper.make_node(
-            COLLECTIVE, [self.nodes.named(x).name], [out.name], name=out.name, collective_operation=kind, reduce_op=op,
-            root=root, nb_rank=n, groups=list(group), group_size=n,
-        )  # fmt: skip
+            COLLECTIVE,
+            [self.nodes.named(x).name],
+            [out.name],
+            name=out.name,
+            collective_operation=kind,
+            reduce_op=op,
+            root=root,
+            nb_rank=n,
+            groups=list(group),
+            group_size=n,
+        )
         self.nodes.keep(node)
         self.nodes.values[out.name] = out
         self.described += [x, out]
@@ -91,9 +99,11 @@ class Exchange:
         """
         if not self.nearest:
             raise NotExpressible(
-                f"no collective does what the plan does: {reason}", where=f"'{where}'",
-                why=f"the nearest one moves {nbytes:,.0f} bytes more from each rank", hint="--nearest",
-            )  # fmt: skip
+                f"no collective does what the plan does: {reason}",
+                where=f"'{where}'",
+                why=f"the nearest one moves {nbytes:,.0f} bytes more from each rank",
+                hint="--nearest",
+            )
         self.extra[reason] = self.extra.get(reason, 0) + nbytes
 
     def others(self, rank: int) -> list[int]:

@@ -76,11 +76,17 @@ def export_ranks(build: Build, constants: bytes, target: Path, *, nearest: bool)
     }
     planned = sum(transfer_bytes(s, build.program) for s in build.program.steps if isinstance(s, Transfer | Reduce))
     return {
-        "folder": str(target), "ranks": len(ranks), "nodes": [r.size for r in ranks],
-        "collectives": sum(ranks[0].exchange.counts.values()), "by_kind": dict(sorted(ranks[0].exchange.counts.items())),
-        "bytes": round(sum(r.exchange.sent for r in ranks)), "plan_bytes": planned,
-        "extra_bytes": sum(extra.values()), "extra": extra, "whole_inputs": sorted(ranks[0].split),
-    }  # fmt: skip
+        "folder": str(target),
+        "ranks": len(ranks),
+        "nodes": [r.size for r in ranks],
+        "collectives": sum(ranks[0].exchange.counts.values()),
+        "by_kind": dict(sorted(ranks[0].exchange.counts.items())),
+        "bytes": round(sum(r.exchange.sent for r in ranks)),
+        "plan_bytes": planned,
+        "extra_bytes": sum(extra.values()),
+        "extra": extra,
+        "whole_inputs": sorted(ranks[0].split),
+    }
 
 
 @dataclass(slots=True)
@@ -218,9 +224,14 @@ class RankFile:
             stored(store, name, tensor, box, self.graph.tensors[tensor].dtype) for name, (tensor, box) in self.weights.items()
         ]
         model = model_of(
-            self.nodes, f"rank{self.rank}", list(self.inputs.values()), named, weights, opset_of(self.graph),
+            self.nodes,
+            f"rank{self.rank}",
+            list(self.inputs.values()),
+            named,
+            weights,
+            opset_of(self.graph),
             described=[*self.exchange.described, *self.inputs.values()],
-        )  # fmt: skip
+        )
         self.size = len(model.graph.node)
         return model
 

@@ -37,9 +37,13 @@ from tapestry.tools.exports.nodes.onnx_nodes import NotExpressible
 
 X = TypeVar("X")
 AXES = {
-    "colwise": 0, "colwise_gather_output": 0, "rowwise": 1, "rowwise_split_input": 1, "embedding_rowwise": 0,
+    "colwise": 0,
+    "colwise_gather_output": 0,
+    "rowwise": 1,
+    "rowwise_split_input": 1,
+    "embedding_rowwise": 0,
     "embedding_colwise": 1,
-}  # fmt: skip
+}
 """Styles, and the axis of the weight that each cuts."""
 MOST = 1 << 20  # points at which two index expressions are compared one by one
 
@@ -91,10 +95,16 @@ def export_tp_plan(build: Build, target: Path, *, nearest: bool) -> dict[str, An
     with new_file(target) as path:
         path.write_text(json.dumps(styles, indent=1) + "\n")
     return {
-        "file": str(target), "ranks": maker.ranks, "axis": maker.axis.name, "styles": styles, "bytes": parts.moved,
-        "plan_bytes": planned, "extra_bytes": parts.moved - planned, "different": [n for n, _ in different],
+        "file": str(target),
+        "ranks": maker.ranks,
+        "axis": maker.axis.name,
+        "styles": styles,
+        "bytes": parts.moved,
+        "plan_bytes": planned,
+        "extra_bytes": parts.moved - planned,
+        "different": [n for n, _ in different],
         "left_out": [a.name for a in build.plan.mesh if a != maker.axis and a.size > 1],
-    }  # fmt: skip
+    }
 
 
 def language(graph: Graph, mesh: Mesh) -> list[Sayable]:
@@ -370,8 +380,9 @@ def _is_moved(read: Read, d: str, ranges: Mapping[str, int], ranks: int, parts: 
     wanted = [(e, parts.get(k, 0)) for k, e in enumerate(read.index)] + [(g.aff, 0) for g in read.when]
     return all(
         _equal(substitute(e, {d: dim(d) + rank * n}, local), e + rank * part, local)
-        for rank in range(1, ranks) for e, part in wanted
-    )  # fmt: skip
+        for rank in range(1, ranks)
+        for e, part in wanted
+    )
 
 
 def _equal(a: Aff, b: Aff, ranges: Mapping[str, int]) -> bool:

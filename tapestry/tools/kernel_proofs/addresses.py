@@ -244,9 +244,11 @@ def writes(terms: Terms, stores: Sequence[Store], grid: Mapping[str, int], name:
     if len(wrong):
         cell = int(wrong[0])
         raise LawError(
-            "kernel_writes", f"cell {cell} of '{name}' is written {int(counts[cell])} times", where=f"line {line}",
+            "kernel_writes",
+            f"cell {cell} of '{name}' is written {int(counts[cell])} times",
+            where=f"line {line}",
             why=f"{len(wrong)} of {size} cells are wrong",
-        )  # fmt: skip
+        )
     return counts
 
 

@@ -76,9 +76,14 @@ def kernel_text_of(graph: Graph, kernel: Kernel, made: TritonKernel, name: str, 
     buffers |= {n: Buffer(dtype, size(box)) for n, dtype, box in zip(outs, types, kernel.outs, strict=True)}
     buffers |= {names[len(made.args) + k]: Buffer(dtype, n, True) for k, (dtype, n) in enumerate(made.scratch)}
     return KernelText(
-        name=name, source=source, launches=tuple(_launch(p, names) for p in made.launches), buffers=buffers,
-        reads={p: names[k] for k, p in enumerate(made.reads)}, outs=tuple(outs), states=tuple(states),
-    )  # fmt: skip
+        name=name,
+        source=source,
+        launches=tuple(_launch(p, names) for p in made.launches),
+        buffers=buffers,
+        reads={p: names[k] for k, p in enumerate(made.reads)},
+        outs=tuple(outs),
+        states=tuple(states),
+    )
 
 
 def _read_buffer(graph: Graph, op: Block, kernel: Kernel, p: int) -> Buffer:

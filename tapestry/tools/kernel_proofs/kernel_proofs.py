@@ -75,7 +75,7 @@ def _prove(graph: Graph, kernel: Kernel, text: KernelText) -> Evidence:
 
 def _mismatch(
     graph: Graph, kernel: Kernel, text: KernelText, programs: list[Program], ask: Conditions, ways: list[tuple[int, ...]]
-) -> str:  # fmt: skip
+) -> str:
     """Why a kernel's values and its operation's have no common normal form; ``""`` where they have.
 
     They are compared at each store's cell, with the reduced dimensions in one of some orders.

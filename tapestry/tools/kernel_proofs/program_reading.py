@@ -137,12 +137,21 @@ class Calls:
     def table(self) -> dict[str, Callable[..., Any]]:
         """``tl.NAME`` to what it does; options that concern the hardware are ignored."""
         return {
-            "arange": self.arange, "full": self.full, "where": self.where, "dot": self.dot, "trans": self.transposed,
-            "zeros": self.zeros, "broadcast_to": self.broadcast_to, "fma": self.fused,
-            "maximum": partial(self.extreme, "max"), "minimum": partial(self.extreme, "min"),
-            "div_rn": partial(self.operator, "truediv"), "sum": partial(self.reduction, "add"),
-            **{fn: partial(self.reduction, fn) for fn in ("max", "min")}, **{fn: partial(self.real, fn) for fn in REAL},
-        }  # fmt: skip
+            "arange": self.arange,
+            "full": self.full,
+            "where": self.where,
+            "dot": self.dot,
+            "trans": self.transposed,
+            "zeros": self.zeros,
+            "broadcast_to": self.broadcast_to,
+            "fma": self.fused,
+            "maximum": partial(self.extreme, "max"),
+            "minimum": partial(self.extreme, "min"),
+            "div_rn": partial(self.operator, "truediv"),
+            "sum": partial(self.reduction, "add"),
+            **{fn: partial(self.reduction, fn) for fn in ("max", "min")},
+            **{fn: partial(self.real, fn) for fn in REAL},
+        }
 
 
 MOST_STEPS = 64  # of an unrolled loop
@@ -277,9 +286,15 @@ class Reading(ABC):
         self._after(number, (variable, most), runs, before, starts, env, assigned | {name})
 
     def _after(
-        self, number: int, step: tuple[str, int], runs: int, before: dict[str, Any], starts: dict[str, Tile],
-        env: dict[str, Any], assigned: set[str],
-    ) -> None:  # fmt: skip
+        self,
+        number: int,
+        step: tuple[str, int],
+        runs: int,
+        before: dict[str, Any],
+        starts: dict[str, Tile],
+        env: dict[str, Any],
+        assigned: set[str],
+    ) -> None:
         """What variables hold when a loop is over."""
         updates: dict[str, Any] = {n: env[n] for n in starts}
         free = f"loop {number}"

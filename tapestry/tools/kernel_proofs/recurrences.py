@@ -17,9 +17,14 @@ from tapestry.tools.kernel_proofs.term.terms import REDUCING, Terms
 
 
 def closed(
-    terms: Terms, loop: str, step: tuple[str, int], runs: int, before: Mapping[str, Tile], starts: Mapping[str, Tile],
+    terms: Terms,
+    loop: str,
+    step: tuple[str, int],
+    runs: int,
+    before: Mapping[str, Tile],
+    starts: Mapping[str, Tile],
     after: Mapping[str, Tile],
-) -> dict[str, Tile]:  # fmt: skip
+) -> dict[str, Tile]:
     """Values after a loop of those variables that are reductions over it.
 
     Args:
@@ -38,9 +43,7 @@ def closed(
     return out
 
 
-def _plain(
-    terms: Terms, loop: str, step: tuple[str, int], runs: int, before: Tile, start: Tile, after: Tile
-) -> Tile | None:  # fmt: skip
+def _plain(terms: Terms, loop: str, step: tuple[str, int], runs: int, before: Tile, start: Tile, after: Tile) -> Tile | None:
     key = terms.keys[after.term]
     if loop not in terms.free[after.term] and runs == terms.true:  # nothing of what was before: the last step's
         return Tile(terms.substituted(after.term, {step[0]: const(step[1] - 1)}), after.shape)
@@ -58,9 +61,16 @@ def _plain(
 
 
 def _centred(
-    terms: Terms, loop: str, step: tuple[str, int], runs: int, name: str, before: Mapping[str, Tile],
-    starts: Mapping[str, Tile], after: Mapping[str, Tile], done: Mapping[str, Tile],
-) -> Tile | None:  # fmt: skip
+    terms: Terms,
+    loop: str,
+    step: tuple[str, int],
+    runs: int,
+    name: str,
+    before: Mapping[str, Tile],
+    starts: Mapping[str, Tile],
+    after: Mapping[str, Tile],
+    done: Mapping[str, Tile],
+) -> Tile | None:
     """A sum that is moved to each new centre."""
     own, value = starts[name].term, after[name].term
     key = terms.keys[value]
@@ -89,9 +99,11 @@ def _centred(
     if len(factors) != 2 * len(back):
         return None
     rest = terms.add([(key[1], terms.const(1.0)), *((c, t) for t, c in parts if t != mine[0][0])])
-    plain = terms.mul([(rest, 1.0), *back]) if terms.keys[rest][0] != "add" else terms.add(
-        [(c, terms.mul([(t, 1.0), *back])) for t, c in terms.keys[rest][2]]
-    )  # fmt: skip
+    plain = (
+        terms.mul([(rest, 1.0), *back])
+        if terms.keys[rest][0] != "add"
+        else terms.add([(c, terms.mul([(t, 1.0), *back])) for t, c in terms.keys[rest][2]])
+    )
     if loop in terms.free[plain]:
         return None
     total = terms.reduce("add", (step,), terms.where(runs, plain, terms.const(0.0)))

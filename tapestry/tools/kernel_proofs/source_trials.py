@@ -89,7 +89,7 @@ def _filled(program: Program, text: KernelText, data: dict[str, Array]) -> None:
 
 def _compare(
     graph: Graph, kernel: Kernel, text: KernelText, program: Program, store: Store, data: dict[str, Array], at: Any
-) -> None:  # fmt: skip
+) -> None:
     terms: Terms = program.terms
     cell: list[Aff] = at(terms, store, kernel, text)
     right = Operation(terms, graph, kernel, text).outputs(cell)[text.outs.index(store.to.buffer)]
@@ -107,9 +107,11 @@ def _compare(
         if len(wrong):
             w = int(wrong[0])
             raise LawError(
-                "kernel_value", f"'{store.to.buffer}' at {int(place[inside][w])} is not the operation's value",
-                where=f"line {store.to.line}", why=f"{a[w]:.6g}, not {b[w]:.6g} (at {_said(chosen)})",
-            )  # fmt: skip
+                "kernel_value",
+                f"'{store.to.buffer}' at {int(place[inside][w])} is not the operation's value",
+                where=f"line {store.to.line}",
+                why=f"{a[w]:.6g}, not {b[w]:.6g} (at {_said(chosen)})",
+            )
 
 
 def _said(chosen: Mapping[str, int]) -> str:

@@ -106,22 +106,26 @@ def _document(model: Path, whole: OneFile, program: Program, found: Comparison) 
     placed = [
         {"rank": r, "tensor": n, "of": p.tensor, "start": list(p.start), "known_by": p.source}
         | ({"axis": p.axis, "runs": [[k.here, k.there, k.size] for k in p.runs]} if p.runs else {})
-        for (r, n), p in sorted(found.leaves.placed.items()) if any(p.start) or p.source != "shape"
-    ]  # fmt: skip
+        for (r, n), p in sorted(found.leaves.placed.items())
+        if any(p.start) or p.source != "shape"
+    ]
     assumed = sorted({f"'{p['of']}' is cut in the order of the ranks" for p in placed if p["known_by"] == "order of ranks"})
     assumed += [f"'{n}' holds the model's data (there is none to compare)" for n in sorted(found.leaves.unchecked)][:20]
     assumed += [f"the plan's '{p}' is of nothing in the model" for p in program.unused]
     return {
-        "model": str(model), "ranks": len(program.ranks), "mesh": dict(program.mesh),
+        "model": str(model),
+        "ranks": len(program.ranks),
+        "mesh": dict(program.mesh),
         "operations": sum(len(f.graph.ops) for f in program.ranks),
         "collectives": sum(len(f.collectives) for f in program.ranks),
         "outputs": [
             {"output": n, "state": s, "starts": [None if p is None else list(p) for p in found.placed.get(n, [])]}
             for n, s in found.outputs.items()
         ],
-        "placed": placed, "assumed": assumed,
+        "placed": placed,
+        "assumed": assumed,
         "counts": {"values": len(found.table.nodes), "model_values": sum(n.model for n in found.table.nodes)},
-    }  # fmt: skip
+    }
 
 
 def _witness(found: Comparison, program: Program, d: Difference) -> dict[str, Any]:
@@ -131,9 +135,14 @@ def _witness(found: Comparison, program: Program, d: Difference) -> dict[str, An
         f"rank {d.rank}: {d.output}{cell} is {d.value:.6g}, the model's {d.output}{there} is {d.expected:.6g} (seed {d.seed})"
     )
     out: dict[str, Any] = {
-        "rank": d.rank, "tensor": d.output, "cell": cell, "model_cell": there, "value": d.value, "expected": d.expected,
+        "rank": d.rank,
+        "tensor": d.output,
+        "cell": cell,
+        "model_cell": there,
+        "value": d.value,
+        "expected": d.expected,
         "seed": d.seed,
-    }  # fmt: skip
+    }
     if first is not None:
         out["first"] = {"rank": first.rank, "tensor": first.tensor, "model_tensor": first.origin, "text": first.text}
         text += f"; rank {first.rank}, '{first.tensor}' (the model's '{first.origin}'): {first.text}"

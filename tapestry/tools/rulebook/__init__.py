@@ -68,9 +68,18 @@ def _space(space: ProductionSpace) -> Row:
     from tapestry.ir.syntax.printer import to_text
 
     rows: list[Row] = [
-        {"form": f.number, "of": f.parent, "by": None if f.by is None else str(f.by), "moves": [str(m) for m in f.moves],
-         "depth": f.depth, "seconds": f.seconds, "peak_bytes": f.nbytes, "graph": to_text(f.graph)} for f in space.forms
-    ]  # fmt: skip
+        {
+            "form": f.number,
+            "of": f.parent,
+            "by": None if f.by is None else str(f.by),
+            "moves": [str(m) for m in f.moves],
+            "depth": f.depth,
+            "seconds": f.seconds,
+            "peak_bytes": f.nbytes,
+            "graph": to_text(f.graph),
+        }
+        for f in space.forms
+    ]
     again = [{"of": a, "form": b, "by": str(m)} for a, b, m in space.again]
     mesh = {a.name: a.size for a in space.topology.mesh}
     return {"mesh": mesh, "deepest": max(r["depth"] for r in rows), "pruned": dict(space.pruned), "again": again, "forms": rows}
@@ -141,10 +150,17 @@ def discovered(models: Sequence[Path], sizes: Mapping[str, Any], terms: int) -> 
     corpus = {str(m): simplify(lift(m, sizes, weights=False).graph) for m in models}
     search = Discovery(corpus=corpus, topology=topology(parse_mesh("1"), "cpu"), terms=terms)
     rows: list[Row] = [
-        {"equation": f.title, "family": f.family, "proof": f.proof, "rounding": f.rounding, "shown": dict(f.shown),
-         "saves": [asdict(s) for s in f.savings], "text": f.rule.text}
+        {
+            "equation": f.title,
+            "family": f.family,
+            "proof": f.proof,
+            "rounding": f.rounding,
+            "shown": dict(f.shown),
+            "saves": [asdict(s) for s in f.savings],
+            "text": f.rule.text,
+        }
         for f in search.found()
-    ]  # fmt: skip
+    ]
 
     def text() -> None:
         for r in rows:

@@ -101,10 +101,16 @@ class ProductionSpace:
         plan, depth = self._priced(graph), 0 if parent is None else parent.depth + 1
         self.forms.append(
             Production(
-                number=len(self.forms), parent=None if parent is None else parent.number, by=by, moves=moves, depth=depth,
-                graph=graph, seconds=plan.objective, nbytes=peak(plan),
+                number=len(self.forms),
+                parent=None if parent is None else parent.number,
+                by=by,
+                moves=moves,
+                depth=depth,
+                graph=graph,
+                seconds=plan.objective,
+                nbytes=peak(plan),
             )
-        )  # fmt: skip
+        )
 
     def _followed(self, form: Production) -> bool:
         """Whether a form's own are looked for."""

@@ -20,8 +20,12 @@ Term = Any
 Values = np.ndarray[Any, np.dtype[np.int64]]
 COMMUTES = frozenset({"add", "mul", "max", "min"})
 APPLIED: Mapping[str, np.ufunc] = {
-    "add": np.add, "sub": np.subtract, "mul": np.multiply, "max": np.maximum, "min": np.minimum,
-}  # fmt: skip
+    "add": np.add,
+    "sub": np.subtract,
+    "mul": np.multiply,
+    "max": np.maximum,
+    "min": np.minimum,
+}
 REDUCTIONS: Mapping[str, np.ufunc] = {"SUM": np.add, "MAX": np.maximum, "MIN": np.minimum, "pick": np.add}
 DRAWS = 7  # of values and sizes that two terms must agree on
 

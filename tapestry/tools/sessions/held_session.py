@@ -45,9 +45,14 @@ class Session(AbstractContextManager["Session"]):
     """
 
     def __init__(
-        self, build: str | Path | Compiled, *, processes: int | None = None, threads: int | None = None,
-        restart: bool = False, timeout: float = 30.0,
-    ) -> None:  # fmt: skip
+        self,
+        build: str | Path | Compiled,
+        *,
+        processes: int | None = None,
+        threads: int | None = None,
+        restart: bool = False,
+        timeout: float = 30.0,
+    ) -> None:
         self._owned, self._turn = ExitStack(), Lock()
         self._given, self._compiled = build, build if isinstance(build, Compiled) else api.load(build)
         self._processes, self._threads, self._timeout = processes, threads, timeout

@@ -58,9 +58,14 @@ class Ranks:
         report, tell = os.pipe()
         given = (memory, tell, *(theirs.fileno() for _, theirs in ends))
         order = Order(
-            folder=str(folder.resolve()), processes=processes, threads=threads, timeout=timeout,
-            sockets=[t.fileno() for _, t in ends], memory=memory, report=tell,
-        )  # fmt: skip
+            folder=str(folder.resolve()),
+            processes=processes,
+            threads=threads,
+            timeout=timeout,
+            sockets=[t.fileno() for _, t in ends],
+            memory=memory,
+            report=tell,
+        )
         try:
             self.places = places_of(compiled, memory)
             command = [sys.executable, "-m", "tapestry.tools.sessions.rank_server", msgspec.json.encode(order).decode()]

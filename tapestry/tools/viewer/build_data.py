@@ -56,11 +56,13 @@ def shape_of(op: Op, graph: Graph) -> Row:
     place = {d.name: k for k, d in enumerate(op.space)}
     roles = ["map"] * len(op.dims) + ["reduce"] * len(op.reduce) + ["inner"] * len(op.inner_dims)
     return {
-        "kind": op.monoid or "map", "dims": [[d.name, d.size, r] for d, r in zip(op.space, roles, strict=True)],
-        "reads": [_read(r, alias, graph, place) for r, alias in zip(op.reads, aliases(op), strict=True)], "outs": outs,
+        "kind": op.monoid or "map",
+        "dims": [[d.name, d.size, r] for d, r in zip(op.space, roles, strict=True)],
+        "reads": [_read(r, alias, graph, place) for r, alias in zip(op.reads, aliases(op), strict=True)],
+        "outs": outs,
         "then": sorted(op.then_reads() - op.body_reads()),
         "skips": [_guard(g, place) for e in op.point for g in _conditions(e)],
-    }  # fmt: skip
+    }
 
 
 def text_of(op: Op, graph: Graph) -> str:
@@ -196,10 +198,14 @@ def tables(program: Program) -> Row:
             known[key] = numbers.setdefault(sent, len(numbers))
         steps.append(_step(s, p, program, -1 if key is None else known[key]))
     return {
-        "boxes": packed.boxes, "lists": packed.lists, "groups": packed.groups, "links": list(numbers), "steps": steps,
+        "boxes": packed.boxes,
+        "lists": packed.lists,
+        "groups": packed.groups,
+        "links": list(numbers),
+        "steps": steps,
         "buffers": {b.name: [b.tensor, b.boxes, b.dtype, b.field, itemsize(b.dtype)] for b in packed.buffers},
         "outputs": packed.outputs,
-    }  # fmt: skip
+    }
 
 
 def _exchange(s: Step, p: object, program: Program) -> object:
@@ -331,11 +337,15 @@ def _step_of_rewrite_steps(change: Change) -> Row:
             bytes_each[side] += kinds[key][f"bytes_{side}"]
     shown = sorted(kinds, key=lambda k: -counts[k])[:MOST]
     return {
-        "by": change.step.by, "exact": change.step.exact, "evidence": dict(prove_change(change)),
+        "by": change.step.by,
+        "exact": change.step.exact,
+        "evidence": dict(prove_change(change)),
         "ops": [len({id(op) for op in ops.values()}) for ops in (change.gone, change.come)],
-        "bytes": [bytes_each["before"], bytes_each["after"]], "distinct": len(kinds), "places": counts.total(),
+        "bytes": [bytes_each["before"], bytes_each["after"]],
+        "distinct": len(kinds),
+        "places": counts.total(),
         "changes": [{"times": counts[k], **kinds[k]} for k in shown],
-    }  # fmt: skip
+    }
 
 
 def _apart(change: Change) -> Iterator[tuple[list[Op], list[Op]]]:
@@ -450,11 +460,21 @@ def _operations(build: Build, of_op: Sequence[int], launched: Mapping[int, Seque
         mesh, name = plan.stage(i).mesh, names[i]
         ins = [r.tensor for r in op.reads] if isinstance(op, Block) else [t for t in op.ins if t]
         rows = [{"split": split_text(op, a, mesh), "seconds_more": t, "pins": _pins(name, a, mesh)} for a, t in others[i]]
-        out.append({
-            "name": name, "shape": of_op[i], "text": text_of(op, plan.graph), "ins": ins, "others": rows,
-            "cut": list(s.dims), "ends": list(s.out), "ring": list(s.ring), "pins": _pins(name, s, mesh),
-            "stage": plan.stage_of[i] if plan.stages else 0, "kernels": launched.get(i, ()),
-        })  # fmt: skip
+        out.append(
+            {
+                "name": name,
+                "shape": of_op[i],
+                "text": text_of(op, plan.graph),
+                "ins": ins,
+                "others": rows,
+                "cut": list(s.dims),
+                "ends": list(s.out),
+                "ring": list(s.ring),
+                "pins": _pins(name, s, mesh),
+                "stage": plan.stage_of[i] if plan.stages else 0,
+                "kernels": launched.get(i, ()),
+            }
+        )
     return out
 
 
@@ -494,9 +514,13 @@ def refusal(build: Build) -> Row | None:
     plan = build.plan
     try:
         certificate.check(
-            plan.annotated(), build.program, places=plan.places, streamed=plan.streamed, exact=build.exact,
+            plan.annotated(),
+            build.program,
+            places=plan.places,
+            streamed=plan.streamed,
+            exact=build.exact,
             stated_peak=list(build.peak_bytes),
-        )  # fmt: skip
+        )
     except LawError as e:
         return {"law": e.law, "what": e.what, "where": e.where, "why": e.why, **_witness(build, e)}
     return None

@@ -20,9 +20,23 @@ from typing import Any, cast
 PAGE = resources.files("tapestry.tools.viewer") / "page"
 LIBRARY, LICENSE = "vendor/dagre.min.js", "vendor/dagre.LICENSE"
 MODULES = (
-    "elements", "cursor", "model", "affine", "layout", "graph", "tree", "space", "tensors", "lanes", "choices", "rewrites",
-    "kernels", "certificate", "derivations", "main",
-)  # fmt: skip
+    "elements",
+    "cursor",
+    "model",
+    "affine",
+    "layout",
+    "graph",
+    "tree",
+    "space",
+    "tensors",
+    "lanes",
+    "choices",
+    "rewrites",
+    "kernels",
+    "certificate",
+    "derivations",
+    "main",
+)
 """In the order in which they need each other."""
 _IMPORT = re.compile(r'^import (\{[^}]*\}) from "\./(\w+)\.js";$', re.MULTILINE)
 _EXPORT = re.compile(r"^export ((?:async )?(?:function|const|class) (\w+))|^export (\{ \w+(?:, \w+)* \};)$", re.MULTILINE)
@@ -38,14 +52,24 @@ def assemble(data: dict[str, Any], title: str) -> str:
     policy = f"default-src 'none'; {allowed}"
     raw = json.dumps(_json_numbers(data), separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
     packed = base64.b64encode(gzip.compress(raw, 9, mtime=0)).decode()
-    return "\n".join([
-        "<!doctype html>", '<html lang="en">', '<meta charset="utf-8">',
-        f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
-        '<meta name="viewport" content="width=device-width, initial-scale=1">', f"<title>{html.escape(title)}</title>",
-        f"<style>{style}</style>", '<body><div id="page"></div>',
-        f'<script type="application/octet-stream" id="data">{packed}</script>', f"<!-- {_page_file(LICENSE).strip()} -->",
-        f"<script>{library}</script>", f"<script>{script}</script>", "</body></html>", "",
-    ])  # fmt: skip
+    return "\n".join(
+        [
+            "<!doctype html>",
+            '<html lang="en">',
+            '<meta charset="utf-8">',
+            f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            f"<title>{html.escape(title)}</title>",
+            f"<style>{style}</style>",
+            '<body><div id="page"></div>',
+            f'<script type="application/octet-stream" id="data">{packed}</script>',
+            f"<!-- {_page_file(LICENSE).strip()} -->",
+            f"<script>{library}</script>",
+            f"<script>{script}</script>",
+            "</body></html>",
+            "",
+        ]
+    )
 
 
 @cache

@@ -48,8 +48,9 @@ def _tiles(op: Op) -> Tiles:
         k = next(i for i, d in enumerate(op.space) if d.name == s.dim)
         boxes = [
             (*b[:k], (b[k][0] + lo, b[k][0] + hi), *b[k + 1 :])
-            for b in boxes for lo, hi in (cut(b[k][1] - b[k][0], s.parts, j) for j in range(s.parts))
-        ]  # fmt: skip
+            for b in boxes
+            for lo, hi in (cut(b[k][1] - b[k][0], s.parts, j) for j in range(s.parts))
+        ]
     return {b: [d] for d, b in enumerate(boxes)}
 
 

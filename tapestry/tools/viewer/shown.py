@@ -53,7 +53,11 @@ def view(builds: Sequence[Parts]) -> Page:
     """The page of one build, or of two beside each other."""
     names = [Path(b.model).stem for b, *_ in builds]
     names = names if len(set(names)) == len(names) else [f"{n} {k + 1}" for k, n in enumerate(names)]
-    return Page(of_sources([
-        Source(build=b, name=n, laws=laws, evidence=evidence, rewrites=rewrites)
-        for (b, laws, evidence, rewrites), n in zip(builds, names, strict=True)
-    ]))  # fmt: skip
+    return Page(
+        of_sources(
+            [
+                Source(build=b, name=n, laws=laws, evidence=evidence, rewrites=rewrites)
+                for (b, laws, evidence, rewrites), n in zip(builds, names, strict=True)
+            ]
+        )
+    )

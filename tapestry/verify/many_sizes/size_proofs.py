@@ -142,7 +142,7 @@ class Proofs(Lists):
 
     def reads_outside(
         self, op: Op, graph: Graph, k: int, points: Spans, held: Spans, key: tuple[object, ...]
-    ) -> tuple[int, object]:  # fmt: skip
+    ) -> tuple[int, object]:
         """A device that reads of read ``k`` what is not in its box."""
         if not isinstance(op, Block):
             return self.outside(self.footprint(op, graph, k, points), held), ""
@@ -183,7 +183,7 @@ class Proofs(Lists):
 
     def _between(
         self, given: tuple[Sequence[Dim], Read, Sequence[int], str], block: Box, held: Box, axes: Sequence[int]
-    ) -> bool:  # fmt: skip
+    ) -> bool:
         """The same where a place is no affine function of dimensions and sizes: by its least and largest value on each axis."""
         dims, read, shape, name = given
         ends = {d.name: e for d, e in zip(dims, block, strict=True)}

@@ -29,9 +29,14 @@ OTHER_SEED = 4711.0
 
 
 def check_operation(
-    op: Opaque, graph: Graph, node: NodeProto, model: ModelFile, values: Mapping[str, Any], seed: int,
+    op: Opaque,
+    graph: Graph,
+    node: NodeProto,
+    model: ModelFile,
+    values: Mapping[str, Any],
+    seed: int,
     known: Callable[[str], Any],
-) -> int:  # fmt: skip
+) -> int:
     """Check an operation against the model's node; returns on how many variants both ran.
 
     What the node reads and the operation does not may be made of what the operation reads: then it is made anew of that.
@@ -149,9 +154,7 @@ def _given(value: Any, graph: Graph, name: str) -> Any:
     return value
 
 
-def _variants(
-    node: NodeProto, own: Mapping[str, Any], open_: set[str], rng: np.random.Generator
-) -> Iterator[dict[str, Any]]:  # fmt: skip
+def _variants(node: NodeProto, own: Mapping[str, Any], open_: set[str], rng: np.random.Generator) -> Iterator[dict[str, Any]]:
     """The node's own inputs, and others: conditions turned, counts of steps of 0 to 3, numbers drawn anew.
 
     Only those of ``open_`` are varied: what the plan does not read any more was a constant, and is part of its body. So may

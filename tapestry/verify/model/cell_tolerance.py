@@ -20,9 +20,7 @@ UNLIKE = 2.5  # of Kolmogorov and Smirnov's statistic: one in 100,000 by chance
 SPREAD = 4.0  # times as far from the result as the farthest trial
 
 
-def same(
-    values: Array, slack: Array, reference: Array, dtype: str, unit: float, typical_of: Array | None = None
-) -> Array:  # fmt: skip
+def same(values: Array, slack: Array, reference: Array, dtype: str, unit: float, typical_of: Array | None = None) -> Array:
     """Cells that are the reference's up to rounding; what is a typical value is taken from it, or from ``typical_of``."""
     if dtype not in UNIT:
         return values == reference

@@ -35,8 +35,13 @@ CURVES = frozenset(
 )
 ROUNDINGS, CURVE_ROUNDINGS = 4.0, 16.0  # how many roundings of its type a reference's primitive may be wrong by
 REDUCERS: dict[str, np.ufunc] = {
-    "add": np.add, "mul": np.multiply, "max": np.maximum, "min": np.minimum, "or": np.bitwise_or, "and": np.bitwise_and,
-}  # fmt: skip
+    "add": np.add,
+    "mul": np.multiply,
+    "max": np.maximum,
+    "min": np.minimum,
+    "or": np.bitwise_or,
+    "and": np.bitwise_and,
+}
 
 
 class CellValues(Arrays):
@@ -49,9 +54,16 @@ class CellValues(Arrays):
     """
 
     def __init__(
-        self, graph: Graph, known: Known, *, wide: bool = True, noise: np.random.Generator | None = None,
-        coarsest: float = 1.0, plain: bool = False, real: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        graph: Graph,
+        known: Known,
+        *,
+        wide: bool = True,
+        noise: np.random.Generator | None = None,
+        coarsest: float = 1.0,
+        plain: bool = False,
+        real: bool = False,
+    ) -> None:
         """``known`` gives a tensor's array (or host value), and None of one that is to be followed back; ``coarsest`` is the
         unit roundoff beyond which nothing is forgiven, whatever types the graph computes in; with ``plain`` states are merged
         pairwise, and nothing is said of rounding; with ``real`` a cast to a half type does not round either."""

@@ -210,9 +210,14 @@ class Counterparts:
         return self._held[name]
 
     def run(
-        self, part: Counterpart, operands: Mapping[str, Any], *, independent: bool = False, wide: bool = False,
+        self,
+        part: Counterpart,
+        operands: Mapping[str, Any],
+        *,
+        independent: bool = False,
+        wide: bool = False,
         by: Asked | None = None,
-    ) -> dict[str, Any]:  # fmt: skip
+    ) -> dict[str, Any]:
         """What the nodes give for operands, by onnxruntime or, ``independent``, by the ONNX reference evaluator; ``wide``: in
         double precision; ``by`` gets the library of each.
 

@@ -70,12 +70,15 @@ class Compared:
         """As a certificate has it."""
         least = self.counts["least cells"]
         return {
-            "kind": "sampled cells", "what": "the graph's operations", "against": f"the model file, by {self.by}",
+            "kind": "sampled cells",
+            "what": "the graph's operations",
+            "against": f"the model file, by {self.by}",
             "counts": dict(sorted(self.counts.items())),
             "power": f"a fault in a share p of an operation's cells is missed with probability (1 - p)^{least} at most"
-            if least else "every cell of every distinct operation",
+            if least
+            else "every cell of every distinct operation",
             **({"refused by onnxruntime": self.refused} if self.refused else {}),
-        }  # fmt: skip
+        }
 
 
 @dataclass(slots=True)
@@ -118,9 +121,16 @@ class _Check:
 
 
 def check(
-    graph: Graph, model: ModelFile, feeds: Mapping[str, Any], read: Reader, *, seed: int = 0, special: bool = True,
-    lifted: Graph | None = None, operands: bool = True,
-) -> Compared:  # fmt: skip
+    graph: Graph,
+    model: ModelFile,
+    feeds: Mapping[str, Any],
+    read: Reader,
+    *,
+    seed: int = 0,
+    special: bool = True,
+    lifted: Graph | None = None,
+    operands: bool = True,
+) -> Compared:
     """Compare a graph with its model.
 
     Args:
@@ -169,9 +179,10 @@ def facts(graph: Graph, model: ModelFile, read: Reader) -> dict[str, int]:
     for op in opaque_ops:
         model_facts.node_of_opaque(op, model)
     return {
-        "inputs and outputs": model_facts.interface(graph, model), "weights": model_facts.weights(graph, model, read),
+        "inputs and outputs": model_facts.interface(graph, model),
+        "weights": model_facts.weights(graph, model, read),
         "opaque nodes": len(opaque_ops),
-    }  # fmt: skip
+    }
 
 
 def _awkward(c: _Check, feeds: Mapping[str, Any], wanted: Collection[str], ops: set[int]) -> None:
@@ -323,9 +334,7 @@ def _held(c: _Check, op: Block, k: int, points: Array, made: tuple[Array, Array]
         raise law(LAW, f"'{name}' is not the model's", where=where(op), why=why)
 
 
-def _defined(
-    c: _Check, op: Block, k: int, points: Array, made: tuple[Array, Array], bad: Array, number: int
-) -> Array | None:  # fmt: skip
+def _defined(c: _Check, op: Block, k: int, points: Array, made: tuple[Array, Array], bad: Array, number: int) -> Array | None:
     """Which cells differ from the definition in higher precision as well: ONNX's own evaluator in float64, and no code of the
     plan's. None where it cannot say."""
     name, dtype = op.outs[k], c.graph.tensors[op.outs[k]].dtype

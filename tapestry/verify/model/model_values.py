@@ -164,9 +164,14 @@ class ReferenceValues:
     """
 
     def __init__(
-        self, model: ModelFile, feeds: Mapping[str, Any], wanted: Collection[str], *, independent: bool = False,
+        self,
+        model: ModelFile,
+        feeds: Mapping[str, Any],
+        wanted: Collection[str],
+        *,
+        independent: bool = False,
         until: float | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Run the model, keeping what is ``wanted`` of its values; ``independent``: by the ONNX reference where it can.
 
         Args:
@@ -213,9 +218,14 @@ class ReferenceValues:
         return self._again[name, double]
 
     def _nodes(
-        self, names: Collection[str], known: Mapping[str, Any], *, independent: bool, by: Asked | None = None,
+        self,
+        names: Collection[str],
+        known: Mapping[str, Any],
+        *,
+        independent: bool,
+        by: Asked | None = None,
         double: bool = False,
-    ) -> dict[str, Any]:  # fmt: skip
+    ) -> dict[str, Any]:
         """Values computed node by node from others; ``by`` notes the library of each."""
         values = {**self.feeds, **known}
         for node in _behind(self.model, names, values):
@@ -236,9 +246,14 @@ class ReferenceValues:
 
 
 def run_node(
-    node: NodeProto, opsets: tuple[tuple[str, int], ...], arrays: list[Any], independent: bool, by: Asked | None = None, *,
+    node: NodeProto,
+    opsets: tuple[tuple[str, int], ...],
+    arrays: list[Any],
+    independent: bool,
+    by: Asked | None = None,
+    *,
     double: bool = False,
-) -> list[Any]:  # fmt: skip
+) -> list[Any]:
     """The outputs that a node has for arrays, one for each of its inputs and of the outer names that its bodies read.
 
     ``by`` notes the library; ``double``: in float64, and rounded once.

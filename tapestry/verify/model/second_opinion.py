@@ -44,8 +44,10 @@ def second_opinions(graph: Graph, model: ModelFile, feeds: Mapping[str, Any], re
         name = ", ".join(op.source) or op.outs[0]
         if again is None or mine is None:
             alone.append(name)
-        elif not all(alike(a, b) or _rounding(engine, op, k, arrays, expected, a, b)
-                     for k, (a, b) in enumerate(zip(mine, again, strict=True))):  # fmt: skip
+        elif not all(
+            alike(a, b) or _rounding(engine, op, k, arrays, expected, a, b)
+            for k, (a, b) in enumerate(zip(mine, again, strict=True))
+        ):
             differ.append(name)
         asked += again is not None
     return {"asked": asked, "differ": differ, "same_engine": alone}

@@ -45,7 +45,7 @@ class Cells(CellValues):
 
     def __init__(
         self, graph: Graph, order: Mapping[str, int], draw: Draw, wide: bool, most: int, places: list[Place], real: bool = False
-    ) -> None:  # fmt: skip
+    ) -> None:
         """``order`` numbers the inputs, by which they are drawn: the same in the graphs that are compared. ``most`` points may
         be computed; ``real`` is as in `CellValues`. ``places`` says where each read looks, in the order in which they are met:
         the same for every draw, so they are found once."""

@@ -133,10 +133,12 @@ def _renamed(graph: Graph, inputs: Mapping[str, str]) -> Graph:
     made = [t for op in graph.ops for t in op.outs if t not in inputs]
     names = {t: f"t{k}" for k, t in enumerate(made)} | {t: inputs[t] for t in graph.inputs}
     return Graph(
-        name="region", inputs=tuple(names[t] for t in graph.inputs), outputs=tuple(names[t] for t in graph.outputs),
+        name="region",
+        inputs=tuple(names[t] for t in graph.inputs),
+        outputs=tuple(names[t] for t in graph.outputs),
         ops=tuple(_op(op, names) for op in graph.ops),
         tensors={names[t]: _type(x, names[t], t in graph.inputs) for t, x in graph.tensors.items()},
-    )  # fmt: skip
+    )
 
 
 def _type(t: Tensor, name: str, given: bool) -> Tensor:

@@ -150,7 +150,7 @@ Side = tuple[Mapping[str, Op], Graph]
 
 def exchange(
     there: dict[str, Made], out: Side, put: Side, kept: Mapping[str, Op], outputs: tuple[str, ...], where: str
-) -> None:  # fmt: skip
+) -> None:
     """Take one side of a change out of a graph's operations and put the other one in its place.
 
     Raises:

@@ -108,7 +108,7 @@ DROPS = '''"""Drop what stands behind every reduction."""
 from dataclasses import replace
 
 from tapestry.ir.expr import Acc
-from tapestry.rewrites.core.rule import Match, OpRule
+from tapestry.rewrites.core.matching import Match, OpRule
 from tapestry.rewrites.core.rule import register
 
 
@@ -167,7 +167,7 @@ from dataclasses import replace
 
 from tapestry.ir.expr import Acc, call
 from tapestry.ir.monoid import number
-from tapestry.rewrites.core.rule import Match, OpRule
+from tapestry.rewrites.core.matching import Match, OpRule
 from tapestry.rewrites.core.rule import register
 
 

@@ -25,9 +25,12 @@ Tensor = torch.Tensor
 
 
 def matmul(
-    op: Block, frame: Frame, a_dims: frozenset[str], b_dims: frozenset[str],
+    op: Block,
+    frame: Frame,
+    a_dims: frozenset[str],
+    b_dims: frozenset[str],
     multiply: Callable[[Tensor, Tensor], Tensor] = torch.matmul,
-) -> Callable[[Tensor, Tensor], Tensor]:  # fmt: skip
+) -> Callable[[Tensor, Tensor], Tensor]:
     """Contract two values over the reduced dimensions; the result has the map dimensions in order.
 
     Dimensions of both are batch, of one alone rows or columns; a reduced dimension of one alone is summed first, but where
@@ -177,9 +180,14 @@ def call(op: Block, c: Conv, frame: Frame, x_box: Box, w_box: Box, x_shape: tupl
 
 
 def _one_call(
-    c: Conv, x_box: Box, takes: list[slice], pads: list[tuple[int, int]], rows: slice, w_take: tuple[slice, ...],
+    c: Conv,
+    x_box: Box,
+    takes: list[slice],
+    pads: list[tuple[int, int]],
+    rows: slice,
+    w_take: tuple[slice, ...],
     group: tuple[int, int, int, int],
-) -> Call:  # fmt: skip
+) -> Call:
     """The call for one of `_groups`."""
     even = all(lo == hi for lo, hi in pads)
     first, count, _, _ = group

@@ -87,9 +87,13 @@ def _truth(merge: Callable[..., Tensor]) -> Reducer:
 
 
 _PRIMITIVES: dict[str, Reducer] = {
-    "add": _sum, "mul": _prod, "max": _extreme(torch.amax), "min": _extreme(torch.amin), "or": _truth(torch.any),
+    "add": _sum,
+    "mul": _prod,
+    "max": _extreme(torch.amax),
+    "min": _extreme(torch.amin),
+    "or": _truth(torch.any),
     "and": _truth(torch.all),
-}  # fmt: skip
+}
 
 
 def dense(monoid: str) -> Reducer | None:

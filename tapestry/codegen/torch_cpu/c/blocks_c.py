@@ -82,9 +82,14 @@ def mapped(op: Block, graph: Graph, kernel: Kernel, plain: Run, how: How = PLAIN
     name = generated_c.register(writer.function(found), how.compiles)
     extents = shape(out)
     return CpuKernel(
-        plain=plain, bind=functools.partial(_record, name, used, writer.sizes()), arrays=(lambda m: m.view(extents),),
-        memory=((size(out), torch.float32),), functions=(name,), few=size(out) < LEAST, compiles=how.compiles,
-    )  # fmt: skip
+        plain=plain,
+        bind=functools.partial(_record, name, used, writer.sizes()),
+        arrays=(lambda m: m.view(extents),),
+        memory=((size(out), torch.float32),),
+        functions=(name,),
+        few=size(out) < LEAST,
+        compiles=how.compiles,
+    )
 
 
 def _exprs(p: Piece) -> tuple[Expr, ...]:
@@ -132,9 +137,7 @@ LANES = 64  # neighbours that are summed side by side
 MOST_TEXT = 2000  # primitives of an operation
 
 
-def as_loops(
-    op: Block, graph: Graph, kernel: Kernel, plain: Run, is_dear: Callable[[], bool], how: How
-) -> CpuKernel | Refusal:  # fmt: skip
+def as_loops(op: Block, graph: Graph, kernel: Kernel, plain: Run, is_dear: Callable[[], bool], how: How) -> CpuKernel | Refusal:
     """A function in C that is all of the operation, where it is small or torch's way is dear.
 
     One for any size is compiled where it is neither: at another size it may be.
@@ -167,9 +170,14 @@ def as_loops(
     used = tuple(sorted(reads))
     memory = tuple((size(out), TORCH_DTYPES[graph.tensors[t].dtype]) for t in op.outs)
     return CpuKernel(
-        plain=plain, bind=functools.partial(_record, name, used, writer.sizes()), arrays=tuple(arrays), memory=memory,
-        functions=(name,), few=not dear, compiles=how.compiles,
-    )  # fmt: skip
+        plain=plain,
+        bind=functools.partial(_record, name, used, writer.sizes()),
+        arrays=tuple(arrays),
+        memory=memory,
+        functions=(name,),
+        few=not dear,
+        compiles=how.compiles,
+    )
 
 
 def _most(op: Block) -> int:

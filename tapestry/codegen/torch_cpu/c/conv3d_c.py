@@ -58,8 +58,10 @@ def convolve_3d(parts: contract.Call, weight: Sequence[int], shape: Sequence[int
         rows, columns = parts.input[2], prod(parts.input[3:])
         part = replace(
             _over(parts, (*parts.input[:2], rows, columns), slice(0, 1)),
-            stride=(parts.stride[0], 1), padding=(parts.padding[0], 0), dilation=(parts.dilation[0], 1),
-        )  # fmt: skip
+            stride=(parts.stride[0], 1),
+            padding=(parts.padding[0], 0),
+            dilation=(parts.dilation[0], 1),
+        )
         flat, out = (*weight[:3], 1), (images, features, frames, columns)
         return _folded(convolve(part, flat, out, then), flat, lambda x: x.flatten(3), lambda r: r.flatten(3))
     return _summed(parts, weight, shape, then)

@@ -213,9 +213,15 @@ def available(products: int = 0) -> Any:
 
 
 def caller(
-    call: Any, parts: contract.Call, weight: Sequence[int], shape: Sequence[int], then: Epilogue, pixel: int = 0,
-    *, onto: bool = False,
-) -> Convolve:  # fmt: skip
+    call: Any,
+    parts: contract.Call,
+    weight: Sequence[int],
+    shape: Sequence[int],
+    then: Epilogue,
+    pixel: int = 0,
+    *,
+    onto: bool = False,
+) -> Convolve:
     """Calls of a kernel.
 
     Args:
@@ -225,8 +231,20 @@ def caller(
     images, features, out_h, out_w = shape
     _, channels, in_h, in_w = parts.input
     nothing = zeros(weight[3] * max(channels, 64))
-    sizes = (images, channels, features, in_h, in_w, out_h, out_w, weight[2], weight[3], *parts.stride, *parts.padding,
-             *parts.dilation)  # fmt: skip
+    sizes = (
+        images,
+        channels,
+        features,
+        in_h,
+        in_w,
+        out_h,
+        out_w,
+        weight[2],
+        weight[3],
+        *parts.stride,
+        *parts.padding,
+        *parts.dilation,
+    )
     wide = pixel or features
     y_strides = (out_h * out_w * wide, 1, out_w * wide, wide)
     clamp = (int(then.clamped), then.low, then.high, int(onto))

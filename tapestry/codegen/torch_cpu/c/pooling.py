@@ -107,9 +107,30 @@ def pooled(op: Block, kernel: Kernel) -> CpuKernel | Refusal:
         x = last(buffer[p.take])
         s = x.stride()
         sizes = native.Conv(
-            b, c, c, x.shape[2], x.shape[3], h, w, *p.sizes, *p.strides, *p.before, *p.dilations, s[0], s[2], s[3],
-            strides[0], strides[2], strides[3], 0, 0, 0, 0, 0.0, 0.0,
-        )  # fmt: skip
+            b,
+            c,
+            c,
+            x.shape[2],
+            x.shape[3],
+            h,
+            w,
+            *p.sizes,
+            *p.strides,
+            *p.before,
+            *p.dilations,
+            s[0],
+            s[2],
+            s[3],
+            strides[0],
+            strides[2],
+            strides[3],
+            0,
+            0,
+            0,
+            0,
+            0.0,
+            0.0,
+        )
         buffers = native.Buffers(x.data_ptr(), None, None, None, None, memory.data_ptr())
         return CCall(lib.tapestry_max_pool, sizes, buffers, (x, memory), shares(x, buffer))
 
@@ -188,7 +209,7 @@ class _Part:
 
 def _transposed_part(
     op: Block, at: dict[str, tuple[int, int]], w: Read, axes: Sequence[_Axis], x_box: Box, w_box: Box
-) -> _Part:  # fmt: skip
+) -> _Part:
     b, _, *outs = (d.name for d in op.dims)
     c, _, *taps = (str(e) for e in w.index)
     wanted = [at[b], at[c]]

@@ -101,9 +101,14 @@ _SHORT = {fn: f"((int32_t){text})" for fn, text in WHOLE.items()}
 TRUTH: dict[str, str] = {"and": "({} & {})", "or": "({} | {})", "xor": "({} ^ {})", "not": "(!{})"}
 POWERS = {2.0: "t_square({0})", 3.0: "t_cube({0})"}  # as torch has them
 COMPARE: dict[str, str] = {
-    "eq": "({} == {})", "ne": "({} != {})", "lt": "({} < {})", "le": "({} <= {})", "gt": "({} > {})", "ge": "({} >= {})",
+    "eq": "({} == {})",
+    "ne": "({} != {})",
+    "lt": "({} < {})",
+    "le": "({} <= {})",
+    "gt": "({} > {})",
+    "ge": "({} >= {})",
     "isnan": "({0} != {0})",
-}  # fmt: skip
+}
 
 
 def row(e: Call) -> str | None:

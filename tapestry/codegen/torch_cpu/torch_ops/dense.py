@@ -94,9 +94,12 @@ def _on_packed(
         return Refusal("what follows the sum reads the weight too")
     then, base = found.then, Frame(op.dims, kernel.block[: len(op.dims)])
     whole = _Whole(
-        found, prod(base.extents), _part(op, kernel, then.bias), _part(op, kernel, then.residual),
+        found,
+        prod(base.extents),
+        _part(op, kernel, then.bias),
+        _part(op, kernel, then.residual),
         None if then.rest is None else Expressions(op, graph, kernel, then.rest, base, owned=True),
-    )  # fmt: skip
+    )
     alone, rest = then.rest == (Acc(0, "f32"),), then.rest if kernel.outs == (base.box,) else None
     after = _after(op, graph, kernel, rest[0], found.order, how) if rest and not alone else None
     if found.record and (whole.tail is None or alone):
@@ -107,9 +110,14 @@ def _on_packed(
         made = CpuKernel(plain=_Finished(whole, after, how.compiles))
     else:
         made = recorded(
-            found.array, _Finished(whole, after, how.compiles).record, whole.size, plain=whole, functions=(after.name,),
-            few=whole.size < LEAST, compiles=how.compiles,
-        )  # fmt: skip
+            found.array,
+            _Finished(whole, after, how.compiles).record,
+            whole.size,
+            plain=whole,
+            functions=(after.name,),
+            few=whole.size < LEAST,
+            compiles=how.compiles,
+        )
     return CpuKernel(plain=plain, packs={found.weight: found.pack}, on_packed=made, way=found.name, tried=found.tried)
 
 
@@ -233,7 +241,7 @@ def _linear(op: Block, graph: Graph, kernel: Kernel) -> _Dense | Refusal:
 
 def _product(
     op: Block, graph: Graph, kernel: Kernel, frame: Frame, x: Expr, w: int, x_dims: frozenset[str], w_dims: frozenset[str]
-) -> _Dense | None:  # fmt: skip
+) -> _Dense | None:
     extent = dict(zip((d.name for d in frame.dims), frame.extents, strict=True))
     block = dict(zip((d.name for d in frame.dims), frame.box, strict=True))
     wide = [d.name for d in op.dims if extent[d.name] > 1]
@@ -373,9 +381,14 @@ def _convolution(op: Block, graph: Graph, kernel: Kernel) -> _Dense | Refusal:
             return convolve(fetch(held(ins[at])), held(ins[found.w]), bias).reshape(shape)
 
         return _Dense(
-            found.w, Pack(key, pack, padded), epilogue(op, kernel, found.feature, whole=False), run, order=by_pixels(rank),
-            name="convolution by oneDNN", tried=tried,
-        )  # fmt: skip
+            found.w,
+            Pack(key, pack, padded),
+            epilogue(op, kernel, found.feature, whole=False),
+            run,
+            order=by_pixels(rank),
+            name="convolution by oneDNN",
+            tried=tried,
+        )
     strides = (prod(shape[1:]), 1, *(shape[1] * prod(shape[k + 1 :]) for k in range(2, rank)))
 
     def record(ins: Ins, bias: Tensor | None, residual: Tensor | None, memory: Tensor) -> CCall | Calls:
@@ -387,9 +400,16 @@ def _convolution(op: Block, graph: Graph, kernel: Kernel) -> _Dense | Refusal:
 
     link = ours.link and replace(ours.link, image=at)
     return _Dense(
-        found.w, Pack((ours.key,), ours.pack, padded), then, record=record, array=array, link=link, order=by_pixels(rank),
-        name=f"convolution, {ours.key}", tried=ours.tried,
-    )  # fmt: skip
+        found.w,
+        Pack((ours.key,), ours.pack, padded),
+        then,
+        record=record,
+        array=array,
+        link=link,
+        order=by_pixels(rank),
+        name=f"convolution, {ours.key}",
+        tried=ours.tried,
+    )
 
 
 def _image(read: tuple[slice | int, ...], cut: contract.Call) -> Callable[[Tensor], Tensor]:

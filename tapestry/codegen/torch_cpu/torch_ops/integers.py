@@ -30,7 +30,7 @@ _SUMMED = 1 << 14  # values: the sums of fewer take no time
 
 def product(
     op: Block, graph: Graph, kernel: Kernel, frame: Frame
-) -> Callable[[Sequence[Tensor | None]], list[Tensor]] | Refusal:  # fmt: skip
+) -> Callable[[Sequence[Tensor | None]], list[Tensor]] | Refusal:
     """States of a sum of products of integers of 8 bits over the block."""
     both = factors(op)
     if both is None or op.body[0].dtype != "i32" or any(d.size == 0 for d in op.space):
@@ -75,7 +75,7 @@ def _sums(x: Tensor, axes: tuple[int, ...]) -> Tensor:
 
 def shift_of(
     op: Block, graph: Graph, kernel: Kernel, frame: Frame, zero: Expr | None
-) -> Callable[[Sequence[Tensor | None]], Tensor] | None:  # fmt: skip
+) -> Callable[[Sequence[Tensor | None]], Tensor] | None:
     """A zero point over the map dimensions."""
     if zero is None:
         return None
@@ -226,7 +226,10 @@ def _eights(op: Block, graph: Graph, kernel: Kernel, frame: Frame) -> _Eights | 
         return Refusal("the image is something else than its zero point outside")
     x, w = here.held[found.x], here.held[found.w]
     return _Eights(
-        found.x, found.w, (x.take, w.take),
+        found.x,
+        found.w,
+        (x.take, w.take),
         (shift_of(op, graph, kernel, frame, zero), shift_of(op, graph, kernel, frame, weight.shift)),
-        contract.conv(here.op, found, here.frame, x.box, w.box, x.shape), frame.extents[: len(op.dims)],
-    )  # fmt: skip
+        contract.conv(here.op, found, here.frame, x.box, w.box, x.shape),
+        frame.extents[: len(op.dims)],
+    )

@@ -53,9 +53,19 @@ def states_by_our_kernel(
     top, total = torch.empty(outer, inner, rows), torch.empty(outer, inner, rows)
     bias = (0, 0, 0, 0) if mask is None else tuple(0 if n == 1 else s for s, n in zip(mask.stride(), mask.shape, strict=True))
     sizes = native.Attention(
-        outer, inner, 1, rows, k.shape[2], depth, *map(_strides, (q, k, v)), (ctypes.c_int64 * 4)(*bias), _strides(out),
-        (ctypes.c_int64 * 3)(), 0, scale,
-    )  # fmt: skip
+        outer,
+        inner,
+        1,
+        rows,
+        k.shape[2],
+        depth,
+        *map(_strides, (q, k, v)),
+        (ctypes.c_int64 * 4)(*bias),
+        _strides(out),
+        (ctypes.c_int64 * 3)(),
+        0,
+        scale,
+    )
     at = (None if x is None else x.data_ptr() for x in (q, k, v, mask, out, top, total))
     lib.tapestry_attention(ctypes.byref(sizes), ctypes.byref(native.Heads(*at)))
     return top, total, out

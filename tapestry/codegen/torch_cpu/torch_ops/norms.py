@@ -153,7 +153,7 @@ def runs(op: Block, scan: Scan, block: Box) -> Runs:
         Frame(dims + op.reduce, box),
         tensor_of(places // q - first),
         tensor_of(np.clip(taken, 0, j1 - j0)),
-    )  # fmt: skip
+    )
 
 
 def scan_states(op: Block, scan: Scan, found: Runs, fields: list[Tensor]) -> list[Tensor]:

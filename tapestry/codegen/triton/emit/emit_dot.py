@@ -72,10 +72,13 @@ def product_axes(namer: Namer, c: Contraction, config: KernelConfig, tile: tuple
     batch, m, n, k, taps = (
         Axis(dims, block, name, namer, wish)
         for dims, block, name, wish in (
-            (c.batch, 0, "", "batch"), (c.m, config.bm, tile[0], "m"), (c.n, config.bn, tile[1], "n"),
-            (c.k, config.bk, "BK", "k"), (c.taps, 0, "", "tap"),
+            (c.batch, 0, "", "batch"),
+            (c.m, config.bm, tile[0], "m"),
+            (c.n, config.bn, tile[1], "n"),
+            (c.k, config.bk, "BK", "k"),
+            (c.taps, 0, "", "tap"),
         )
-    )  # fmt: skip
+    )
     return Axes(batch, m, n, k, taps, namer.take(f"{k.name}_0"), f"pid_m * {tile[0]}", f"pid_n * {tile[1]}", outer)
 
 
@@ -298,7 +301,7 @@ def zero_points(frame: Frame, c: Contraction, rows: dict[Expr, str], columns: di
 
 def described(
     frame: Frame, e: Expr, box: TileBox, scalars: View, at: tuple[str, str], tile: tuple[str, str], sizes: tuple[int, int]
-) -> tuple[str, list[str]]:  # fmt: skip
+) -> tuple[str, list[str]]:
     """A tile by descriptor: its name, and the lines that copy it; lanes past the end are zeros."""
     position = bare_read(e)
     assert position is not None
@@ -324,9 +327,14 @@ def _outer(box: TileBox, scalars: View, narrow: str) -> list[str]:
 
 
 def _epilogues(
-    sums: list[tuple[Frame, KernelForm]], ax: Axes, accs: tuple[str, ...], config: KernelConfig, descriptors: bool, *,
+    sums: list[tuple[Frame, KernelForm]],
+    ax: Axes,
+    accs: tuple[str, ...],
+    config: KernelConfig,
+    descriptors: bool,
+    *,
     early: bool,
-) -> tuple[list[str], list[list[str]]]:  # fmt: skip
+) -> tuple[list[str], list[list[str]]]:
     """Lines that load what results need besides sums, where it is short; for each sum, lines that store its results.
 
     A bias is loaded before the sum (``early``): behind it, ptxas moves the rounding of the sums across the wait for Hopper's

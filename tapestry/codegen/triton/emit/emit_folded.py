@@ -140,10 +140,14 @@ def _rows(task: Task, row: Kept) -> Task:
 
     assert task.monoid is not None
     return replace(
-        task, dims=tuple(d for d in task.dims if d != row.column), monoid=task.monoid.removesuffix(".sum"),
-        reads={p: access(a) for p, a in task.reads.items()}, outs=tuple(map(access, task.outs)),
-        body=tuple(_on_row(e, row) for e in task.body[:-1]), then=tuple(_on_row(e, row) for e in task.then),
-    )  # fmt: skip
+        task,
+        dims=tuple(d for d in task.dims if d != row.column),
+        monoid=task.monoid.removesuffix(".sum"),
+        reads={p: access(a) for p, a in task.reads.items()},
+        outs=tuple(map(access, task.outs)),
+        body=tuple(_on_row(e, row) for e in task.body[:-1]),
+        then=tuple(_on_row(e, row) for e in task.then),
+    )
 
 
 def _on_row(e: Expr, row: Kept) -> Expr:

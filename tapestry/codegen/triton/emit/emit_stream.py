@@ -130,9 +130,18 @@ def _scaled(e: Expr, hidden: Const) -> tuple[Expr, float]:
 
 
 def _loaded(
-    frame: Frame, ax: _Axes, e: Expr, box: TileBox | None, axes: tuple[Axis, Axis], start: str, along: Axis, operand: str,
-    wish: str, *, transposed: bool = False,
-) -> tuple[str, list[str]]:  # fmt: skip
+    frame: Frame,
+    ax: _Axes,
+    e: Expr,
+    box: TileBox | None,
+    axes: tuple[Axis, Axis],
+    start: str,
+    along: Axis,
+    operand: str,
+    wish: str,
+    *,
+    transposed: bool = False,
+) -> tuple[str, list[str]]:
     """The name of an operand's tile, and the lines that load it, by descriptor where it is a box.
 
     Args:

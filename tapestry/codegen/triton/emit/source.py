@@ -50,7 +50,7 @@ _FIELDS = {
 
 def header(
     graph: Graph, kernel: Kernel, found: KernelForm, launches: Sequence[Pass], config: KernelConfig, target: str
-) -> list[str]:  # fmt: skip
+) -> list[str]:
     """What the kernel is: nodes, operation, block, each buffer with its bytes, grid, work, precision and config."""
     op, task = graph.ops[kernel.op], found.task
     assert isinstance(op, Block)
@@ -198,15 +198,22 @@ def generate(
     lines = [*header(graph, kernel, found, [launch for _, _, launch in made], chosen, target), *_module(made)]
     scratch = (*(found.packed.scratch if found.packed is not None and copied else ()), *(parts.scratch if parts else ()))
     return TritonKernel(
-        name=made[-1][2].function, source="\n".join(lines) + "\n", reads=buffers.positions, passes=tuple(p for _, _, p in made),
+        name=made[-1][2].function,
+        source="\n".join(lines) + "\n",
+        reads=buffers.positions,
+        passes=tuple(p for _, _, p in made),
         args=tuple(f"{n}_ptr" for n in (*(names[p] for p in buffers.positions), *last.states, *last.outs)),
-        scratch=scratch, kind=found.kind, config=chosen, target=target, precision=precision,
-    )  # fmt: skip
+        scratch=scratch,
+        kind=found.kind,
+        config=chosen,
+        target=target,
+        precision=precision,
+    )
 
 
 def _passes_of_kernel(
     found: KernelForm, config: KernelConfig, name: str, target: str
-) -> tuple[list[tuple[KernelForm, KernelConfig, str]], tuple[int, ...], Parts | None]:  # fmt: skip
+) -> tuple[list[tuple[KernelForm, KernelConfig, str]], tuple[int, ...], Parts | None]:
     """The passes of a kernel as (operation, config, name), which reads are copied first, and the parts, if there are any."""
     stages: list[tuple[KernelForm, KernelConfig, str]] = []
     base, copied = found, tuple[int, ...]()
@@ -233,11 +240,16 @@ def _pass(held: Frame, function: str, written: Written, config: KernelConfig, bu
     params = [(f"{n}_ptr", kind, n) for n, kind in kinds.items() if n in held.pointers]
     params += [(p, descriptor_type(d), n) for p, (n, d) in held.descriptors.items()]
     return Pass(
-        function=function, grid=(written.programs,), num_warps=config.num_warps, num_stages=config.num_stages,
-        params=tuple(p for p, _, _ in params), takes=tuple(buffers[n] for _, _, n in params),
-        signature={p: t for p, t, _ in params}, descriptors={p: d for p, (_, d) in held.descriptors.items()},
+        function=function,
+        grid=(written.programs,),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        params=tuple(p for p, _, _ in params),
+        takes=tuple(buffers[n] for _, _, n in params),
+        signature={p: t for p, t, _ in params},
+        descriptors={p: d for p, (_, d) in held.descriptors.items()},
         registers=config.registers,
-    )  # fmt: skip
+    )
 
 
 class _Buffers:

@@ -50,20 +50,28 @@ def in_parts(form: KernelForm, name: str, parts: int) -> Parts:
         moved = _whole_parts_pass(form, moved, Check(env[name], "<", task.ranges[name]), name)
     used = arg_positions(moved.exprs)
     first = replace(
-        moved, mode="partial", dims=(Dim(part, parts), *task.dims), outs=tuple(states),
+        moved,
+        mode="partial",
+        dims=(Dim(part, parts), *task.dims),
+        outs=tuple(states),
         reduce=tuple(Dim(name, size) if d.name == name else d for d in task.reduce),
         reads={p: a for p, a in moved.reads.items() if p in used},
-    )  # fmt: skip
+    )
     base = max(task.reads, default=-1) + 1
     after = {p: a for p, a in task.reads.items() if p in arg_positions(task.then)}
     second = replace(
-        task, reduce=(Dim(part, parts),), inner=(), body=tuple(Arg(base + k, e.dtype) for k, e in enumerate(task.body)),
+        task,
+        reduce=(Dim(part, parts),),
+        inner=(),
+        body=tuple(Arg(base + k, e.dtype) for k, e in enumerate(task.body)),
         reads={**after, **{base + k: a for k, a in enumerate(states)}},
-    )  # fmt: skip
+    )
     return Parts(
-        first=_alike(classified(first, form.precision), form), second=classified(second, form.precision),
-        scratch=scratch, base=base,
-    )  # fmt: skip
+        first=_alike(classified(first, form.precision), form),
+        second=classified(second, form.precision),
+        scratch=scratch,
+        base=base,
+    )
 
 
 def _whole_parts_pass(form: KernelForm, moved: Task, inside: Check, name: str) -> Task:

@@ -51,9 +51,15 @@ class TritonTarget:
     """
 
     def __init__(
-        self, device: torch.device | None = None, tuned: Tuned | None = None, *, libraries: bool = False, target: str = DEFAULT,
-        precision: str = "ieee", knobs: Mapping[str, Mapping[str, Any]] | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        device: torch.device | None = None,
+        tuned: Tuned | None = None,
+        *,
+        libraries: bool = False,
+        target: str = DEFAULT,
+        precision: str = "ieee",
+        knobs: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
         self.device = device or torch.device("cpu")
         self.knobs = knobs or {}
         self.target, self.precision = chip_name(self.device, target), precision
@@ -118,9 +124,11 @@ class TritonTarget:
         choice = self._choice(graph, kernel)
         if choice.wrong:
             raise TapestryError(
-                "a kernel computed wrong values when it was tuned on this GPU", where=graph.ops[kernel.op].outs[0],
-                why=choice.wrong, hint="compile with --target torch-cpu; or measure it again with tapestry tune --again",
-            )  # fmt: skip
+                "a kernel computed wrong values when it was tuned on this GPU",
+                where=graph.ops[kernel.op].outs[0],
+                why=choice.wrong,
+                hint="compile with --target torch-cpu; or measure it again with tapestry tune --again",
+            )
         config = choice.config
         if config is None and (own := self.knobs.get(kernel_key(graph, kernel))) is not None:
             config = config_from(own)
@@ -140,9 +148,14 @@ class TritonTarget:
         return sound(graph, kernel, self.target, self.precision, shared_memory()).made
 
     def bind(
-        self, graph: Graph, kernel: Kernel, ins: Sequence[Tensor | None], states: Sequence[Tensor], outs: Sequence[Tensor],
+        self,
+        graph: Graph,
+        kernel: Kernel,
+        ins: Sequence[Tensor | None],
+        states: Sequence[Tensor],
+        outs: Sequence[Tensor],
         fixed: Collection[int] = (),
-    ) -> Call:  # fmt: skip
+    ) -> Call:
         """A function that computes one block from these buffers into ``outs``; what it can make of ``fixed`` inputs, which
         never change, is made here, as long as that leaves half of the GPU's memory that is free."""
         theirs = self.libraries and self._choice(graph, kernel).library

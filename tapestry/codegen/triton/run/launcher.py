@@ -174,9 +174,11 @@ def load(tk: TritonKernel, folder: Path | None = None, one: Pass | None = None) 
 
 
 def launch(
-    tk: TritonKernel, arrays: Sequence[torch.Tensor], between: Sequence[torch.Tensor] | None = None,
+    tk: TritonKernel,
+    arrays: Sequence[torch.Tensor],
+    between: Sequence[torch.Tensor] | None = None,
     passes: Sequence[Pass] | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Run a kernel on contiguous buffers, in the order of ``tk.args``; outputs are written in place.
 
     Args:

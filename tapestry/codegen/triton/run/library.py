@@ -45,9 +45,13 @@ def bind_library(graph: Graph, kernel: Kernel, ins: Sequence[Tensor | None], out
 
 
 def _calls(
-    graph: Graph, kernel: Kernel, ins: Sequence[Tensor | None], outs: Sequence[Tensor], pair: tuple[Tensor, Tensor],
+    graph: Graph,
+    kernel: Kernel,
+    ins: Sequence[Tensor | None],
+    outs: Sequence[Tensor],
+    pair: tuple[Tensor, Tensor],
     order: tuple[Dim, ...],
-) -> Call:  # fmt: skip
+) -> Call:
     """The product into a state, and the kernel that finishes it."""
     op = graph.ops[kernel.op]
     assert isinstance(op, Block)

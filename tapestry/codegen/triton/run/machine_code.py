@@ -84,9 +84,14 @@ class Line:
 def of_assembler(said: str, shared: int) -> Resources:
     """What ``ptxas -v`` says of a kernel: no instructions, which only a disassembler knows."""
     return Resources(
-        registers=_number(r"Used (\d+) registers", said), spills=_number(r"(\d+) bytes spill stores", said), shared=shared,
-        stack=_number(r"(\d+) bytes stack frame", said), instructions={}, total=0, messages=messages(said),
-    )  # fmt: skip
+        registers=_number(r"Used (\d+) registers", said),
+        spills=_number(r"(\d+) bytes spill stores", said),
+        shared=shared,
+        stack=_number(r"(\d+) bytes stack frame", said),
+        instructions={},
+        total=0,
+        messages=messages(said),
+    )
 
 
 def of_cuda(cubin: bytes, said: str, shared: int) -> Resources:
@@ -101,10 +106,15 @@ def of_cuda(cubin: bytes, said: str, shared: int) -> Resources:
     moved = [_width(line.op) for line in lines if _GLOBAL.match(line.op)]
     inside = main_loop(lines, labels)
     return replace(
-        of_assembler(said, shared), instructions=dict(counts), total=len(lines),
-        global_bytes=sum(moved), wide_bytes=sum(n for n in moved if n == 16), loop=len(inside),
-        loop_mix=dict(Counter(kind_of(line) for line in inside)), thread_loads=thread_loads(lines),
-    )  # fmt: skip
+        of_assembler(said, shared),
+        instructions=dict(counts),
+        total=len(lines),
+        global_bytes=sum(moved),
+        wide_bytes=sum(n for n in moved if n == 16),
+        loop=len(inside),
+        loop_mix=dict(Counter(kind_of(line) for line in inside)),
+        thread_loads=thread_loads(lines),
+    )
 
 
 def of_amd(listing: str, shared: int) -> Resources:
@@ -116,9 +126,14 @@ def of_amd(listing: str, shared: int) -> Resources:
     registers = _number(r"\.vgpr_count:\s*(\d+)", listing)
     moved = [_width(op) for op in opcodes if _GLOBAL.match(op)]
     return Resources(
-        registers=registers, spills=spills, shared=shared, instructions=dict(counts), total=len(opcodes),
-        global_bytes=sum(moved), wide_bytes=sum(n for n in moved if n == 16),
-    )  # fmt: skip
+        registers=registers,
+        spills=spills,
+        shared=shared,
+        instructions=dict(counts),
+        total=len(opcodes),
+        global_bytes=sum(moved),
+        wide_bytes=sum(n for n in moved if n == 16),
+    )
 
 
 def messages(said: str) -> tuple[str, ...]:

@@ -39,9 +39,15 @@ def matrix_instruction(found: Resources) -> str:
 
 
 def rows_of(
-    graph: Graph, kernel: Kernel, made: TritonKernel, stem: str, compiled: Sequence[Compiled], launches: int,
-    refused: Sequence[Mapping[str, Any]] = (), gpu: str = "",
-) -> list[dict[str, Any]]:  # fmt: skip
+    graph: Graph,
+    kernel: Kernel,
+    made: TritonKernel,
+    stem: str,
+    compiled: Sequence[Compiled],
+    launches: int,
+    refused: Sequence[Mapping[str, Any]] = (),
+    gpu: str = "",
+) -> list[dict[str, Any]]:
     """A row for each pass of a kernel; work and times are those of the whole kernel and stand in its last row.
 
     Args:
@@ -87,10 +93,16 @@ def _machine(made: TritonKernel, one: Pass, found: Resources, chip: Chip) -> dic
     """What the machine code says."""
     wide = found.wide_bytes / found.global_bytes if found.global_bytes else 1.0
     return {
-        "grid": list(one.grid), "num_warps": one.num_warps, **asdict(found), "shared_limit": chip.shared,
-        "occupancy": round(occupancy(found, one.num_warps, chip), 4), "matrix": matrix_instruction(found),
-        "wide_share": round(wide, 4), "descriptors": len(one.descriptors), "in_flight": in_flight(made, one, found, chip),
-    }  # fmt: skip
+        "grid": list(one.grid),
+        "num_warps": one.num_warps,
+        **asdict(found),
+        "shared_limit": chip.shared,
+        "occupancy": round(occupancy(found, one.num_warps, chip), 4),
+        "matrix": matrix_instruction(found),
+        "wide_share": round(wide, 4),
+        "descriptors": len(one.descriptors),
+        "in_flight": in_flight(made, one, found, chip),
+    }
 
 
 def in_flight(made: TritonKernel, one: Pass, found: Resources, chip: Chip) -> int:

@@ -176,9 +176,13 @@ def choose(trials: Sequence[Trial]) -> tuple[Choice, dict[str, Any]]:
     wrong = [t.refused for t in trials if t.config is not None and t.refused.startswith(WRONG)]
     refused = [f"{t.config or 'library'}: {t.refused}" for t in trials if t.refused]
     measured = {
-        "seconds": seconds, "default_seconds": default, "library_seconds": theirs, "tried": len(trials), "refused": refused,
+        "seconds": seconds,
+        "default_seconds": default,
+        "library_seconds": theirs,
+        "tried": len(trials),
+        "refused": refused,
         "wrong": wrong[0] if wrong and (not ours or trials[0].refused == wrong[0]) else "",
-    }  # fmt: skip
+    }
     return Choice(config=config, library=faster, wrong=wrong[0] if wrong and not ours else ""), measured
 
 
@@ -208,7 +212,7 @@ def measure(graph: Graph, kernel: Kernel, how: How, seconds: float = float("inf"
 
 def generated_with(
     graph: Graph, kernel: Kernel, wanted: Sequence[KernelConfig], target: str, precision: str
-) -> list[TritonKernel]:  # fmt: skip
+) -> list[TritonKernel]:
     """What the generator makes of configs; it may refuse some."""
     out: list[TritonKernel] = []
     for config in wanted:
@@ -238,9 +242,11 @@ def _timed(call: Call, data: Data, how: How, config: KernelConfig | None) -> Tri
     except Exception as e:
         if any(text in str(e) for text in _FATAL):
             raise TapestryError(
-                "the GPU failed while a candidate ran; kernels measured before it are in the cache", where=str(config),
-                why=first_line(e), hint="run tune again; it goes on from there",
-            ) from None  # fmt: skip
+                "the GPU failed while a candidate ran; kernels measured before it are in the cache",
+                where=str(config),
+                why=first_line(e),
+                hint="run tune again; it goes on from there",
+            ) from None
         return Trial(config=config, seconds=None, refused=first_line(e))
     return Trial(config=config, seconds=seconds, refused=why)
 

@@ -141,9 +141,17 @@ def lower(graph: Graph, kernel: Kernel, *, without: Guard | None = None) -> Task
     )
     first, last = len(op.dims), len(op.dims) + len(op.reduce)
     return Task(
-        mode=kernel.mode, dims=local[:first], reduce=local[first:last], monoid=op.monoid, reads=reads, states=states,
-        outs=outs, body=body, then=then, inner=inner,
-    )  # fmt: skip
+        mode=kernel.mode,
+        dims=local[:first],
+        reduce=local[first:last],
+        monoid=op.monoid,
+        reads=reads,
+        states=states,
+        outs=outs,
+        body=body,
+        then=then,
+        inner=inner,
+    )
 
 
 def task_text(task: Task) -> str:
@@ -245,10 +253,14 @@ def substitute_task(task: Task, env: Mapping[str, Aff], ranges: Ranges | None = 
         return substitute_indices(e, env, ranges)
 
     return replace(
-        task, reads={p: access(a) for p, a in task.reads.items()}, states=tuple(map(access, task.states)),
-        outs=tuple(map(access, task.outs)), body=tuple(map(expr, task.body)), then=tuple(map(expr, task.then)),
+        task,
+        reads={p: access(a) for p, a in task.reads.items()},
+        states=tuple(map(access, task.states)),
+        outs=tuple(map(access, task.outs)),
+        body=tuple(map(expr, task.body)),
+        then=tuple(map(expr, task.then)),
         inner=tuple(replace(s, body=expr(s.body)) for s in task.inner),
-    )  # fmt: skip
+    )
 
 
 def inside(e: Aff, extent: int, ranges: Ranges) -> list[Check]:

@@ -80,7 +80,7 @@ def _by_rows(found: KernelForm, c: Contraction, p: int, side: int) -> bool:
 
 def _with_copies(
     graph: Graph, kernel: Kernel, found: KernelForm, copies: dict[int, tuple[Box, tuple[int, ...]]]
-) -> PackedOperands:  # fmt: skip
+) -> PackedOperands:
     op = graph.ops[kernel.op]
     assert isinstance(op, Block)
     tensors, ins, reads = dict(graph.tensors), list(kernel.ins), list(op.reads)

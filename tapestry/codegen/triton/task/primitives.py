@@ -18,9 +18,21 @@ TRITON_TYPES: dict[str, str] = {
     "f8e4m3fn": "tl.float8e4nv", "f8e4m3fnuz": "tl.float8e4b8", "f8e5m2": "tl.float8e5", "f8e5m2fnuz": "tl.float8e5b16",
 }  # fmt: skip
 POINTERS: dict[str, str] = {
-    "f64": "*fp64", "f32": "*fp32", "f16": "*fp16", "bf16": "*bf16", "i64": "*i64", "i32": "*i32", "i16": "*i16", "i8": "*i8",
-    "u64": "*u64", "u32": "*u32", "u16": "*u16", "u8": "*u8", "bool": "*i1", **dict.fromkeys(FLOAT8, "*u8"),
-}  # fmt: skip
+    "f64": "*fp64",
+    "f32": "*fp32",
+    "f16": "*fp16",
+    "bf16": "*bf16",
+    "i64": "*i64",
+    "i32": "*i32",
+    "i16": "*i16",
+    "i8": "*i8",
+    "u64": "*u64",
+    "u32": "*u32",
+    "u16": "*u16",
+    "u8": "*u8",
+    "bool": "*i1",
+    **dict.fromkeys(FLOAT8, "*u8"),
+}
 """Floats of 8 bits are bits, but for the operands of a matrix unit that takes them (`NARROW_POINTERS`)."""
 NARROW_POINTERS = {"f8e4m3fn": "*fp8e4nv", "f8e4m3fnuz": "*fp8e4b8", "f8e5m2": "*fp8e5", "f8e5m2fnuz": "*fp8e5b16"}
 HALVES = frozenset({"f16", "bf16"})
@@ -32,7 +44,7 @@ EXACT_IN = {"f32": _EXACT_IN_HALF | HALVES, "f16": _EXACT_IN_HALF, "bf16": _EXAC
 def common_operand(kinds: frozenset[str]) -> str:
     """What a product of factors that are exactly of some dtypes is computed on: ``i8`` and ``f8`` (each factor with a kind of
     its own) where all have 8 bits, else the shorter of f16, bf16 and f32 that holds them all.
-    """  # fmt: skip
+    """
     if kinds <= INT8:
         return "i8"
     if kinds <= FLOAT8:

@@ -102,6 +102,10 @@ def scan_task(graph: Graph, kernel: Kernel, scan: Scan) -> Task:
         return replace(a, checks=tuple(dict.fromkeys((*a.checks, *more))))
 
     return replace(
-        moved, dims=dims, reduce=(Dim(u, steps),), states=(), outs=tuple(checked(a, placed) for a in moved.outs),
+        moved,
+        dims=dims,
+        reduce=(Dim(u, steps),),
+        states=(),
+        outs=tuple(checked(a, placed) for a in moved.outs),
         reads={p: checked(a, elements if p in body else placed) for p, a in moved.reads.items()},
-    )  # fmt: skip
+    )

@@ -161,10 +161,19 @@ def stream(task: Task) -> Stream | None:
     weighted = "f16" if values in FLOAT8 | INT8 else values if values in HALVES else "f32"
     score = _unrounded(a.score) if weighted in HALVES else a.score
     return Stream(
-        query=a.query, keys=a.keys, value=a.value, score=score, rows=rows, columns=columns,
-        batch=tuple(d for d in task.dims if d not in rows + columns), key=a.key, depth=a.depth, weights=a.weights,
-        operand=operand, weighted=weighted,
-    )  # fmt: skip
+        query=a.query,
+        keys=a.keys,
+        value=a.value,
+        score=score,
+        rows=rows,
+        columns=columns,
+        batch=tuple(d for d in task.dims if d not in rows + columns),
+        key=a.key,
+        depth=a.depth,
+        weights=a.weights,
+        operand=operand,
+        weighted=weighted,
+    )
 
 
 _SCORES = HALVES | {"f32"}
@@ -373,9 +382,13 @@ def _alone(form: KernelForm, c: Contraction, field: int, outs: list[int]) -> Ker
     then = tuple(rewrite(task.then[k], lambda x: Acc(0, x.dtype) if isinstance(x, Acc) else x) for k in outs)
     used = arg_positions((task.body[field], *then))
     alone = replace(
-        task, body=(task.body[field],), then=then, outs=tuple(task.outs[k] for k in outs), monoid=sums(1),
+        task,
+        body=(task.body[field],),
+        then=then,
+        outs=tuple(task.outs[k] for k in outs),
+        monoid=sums(1),
         reads={p: r for p, r in task.reads.items() if p in used},
-    )  # fmt: skip
+    )
     return replace(form, task=alone, product=replace(c, a=a, b=b, more=()), packed=None)
 
 

@@ -17,9 +17,28 @@ from tapestry.ir.graph import Dim
 from tapestry.ir.index import Aff, Atom, Floor, dims_of, span
 
 _OWN = {
-    "tl", "triton", "combine", "pid", "pid_m", "pid_n", "pid_row", "tile", "first", "high", "step", "first_tile", "tile_index",
-    "DEPTH", "WIDTH", "BLOCK", "ROWS", "COLS", "BM", "BN", "BK",
-}  # fmt: skip
+    "tl",
+    "triton",
+    "combine",
+    "pid",
+    "pid_m",
+    "pid_n",
+    "pid_row",
+    "tile",
+    "first",
+    "high",
+    "step",
+    "first_tile",
+    "tile_index",
+    "DEPTH",
+    "WIDTH",
+    "BLOCK",
+    "ROWS",
+    "COLS",
+    "BM",
+    "BN",
+    "BK",
+}
 _RESERVED = frozenset(_OWN) | set(keyword.kwlist) | set(dir(builtins)) | set(HELPERS)
 
 

@@ -25,9 +25,13 @@ class Printer:
     """
 
     def __init__(
-        self, leaf: Callable[[Expr], str], lines: list[str], namer: Namer, helpers: set[str],
+        self,
+        leaf: Callable[[Expr], str],
+        lines: list[str],
+        namer: Namer,
+        helpers: set[str],
         native: frozenset[str] = frozenset(),
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.leaf, self.lines, self.namer, self.helpers, self.native = leaf, lines, namer, helpers, native
         self._same: dict[tuple[object, ...], int] = {}  # structure -> number of the distinct expression
         self._number: dict[int, int] = {}  # id of an Expr object -> the same (objects are kept alive by _kept)

@@ -45,7 +45,7 @@ def _fills(frame: Frame, tile: Scope, e: Expr) -> bool:
 
 def _centred(
     frame: Frame, first: Monoid, values: list[str], inside: str, cols: Axis, accs: tuple[str, ...], *, once: bool
-) -> tuple[list[str], list[str]]:  # fmt: skip
+) -> tuple[list[str], list[str]]:
     """The state of a tile, centre first, and sums beside it; merged row by row where there are several tiles."""
     namer, n = frame.namer, len(first.fields)
     own = accs if once else tuple(namer.take(f"{a}_tile") for a in accs)

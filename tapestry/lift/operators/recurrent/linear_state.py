@@ -49,7 +49,7 @@ class Recurrence:
 
 def recurrence(
     state: str, after: str, makers: Mapping[str, Op], tensors: Mapping[str, Tensor], depends: frozenset[str]
-) -> Recurrence:  # fmt: skip
+) -> Recurrence:
     """How a state's next value comes from it.
 
     Args:

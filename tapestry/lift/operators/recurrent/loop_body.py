@@ -83,10 +83,17 @@ def linear_body(
     ins = [i.name for i in scan.body.input]
     after = tuple(_source(b, f"out{k}~", set(ins)) for k in range(len(scan.body.output)))
     body = LoopBody(
-        node=scan, b=b, states=tuple(ins[:count]), slices=tuple(ins[count:]), after=after[:count], seen=after[count:],
-        recurrences={}, captured=frozenset(outer), makers={t: op for op in b.ops for t in op.outs},
+        node=scan,
+        b=b,
+        states=tuple(ins[:count]),
+        slices=tuple(ins[count:]),
+        after=after[:count],
+        seen=after[count:],
+        recurrences={},
+        captured=frozenset(outer),
+        makers={t: op for op in b.ops for t in op.outs},
         results=tuple(b.types[f"out{k}~"] for k in range(len(scan.body.output))),
-    )  # fmt: skip
+    )
     _checked(body)
     return replace(body, recurrences=_solve(body))
 
@@ -102,9 +109,12 @@ def step_types(
 
 
 def _lift(
-    scan: ScanNode, types: Mapping[str, TypeProto], known: Mapping[str, TensorProto], opsets: Mapping[str, int],
+    scan: ScanNode,
+    types: Mapping[str, TypeProto],
+    known: Mapping[str, TensorProto],
+    opsets: Mapping[str, int],
     outer: list[str],
-) -> Builder:  # fmt: skip
+) -> Builder:
     """One step as operations; its results are ``out0~``, …"""
     graph = GraphProto(name="body")
     graph.node.extend(scan.body.node)

@@ -181,7 +181,7 @@ class Merging(Merge):
 
 def launch(
     nodes: Nodes, graph: Graph, kernel: Kernel, ins: Sequence[Value | None], states: Sequence[Value] = ()
-) -> list[Value]:  # fmt: skip
+) -> list[Value]:
     """The results of a kernel, one for each of its buffers.
 
     Args:

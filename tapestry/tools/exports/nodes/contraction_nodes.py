@@ -110,7 +110,7 @@ def _one(
 
 def conv_image(
     nodes: Nodes, c: Conv, at: dict[str, Range], channels: Range, x: Value, box: Box
-) -> tuple[Value, dict[str, list[int]]] | None:  # fmt: skip
+) -> tuple[Value, dict[str, list[int]]] | None:
     """The cells of an image that a block's windows span, and how these go over it; None where that is padding alone, or the
     buffer lacks some."""
     images = [i for k, v in enumerate(c.windows) if (i := image_of(v, at, box[k + 2])) is not None]

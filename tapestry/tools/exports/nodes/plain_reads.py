@@ -41,7 +41,7 @@ def _stepped(e: Aff) -> str:
 
 def cut_out(
     nodes: Nodes, r: Read, at: Mapping[str, tuple[int, int]], box: Box | None, value: Value | None
-) -> tuple[Box | None, Value | None]:  # fmt: skip
+) -> tuple[Box | None, Value | None]:
     """What a block reads every so many cells of, as the part of whole dimensions; a buffer that has it, and its cells."""
     parts = [(at[_stepped(e)], e.coef(_stepped(e)), e.const) for e in r.index]
     cells = [(s * a + c, s * (b - 1) + c + 1) for (a, b), s, c in parts]

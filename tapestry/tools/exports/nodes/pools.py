@@ -18,9 +18,7 @@ from tapestry.tools.exports.nodes.onnx_nodes import Nodes, Value
 from tapestry.tools.exports.nodes.read_nodes import Frame
 
 
-def pooled(
-    nodes: Nodes, op: Block, frame: Frame, ins: Sequence[Box | None], held: Sequence[Value | None]
-) -> Value | None:  # fmt: skip
+def pooled(nodes: Nodes, op: Block, frame: Frame, ins: Sequence[Box | None], held: Sequence[Value | None]) -> Value | None:
     """The maximum, or the sum, of sliding windows; None where an operation is neither."""
     c = _windows(op)
     if c is None or 0 in frame.extents:

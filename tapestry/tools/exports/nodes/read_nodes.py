@@ -232,9 +232,13 @@ def _dimension_cuts(terms: Sequence[tuple[Atom, int]], places: dict[str, set[int
 
 
 def _padded(
-    nodes: Nodes, index: Sequence[Aff], ranges: Mapping[str, int], shape: tuple[int, ...], buffer: Value,
+    nodes: Nodes,
+    index: Sequence[Aff],
+    ranges: Mapping[str, int],
+    shape: tuple[int, ...],
+    buffer: Value,
     fill: float | int | bool,
-) -> Value:  # fmt: skip
+) -> Value:
     """The buffer with as many cells around it as places lie outside of it."""
     before = [max(0, -span(e, ranges)[0]) for e in index]
     after = [max(0, span(e, ranges)[1] - n + 1) for e, n in zip(index, shape, strict=True)]

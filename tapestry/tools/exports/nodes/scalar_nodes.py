@@ -15,9 +15,20 @@ from tapestry.tools.exports.nodes.onnx_nodes import Nodes, NotExpressible, Value
 from tapestry.tools.exports.nodes.read_nodes import NOWHERE, Frame, index_value
 
 PLAIN = {op.lower(): op for op in PRIMITIVES} | {
-    "add": "Add", "sub": "Sub", "mul": "Mul", "pow": "Pow", "min": "Min", "max": "Max", "isinf": "IsInf", "eq": "Equal",
-    "lt": "Less", "le": "LessOrEqual", "gt": "Greater", "ge": "GreaterOrEqual", "where": "Where",
-}  # fmt: skip
+    "add": "Add",
+    "sub": "Sub",
+    "mul": "Mul",
+    "pow": "Pow",
+    "min": "Min",
+    "max": "Max",
+    "isinf": "IsInf",
+    "eq": "Equal",
+    "lt": "Less",
+    "le": "LessOrEqual",
+    "gt": "Greater",
+    "ge": "GreaterOrEqual",
+    "where": "Where",
+}
 _LOGICAL = {"and": "And", "or": "Or", "xor": "Xor", "not": "Not"}
 _BITWISE = {"and": "BitwiseAnd", "or": "BitwiseOr", "xor": "BitwiseXor", "not": "BitwiseNot"}
 _TESTS = frozenset({"isnan", "isinf", "eq", "ne", "lt", "le", "gt", "ge"})
@@ -131,9 +142,13 @@ class Expressions:
     """Values of expressions over a frame; what is shared is computed once."""
 
     def __init__(
-        self, nodes: Nodes, frame: Frame, read: Callable[[int], Value], states: Sequence[Value] = (),
+        self,
+        nodes: Nodes,
+        frame: Frame,
+        read: Callable[[int], Value],
+        states: Sequence[Value] = (),
         lets: Sequence[Value] = (),
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.nodes, self.frame, self.read, self.states, self.lets = nodes, frame, read, states, lets
         self.known: dict[int, tuple[Expr, Value]] = {}  # by identity: a tree of shared parts is not gone through twice
 

@@ -116,9 +116,13 @@ def _window_place(a: Spread) -> Aff:
 
 
 def transpose_convolved(
-    nodes: Nodes, op: Block, frame: Frame, extents: Sequence[Sequence[int]], ins: Sequence[Box | None],
+    nodes: Nodes,
+    op: Block,
+    frame: Frame,
+    extents: Sequence[Sequence[int]],
+    ins: Sequence[Box | None],
     held: Sequence[Value | None],
-) -> Value | None:  # fmt: skip
+) -> Value | None:
     """A block as ConvTranspose; None where it is none, or where its buffers do not hold all that this takes."""
     c = None if 0 in frame.extents or op.body[0].dtype not in FLOATS else transposed(op, extents)
     if c is None:
@@ -136,10 +140,17 @@ def transpose_convolved(
     weight = nodes.slice(w, relative(places, w_box))
     shape = [at[n][1] - at[n][0] for n in (c.batch, c.feature, *(a.out for a in c.axes))]
     return nodes.add(
-        "ConvTranspose", [image, weight], shape, x.dtype, kernel_shape=list(weight.shape[2:]), group=1,
-        strides=[a.stride for a in c.axes], dilations=[a.dilation for a in c.axes],
-        pads=[i.cut[0] for i in found] + [i.cut[1] for i in found], output_padding=[i.more for i in found],
-    )  # fmt: skip
+        "ConvTranspose",
+        [image, weight],
+        shape,
+        x.dtype,
+        kernel_shape=list(weight.shape[2:]),
+        group=1,
+        strides=[a.stride for a in c.axes],
+        dilations=[a.dilation for a in c.axes],
+        pads=[i.cut[0] for i in found] + [i.cut[1] for i in found],
+        output_padding=[i.more for i in found],
+    )
 
 
 def image_of_spread(a: Spread, at: Mapping[str, Range], box: Range, size: int) -> SpreadImage | None:

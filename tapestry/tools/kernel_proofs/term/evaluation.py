@@ -19,11 +19,22 @@ from tapestry.verify.interp import NUMPY
 Named = tuple[tuple[str, ...], Array]  # variables, sorted, and an axis for each
 MOST_ELEMENTS = 1 << 25  # elements of one array
 FOLDS: dict[str, np.ufunc] = {
-    "add": np.add, "mul": np.multiply, "max": np.maximum, "min": np.minimum, "or": np.logical_or, "and": np.logical_and,
-}  # fmt: skip
+    "add": np.add,
+    "mul": np.multiply,
+    "max": np.maximum,
+    "min": np.minimum,
+    "or": np.logical_or,
+    "and": np.logical_and,
+}
 CALLS = {
-    "imul": "mul", "idiv": "div", "imod": "fmod", "floormod": "mod", "log": "log", "floor": "floor", "ceil": "ceil",
-}  # fmt: skip
+    "imul": "mul",
+    "idiv": "div",
+    "imod": "fmod",
+    "floormod": "mod",
+    "log": "log",
+    "floor": "floor",
+    "ceil": "ceil",
+}
 
 
 COMPARISONS = {"same": np.equal, "feq": np.equal, "flt": np.less, "fle": np.less_equal}

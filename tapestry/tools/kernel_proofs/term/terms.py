@@ -331,8 +331,12 @@ class Terms:
             return False
         ratio = self.mul([(b, 1.0), (a, -1.0)])
         key = self.keys[ratio]
-        rates = [e * sign for t, e in (key[1] if key[0] == "mul" else ()) for z, sign in ((x, 1), (y, -1))
-                 if self.keys[t] == ("exp", z)]  # fmt: skip
+        rates = [
+            e * sign
+            for t, e in (key[1] if key[0] == "mul" else ())
+            for z, sign in ((x, 1), (y, -1))
+            if self.keys[t] == ("exp", z)
+        ]
         return any(self.exp(self.add([(c, x), (-c, y)])) == ratio for c in rates)
 
     def load(self, buffer: str, kind: str, at: Aff, mask: int, other: int) -> int:
