@@ -21,7 +21,7 @@ from tapestry.ir.program import Reduce, Transfer, transfer_bytes
 from tapestry.plan.alternatives import best_alternatives, priced_strategies
 from tapestry.plan.requests import parse_pins
 from tapestry.plan.topology import from_data
-from tapestry.tools.viewer import build_data, html_page
+from tapestry.tools.viewer import html_page, program_tables
 from tapestry.viz import explain, format
 from tests.support.small_models import f32, net
 from tests.support.viewer import viewed
@@ -56,7 +56,7 @@ def test_the_page_holds_what_explain_says(made, data):
 def test_links_add_up_to_what_is_counted(made, data):
     program = made.build.program
     for s in (s for s in program.steps if isinstance(s, Transfer | Reduce)):
-        assert sum(build_data.links(s, program).values()) == pytest.approx(transfer_bytes(s, program), rel=1e-12)
+        assert sum(program_tables.links(s, program).values()) == pytest.approx(transfer_bytes(s, program), rel=1e-12)
     sent = [
         sum(n for *_, n in data["program"]["links"][s[5]]) for s in data["program"]["steps"] if s[0] in ("transfer", "reduce")
     ]

@@ -17,7 +17,7 @@ from tapestry.codegen.torch_cpu.base.ways import Refusal
 from tapestry.codegen.torch_cpu.c import conv_c
 from tapestry.codegen.torch_cpu.c.blocks_c import PLAIN, Cells, How, cells_of
 from tapestry.codegen.torch_cpu.c.c_calls import Calls, CCall, CpuKernel, Ins, recorded, shares
-from tapestry.codegen.torch_cpu.torch_ops.layers import Match, match
+from tapestry.codegen.torch_cpu.torch_ops.attention_torch import Match, match
 from tapestry.ir.expr import Acc, Arg, Const, Expr
 from tapestry.ir.expr import Call as Apply
 from tapestry.ir.graph import Block, Graph, Read

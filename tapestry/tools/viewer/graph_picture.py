@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from tapestry.build.store import Build
 from tapestry.ir.provenance import operation_names
-from tapestry.tools.viewer import build_data
+from tapestry.tools.viewer import program_tables
 from tapestry.tools.viewer.draw import Drawing, build_of, card, drawing, short, tag, tail, words
 from tapestry.tools.viewer.lanes_picture import split_colours
 from tapestry.viz import format
@@ -70,7 +70,7 @@ def _nodes(build: Build) -> list[_Node]:
             nodes.append(_Node(names[i], f"{kind_text(op)} · {'not cut' if cut == 'none' else cut}", [colours[i]]))
         i += count
     makers = plan.graph.producers()
-    for i, reads in enumerate(build_data.edges(build.program)):
+    for i, reads in enumerate(program_tables.edges(build.program)):
         for t, moved, kind, _, _ in reads:
             if t in makers and node_of[makers[t]] != node_of[i]:
                 n, kinds = nodes[node_of[i]].ins.get(node_of[makers[t]], (0.0, set[str]()))

@@ -6,7 +6,7 @@ from typing import Any
 
 from tapestry.ir.plan import Plan
 from tapestry.ir.program import Launch, Reduce, Transfer
-from tapestry.tools.viewer import build_data
+from tapestry.tools.viewer import program_tables
 from tapestry.tools.viewer.draw import NONE, PALETTE, Drawing, build_of, drawing, ranges, rect, tag, words
 from tapestry.viz import explain
 from tapestry.viz.format import duration, human, split_text, step_text
@@ -32,8 +32,8 @@ def lanes(build: object, *, width: int = 760, most: int = MOST) -> Drawing:
     """
     b = build_of(build)
     timed = explain.schedule(b)
-    total, table = timed.total or 1.0, build_data.lanes(timed)
-    memory = build_data.memory(b.program, dict(enumerate(b.peak_bytes)))
+    total, table = timed.total or 1.0, program_tables.lanes(timed)
+    memory = program_tables.memory(b.program, dict(enumerate(b.peak_bytes)))
     colours = split_colours(b.plan)
     scale = (width - LANES_LEFT - 12) / total
     parts = [words(12, 16, f"simulated {duration(timed.total)}; {timed.assumption.split(';')[0]}"[:120], class_="note")]

@@ -16,7 +16,7 @@ from tapestry.codegen.torch_cpu import attention_c, native
 from tapestry.codegen.torch_cpu.base import contract
 from tapestry.codegen.torch_cpu.base.epilogue import Epilogue
 from tapestry.codegen.torch_cpu.c import conv3d_c, conv_c
-from tapestry.codegen.torch_cpu.torch_ops import layers as heads
+from tapestry.codegen.torch_cpu.torch_ops import attention_c_states
 from tapestry.ir.graph import Block
 from tapestry.ir.kernel import Kernel, whole
 from tapestry.ir.syntax.parser import parse
@@ -195,7 +195,7 @@ def test_states_of_attention(rows: int, keys: int, depth: int, masked: bool) -> 
     mask = torch.randn(2, 1, rows, keys, generator=g) if masked else None
     if mask is not None:
         mask[0, 0, 1], mask[1, 0, 2, 3], mask[0, 0, 3, 2], mask[1, 0, 4, 1] = -torch.inf, -torch.inf, torch.inf, torch.nan
-    found = heads.states_by_our_kernel(q, k, v, mask, 0.25)
+    found = attention_c_states.states_by_our_kernel(q, k, v, mask, 0.25)
     assert found
     score = q.double() @ k.double().transpose(-1, -2) * 0.25 + (0 if mask is None else mask)
     top = score.amax(-1, keepdim=True)

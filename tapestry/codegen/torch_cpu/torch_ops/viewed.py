@@ -10,7 +10,7 @@ import torch
 
 from tapestry.codegen.torch_cpu.base.point_values import Run
 from tapestry.codegen.torch_cpu.c.c_calls import Calls, CCall, CpuKernel, Ins, Pack, hold, moved
-from tapestry.codegen.torch_cpu.torch_ops.layers import Tensor
+from tapestry.codegen.torch_cpu.torch_ops.attention_c_states import Tensor
 from tapestry.codegen.torch_cpu.views import Seen, View
 
 
