@@ -91,7 +91,7 @@ class Plan:
         inputs: layouts in which some graph inputs (or weights) start, as the user fixed them.
         outputs: layouts in which some graph outputs must end.
         streamed: weights that are loaded from the host for every use and freed after it, instead of staying loaded.
-        native_sums: whether partial sums are rounded to the results' dtype before they travel (`ir.states.native`).
+        native_sums: whether partial sums are rounded to the results' dtype before they travel (`ir.recognition.state.native`).
     """
 
     graph: Graph

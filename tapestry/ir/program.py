@@ -99,7 +99,7 @@ class Reduce:
 
     ``dsts`` (one per field) are allocated and hold the merged states on their own boxes: the same box as ``srcs`` for an
     all-reduce, disjoint parts of it for a reduce-scatter. ``srcs`` are left as they are. A field with an entry in ``known``
-    is not sent: the entry is its value in each device's part, the same at every cell (`ir.recognise`). States that travel in
+    is not sent: the entry is its value in each device's part, the same at every cell (`ir.recognition`). States that travel in
     another dtype than they are held in (``sent_as``) are rounded to it before they are merged, and so is what they merge to.
     """
 

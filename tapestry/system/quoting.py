@@ -2,7 +2,7 @@
 
 Whoever reads a file makes its names `printable`, once: then none ends a line, a comment or a terminal's mood. What else means
 something in a language is quoted where that is written: `docstring` here, ``repr`` for strings of Python, ``json.dumps`` for
-those of JSON, MLIR and dot, ``html.escape``, `codegen.triton.text.scope.identifier`. Consoles of rich take no markup
+those of JSON, MLIR and dot, ``html.escape``, `codegen.triton.text.axes.identifier`. Consoles of rich take no markup
 (`viz.tables.console`). Our C has numbers alone.
 """
 

@@ -35,7 +35,7 @@ def sizes(boxes: Boxes) -> np.ndarray:
 
 def work(op: Op, block: Boxes) -> np.ndarray:
     """Points of each device's block at which the body is computed: those of its index space, but for a scan one for each
-    element that runs (`ir.recognise`), in every segment that the block meets."""
+    element that runs (`ir.recognition`), in every segment that the block meets."""
     found = as_scan(op)
     if found is None:
         return sizes(block)

@@ -73,7 +73,7 @@ def _seconds(found: Senders, own: np.ndarray, width: int, topo: Topology, parts:
 
 
 def _measured(found: Senders, own: np.ndarray, width: int, topo: Topology) -> np.ndarray:
-    """Seconds of the backend's calls, chosen as by `ir.program.transfer_call`; NaN where they were not measured."""
+    """Seconds of the backend's calls, chosen as by `ir.collective_calls.transfer_call`; NaN where they were not measured."""
     senders = found.number(())
     n = np.max(senders + ((own == 0) & (senders > 0)), axis=2)
     piece = np.stack([np.prod(np.maximum(b[..., 1] - b[..., 0], 0), axis=-1) for _, b in found.held])[:, None, :]

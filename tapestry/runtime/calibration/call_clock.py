@@ -63,7 +63,7 @@ class Timed:
     """A call on buffers that are there.
 
     Attributes:
-        nbytes: of them, as `ir.program.Call` has them.
+        nbytes: of them, as `ir.collective_calls.Call` has them.
         ahead: what the engine does some kernels before it makes the call.
     """
 

@@ -1,5 +1,5 @@
 """Reductions as a rank carries them out: by the backend's own, where that merges as the monoid does
-(`ir.program.reduce_op`), else by the monoid, point to point.
+(`ir.collective_calls.reduce_op`), else by the monoid, point to point.
 
 By the monoid every device merges one part of the states, in the order of the group, and sends it back: (n-1)·B bytes each way
 in all, as the plan counts, and the same bits as in one process. Two devices exchange whole states at once, which is as many

@@ -5,7 +5,7 @@ every monotone assignment of stages is such a chain. When a graph has few downse
 the result is optimal; else the family is the prefixes of several orders, with every cut between larger subgraphs where those
 have few. The heuristic's own cuts always belong to it, so the result is never worse than the heuristic's.
 
-The program itself is the compiler's (`segments.best_chain`), with stages on one device each: first for the slowest stage,
+The program itself is the compiler's (`stage_chain.best_chain`), with stages on one device each: first for the slowest stage,
 then for the sum among chains that are as fast. Both are exact over the family, with whole picoseconds.
 """
 

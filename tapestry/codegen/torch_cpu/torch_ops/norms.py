@@ -113,7 +113,7 @@ def _epsilon(e: Expr) -> float | None:
     return float(inner[0].value) if isinstance(inner[0], Const) else None
 
 
-# Running states (`ir.recognise`) in linear time: one prefix along the scanned axis, read at every place.
+# Running states (`ir.recognition`) in linear time: one prefix along the scanned axis, read at every place.
 
 
 _DENSE: dict[str, Callable[..., Tensor]] = {"sum": torch.cumsum, "prod": torch.cumprod}

@@ -1,4 +1,4 @@
-"""Kernels on views of the buffers that an operation has (`image_view`)."""
+"""Kernels on views of the buffers that an operation has."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def _values(frame: Frame, view: View) -> list[str]:
     return [*loads.lines, *scope.store_results()]
 
 
-# Gathers (`ir.recognise`): the places are loaded once for each row, and what stands there along the columns.
+# Gathers (`ir.recognition`): the places are loaded once for each row, and what stands there along the columns.
 
 
 def emit_gather(frame: Frame, s: Selection, config: KernelConfig) -> Written:

@@ -1,4 +1,4 @@
-"""Running states (`scans`): a tile of rows by places, scanned along the places, with the state carried from tile to tile."""
+"""Running states (`ir.recognition.running_state`): a tile of rows by places, scanned along the places, its state carried on."""
 
 from __future__ import annotations
 

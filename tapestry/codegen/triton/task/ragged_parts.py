@@ -62,7 +62,7 @@ def _zero_outside(form: KernelForm, e: Expr) -> bool:
     return position is not None and not form.task.reads[position].other
 
 
-# Running states (`ir.recognise`) as tasks: the scanned dimension becomes a segment and a step.
+# Running states (`ir.recognition`) as tasks: the scanned dimension becomes a segment and a step.
 #
 # The segment is one more map dimension, the step u counts in the order of merging; place and element are then affine in both.
 # Steps at which there is no element give the identity, and those without a place are not stored.
