@@ -84,7 +84,12 @@ def test_older_files_are_refused_and_the_error_says_how_to_convert_them(tmp_path
         del proto.opset_import[:]
     with pytest.raises(ModelError, match=f"opset {opset or 1} is not supported") as e:
         compiled(tmp_path, proto, 2)
-    assert "convert_version(model, 7)" in e.value.hint
+    assert "convert_version(model, 7)" in e.value.hint and e.value.where.startswith("node 'node'")
+
+
+def test_a_node_that_has_not_changed_is_read_in_the_oldest_file(tmp_path):
+    found = compiled(tmp_path, model_of("Not", 1, [X > 0], {}), 2).run({"w0": X > 0})["y"]
+    np.testing.assert_array_equal(found, X <= 0)
 
 
 def test_weights_may_be_inputs(tmp_path):

@@ -1,4 +1,4 @@
-"""Files of opset 6, written as opset 7 has them; what is older is refused.
+"""Files of opset 6, written as opset 7 has them; older ones are read where every node has the form of opset 7.
 
 Up to opset 6 the second operand of a binary operator was aligned at an axis, slopes of a PRelu lay along the channels, and
 norms said whether they are in training. onnxruntime runs no such node; some hundred cases of onnx's own test-suite are such
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import onnx
 from onnx import ModelProto, NodeProto, helper
 
 from tapestry.errors import ModelError
@@ -105,14 +106,20 @@ def upgrade(model: ModelProto) -> bool:
     """Write the nodes of a model of opset 6 as opset 7 has them, in place; whether there was anything to do.
 
     Raises:
-        ModelError: the file is older or has functions; or a node, and why no later form says what it does.
+        ModelError: a node of an older file has another form since, the file has functions, or no later form says what a
+            node does.
     """
     opset = opsets_of(model).get("", EARLY)
     if opset >= EARLY:
         return False
-    if opset < EARLY - 1 or model.functions:
-        what = f"opset {opset} is not supported" + (" beside functions" if model.functions else "")
-        raise ModelError(what, where="the model", why=f"opset {EARLY - 1} is the oldest that is read", hint=HINT)
+    if model.functions:
+        raise ModelError(f"opset {opset} is not supported beside functions", where="the model", hint=HINT)
+    if opset < EARLY - 1:
+        for node in filter(is_standard, protos.nested(model.graph.node)):
+            now = onnx.defs.get_schema(node.op_type, EARLY).since_version
+            if now > opset:
+                where, why = f"node '{node_name(node)}'", f"{node.op_type} has another form from opset {now} on"
+                raise ModelError(f"opset {opset} is not supported", where=where, why=why, hint=HINT)
     model.ir_version = max(model.ir_version, 4)  # from here on initializers need not be inputs
     ranks = {t.name: len(t.dims) for t in model.graph.initializer} | _ranks(model)
     _replace(model, lambda node: _written(node, ranks))
