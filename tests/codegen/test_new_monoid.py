@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tapestry.codegen.torch_cpu.base import state_merges
-from tapestry.codegen.torch_cpu.torch_ops import layers
+from tapestry.codegen.torch_cpu.torch_ops import attention_torch
 from tapestry.codegen.triton.emit.source import generate
 from tapestry.ir.expr import Expr, call
 from tapestry.ir.graph import Block, Graph
@@ -125,8 +125,8 @@ def test_torch_streams_it(ours: str, score: str, monkeypatch: pytest.MonkeyPatch
     assert isinstance(op, Block)
     used: list[str] = []
     for name in ("states_by_our_kernel", "_FLASH"):
-        kernel = getattr(layers, name)
-        monkeypatch.setattr(layers, name, lambda *a, k=kernel, n=name, **more: used.append(n) or k(*a, **more))
+        kernel = getattr(attention_torch, name)
+        monkeypatch.setattr(attention_torch, name, lambda *a, k=kernel, n=name, **more: used.append(n) or k(*a, **more))
     graph = replace(graph, ops=(replace(op, then=(*map(_and_a_half, op.then),)),))  # which no whole kernel gives
     feeds = random_feeds(graph, np.random.default_rng(4))
     close(run_cpu(graph, feeds), interp.run(graph, feeds, wide=True)["y"])
