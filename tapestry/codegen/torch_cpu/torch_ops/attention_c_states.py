@@ -5,11 +5,10 @@ from __future__ import annotations
 import ctypes
 
 import torch
+from torch import Tensor
 
 from tapestry.codegen.torch_cpu import native
 from tapestry.codegen.torch_cpu.c import conv_c
-
-Tensor = torch.Tensor
 
 
 def states_by_our_kernel(

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from math import prod
 
 import torch
+from torch import Tensor
 
 from tapestry.codegen.torch_cpu.base.contract import points
 from tapestry.codegen.torch_cpu.base.point_values import Expressions
 from tapestry.codegen.torch_cpu.base.strided_reads import Frame
-from tapestry.codegen.torch_cpu.torch_ops.attention_c_states import Tensor, states_by_our_kernel
+from tapestry.codegen.torch_cpu.torch_ops.attention_c_states import states_by_our_kernel
 from tapestry.ir.expr import Expr, call
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.kernel import Kernel

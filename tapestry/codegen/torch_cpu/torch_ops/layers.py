@@ -11,11 +11,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from tapestry.codegen.torch_cpu.base import contract, state_merges
 from tapestry.codegen.torch_cpu.base.point_values import Expressions, product
 from tapestry.codegen.torch_cpu.base.strided_reads import Frame
-from tapestry.codegen.torch_cpu.torch_ops.attention_c_states import Tensor
 from tapestry.codegen.torch_cpu.torch_ops.attention_torch import streaming
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.kernel import Box, Kernel, cut, size

@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from tapestry.codegen.torch_cpu.base import scalars, state_merges
 from tapestry.codegen.torch_cpu.base.point_values import Run, held
 from tapestry.codegen.torch_cpu.base.strided_reads import Frame
 from tapestry.codegen.torch_cpu.base.torch_api import tensor_of
 from tapestry.codegen.torch_cpu.base.ways import Refusal
-from tapestry.codegen.torch_cpu.torch_ops.attention_c_states import Tensor
 from tapestry.ir.expr import Acc, Arg, Call, Const, Expr, arg_positions
 from tapestry.ir.graph import Block, Dim
 from tapestry.ir.index import dim, substitute

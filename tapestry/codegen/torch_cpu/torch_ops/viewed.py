@@ -7,10 +7,10 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from tapestry.codegen.torch_cpu.base.point_values import Run
 from tapestry.codegen.torch_cpu.c.c_calls import Calls, CCall, CpuKernel, Ins, Pack, hold, moved
-from tapestry.codegen.torch_cpu.torch_ops.attention_c_states import Tensor
 from tapestry.codegen.torch_cpu.views import Seen, View
 
 
