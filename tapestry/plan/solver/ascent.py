@@ -72,7 +72,7 @@ class Messages:
         self.number = np.full(len(alive), -1)
         self.number[self.label] = np.arange(len(to))
         self.unary = net.unary[self.label]
-        self.large = LARGE * max(float(np.abs(net.cost).max(initial=0.0)), float(np.abs(self.unary).max(initial=0.0)), net.tiny)
+        self.large = LARGE * net.largest()
         self._stack(place)
         blocks = [b.table.size for level in self.levels for b in level.blocks]
         self.work = 4.0 * sum(blocks) + 20_000.0 * (len(blocks) + len(self.levels))  # units of one sweep, about
@@ -166,6 +166,10 @@ class Messages:
         place[self.nodes] = self.first
         return self.number[labels] - place[self.net.node[labels]]
 
+    def priced(self, price: np.ndarray) -> np.ndarray:
+        """Costs of the labels, with what they use at prices over time."""
+        return self.net.priced(price)[self.label]
+
     def decode(self, unary: np.ndarray) -> np.ndarray:
         """A label for each node, level after level, given those of earlier levels and the messages of later ones."""
         choice = np.zeros(len(self.nodes), np.int64)
@@ -180,7 +184,7 @@ class Messages:
             choice[level.nodes] = self._best(level, total)
         return choice
 
-    def descend(self, unary: np.ndarray, choice: np.ndarray, rounds: int = 20) -> np.ndarray:
+    def descend(self, unary: np.ndarray, choice: np.ndarray, rounds: int) -> np.ndarray:
         """Iterated conditional modes (Besag 1986), a level at a time."""
         choice = choice.copy()
         for _ in range(rounds):

@@ -39,9 +39,7 @@ class Crossing:
         key = self._key(net.edge, net.a, net.b)
         order = np.argsort(key)
         self.keys, self.costs = key[order], net.cost[order]
-        alive = net.unary[net.alive()]
-        most = max(float(np.abs(net.cost).max(initial=0.0)), float(np.abs(alive).max(initial=0.0)), net.tiny)
-        self.large = LARGE * most
+        self.large = LARGE * net.largest()
         self.nodes = net.nodes()
 
     def _key(self, edge: np.ndarray, a: np.ndarray, b: np.ndarray) -> np.ndarray:

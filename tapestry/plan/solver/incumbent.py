@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -95,7 +95,7 @@ class Stage:
 
     def copy(self) -> Stage:
         """To be continued in another direction."""
-        return Stage(self.net.copy(), self.done.copy(), self.price, self.forest, self.exact)
+        return replace(self, net=self.net.copy(), done=self.done.copy())
 
     def reduce(self) -> None:
         """Reduce the network, and keep the prices of times that are left (those of others go to the next one)."""
@@ -140,7 +140,7 @@ def raise_exactly(state: Search, stage: Stage, budget: Budget) -> float:
         stage.forest = False
         return -np.inf
     mixture = _mixture(state, stage, Messages(stage.net), budget)
-    unit = np.maximum(stage.net.usage.limit, 1.0)
+    unit = stage.net.usage.unit
     first = stage.price * unit
     if not first.any():
         first = _first_prices(stage.net, mixture, order, budget.share(TURNS))

@@ -14,7 +14,7 @@ import numpy as np
 from tapestry.plan.solver.ascent import LARGE, Messages
 from tapestry.plan.solver.budget import Budget
 from tapestry.plan.solver.crossover import Mixture
-from tapestry.plan.solver.pairs import ROUNDING, Multipliers, proved
+from tapestry.plan.solver.pairs import ROUNDING, Multipliers, largest, proved
 from tapestry.plan.solver.tree_contraction import Contraction
 
 
@@ -146,28 +146,23 @@ class Ascent(Prices):
 
     def unary(self) -> np.ndarray:
         """Costs of labels at the present prices."""
-        m, use = self.messages, self.messages.net.usage
-        return m.unary + use.priced(self.price / self._unit(), len(m.net.unary))[m.label]
-
-    def _unit(self) -> np.ndarray:
-        return np.maximum(self.messages.net.usage.limit, 1.0)
+        return self.messages.priced(self.price / self.messages.net.usage.unit)
 
     def excess(self, choice: np.ndarray) -> np.ndarray:
         """Over time, usage above the limit as a part of the limit."""
         m, use = self.messages, self.messages.net.usage
         weight = np.zeros(len(m.net.unary))
         weight[m.label[m.first + choice]] = 1.0
-        return (use.of(weight) - use.limit) / self._unit()
+        return (use.of(weight) - use.limit) / use.unit
 
     def offset(self) -> float:
         """What the limits are worth at the present prices."""
-        return float((self.price * (self.messages.net.usage.limit / self._unit())).sum())
+        use = self.messages.net.usage
+        return float((self.price * (use.limit / use.unit)).sum())
 
     def multipliers(self) -> Multipliers:
         """The best ones, for a certificate."""
-        net = self.messages.net
-        tails, heads = self.messages.spread(self.best_message)
-        return Multipliers(self.best_price / self._unit() if len(net.usage.limit) else self.best_price, tails, heads)
+        return Multipliers(self.best_price / self.messages.net.usage.unit, *self.messages.spread(self.best_message))
 
     def learn(self, bound: float, choice: np.ndarray) -> np.ndarray:
         """Keep better prices and a cut, from what messages at the present ones say; how far the choice passes the limits."""
@@ -193,9 +188,9 @@ class ExactPrices(Prices):
     def look(self) -> tuple[float, np.ndarray]:
         """The bound at the present prices, and how far the cheapest choice passes the limits."""
         net, seen = self.order.net, self.mixture.crossing
-        unit = np.maximum(net.usage.limit, 1.0)
+        unit = net.usage.unit
         now = self.price / unit
-        value, label = self.order.least(net.unary + net.usage.priced(now, len(net.unary)))
+        value, label = self.order.least(net.priced(now))
         full = seen.full(label)
         cost, over = seen.cost(full), (seen.used(full) - net.usage.limit) / unit
         worth = float(now @ net.usage.limit)
@@ -230,7 +225,7 @@ class ExactPrices(Prices):
                 aim, worse, self.price = aim / 2, 0, self.best_price if self.best_price.any() else 0.1 * self.price
             held = self.price > Turning.held * self.price.max()
             length = (self.best - bound + aim * scale) / max(float(self.price @ mean**2), 1e-300)
-            change = min(length, Turning.tilt / max(float(np.abs(mean[held]).max(initial=0.0)), 1e-300)) * mean
+            change = min(length, Turning.tilt / max(largest(mean[held]), 1e-300)) * mean
             some = Turning.left * self.price.sum() / len(over)
             self.price = np.maximum(self.price * np.exp(np.clip(change, -Turning.tilt, Turning.tilt)), some)
             scale = max(scale, abs(self.best))
@@ -270,7 +265,7 @@ def _model(costs: np.ndarray, rows: np.ndarray, low: np.ndarray, high: np.ndarra
     from tapestry.plan.solver.mip import Solver
 
     n, k = len(low), len(costs)
-    scale = max(float(np.abs(costs).max()), 1e-300)
+    scale = max(largest(costs), 1e-300)
     lp = highspy.HighsLp()
     lp.num_col_, lp.num_row_ = n + 1, k
     lp.col_cost_ = np.append(np.zeros(n), -1.0)
@@ -305,7 +300,7 @@ def ascend(
         forcing: for raising prices until a choice keeps to the limits, where none is known.
     """
     use = messages.net.usage
-    state = Ascent(price * np.maximum(use.limit, 1.0), messages=messages, best_message=messages.message.copy())
+    state = Ascent(price * use.unit, messages=messages, best_message=messages.message.copy())
     state.best_price = state.price
     state.active = [int(t) for t in np.flatnonzero(price)]
     unary, least, last, stall = state.unary(), np.inf, -np.inf, 0
@@ -314,7 +309,7 @@ def ascend(
         choice = messages.descend(unary, messages.decode(unary), 5)
         budget.spend(2 * messages.work)
         over = state.learn(bound, choice)
-        least = mixture.see(choice, state.price / np.maximum(use.limit, 1.0))
+        least = mixture.see(choice, state.price / use.unit)
         if not k and not np.isfinite(least):
             least = force(state, forcing or budget, mixture)
             over = state.excess(choice)
@@ -369,12 +364,12 @@ def _frugal(state: Ascent, budget: Budget, mixture: Mixture) -> float:
     Kale 2012), so that soon one keeps to it at all times.
     """
     messages, use = state.messages, state.messages.net.usage
-    unit, kept = np.maximum(use.limit, 1.0), messages.message.copy()
+    unit, kept = use.unit, messages.message.copy()
     most = float(use.priced(1.0 / unit, len(messages.net.unary)).max(initial=0.0))
     least, level, weight = np.inf, 0.1 * messages.large / max(most, 1e-300), np.ones(len(unit))
     for k in range(Fitting.turns + Fitting.falls if most > 0 else 0):
         price = level * weight / unit
-        unary = messages.unary + use.priced(price, len(messages.net.unary))[messages.label]
+        unary = messages.priced(price)
         _pass(messages, unary, budget, 1 if k else 3)
         choice = messages.descend(unary, messages.decode(unary), 2)
         least, over = mixture.see(choice, price), state.excess(choice)
@@ -393,7 +388,7 @@ def _frugal(state: Ascent, budget: Budget, mixture: Mixture) -> float:
 def _push(state: Ascent, budget: Budget, mixture: Mixture, *, gentle: bool) -> float:
     """Prices from the best ones upwards; messages follow them, and every choice is mixed with those before."""
     messages, use = state.messages, state.messages.net.usage
-    state.price, unit = state.best_price.copy(), np.maximum(use.limit, 1.0)
+    state.price, unit = state.best_price.copy(), use.unit
     window = max(1, int(np.median(use.hi - use.lo))) if len(use.lo) else 1  # about as long as a usage lasts
     step = 0.02 * max(abs(state.best), 1e-300) * (1.0 if gentle else min(1.0, window / max(len(use.limit), 1)))
     least, best = np.inf, mixture.ranks()

@@ -12,7 +12,7 @@ import highspy
 import numpy as np
 
 from tapestry.plan.solver.budget import Budget
-from tapestry.plan.solver.pairs import PROVED, Multipliers, Pairs
+from tapestry.plan.solver.pairs import PROVED, Multipliers, Pairs, largest
 
 PEAKS = 5  # usage rows added at a time
 TIGHT = 1e-7  # how much HiGHS may pass a limit, as a part of it
@@ -77,9 +77,9 @@ class Point:
 class Program:
     """Rows and columns of a network."""
 
-    def __init__(self, net: Pairs, times: list[int] | None = None) -> None:
+    def __init__(self, net: Pairs) -> None:
         self.net = net
-        self.times = list(times or [])
+        self.times: list[int] = []
         self.labels = np.flatnonzero(net.alive())
         sa, of_a, sb, of_b = net.slots()
         alive = net.alive()
@@ -98,11 +98,9 @@ class Program:
         values = [np.ones(len(self.labels)), -np.ones(len(self.slots)), np.ones(len(pair)), np.ones(len(pair))]
         self.nodes, self.column = len(nodes), column
         self.cost = np.concatenate([net.unary[self.labels], net.cost])
-        self.scale = max(float(np.abs(self.cost).max(initial=0.0)) / 1e6, 1e-12)
+        self.scale = max(largest(self.cost) / 1e6, 1e-12)
         self.highs = Solver()
         self._pass(np.concatenate(rows), np.concatenate(columns), np.concatenate(values))
-        for t in self.times:
-            self._limit(t)
 
     def _pass(self, rows: np.ndarray, columns: np.ndarray, values: np.ndarray) -> None:
         order = np.lexsort((rows, columns))

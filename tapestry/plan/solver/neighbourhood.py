@@ -100,9 +100,7 @@ class Nearby:
     def __init__(self, stage: Stage) -> None:
         self.stage, self.messages = stage, Messages(stage.net)
         self.mixture = Mixture(self.messages)
-        net = stage.net
-        degree = np.bincount(net.tail, minlength=len(net.gone)) + np.bincount(net.head, minlength=len(net.gone))
-        self.degree = degree[self.messages.nodes] + 1.0
+        self.degree = stage.net.degree()[self.messages.nodes] + 1.0
 
     def run(self, state: Search, budget: Budget, rng: np.random.Generator) -> bool:
         """Some rounds, more while they bring something; whether the budget held."""
@@ -119,9 +117,9 @@ class Nearby:
 
     def _round(self, budget: Budget, rng: np.random.Generator) -> bool:
         """One choice more; whether the best is better."""
-        messages, net = self.messages, self.stage.net
+        messages = self.messages
         price = self.stage.price * float(rng.choice(PRICES))
-        unary = messages.unary + net.usage.priced(price, len(net.unary))[messages.label]
+        unary = messages.priced(price)
         best = messages.first + self.mixture.ranks()
         held = self._held(rng)
         unary = unary + np.where(np.repeat(held, messages.count), messages.large, 0.0)

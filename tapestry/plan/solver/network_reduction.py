@@ -88,10 +88,7 @@ def settle(net: Pairs) -> int:
 
 def merge_parallel(net: Pairs) -> int:
     """One pair for each two nodes: what all of them allow, at the sum of their costs."""
-    swap = net.tail > net.head
-    flipped = swap[net.edge]
-    net.a, net.b = np.where(flipped, net.b, net.a), np.where(flipped, net.a, net.b)
-    net.tail, net.head = np.where(swap, net.head, net.tail), np.where(swap, net.tail, net.head)
+    net.swap(net.tail > net.head)
     _, first, of, times = np.unique(
         net.tail * len(net.gone) + net.head, return_index=True, return_inverse=True, return_counts=True
     )
@@ -170,7 +167,7 @@ def _loops(net: Pairs) -> None:
 
 def fold_leaves(net: Pairs, done: Reduction) -> int:
     """Nodes without usage that have one pair, or none, take what is best for their only neighbour's label."""
-    degree = np.bincount(net.tail, minlength=len(net.gone)) + np.bincount(net.head, minlength=len(net.gone))
+    degree = net.degree()
     free = ~net.gone
     free[net.node[net.usage.label]] = False
     alone = np.flatnonzero(free & (degree == 0))
@@ -181,9 +178,7 @@ def fold_leaves(net: Pairs, done: Reduction) -> int:
     fold = leaf[net.tail] | leaf[net.head]
     if not fold.any():
         return len(alone)
-    flipped = swap[net.edge]
-    net.a, net.b = np.where(flipped, net.b, net.a), np.where(flipped, net.a, net.b)
-    net.tail, net.head = np.where(swap, net.head, net.tail), np.where(swap, net.tail, net.head)
+    net.swap(swap)
     slot, label, _, _ = net.slots()
     here = np.flatnonzero(fold[net.edge])
     total = net.cost[here] + net.unary[net.b[here]]

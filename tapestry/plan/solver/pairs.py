@@ -11,7 +11,7 @@ raises it above the cost of a known choice is in no better one (reduced-cost fix
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -24,6 +24,11 @@ PROVED = 1e-9  # of the cost: how far the bound may be below it where a choice c
 
 class Infeasible(Exception):
     """No choice is allowed, or none keeps to the limits of the usages."""
+
+
+def largest(costs: np.ndarray) -> float:
+    """The largest size of any cost."""
+    return float(np.abs(costs).max(initial=0.0))
 
 
 def proved(cost: float, bound: float, gap: float = PROVED) -> bool:
@@ -62,6 +67,11 @@ class Usage:
         """Forget all other entries."""
         self.label, self.lo, self.hi, self.amount = self.label[which], self.lo[which], self.hi[which], self.amount[which]
 
+    @property
+    def unit(self) -> np.ndarray:
+        """What excess and prices are measured in at each time."""
+        return np.maximum(self.limit, 1.0)
+
     def over_time(self, amount: np.ndarray) -> np.ndarray:
         """Sum over the entries alive at each time."""
         end = len(self.limit) + 1
@@ -75,10 +85,6 @@ class Usage:
         """For each label, its usage times the price over time."""
         total = np.concatenate([[0.0], np.cumsum(price)])
         return np.bincount(self.label, self.amount * (total[self.hi] - total[self.lo]), labels)
-
-    def copy(self) -> Usage:
-        """The arrays are never changed in place."""
-        return Usage(self.label, self.lo, self.hi, self.amount, self.limit, self.time)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +162,18 @@ class Pairs:
         """The nodes that are left."""
         return np.flatnonzero(~self.gone)
 
+    def degree(self) -> np.ndarray:
+        """How many pairs every node is in."""
+        return np.bincount(np.append(self.tail, self.head), minlength=len(self.gone))
+
+    def largest(self) -> float:
+        """The largest cost that is allowed."""
+        return max(largest(self.cost), largest(self.unary[self.alive()]), self.tiny)
+
+    def priced(self, price: np.ndarray) -> np.ndarray:
+        """For each label, its cost and its usage times the price over time."""
+        return self.unary + self.usage.priced(price, len(self.unary))
+
     def weight(self) -> int:
         """Labels and joint choices that are left."""
         return int(self.alive().sum()) + len(self.a)
@@ -170,6 +188,12 @@ class Pairs:
             self.keep(~dead[self.edge])
             self.edge = (np.cumsum(~dead) - 1)[self.edge]
             self.tail, self.head = self.tail[~dead], self.head[~dead]
+
+    def swap(self, pairs: np.ndarray) -> None:
+        """Exchange tail and head of some pairs."""
+        flipped = pairs[self.edge]
+        self.a, self.b = np.where(flipped, self.b, self.a), np.where(flipped, self.a, self.b)
+        self.tail, self.head = np.where(pairs, self.head, self.tail), np.where(pairs, self.tail, self.head)
 
     def slots(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """(number of the side's label for each joint choice, label of each number), for tails and for heads.
@@ -191,22 +215,8 @@ class Pairs:
         self.unary = self.unary - gone
 
     def copy(self) -> Pairs:
-        """A network that may be changed without this one."""
-        return Pairs(
-            self.start,
-            self.node,
-            self.unary.copy(),
-            self.gone.copy(),
-            self.tail.copy(),
-            self.head.copy(),
-            self.edge,
-            self.a.copy(),
-            self.b.copy(),
-            self.cost.copy(),
-            self.usage.copy(),
-            self.constant,
-            self.tiny,
-        )
+        """A network that may be changed without this one: only these arrays are ever changed in place."""
+        return replace(self, unary=self.unary.copy(), gone=self.gone.copy(), usage=replace(self.usage))
 
 
 def from_instance(given: Instance) -> Pairs:
@@ -225,7 +235,7 @@ def from_instance(given: Instance) -> Pairs:
     a, b = start[tail][edge] + within // width, start[head][edge] + within % width
     unary = np.where(given.unary < FORBIDDEN, given.unary, np.inf).astype(float)
     cost = given.tables[allowed].astype(float)
-    scale = max(float(np.abs(cost).max(initial=0.0)), float(np.abs(unary[np.isfinite(unary)]).max(initial=0.0)))
+    scale = max(largest(cost), largest(unary[np.isfinite(unary)]))
     return Pairs(
         start,
         node,
@@ -237,7 +247,7 @@ def from_instance(given: Instance) -> Pairs:
         a[allowed],
         b[allowed],
         cost,
-        given.usage.copy(),
+        replace(given.usage),
         0.0,
         ROUNDING * scale,
     )
@@ -265,8 +275,8 @@ def certify(net: Pairs, given: Multipliers) -> Certificate:
     """Evaluate the bound from scratch, whoever found the multipliers."""
     price = np.maximum(given.price, 0.0)
     sa, of_a, sb, of_b = net.slots()
-    moved = net.unary + net.usage.priced(price, len(net.unary))
-    moved = moved - np.bincount(of_a, given.tails, len(moved)) - np.bincount(of_b, given.heads, len(moved))
+    count = len(net.unary)
+    moved = net.priced(price) - np.bincount(of_a, given.tails, count) - np.bincount(of_b, given.heads, count)
     least = np.full(len(net.gone), np.inf)
     np.minimum.at(least, net.node, moved)
     joint = net.cost + given.tails[sa] + given.heads[sb]
