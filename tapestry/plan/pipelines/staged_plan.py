@@ -15,7 +15,8 @@ from tapestry.ir.plan import Plan, Stage, device_count, on_stage
 from tapestry.ir.program import Buffer, Free, Launch, Load, Message, Program, Reduce, Step, Transfer
 from tapestry.plan.kinds import kind_of
 from tapestry.plan.lower import lower, with_frees
-from tapestry.plan.topology import Fabric, Link, Topology, fabrics, weakest
+from tapestry.plan.topology import Fabric, Link, Topology, fabrics
+from tapestry.plan.topology.fabric import of_devices, slowest
 
 
 def lower_plan(plan: Plan) -> Program:
@@ -82,9 +83,7 @@ def stage_topology(topo: Topology, stage: Stage) -> Topology:
     out = replace(topo, mesh=stage.mesh, links=links, joined=_fabrics_among(topo, device_count(stage.mesh)))
     if not topo.kinds:
         return out
-    kinds = topo.kinds[stage.first : stage.devices.stop]
-    alike = all(d == kinds[0] for d in kinds)
-    return replace(out, device=kinds[0] if alike else weakest(kinds), kinds=() if alike else kinds)
+    return of_devices(out, topo.kinds[stage.first : stage.devices.stop])
 
 
 def _fabrics_among(topo: Topology, devices: int) -> tuple[Fabric, ...]:
@@ -102,8 +101,7 @@ def _fabrics_among(topo: Topology, devices: int) -> tuple[Fabric, ...]:
 
 def link_between(topo: Topology, a: int, b: int) -> Link:
     """What a message between two devices crosses: the slowest of what joins them."""
-    crossed = [f.link for f in fabrics(topo) if a // f.stride % f.size != b // f.stride % f.size]
-    return Link(max((x.alpha for x in crossed), default=0.0), max((x.beta for x in crossed), default=0.0))
+    return slowest([f.link for f in fabrics(topo) if a // f.stride % f.size != b // f.stride % f.size])
 
 
 def spread(held: Sequence[Box | None], wanted: Sequence[Box | None]) -> tuple[Message, ...]:

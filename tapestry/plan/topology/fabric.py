@@ -85,6 +85,11 @@ class Wire:
     beta: float
 
 
+def slowest(found: Sequence[Link] | Sequence[Wire]) -> Link:
+    """The costs of the slowest of some links."""
+    return Link(max((k.alpha for k in found), default=0.0), max((k.beta for k in found), default=0.0))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fabric:
     """How devices are joined that differ only in ``number // stride % size``.
@@ -222,6 +227,12 @@ def divides(mesh: Mesh, ends: tuple[int, ...]) -> bool:
         all_ends.add(stride)
     order = sorted(all_ends)
     return all(b % a == 0 for a, b in pairwise(order))
+
+
+def of_devices(topo: Topology, kinds: Sequence[Device]) -> Topology:
+    """The topology with one device or another at each place of the mesh."""
+    alike = all(d == kinds[0] for d in kinds)
+    return replace(topo, device=kinds[0] if alike else weakest(kinds), kinds=() if alike else tuple(kinds))
 
 
 def weakest(kinds: Sequence[Device]) -> Device:

@@ -8,7 +8,7 @@ from typing import Any
 
 from tapestry.errors import TapestryError
 from tapestry.ir.plan import Mesh, device_count
-from tapestry.plan.topology.fabric import Fabric, Link, divides
+from tapestry.plan.topology.fabric import Fabric, Link, divides, slowest
 from tapestry.plan.topology.presets import Level, Source
 from tapestry.plan.topology.routing import routes
 from tapestry.plan.topology.wire_shapes import MAX_JOINED, balanced, of_map, pairs, wires
@@ -48,7 +48,7 @@ def _slowest(fabrics: tuple[Fabric, ...], mesh: Mesh) -> tuple[Link, ...]:
     stride = 1
     for a in reversed(mesh):
         crossed = [f.link for f in fabrics if f.stride < stride * a.size and stride < f.stride * f.size]
-        out.append(Link(max((k.alpha for k in crossed), default=0.0), max((k.beta for k in crossed), default=0.0)))
+        out.append(slowest(crossed))
         stride *= a.size
     return tuple(reversed(out))
 
@@ -111,8 +111,7 @@ def _wired(kind: str, size: int, stride: int, found: tuple[Any, ...]) -> Fabric:
     if len(found) > MAX_WIRES:
         raise TapestryError(f"{len(found):,} links in one {kind}", hint=f"at most {MAX_WIRES:,}; a switch, or levels")
     routes(size, found)
-    slowest = Link(max((w.alpha for w in found), default=0.0), max((w.beta for w in found), default=0.0))
-    return Fabric(kind=kind, stride=stride, size=size, link=slowest, wires=found)
+    return Fabric(kind=kind, stride=stride, size=size, link=slowest(found), wires=found)
 
 
 def _sides(size: int, mesh: Mesh) -> tuple[int, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from math import isfinite
 from typing import Any
@@ -162,7 +162,7 @@ def read_overlap(data: Mapping[str, Any]) -> bool:
 
 def classes_data(found: Mapping[str, KernelRates]) -> dict[str, dict[str, float]]:
     """`read_classes` reads it back."""
-    return {k: {"launch": v.launch, "rate": v.rate, "bandwidth": v.bandwidth} for k, v in found.items()}
+    return {k: asdict(v) for k, v in found.items()}
 
 
 def calls_data(found: Iterable[CallTimes]) -> list[dict[str, Any]]:

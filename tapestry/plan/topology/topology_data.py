@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping
+from dataclasses import asdict, astuple
 from math import isfinite
 from typing import Any
 
@@ -26,7 +27,7 @@ def to_data(topo: Topology) -> dict[str, Any]:
     """What a build directory keeps of a topology; `from_data` reads it back."""
     out: dict[str, Any] = {
         "name": topo.name, "mesh": [_axis_data(a) for a in topo.mesh],
-        "links": [{"alpha": k.alpha, "beta": k.beta} for k in topo.links],
+        "links": [*map(asdict, topo.links)],
         "device": device_data(topo.device),
     }  # fmt: skip
     if topo.native_sums:
@@ -43,7 +44,7 @@ def to_data(topo: Topology) -> dict[str, Any]:
                 "size": f.size,
                 "alpha": f.link.alpha,
                 "beta": f.link.beta,
-                "wires": [[w.src, w.dst, w.alpha, w.beta] for w in f.wires],
+                "wires": [list(astuple(w)) for w in f.wires],
             }
             for f in topo.joined
         ]
@@ -72,8 +73,8 @@ def from_data(data: Mapping[str, Any]) -> Topology:
         TapestryError: it describes none.
     """
     try:
-        device = _device(data["device"])
-        found_kinds = [_device(d) for d in data.get("kinds", ())]
+        device = read_device(data["device"])
+        found_kinds = [read_device(d) for d in data.get("kinds", ())]
         kinds = tuple(found_kinds[operator.index(k)] for k in data.get("kind", ()))
         mesh = tuple(
             MeshAxis(str(name), int(size), *(tuple(int(w) for w in numbers) for numbers in rest[:2]))
@@ -90,7 +91,7 @@ def from_data(data: Mapping[str, Any]) -> Topology:
             kinds=kinds,
             calls=read_calls(data.get("collectives", ())),
             overlap=read_overlap(data),
-            alone=_device(data["alone"]) if "alone" in data else None,
+            alone=read_device(data["alone"]) if "alone" in data else None,
             margin=read_margin(data),
             native_sums=data.get("native_sums", False) is True,
         )
@@ -128,7 +129,7 @@ def device_data(d: Device) -> dict[str, Any]:
     return {**out, "name": d.name} if d.name else out
 
 
-def _device(d: Mapping[str, Any]) -> Device:
+def read_device(d: Mapping[str, Any]) -> Device:
     return Device(
         memory=int(d["memory"]),
         bandwidth=float(d["bandwidth"]),

@@ -14,11 +14,12 @@ from typing import Any, cast
 from tapestry.errors import TapestryError, similar
 from tapestry.interop import instance_map
 from tapestry.ir.plan import Mesh, MeshAxis, coordinates, device_count
-from tapestry.plan.topology.fabric import HOST, HOST_LATENCY, Device, Link, Topology, weakest
+from tapestry.plan.topology.fabric import Device, Link, Topology, of_devices, slowest
 from tapestry.plan.topology.join import joined
-from tapestry.plan.topology.measured_costs import read_calls, read_classes, read_figures, read_margin, read_overlap, read_power
+from tapestry.plan.topology.measured_costs import read_calls, read_figures, read_margin, read_overlap
 from tapestry.plan.topology.meshes import parse_mesh
 from tapestry.plan.topology.presets import PRESETS, REST, SOURCES, GiB, Level, Other, Source
+from tapestry.plan.topology.topology_data import read_device
 from tapestry.plugins import entry_points as plugins
 
 __all__ = ["GiB", "default_mesh", "linked", "parse_bytes", "topology"]
@@ -74,8 +75,7 @@ def topology(
         margin=found.margin,
         figures=found.figures,
     )
-    alike = all(d == kinds[0] for d in kinds)
-    return replace(out, device=kinds[0] if alike else weakest(kinds), kinds=() if alike else tuple(kinds))
+    return of_devices(out, kinds)
 
 
 def linked(topo: Topology, links: str) -> Topology:
@@ -84,8 +84,8 @@ def linked(topo: Topology, links: str) -> Topology:
     Raises:
         TapestryError: the map is of other devices, or a device cannot reach another.
     """
-    slowest = Link(max(k.alpha for k in topo.links), max(k.beta for k in topo.links))
-    spec: dict[str, Any] = {"map": links, "alpha": slowest.alpha, "beta": slowest.beta, "sizes": (), "links": {}}
+    link = slowest(topo.links)
+    spec: dict[str, Any] = {"map": links, "alpha": link.alpha, "beta": link.beta, "sizes": (), "links": {}}
     found, fabrics, notes = joined(Source(topo.device, (), {}, spec), topo.mesh)
     return replace(topo, name=f"{topo.name}, links of the model", links=found, joined=fabrics, notes=notes, calls=())
 
@@ -212,19 +212,8 @@ def _like(base: Mapping[str, Any], own: Mapping[str, Any]) -> Device:
 def _device(d: Mapping[str, Any]) -> Device:
     flops = {str(k): float(v) for k, v in d["flops"].items()}
     flops.setdefault("other", min(flops.values()))
-    return Device(
-        memory=parse_bytes(str(d["memory"])),
-        bandwidth=float(d["bandwidth"]),
-        launch=float(d.get("launch", 0.0)),
-        vector=float(d.get("vector", flops["other"])),
-        flops=flops,
-        host=float(d.get("host", HOST)),
-        host_latency=float(d.get("host_latency", HOST_LATENCY)),
-        name=str(d.get("name", "")),
-        classes=read_classes(d.get("classes", {})),
-        reserve=int(d.get("reserve", 0)),
-        power=read_power(d),
-    )
+    memory = parse_bytes(str(d["memory"]))
+    return read_device({"launch": 0.0, "vector": flops["other"], **d, "memory": memory, "flops": flops})
 
 
 def _interconnect(data: Mapping[str, Any]) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ def from_trace(path: Path, memory: int) -> dict[str, Any]:
     device = before.device
     out: dict[str, Any] = {
         "device": {**device_data(device), "memory": memory, "classes": classes_data(classes)},
-        "levels": [{"alpha": k.alpha, "beta": k.beta} for k in before.links[:1]] or [{"alpha": 0.0, "beta": 1e-12}],
+        "levels": [*map(asdict, before.links[:1])] or [{"alpha": 0.0, "beta": 1e-12}],
         "overlap": before.overlap,
     }
     if before.alone:
