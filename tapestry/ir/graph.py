@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Any, TypeVar
 
 from tapestry.ir.expr import Acc, Expr, arg_positions
@@ -138,6 +139,16 @@ class Block:
         return once(self, "inputs", _inputs)
 
     @property
+    def operands(self) -> tuple[str, ...]:
+        """The tensor of each read."""
+        return tuple(r.tensor for r in self.reads)
+
+    @property
+    def merged_cells(self) -> int:
+        """How many points are reduced to one cell of the results."""
+        return prod(d.size for d in (*self.reduce, *self.inner_dims))
+
+    @property
     def point(self) -> tuple[Expr, ...]:
         """Everything computed before the reduction: the inner reductions' bodies, then the body."""
         return tuple(s.body for s in self.inner) + self.body
@@ -201,6 +212,11 @@ class Opaque:
     def ranges(self) -> dict[str, int]:
         """Dimension name to size."""
         return {d.name: d.size for d in self.dims}
+
+    @property
+    def operands(self) -> tuple[str, ...]:
+        """The tensor of each input."""
+        return self.ins
 
     @property
     def inputs(self) -> tuple[str, ...]:

@@ -6,9 +6,11 @@ readers), so that an operation of an optimal plan has none below zero, unless me
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import prod
+from typing import TypeVar
 
 import numpy as np
 
@@ -22,11 +24,13 @@ from tapestry.plan.cost.collective import reduce_seconds
 from tapestry.plan.kinds import kind_of
 from tapestry.plan.lower import exchange, lower
 from tapestry.plan.pipelines.staged_plan import stage_ops, stage_plan, stage_topology
+from tapestry.plan.search.priced_plan import choice_of
 from tapestry.plan.search.problem import Problem, build
 from tapestry.plan.simulate import layouts
 from tapestry.plan.strategy import Pin, footprints, merges, out_layout, tensor_boxes
 from tapestry.plan.topology import Topology
 
+T = TypeVar("T")
 LOWERINGS = 16  # how many better-looking alternatives are lowered to see whether they fit into memory
 NOISE = 1e-3  # parts below this share of the largest one are left out
 
@@ -69,7 +73,7 @@ def best_alternatives(
         pins: as the plan was searched with. They are kept only if it has a strategy that would not exist without them.
     """
     if plan.stages:
-        return _by_stage(plan, topo)
+        return _by_stage(plan, topo, best_alternatives)
     problem, choice = _problem(plan, topo, pins or {})
     moves = _Moves(plan, topo)
     out: list[Alternative | None] = []
@@ -99,12 +103,7 @@ def priced_strategies(
     The first one is that of `best_alternatives`.
     """
     if plan.stages:
-        out: list[list[tuple[Strategy, float]]] = [[] for _ in plan.graph.ops]
-        for k, stage in enumerate(plan.stages):
-            found = priced_strategies(stage_plan(plan, k), stage_topology(topo, stage), most=most)
-            for i, row in zip(stage_ops(plan, k), found, strict=True):
-                out[i] = row
-        return out
+        return _by_stage(plan, topo, partial(priced_strategies, most=most))
     problem, choice = _problem(plan, topo, pins or {})
     rows: list[list[tuple[Strategy, float]]] = []
     for i, costs in enumerate(local_costs(problem, choice)):
@@ -113,14 +112,12 @@ def priced_strategies(
     return rows
 
 
-def _by_stage(plan: Plan, topo: Topology) -> list[Alternative | None]:
+def _by_stage(plan: Plan, topo: Topology, of: Callable[[Plan, Topology], list[T]]) -> list[T]:
     """The same with pipeline stages: other strategies of an operation on the devices of its stage."""
-    out: list[Alternative | None] = [None] * len(plan.graph.ops)
+    found: dict[int, T] = {}
     for k, stage in enumerate(plan.stages):
-        found = best_alternatives(stage_plan(plan, k), stage_topology(topo, stage))
-        for i, other in zip(stage_ops(plan, k), found, strict=True):
-            out[i] = other
-    return out
+        found |= zip(stage_ops(plan, k), of(stage_plan(plan, k), stage_topology(topo, stage)), strict=True)
+    return [found[i] for i in range(len(plan.graph.ops))]
 
 
 def local_costs(problem: Problem, choice: list[int]) -> list[np.ndarray]:
@@ -139,7 +136,7 @@ def _problem(plan: Plan, topo: Topology, pins: Mapping[int, tuple[Pin, ...]]) ->
     plan = replace(plan, strategies=tuple(map(still, plan.strategies)))
     if any(s not in m.strategies for m, s in zip(problem.menus, plan.strategies, strict=True)):
         problem = build(plan.graph, topo, pins, plan.inputs, plan.outputs, streamed=plan.streamed)
-    return problem, [m.strategies.index(s) for m, s in zip(problem.menus, plan.strategies, strict=True)]
+    return problem, choice_of(problem, plan)
 
 
 def _excess(plan: Plan, topo: Topology, i: int, s: Strategy) -> int:
@@ -156,7 +153,7 @@ class _Moves:
     topo: Topology
     layouts: dict[str, Layout] = field(init=False)
     readers: dict[str, list[int]] = field(init=False)
-    cache: dict[object, float] = field(default_factory=dict[object, float])
+    cache: dict[object, tuple[float, int]] = field(default_factory=dict[object, tuple[float, int]])
 
     def __post_init__(self) -> None:
         self.layouts = layouts(self.plan)
@@ -186,24 +183,24 @@ class _Moves:
 
     def part(self, tensor: str, now: tuple[Layout, list[Boxes]], other: tuple[Layout, list[Boxes]]) -> Part:
         """The difference in one reader's fetching of one tensor, called after the dearer of the two."""
-        before, after = self.seconds(tensor, *now), self.seconds(tensor, *other)
+        (before, had), (after, has) = self.costs(tensor, *now), self.costs(tensor, *other)
         if before == after:
             return Part("", tensor, 0.0)
-        more = self.nbytes(tensor, *other) - self.nbytes(tensor, *now)
-        return Part(self.kind(tensor, *(other if after > before else now)), tensor, after - before, more)
+        return Part(self.kind(tensor, *(other if after > before else now)), tensor, after - before, has - had)
 
     def wanted(self, i: int, s: Strategy, tensor: str) -> list[Boxes]:
         """The distinct footprints that an operation has in a tensor."""
         found = footprints(self.plan.graph.ops[i], self.plan.graph, s, self.topo.mesh)
         return list({b.tobytes(): b for _, t, b in found if t == tensor}.values())
 
-    def seconds(self, tensor: str, layout: Layout, wanted: list[Boxes]) -> float:
+    def costs(self, tensor: str, layout: Layout, wanted: list[Boxes]) -> tuple[float, int]:
         """Time to bring a layout to some footprints."""
         t = self.plan.graph.tensors[tensor]
         key = (t.shape, t.dtype, layout, tuple(b.tobytes() for b in wanted))
         if key not in self.cache:
             held = [(layout, tensor_boxes(t.shape, layout, self.topo.mesh))]
-            self.cache[key] = float(transfer.costs(held, wanted, itemsize(t.dtype), self.topo).seconds.sum()) if wanted else 0.0
+            found = transfer.costs(held, wanted, itemsize(t.dtype), self.topo) if wanted else None
+            self.cache[key] = (float(found.seconds.sum()), int(found.bytes.sum())) if found else (0.0, 0)
         return self.cache[key]
 
     def nbytes(self, tensor: str, layout: Layout, wanted: list[Boxes]) -> int:
@@ -214,7 +211,7 @@ class _Moves:
 
     def kind(self, tensor: str, layout: Layout, wanted: list[Boxes]) -> str:
         """What the transfer is called; of several the dearest."""
-        dearest = max(wanted, key=lambda w: self.seconds(tensor, layout, [w]))
+        dearest = max(wanted, key=lambda w: self.costs(tensor, layout, [w]))
         held = tensor_boxes(self.plan.graph.tensors[tensor].shape, layout, self.topo.mesh)
         messages = exchange(held, dearest, layout, self.topo.mesh)
         return kind_of(messages, *([tuple((lo, hi) for lo, hi in b) for b in w.tolist()] for w in (held, dearest)))

@@ -22,8 +22,9 @@ from tapestry.ir.program import Buffer, Free, Launch, Load, Message, Program, Re
 from tapestry.ir.recognition.state import counted, native, varies
 from tapestry.ir.syntax.printer import signature
 from tapestry.plan import ring_attention
+from tapestry.plan.cost.compute import sizes
 from tapestry.plan.kinds import kind_of
-from tapestry.plan.strategy import covers, footprints, merges, op_boxes, out_layout, tensor_boxes, which_cover
+from tapestry.plan.strategy import covers, footprints, merges, op_boxes, out_layout, result_boxes, tensor_boxes, which_cover
 
 CHUNK = 1 << 16  # pairs of devices compared at once
 
@@ -53,7 +54,7 @@ class Shapes:
         if key not in self.covered:
             stack = np.stack(held)
             at = np.flatnonzero(which_cover(stack, wanted))
-            cells = np.prod(stack[at, ..., 1] - stack[at, ..., 0], axis=-1).sum(axis=-1)
+            cells = sizes(stack[at]).sum(axis=-1)
             self.covered[key] = int(at[cells.argmin()]) if len(at) else -1, [wanted, *held]
         return self.covered[key][0]
 
@@ -130,8 +131,7 @@ class _Lowering:
                 known[key] = [
                     (k, self.passing(op, s, 0)[k] if k in turning else boxes) for k, _, boxes in footprints(op, graph, s, mesh)
                 ]
-            names = [r.tensor for r in op.reads] if isinstance(op, Block) else op.ins
-            out.append([(k, names[k], boxes) for k, boxes in known[key]])
+            out.append([(k, op.operands[k], boxes) for k, boxes in known[key]])
         return out
 
     def buffer(self, tensor: str, boxes: Boxes, *, part: int | None = None, dtype: str = "", tag: str = "") -> str:
@@ -181,7 +181,7 @@ class _Lowering:
         """One operation: fetch, launch, and merge where a reduced dimension is cut."""
         op, s = self.plan.graph.ops[i], self.plan.strategies[i]
         cut = merges(op, s)
-        ins = [""] * (len(op.reads) if isinstance(op, Block) else len(op.ins))
+        ins = [""] * len(op.operands)
         for t in self.plan.streamed.intersection(op.inputs):
             if self.used.get(t, i) < i - 1:  # gone since; only the operation right before leaves it loaded
                 self.held[t] = []
@@ -222,7 +222,7 @@ class _Lowering:
         blocks = _tuples(block)
         used = tuple(b if k in body else "" for k, b in enumerate(ins))
         self.steps.append(Launch(op=i, mode="partial", blocks=blocks, ins=used, outs=states))
-        final = tensor_boxes(tuple(d.size for d in op.dims), s.out, mesh)
+        final = result_boxes(op, s, mesh)
         known, sent_as = _counts(op, block), native(op) if self.plan.native_sums else ""
         scattered, gathered = [a for a, scatter in cut if scatter], [a for a, scatter in cut if not scatter]
         todo = [(kind, axes) for kind, axes in (("reduce_scatter", scattered), ("all_reduce", gathered)) if axes]
@@ -301,8 +301,7 @@ class _Lowering:
 def _counts(op: Block, block: Boxes) -> tuple[tuple[float, ...], ...]:
     """Values of the fields that count, in every device's part; nothing where all fields must be sent."""
     fixed = counted(op)
-    reduced = block[:, len(op.dims) : len(op.dims) + len(op.reduce)]
-    points: list[int] = np.prod(reduced[..., 1] - reduced[..., 0], axis=-1).tolist()
+    points: list[int] = sizes(block[:, len(op.dims) : len(op.dims) + len(op.reduce)]).tolist()
     each = (tuple(fixed[k] * n for n in points) if k in fixed else () for k in range(len(op.body)))
     return tuple(each) if fixed else ()
 

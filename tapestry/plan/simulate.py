@@ -28,7 +28,7 @@ from tapestry.plan.cost import compute, transfer
 from tapestry.plan.cost.collective import Way, merge, reductions
 from tapestry.plan.pipelines.staged_plan import link_between, stage_topology
 from tapestry.plan.search.problem import load_seconds
-from tapestry.plan.strategy import footprints, merges, op_boxes, out_layout, tensor_boxes
+from tapestry.plan.strategy import footprints, merges, op_boxes, out_layout, result_boxes
 from tapestry.plan.topology import Topology
 
 BESIDE = (
@@ -294,7 +294,7 @@ class _Costs:
         """Seconds of each mode: ``partial`` and ``finish`` together are ``full`` and one launch more."""
         graph = self.plan.graph
         block = op_boxes(op, s.dims, topo.mesh)
-        final = tensor_boxes(tuple(d.size for d in op.dims), s.out, topo.mesh) if isinstance(op, Block) else block
+        final = result_boxes(op, s, topo.mesh)
         prints = list(footprints(op, graph, s, topo.mesh))
         full = compute.seconds_each(op, graph, block, final, {(t, b.tobytes()): b for _, t, b in prints}, topo)
         if not isinstance(op, Block) or not op.monoid:

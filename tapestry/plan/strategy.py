@@ -154,6 +154,11 @@ def op_boxes(op: Op, dims: tuple[str | None, ...], mesh: Mesh) -> Boxes:
     return _cut_boxes(tuple(d.size for d in op.space), axes, mesh)
 
 
+def result_boxes(op: Op, s: Strategy, mesh: Mesh) -> Boxes:
+    """Each device's block of what an operation makes, once it is merged."""
+    return tensor_boxes(tuple(d.size for d in op.dims), s.out, mesh) if isinstance(op, Block) else op_boxes(op, s.dims, mesh)
+
+
 def out_layout(op: Op, layout: Layout, output: int) -> Layout:
     """Layout of one output tensor: for an opaque operation, dimensions are mapped to that output's axes."""
     if isinstance(op, Block):
@@ -193,7 +198,12 @@ def which_cover(outers: np.ndarray, inner: Boxes) -> np.ndarray:
 def footprints(op: Op, graph: Graph, s: Strategy, mesh: Mesh) -> Iterator[tuple[int, str, Boxes]]:
     """(read position, tensor, boxes) of everything that each device must have, clipped to the tensor."""
     for k, found in footprints_of_all(op, graph, (s,), mesh).items():
-        yield k, op.reads[k].tensor if isinstance(op, Block) else op.ins[k], found[0]
+        yield k, op.operands[k], found[0]
+
+
+def reads_once(op: Op, graph: Graph, s: Strategy, mesh: Mesh) -> dict[tuple[str, bytes], Boxes]:
+    """The footprints of an operation, equal ones of a tensor once."""
+    return {(t, b.tobytes()): b for _, t, b in footprints(op, graph, s, mesh)}
 
 
 def footprints_of_all(op: Op, graph: Graph, some: Sequence[Strategy], mesh: Mesh) -> dict[int, np.ndarray]:
@@ -206,7 +216,7 @@ def footprints_of_all(op: Op, graph: Graph, some: Sequence[Strategy], mesh: Mesh
     many = (len(some), len(block) // len(some))
     if not isinstance(op, Block):
         return {k: boxes.reshape(*many, *boxes.shape[1:]) for k, _, boxes in opaque_boxes(op, graph, block)}
-    final = np.concatenate([tensor_boxes(tuple(d.size for d in op.dims), s.out, mesh) for s in some])
+    final = np.concatenate([result_boxes(op, s, mesh) for s in some])
     reduced = _reduced_names(op) if op.monoid is not None else set[str]()
     cut = np.repeat([any(d in reduced for d in s.dims) for s in some], many[1])
     body, then = op.body_reads(), op.then_reads()

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from tapestry.ir.graph import Block, Graph
+from tapestry.ir.graph import Graph
 from tapestry.ir.plan import MeshAxis, Stage, Strategy, stages_refused
 from tapestry.ir.recognition.input_axes import NONE, input_axes
 from tapestry.plan.pipelines.staged_plan import lower_plan, stage_topology
@@ -108,7 +108,7 @@ def _largest_share(problem: Problem, i: int, s: Strategy) -> float:
     """The largest share that a device holds of a large weight that an operation reads; 0 where it reads none."""
     op, graph, menu = problem.graph.ops[i], problem.graph, problem.menus[i]
     reads = menu.reads[menu.strategies.index(s)]
-    names: Sequence[str] = [r.tensor for r in op.reads] if isinstance(op, Block) else op.ins
-    large = {k: graph.tensors[t].size for k, t in enumerate(names) if t in graph.weights and graph.tensors[t].size >= LARGE}
+    weights = ((k, graph.tensors[t].size) for k, t in enumerate(op.operands) if t in graph.weights)
+    large = {k: n for k, n in weights if n >= LARGE}
     held = [int(np.prod(b[:, :, 1] - b[:, :, 0], axis=1).max()) / large[k] for k, b in reads.items() if k in large]
     return max(held, default=0.0)

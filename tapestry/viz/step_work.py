@@ -13,7 +13,7 @@ from tapestry.ir.plan import Plan
 from tapestry.ir.program import Launch, Program, Reduce, Step, Transfer
 from tapestry.plan.cost import compute
 from tapestry.plan.cost.kernel_class import kernel_class
-from tapestry.plan.strategy import footprints, op_boxes, tensor_boxes
+from tapestry.plan.strategy import op_boxes, reads_once, result_boxes
 
 
 def step_work(step: Step, plan: Plan, program: Program) -> dict[str, Any]:
@@ -42,9 +42,8 @@ def _kernel(step: Launch, plan: Plan) -> dict[str, Any]:
     if isinstance(op, Block) and step.mode == "partial":
         op, final = replace(op, then=()), block[:, : len(op.dims)]
     else:
-        final = tensor_boxes(tuple(d.size for d in op.dims), s.out, mesh) if isinstance(op, Block) else block
-    reads = {(t, b.tobytes()): b for _, t, b in footprints(op, graph, s, mesh)}
-    work = compute.quantities(op, graph, block, final, reads)
+        final = result_boxes(op, s, mesh)
+    work = compute.quantities(op, graph, block, final, reads_once(op, graph, s, mesh))
     most = int(np.argmax(sum(np.broadcast_to(w, len(block)) for w in work)))
     each = [float(np.broadcast_to(w, len(block))[most]) for w in work]
     return {"class": kernel_class(op), "dtype": compute.multiplied(op, graph), "work": each}

@@ -16,7 +16,7 @@ from tapestry.ir.graph import Block, Graph
 from tapestry.ir.plan import Mesh, Strategy
 from tapestry.ir.types import itemsize
 from tapestry.plan.cost.compute import seconds_each, sizes
-from tapestry.plan.strategy import footprints, op_boxes, tensor_boxes
+from tapestry.plan.strategy import op_boxes, reads_once, result_boxes
 from tapestry.plan.topology import Topology
 
 MOST = 1 << 24  # cells of the grid in which overlaps are counted
@@ -47,9 +47,8 @@ def block_cost(op: Block, graph: Graph, s: Strategy, mesh: Mesh, topo: Topology)
     if len(first) == 1:
         return None
     points = sizes(block[first])
-    prints = {(t, b.tobytes()): b for _, t, b in footprints(op, graph, s, mesh)}
     overlap: dict[str, int] = {}
-    for (t, _), boxes in prints.items():
+    for (t, _), boxes in reads_once(op, graph, s, mesh).items():
         mine = boxes[first]
         more = int(sizes(mine).sum()) - union(mine)
         overlap[t] = overlap.get(t, 0) + more * itemsize(graph.tensors[t].dtype)
@@ -66,9 +65,8 @@ def block_cost(op: Block, graph: Graph, s: Strategy, mesh: Mesh, topo: Topology)
 
 
 def _seconds(op: Block, graph: Graph, s: Strategy, mesh: Mesh, topo: Topology) -> np.ndarray:
-    block, final = op_boxes(op, s.dims, mesh), tensor_boxes(tuple(d.size for d in op.dims), s.out, mesh)
-    reads = {(t, b.tobytes()): b for _, t, b in footprints(op, graph, s, mesh)}
-    return seconds_each(op, graph, block, final, reads, topo)
+    block, final = op_boxes(op, s.dims, mesh), result_boxes(op, s, mesh)
+    return seconds_each(op, graph, block, final, reads_once(op, graph, s, mesh), topo)
 
 
 def union(boxes: Boxes) -> int:

@@ -24,7 +24,8 @@ import numpy as np
 from tapestry.ir.collective_calls import ALL_REDUCE, EXCHANGE, merge_phases, reduce_op
 from tapestry.ir.graph import Op
 from tapestry.ir.plan import Mesh, Strategy
-from tapestry.plan.strategy import merges, tensor_boxes
+from tapestry.plan.cost.compute import sizes
+from tapestry.plan.strategy import merges, result_boxes
 from tapestry.plan.topology import Topology
 from tapestry.plan.topology.fabric import Fabric, digits
 from tapestry.plan.topology.routing import routes
@@ -61,8 +62,7 @@ def reduce_seconds(op: Op, s: Strategy, nbytes: int, topo: Topology) -> float:
 def reductions(op: Op, s: Strategy, mesh: Mesh) -> Reductions:
     """What merges an operation's states; the backend scatters equal parts only."""
     fn = reduce_op(op)
-    final = tensor_boxes(tuple(d.size for d in op.dims), s.out, mesh) if fn else np.zeros((1, 0, 2))
-    return fn if np.ptp(np.prod(final[..., 1] - final[..., 0], axis=-1)) == 0 else "", fn
+    return fn if not fn or np.ptp(sizes(result_boxes(op, s, mesh))) == 0 else "", fn
 
 
 def merge(nbytes: int, axes: Sequence[tuple[int, bool]], topo: Topology, by: Reductions) -> list[Way]:
@@ -115,8 +115,7 @@ def _levels(topo: Topology, axes: tuple[int, ...]) -> tuple[_Level, ...]:
 
 def _reduce(levels: tuple[_Level, ...], nbytes: int) -> Way:
     """An all-reduce."""
-    ways = [_cheapest_way(k, nbytes, False) for k in levels]
-    best = Way(" then ".join(w.name for w in ways), sum(w.seconds for w in ways))
+    best = _in_turn([_cheapest_way(k, nbytes, False) for k in levels])
     if len(levels) > 1:
         inside = _cheapest_way(levels[0], nbytes, True)
         across = _reduce(levels[1:], nbytes // levels[0].size)
@@ -132,6 +131,10 @@ def _scatter(levels: tuple[_Level, ...], nbytes: int) -> Way:
     for k in levels:
         ways.append(_cheapest_way(k, nbytes, True))
         nbytes //= k.size
+    return _in_turn(ways)
+
+
+def _in_turn(ways: list[Way]) -> Way:
     return Way(" then ".join(w.name for w in ways), sum(w.seconds for w in ways))
 
 

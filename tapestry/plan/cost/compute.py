@@ -213,7 +213,7 @@ def seconds_of_all(
     begin with the strategy."""
     reads, seen, n = list[tuple[str, Boxes, np.ndarray | None]](), dict[str, list[np.ndarray]](), blocks.shape[1]
     for k, boxes in prints.items():
-        tensor = op.reads[k].tensor if isinstance(op, Block) else op.ins[k]
+        tensor = op.operands[k]
         before = seen.setdefault(tensor, [])
         new = None if not before else ~np.any([(b == boxes).all(axis=(1, 2, 3)) for b in before], axis=0)
         before.append(boxes)

@@ -93,8 +93,7 @@ class Along:
                 cells = np.minimum(self.want[..., 1], hi[part]) - np.maximum(self.want[..., 0], lo[part])
                 self.known[cut, same] = np.maximum(cells, 0), (cells > 0).astype(np.int64)
             else:
-                digits = np.unravel_index(np.arange(len(lo)), [self.mesh[a].size for a in cut])
-                group = self._number(same, [digits[cut.index(a)] for a in same], len(lo))
+                group = self._groups(cut, same)
                 mine = self._number(same, [self.coords[a] for a in same], len(part))
                 self.known[cut, same] = _parts_met(self.want, lo, hi, group, mine)
         return self.known[cut, same]
@@ -110,13 +109,18 @@ class Along:
     def by_sender(self, cut: Axes, axes: Axes) -> np.ndarray:
         """[distinct footprints, devices, coordinates] of cells in the parts at each coordinate along some axes of a cut."""
         part, lo, hi = self.parts[cut]
-        digits = np.unravel_index(np.arange(len(lo)), [self.mesh[a].size for a in cut])
-        group = self._number(axes, [digits[cut.index(a)] for a in axes], len(lo))
+        group = self._groups(cut, axes)
         count = prod(self.mesh[a].size for a in axes)
         if axes == cut:
             met = np.minimum(self.want[..., None, 1], hi) - np.maximum(self.want[..., None, 0], lo)
             return np.maximum(met, 0)
         return np.stack([_parts_met(self.want, lo, hi, group, np.full(len(part), g))[0] for g in range(count)], axis=-1)
+
+    def _groups(self, cut: Axes, axes: Axes) -> np.ndarray:
+        """The number of each part along some of the axes that cut."""
+        sizes = [self.mesh[a].size for a in cut]
+        digits = np.unravel_index(np.arange(prod(sizes)), sizes)
+        return self._number(axes, [digits[cut.index(a)] for a in axes], prod(sizes))
 
     def _number(self, axes: Axes, digits: list[np.ndarray], length: int) -> np.ndarray:
         out = np.zeros(length, np.int64)

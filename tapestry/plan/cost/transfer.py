@@ -18,6 +18,7 @@ import numpy as np
 from tapestry.ir.collective_calls import ALL_GATHER, ALL_TO_ALL, EXCHANGE
 from tapestry.ir.footprint import Boxes
 from tapestry.ir.plan import Layout
+from tapestry.plan.cost.compute import sizes
 from tapestry.plan.cost.congestion import busiest
 from tapestry.plan.cost.footprint_overlap import Along, Axes, Senders
 from tapestry.plan.topology import Topology
@@ -46,7 +47,7 @@ def costs(held: list[tuple[Layout, Boxes]], wanted: list[Boxes], width: int, top
     """
     want, parts = np.stack(wanted), digits(topo)
     held = [(tuple(layout[a] for a in parts.axis), boxes) for layout, boxes in held]
-    size = np.prod(np.maximum(want[..., 1] - want[..., 0], 0), axis=-1)
+    size = sizes(want)
     along = [Along(want[:, :, i], i, parts.mesh) for i in range(want.shape[2])]
     total = np.zeros((len(held), len(wanted)), np.int64)
     seconds = np.zeros(total.shape)
@@ -76,7 +77,7 @@ def _measured(found: Senders, own: np.ndarray, width: int, topo: Topology) -> np
     """Seconds of the backend's calls, chosen as by `ir.collective_calls.transfer_call`; NaN where they were not measured."""
     senders = found.number(())
     n = np.max(senders + ((own == 0) & (senders > 0)), axis=2)
-    piece = np.stack([np.prod(np.maximum(b[..., 1] - b[..., 0], 0), axis=-1) for _, b in found.held])[:, None, :]
+    piece = np.stack([sizes(b) for _, b in found.held])[:, None, :]
     alike = (np.ptp(senders, axis=2) == 0) & np.all(found.size == found.size[:, :1], axis=-1) & (np.ptp(piece, axis=2) == 0)
     gathers = alike & np.all((own == piece) & (found.size == senders * piece), axis=2)
     swaps = alike & np.all((own * senders == piece) & (found.size == piece), axis=2)

@@ -9,17 +9,17 @@ from math import inf
 
 import numpy as np
 
-from tapestry.ir.graph import Block, Graph, Op
 from tapestry.ir.plan import Stage, device_count
 from tapestry.ir.types import itemsize
 from tapestry.plan.cost import compute
 from tapestry.plan.pipelines.segments import Pieces
 from tapestry.plan.pipelines.stage_chain import Piece
 from tapestry.plan.pipelines.staged_plan import stage_topology
-from tapestry.plan.search.problem import Menu, Problem, build
+from tapestry.plan.search.problem import Problem, build
 from tapestry.plan.solver.network import solve
 from tapestry.plan.strategy import out_layout, tensor_boxes
 from tapestry.plan.topology import Topology
+from tapestry.plan.topology.fabric import slowest
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +104,8 @@ def _gather_seconds(missing: float, needed: float, topo: Topology) -> float:
     """About what it takes to bring the parts of a tensor together on the devices of a submesh."""
     if not missing:
         return 0.0
-    alpha, beta = max(link.alpha for link in topo.links), max(link.beta for link in topo.links)
-    steps = np.ceil(np.log2(device_count(topo.mesh) + 1))
-    return float(alpha * steps + missing * beta + needed / topo.device.bandwidth + topo.device.launch)
+    link, steps = slowest(topo.links), np.ceil(np.log2(device_count(topo.mesh) + 1))
+    return float(link.alpha * steps + missing * link.beta + needed / topo.device.bandwidth + topo.device.launch)
 
 
 def _first_read(table: np.ndarray, readers: list[int], maker: int, amount: float) -> None:
@@ -127,12 +126,6 @@ def _arriving_bytes(problem: Problem, tensor: str, maker: int, choice: int) -> f
 
 def _least_bytes(problem: Problem, tensor: str, reader: int) -> float:
     """The least that a device holds of a weight, whichever way its first reader is cut."""
-    where = _positions(problem.graph, problem.graph.ops[reader], tensor)
-    menu: Menu = problem.menus[reader]
-    cells = min(max(int(compute.sizes(r[k]).max()) for k in where) for r in menu.reads)
+    where = [k for k, t in enumerate(problem.graph.ops[reader].operands) if t == tensor]
+    cells = min(max(int(compute.sizes(r[k]).max()) for k in where) for r in problem.menus[reader].reads)
     return float(cells * itemsize(problem.graph.tensors[tensor].dtype))
-
-
-def _positions(graph: Graph, op: Op, tensor: str) -> list[int]:
-    names = [r.tensor for r in op.reads] if isinstance(op, Block) else op.ins
-    return [k for k, t in enumerate(names) if t == tensor]

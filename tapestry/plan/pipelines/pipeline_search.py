@@ -19,7 +19,7 @@ from tapestry.plan.pipelines.estimate import Estimates
 from tapestry.plan.pipelines.segments import NOTHING, Pieces, Solved, solve_piece
 from tapestry.plan.pipelines.sequence import NotInStages, StageSequence, batch_cut, cut_points, in_stages, sequence
 from tapestry.plan.pipelines.stage_chain import Chain, Piece, best_chain, submeshes
-from tapestry.plan.pipelines.stage_constraints import Asked
+from tapestry.plan.pipelines.stage_constraints import Asked, stage_numbers
 from tapestry.plan.pipelines.staged_plan import link_between, lower_plan, segment, stage_topology
 from tapestry.plan.search.priced_plan import PricedPlan
 from tapestry.plan.solver.budget import Budget, OutOfTime
@@ -151,7 +151,7 @@ class _Attempt:
         seq, topo, share, bound = self.seq, self.topo, 1.0, inf
         shapes, points = submeshes(topo.mesh), None
         if self.asked.cuts:
-            seq, points = in_stages(seq, self.asked.stages(seq.graph))
+            seq, points = in_stages(seq, stage_numbers(seq.graph, self.asked.cuts))
         graph = seq.one()
         for _ in range(SHRINKS):
             within = _with_memory(topo, share)

@@ -91,11 +91,7 @@ class _Solving:
         if every is None or not self.fits(every) or not every.plan.streamed:
             return None
         fewer = self.plan(fewest(every, self.topo))
-        return fewer if fewer is not None and self.fits(fewer) and _total(fewer) < _total(every) else every
-
-
-def _total(found: PricedPlan) -> float:
-    return summed(found.problem, found.plan) if found.problem else inf
+        return fewer if fewer is not None and self.fits(fewer) and summed(fewer) < summed(every) else every
 
 
 def solve_piece(
@@ -124,11 +120,11 @@ def solve_piece(
     found = solving.plan(_NONE)
     if found is not None and not solving.fits(found):
         found = solving.streaming() if streams else None
-    if found is None or found.problem is None:
+    if found is None:
         return None
     chosen, n = found.plan.strategies, len(links)
     arrivals = tuple(s.out for s in chosen[:n])
-    return Solved(summed(found.problem, found.plan), peak(found), chosen[n:], arrivals, found.plan.streamed)
+    return Solved(summed(found), peak(found), chosen[n:], arrivals, found.plan.streamed)
 
 
 def with_arrivals(sub: Graph, received: Sequence[str]) -> Graph:

@@ -106,7 +106,7 @@ def choose(
     staged: Staged | None = None
     quick = tight or unfit or AUTO_SHARE * spent <= MOST
     if request.explicit or (request.stages != 1 and quick and _may_pay(spatial, topo, tight)):
-        upper = float("inf") if unfit or request.explicit else _summed(spatial)
+        upper = float("inf") if unfit or request.explicit else summed(spatial)
         part = budget if request.explicit or unfit or tight else budget.part(max(LEAST, AUTO_SHARE * spent))
         insist = request.explicit or unfit
         micro = MICRO_BATCHES if request.micro is None else (request.micro,)
@@ -143,11 +143,6 @@ def choose(
     return Choice(found, True, staged.sequence.moves, data)
 
 
-def _summed(spatial: PricedPlan) -> float:
-    """What a plan without stages takes by the model of stages, which adds costs up."""
-    return summed(spatial.problem, spatial.plan) if spatial.problem else spatial.objective
-
-
 def _may_pay(spatial: PricedPlan | PlanError, topo: Topology, tight: bool) -> bool:
     """Whether stages can pay at all: nothing fits without, or the plan waits for links of which some are slow.
 
@@ -173,15 +168,12 @@ def _impossible(graph: Graph, topo: Topology, request: Request) -> PlanError:
         what = f"the batch cannot be cut into {request.micro} equal micro-batches"
         return PlanError(what, where="--micro-batches", hint="a number that divides the batch, or auto")
     each = "the smallest device has" if topo.kinds else "each device has"
+    where = "the given stages" if request.asked.cuts else "--stages"
     why, hint = f"{each} {min(topo.memories()):,} bytes", "more memory (--memory), or other stages"
     if request.asked.bound:
         why += "; or no stage has, as a whole, the mesh axes that the pins, layouts or annotations cut along"
         hint += "; or a --mesh with an axis for stages and one to cut along, as 2x2"
-    return PlanError(f"no plan of {request.stages or 'several'} stages fits", where=_asked_by(request), why=why, hint=hint)
-
-
-def _asked_by(request: Request) -> str:
-    return "the given stages" if request.asked.cuts else "--stages"
+    return PlanError(f"no plan of {request.stages or 'several'} stages fits", where=where, why=why, hint=hint)
 
 
 def _report(spatial: PricedPlan | PlanError | None, staged: Staged, topo: Topology, bound: float) -> dict[str, Any]:

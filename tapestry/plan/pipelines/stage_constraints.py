@@ -74,11 +74,10 @@ class Asked:
             reads |= {(s, t): on_stage(self.fixed.reads[s, before_cut(t)], self.mesh, mesh) for s, t in self.read(op)}
             if before_cut(op.outs[0]) in self.fixed.dims and mine:
                 dims[op.outs[0]] = _dims_on(self.fixed.dims[before_cut(op.outs[0])], self.mesh, mesh)
-        ends = (
+        inputs, outputs = (
             {t: on_stage(x, self.mesh, mesh) for t, x in of.items() if t in there}
             for of, there in ((self.inputs, {*graph.inputs, *graph.weights}), (self.outputs, graph.producers()))
         )
-        inputs, outputs = ends
         if None in (*outs.values(), *reads.values(), *dims.values(), *inputs.values(), *outputs.values()):
             return None
         fixed = LayoutConstraints(outs=_sure(outs), reads=_sure(reads), dims=_sure(dims), exact=self.fixed.exact)
@@ -98,10 +97,6 @@ class Asked:
         ins = tuple((n, self.inputs[t]) for n, t in enumerate(op.inputs) if t in self.inputs)
         reads = tuple((op.inputs.index(t), self.fixed.reads[s, before_cut(t)]) for s, t in self.read(op))
         return self.pins.get(name), outs, ins, reads, self.fixed.dims.get(name)
-
-    def stages(self, graph: Graph) -> list[int]:
-        """The stage of each operation: that of its results, and never before what it reads."""
-        return stage_numbers(graph, self.cuts)
 
 
 def asked_of(

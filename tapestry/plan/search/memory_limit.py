@@ -13,11 +13,10 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from tapestry.ir.graph import Block
 from tapestry.ir.program import Launch, Program, Reduce, alive_at, alive_bytes, peak_bytes
 from tapestry.ir.types import itemsize
 from tapestry.plan.cost import compute
-from tapestry.plan.search.priced_plan import NEAR, PricedPlan, peak, priced_plan
+from tapestry.plan.search.priced_plan import NEAR, PricedPlan, choice_of, peak, priced_plan
 from tapestry.plan.search.problem import Problem, watched
 from tapestry.plan.solver.budget import SECOND, Budget
 from tapestry.plan.solver.network import Network, solve
@@ -53,7 +52,7 @@ def demands(problem: Problem, *, surely: bool) -> list[Demand]:
         # what it reads may be gone when partial states are merged into results
         now = np.where(menu.state_bytes > 0, menu.held_states, menu.outs_bytes.sum(axis=1))
         stays, mine = np.zeros(len(now)), set[str]()
-        for k, t in enumerate(r.tensor for r in op.reads) if isinstance(op, Block) else enumerate(op.ins):
+        for k, t in enumerate(op.operands):
             if t in problem.inputs or t in mine:
                 continue
             # weights stay; inputs and streamed weights are loaded for an operation that reads them
@@ -221,12 +220,12 @@ def _squeeze(problem: Problem, plan: PricedPlan, budget: Budget) -> PricedPlan:
 
 
 def _smaller(problem: Problem, plan: PricedPlan, near: list[int], budget: Budget) -> Iterator[PricedPlan]:
-    now = [m.strategies.index(s) for m, s in zip(problem.menus, plan.plan.strategies, strict=True)]
+    now = choice_of(problem, plan.plan)
     for group in itertools.chain(itertools.combinations(near, 1), itertools.combinations(near, 2)):
         for picked in itertools.product(*(range(problem.sizes[i]) for i in group)):
             if budget.over():
                 return
-            choice = list(now)
+            choice = now.copy()
             for i, c in zip(group, picked, strict=True):
                 choice[i] = c
             other = priced_plan(problem, choice, plan.bound)

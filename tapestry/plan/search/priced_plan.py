@@ -94,9 +94,10 @@ def choice_of(problem: Problem, plan: Plan) -> list[int]:
     return [m.strategies.index(still(s)) for m, s in zip(problem.menus, plan.strategies, strict=True)]
 
 
-def summed(problem: Problem, plan: Plan) -> float:
+def summed(found: PricedPlan) -> float:
     """All costs of a plan added up, in seconds: as if nothing overlapped and nothing were shared."""
-    return evaluate(choice_of(problem, plan), problem.factors)
+    problem = found.problem  # by the model of stages, which adds costs up
+    return evaluate(choice_of(problem, found.plan), problem.factors) if problem else found.objective
 
 
 def peak(plan: PricedPlan) -> int:

@@ -35,6 +35,7 @@ from tapestry.plan.strategy import (
     merges,
     op_boxes,
     out_layout,
+    result_boxes,
     tensor_boxes,
 )
 from tapestry.plan.topology import Device, Topology
@@ -213,8 +214,7 @@ def _menu(op: Op, graph: Graph, topo: Topology, pins: tuple[Pin, ...], given: Ke
     offered = every[:MAX_STRATEGIES]
     skipped = len(every) - len(offered) + left_out(op, topo.mesh, pins)
     blocks = np.stack([op_boxes(op, s.dims, topo.mesh) for s in offered])
-    results = [tensor_boxes(tuple(d.size for d in op.dims), s.out, topo.mesh) for s in offered] if isinstance(op, Block) else []
-    finals = np.stack(results) if results else blocks
+    finals = np.stack([result_boxes(op, s, topo.mesh) for s in offered])
     prints = footprints_of_all(op, graph, offered, topo.mesh)
     each = compute.seconds_of_all(op, graph, blocks, finals, prints, topo)
     seconds, states, mine, merging = list[float](), list[int](), list[int](), list[float]()
@@ -262,7 +262,7 @@ def _edges(problem: Problem, keys: list[str], tables: Tables) -> None:
     unary = [m.seconds.copy() for m in problem.menus]
     for i, op in enumerate(graph.ops):
         positions: dict[str, list[int]] = {}
-        for k, t in enumerate(r.tensor for r in op.reads) if isinstance(op, Block) else enumerate(op.ins):
+        for k, t in enumerate(op.operands):
             if t:
                 positions.setdefault(t, []).append(k)
         for t, where in positions.items():
@@ -301,7 +301,7 @@ def _held_alike(problem: Problem, sayable: Sequence[Sayable | None]) -> None:
     last: dict[str, tuple[int, int]] = {}
     for i, (op, says) in enumerate(zip(problem.graph.ops, sayable, strict=True)):
         for k in sorted(says.placed) if says else ():
-            t = op.reads[k].tensor if isinstance(op, Block) else op.ins[k]
+            t = op.operands[k]
             before, at = last.get(t, (i, k))
             last[t] = i, k
             theirs, mine = ([_boxes_key(r[n]) for r in problem.menus[j].reads] for j, n in ((before, at), (i, k)))
@@ -397,8 +397,7 @@ def load_seconds(nbytes: int, device: Device) -> float:
 
 def _reload_seconds(problem: Problem, reader: int, tensor: str, where: list[int]) -> np.ndarray:
     """Seconds to load a streamed weight again: none where the operation just before has loaded all that this one reads."""
-    op = problem.graph.ops[reader - 1]
-    names = [r.tensor for r in op.reads] if isinstance(op, Block) else op.ins
+    names = problem.graph.ops[reader - 1].operands
     out = np.tile(_load_seconds(problem, reader, tensor, where), (len(problem.menus[reader - 1].reads), 1))
     for a, held in enumerate(problem.menus[reader - 1].reads):
         mine = [boxes for k, boxes in held.items() if names[k] == tensor]

@@ -9,6 +9,7 @@ import numpy as np
 from tapestry.ir.graph import Graph
 from tapestry.ir.program import Free, allocated, device_bytes
 from tapestry.ir.types import itemsize
+from tapestry.plan.cost import compute
 from tapestry.plan.lower import distinct
 from tapestry.plan.search.priced_plan import PricedPlan
 from tapestry.plan.search.problem import load_seconds
@@ -49,7 +50,7 @@ def fewest(found: PricedPlan, topo: Topology) -> frozenset[str]:
     over -= np.array(topo.memories(), np.int64)
     for t, found_boxes in boxes.items():
         width = itemsize(found.plan.graph.tensors[t].dtype)
-        kept[t] += sum(np.prod(b[..., 1] - b[..., 0], axis=-1) * width for b in distinct(found_boxes))
+        kept[t] += sum(compute.sizes(b) * width for b in distinct(found_boxes))
     streamed = set(found.plan.streamed)
     for t in sorted(kept, key=lambda t: -seconds[t] / max(1, int(kept[t].max()))):
         if not np.any(over + kept[t] > 0):

@@ -29,7 +29,7 @@ def cells(op: Block, graph: Graph, rng: np.random.Generator, count: int, work: i
     size = math.prod(extents)
     if size == 0:
         return np.zeros((0, len(extents)), int)
-    each = max(1, math.prod(d.size for d in (*op.reduce, *op.inner_dims)))
+    each = max(1, op.merged_cells)
     most = max(2, work // each)
     if size <= min(count, most):
         return np.stack(np.unravel_index(np.arange(size), extents), axis=1) if extents else np.zeros((1, 0), int)

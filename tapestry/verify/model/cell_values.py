@@ -153,7 +153,7 @@ class CellValues(Arrays):
     # operations
     def block(self, op: Block, points: Array) -> list[tuple[Array, Array]]:
         """Of each output the values at some cells (a row of ``points`` each), and how far rounding may move sums there."""
-        each = max(1, math.prod(d.size for d in (*op.reduce, *op.inner_dims)))
+        each = max(1, op.merged_cells)
         step = max(1, CHUNK // each)
         rows = [self._rows(op, points[k : k + step]) for k in range(0, max(len(points), 1), step)]
         return [(np.concatenate([r[k][0] for r in rows]), np.concatenate([r[k][1] for r in rows])) for k in range(len(op.outs))]

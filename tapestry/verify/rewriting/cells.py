@@ -86,7 +86,7 @@ class Cells(CellValues):
         op = self.graph.ops[self.makers[tensor]]
         if not isinstance(op, Block):
             raise TooMuch
-        self._count(len(flat) * prod(d.size for d in (*op.reduce, *op.inner_dims)))
+        self._count(len(flat) * op.merged_cells)
         coords = np.stack(np.unravel_index(flat, t.shape), axis=1) if t.shape else np.zeros((len(flat), 0), int)
         self.depth += 1
         made = self.block(op, coords)[op.outs.index(tensor)][0].astype(dtype)
