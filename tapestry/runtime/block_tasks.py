@@ -44,24 +44,20 @@ def _tasks(program: Program, at: int) -> Iterator[Task]:
             for d in _devices(step.blocks):
                 names = dict.fromkeys(n for n in (*step.ins, *step.states) if n)
                 reads = tuple((d, n) for n in names if buffers[n].boxes[d] is not None)
-                yield Task(step=at, device=d, reads=reads, outs=_device_values(d, step.outs))
+                yield Task(step=at, device=d, reads=reads, outs=tuple((d, n) for n in step.outs))
         case Transfer():
             for d in _devices(buffers[step.dst].boxes):
                 yield Task(step=at, device=d, reads=_received(program, step, d), outs=((d, step.dst),))
         case Reduce():
             for group in step.groups:
                 for d in group:
-                    yield Task(step=at, device=d, reads=_merged(step, group), outs=_device_values(d, step.dsts))
+                    yield Task(step=at, device=d, reads=_merged(step, group), outs=tuple((d, n) for n in step.dsts))
         case Free():
             pass
 
 
 def _devices(boxes: tuple[Box | None, ...]) -> Iterator[int]:
     return (d for d, box in enumerate(boxes) if box is not None)
-
-
-def _device_values(device: int, names: tuple[str, ...]) -> tuple[Value, ...]:
-    return tuple((device, n) for n in names)
 
 
 def _received(program: Program, step: Transfer, device: int) -> tuple[Value, ...]:

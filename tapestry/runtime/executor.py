@@ -94,6 +94,7 @@ class Executor(ABC):
         route: Route | None = None,
     ) -> None:
         self.graph, self.program, self.target = graph, program, target
+        self.buffers = program.buffers
         self.weights, self.streamed = weights, streamed
         self.route = route or Route((0,) * program.devices)
         self.devices = self.route.devices
@@ -151,7 +152,7 @@ class Executor(ABC):
         step = self.program.steps[at]
         match step:
             case Load():
-                for d, box in self.mine(self.program.buffers[step.buffer].boxes):
+                for d, box in self.mine(self.buffers[step.buffer].boxes):
                     self.load(step.buffer, d, box)
             case Launch():
                 for d, _ in self.mine(step.blocks):
@@ -165,7 +166,7 @@ class Executor(ABC):
                     self.held.drop(d, step.buffers)
         for d in self.devices:
             for name in self._new[at]:
-                if self.program.buffers[name].boxes[d] is not None:
+                if self.buffers[name].boxes[d] is not None:
                     self.held.count(d, name, self.nbytes(d, name))
             self.held.reach(d)
 
@@ -175,7 +176,7 @@ class Executor(ABC):
 
     def box(self, device: int, name: str) -> Box:
         """What a device holds in a buffer that it has."""
-        return present(self.program.buffers[name].boxes[device])
+        return present(self.buffers[name].boxes[device])
 
     def part(self, device: int, name: str, box: Box) -> Array:
         """A view of a part of a buffer."""
@@ -183,13 +184,13 @@ class Executor(ABC):
 
     def transfer(self, step: Transfer) -> None:
         """Fill a new buffer from what the device holds itself and from what others send it."""
-        dst, received = self.program.buffers[step.dst], ends(step.messages)[1]
+        dst, received = self.buffers[step.dst], ends(step.messages)[1]
         total = 0
         for d, box in self.mine(dst.boxes):
             there, sent = self.allocate(d, step.dst), [step.messages[n] for n in received.get(d, ())]
             pieces = [(m.box, self.part(m.src, step.src, m.box)) for m in sent]
             total += sum(values.nbytes for _, values in pieces)
-            held = self.program.buffers[step.src].boxes[d]
+            held = self.buffers[step.src].boxes[d]
             common = None if held is None else intersect(held, box)
             if common is not None:
                 pieces.append((common, self.part(d, step.src, common)))
@@ -217,7 +218,7 @@ class Executor(ABC):
 
     def count(self, step: Reduce, k: int, device: int, extents: tuple[int, ...]) -> Array:
         """A field that is the same number at every cell, and is not sent."""
-        dtype = arrays_module.torch_dtype(self.program.buffers[step.srcs[k]].dtype)
+        dtype = arrays_module.torch_dtype(self.buffers[step.srcs[k]].dtype)
         return torch.full(extents, step.known[k][device], dtype=dtype, device=self.target.device)
 
     def merge(self, monoid: str, states: list[list[Array]], into: list[list[Array]], sent_as: str = "") -> None:
@@ -248,7 +249,7 @@ class Executor(ABC):
     @cached_property
     def blocks(self) -> dict[str, dict[Box, int]]:
         """The blocks of every output, each with the first device that has it."""
-        boxes = {t: self.program.buffers[name].boxes for t, name in self.program.outputs.items()}
+        boxes = {t: self.buffers[name].boxes for t, name in self.program.outputs.items()}
         return {t: {b: d for d, b in reversed(list(enumerate(bs))) if b is not None} for t, bs in boxes.items()}
 
     def outputs(self, wanted: Collection[str] | None = None) -> dict[str, Array]:
@@ -263,7 +264,7 @@ class Executor(ABC):
         return {t: hosted[t] if t in hosted else self._assembled(t, pieces[t]) for t in names}
 
     def _hosted(self, tensor: str) -> bool:
-        return self.program.buffers[self.program.outputs[tensor]].dtype == HOST
+        return self.buffers[self.program.outputs[tensor]].dtype == HOST
 
     def gather(self, blocks: Sequence[tuple[int, str]]) -> list[Array]:
         """Buffers by (device, name), on the process of device 0."""
@@ -274,7 +275,7 @@ class Executor(ABC):
         found = next((a for box, a in pieces if box == everything), None)
         if found is not None and self.new_at_every_run(name):
             return found
-        return arrays_module.assemble(everything, self.program.buffers[name].dtype, pieces, self.home)
+        return arrays_module.assemble(everything, self.buffers[name].dtype, pieces, self.home)
 
     def host_output(self, tensor: str, name: str, device: int) -> Array:
         """An output that is a value of the host, from the device that has it."""

@@ -137,7 +137,7 @@ class Session:
             TapestryError: one is missing, unknown, or of another shape or dtype, or has an index outside its table.
         """
         graph = self.build.plan.graph
-        checked = check_feeds(feeds, [graph.tensors[t] for t in graph.inputs])
+        checked = check_feeds(feeds, graph)
         check_indices(checked, self.bounds)
         return checked
 
@@ -179,14 +179,15 @@ def _row_major(a: Any) -> Any:
 
 def hold(feeds: Mapping[str, Any], graph: Graph) -> None:
     """Raise what a run with these inputs would raise before anything is computed."""
-    check_indices(check_feeds(feeds, [graph.tensors[t] for t in graph.inputs]), index_bounds(graph))
+    check_indices(check_feeds(feeds, graph), index_bounds(graph))
 
 
-def check_feeds(feeds: Mapping[str, Any], wanted: list[Tensor]) -> dict[str, Any]:
+def check_feeds(feeds: Mapping[str, Any], graph: Graph) -> dict[str, Any]:
     """The inputs, one per tensor wanted, of exactly its shape and dtype; values of the host are taken as they are."""
-    extra = sorted(set(feeds) - {t.name for t in wanted})
+    wanted = [graph.tensors[t] for t in graph.inputs]
+    extra = sorted(set(feeds) - {*graph.inputs})
     if extra:
-        raise TapestryError(f"there is no input '{extra[0]}'", hint=f"the inputs are {', '.join(t.name for t in wanted)}")
+        raise TapestryError(f"there is no input '{extra[0]}'", hint=f"the inputs are {', '.join(graph.inputs)}")
     out: dict[str, Any] = {}
     for t in wanted:
         if t.name not in feeds:

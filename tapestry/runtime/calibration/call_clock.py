@@ -145,6 +145,7 @@ class Exchange:
         self.wait()
 
 
+@dataclass(frozen=True, slots=True)
 class CallClock:
     """Measures calls that all ranks make together.
 
@@ -153,16 +154,9 @@ class CallClock:
             sleep meanwhile, caches hold other things, and one rank comes later than another.
     """
 
-    def __init__(
-        self, device: torch.device, settled: Callable[[Sequence[float]], float] = min, work: Callable[[], object] | None = None
-    ) -> None:
-        self.device, self.settled, self.work = device, settled, work
-
-    def agreed(self, seconds: float) -> float:
-        """The largest of all ranks' numbers."""
-        out = torch.tensor([seconds], dtype=torch.float64)
-        api.all_reduce(out, op=api.ReduceOp.MAX)
-        return float(out[0])
+    device: torch.device
+    settled: Callable[[Sequence[float]], float] = min
+    work: Callable[[], object] | None = None
 
     def seconds(self, call: Timed, window: float) -> float:
         """Seconds of one call: the mean over as many as fit into a time, of the slowest rank.
@@ -170,12 +164,12 @@ class CallClock:
         All groups make as many calls, so that none is measured while another one rests.
         """
         call.whole()  # connections are made by the first call
-        once = self.agreed(self._mean(call.whole, 2))
+        once = self._mean(call.whole, 2)
         if once > window:
             return once
         if self.work is not None:
             return self._in_place(call, self.work, window)
-        return self.settled([self.agreed(self._mean(call.whole, n)) for n in self._counts(once, window)])
+        return self.settled([self._mean(call.whole, n) for n in self._counts(once, window)])
 
     def _in_place(self, call: Timed, work: Callable[[], object], window: float) -> float:
         """Seconds that a call adds to the work before it; at least what it takes without."""
@@ -185,20 +179,23 @@ class CallClock:
             work()
             call.run()
 
-        once = self.agreed(self._mean(both, 2))
+        once = self._mean(both, 2)
         counts = self._counts(once, window)
-        added = [self.agreed(self._mean(both, n)) - self.agreed(self._mean(work, n)) for n in counts]
-        return max(statistics.median(added), min(self.agreed(self._mean(call.whole, 4)) for _ in counts))
+        added = [self._mean(both, n) - self._mean(work, n) for n in counts]
+        return max(statistics.median(added), min(self._mean(call.whole, 4) for _ in counts))
 
     @staticmethod
     def _counts(once: float, window: float) -> list[int]:
         return [max(2, min(4096, int(window / REPEATS / max(once, 1e-7))))] * REPEATS
 
     def _mean(self, run: Callable[[], object], count: int) -> float:
+        """Seconds of one of so many runs, the largest of all ranks' numbers."""
         api.barrier()
         start = time.perf_counter()
         for _ in range(count):
             run()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        return (time.perf_counter() - start) / count
+        out = torch.tensor([(time.perf_counter() - start) / count], dtype=torch.float64)
+        api.all_reduce(out, op=api.ReduceOp.MAX)
+        return float(out[0])

@@ -17,7 +17,7 @@ from tapestry.ir.program import Launch, Load
 from tapestry.ir.types import FLOATS, numpy_dtype
 from tapestry.plan.cost import compute
 from tapestry.plan.lower import lower
-from tapestry.plan.strategy import footprints, op_boxes
+from tapestry.plan.strategy import op_boxes, reads_once
 from tapestry.runtime.calibration.probes import Probe
 from tapestry.runtime.calibration.rate_fit import KernelPoint, kernel_point
 from tapestry.runtime.one_process.logical_devices import LocalExecutor
@@ -95,6 +95,5 @@ class KernelClock:
         op, graph = self.probe.graph.ops[0], self.probe.graph
         block = op_boxes(op, WHOLE.dims, ONE)
         final = block[:, : len(op.dims)]
-        reads = {(t, b.tobytes()): b for _, t, b in footprints(op, graph, WHOLE, ONE)}
-        heavy, light, moved = compute.quantities(op, graph, block, final, reads)
+        heavy, light, moved = compute.quantities(op, graph, block, final, reads_once(op, graph, WHOLE, ONE))
         return kernel_point(self.probe.kind, float(heavy[0]), float(light[0]), float(moved[0]), seconds, self.probe.dtype)

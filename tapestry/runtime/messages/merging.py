@@ -43,13 +43,17 @@ class _Merge(Move):
         """The merged states."""
         return self.step.dsts
 
+    def fields(self) -> list[int]:
+        """The fields that are sent."""
+        return [k for k in range(len(self.step.srcs)) if not self.counted(k)]
+
     def counted(self, k: int) -> bool:
         """Whether a field is a count that is not sent."""
         return bool(self.step.known and self.step.known[k])
 
     def dtype(self, k: int) -> torch.dtype:
         """The dtype in which one field travels."""
-        return arrays.torch_dtype(self.step.sent_as or self.rank.program.buffers[self.step.srcs[k]].dtype)
+        return arrays.torch_dtype(self.step.sent_as or self.rank.buffers[self.step.srcs[k]].dtype)
 
     def count(self, k: int, device: int, group: tuple[int, ...]) -> None:
         """Note how a field that counts is filled: with one number."""
@@ -85,13 +89,10 @@ class MergeByCall(_Merge):
         """The group of this process, as the backend orders it."""
         return tuple(sorted(next((g for g in self.call.groups if self.rank.wire.rank in g), ())))
 
-    def _fields(self) -> list[int]:
-        return [k for k in range(len(self.step.srcs)) if not self.counted(k)] if self.group else []
-
     def reserve(self, buffers: MessageBuffers) -> None:
         """Parts for each of the group, of a reduce-scatter, and results that come in a dtype of their own."""
-        for k in self._fields():
-            part = int(self.step.nbytes(self.rank.program.buffers[self.step.dsts[k]])[self.rank.wire.rank])
+        for k in self.fields() if self.group else ():
+            part = int(self.step.nbytes(self.rank.buffers[self.step.dsts[k]])[self.rank.wire.rank])
             if self.call.name == REDUCE_SCATTER:
                 buffers.reserve(f"{self.at} parts {k}", self.at, self.use, len(self.group) * part)
             if self.step.sent_as:
@@ -111,7 +112,7 @@ class MergeByCall(_Merge):
                 self.count(k, d, self.group)
                 continue
             phases = 2 if self.call.name == ALL_REDUCE else 1  # rings: (n-1)/n of what goes in, in each
-            held = int(self.step.nbytes(self.rank.program.buffers[self.step.srcs[k]])[d])
+            held = int(self.step.nbytes(self.rank.buffers[self.step.srcs[k]])[d])
             first, end = cut(phases * (n - 1) * held, n, place)
             self.sent += end - first
             if end > first:
@@ -203,7 +204,7 @@ class MergeByMessages(_Merge):
     def __post_init__(self) -> None:
         there = PointToPoint(self.rank.wire, self.at, self.at, self.use)
         back = PointToPoint(self.rank.wire, self.at, self.use, self.use)
-        for group in self.groups():
+        for group in self.step.groups:
             mine = tuple(self.mine(group))
             for receiver in group:
                 for sender in group if receiver in mine else mine:
@@ -213,17 +214,13 @@ class MergeByMessages(_Merge):
                             self._describe(back, group, k, sender, receiver, back=True)
         self.parts = [there, back]
 
-    def groups(self) -> Iterator[tuple[int, ...]]:
-        """Groups with devices of this process."""
-        return (g for g in self.step.groups if any(d in self.rank.devices for d in g))
+    def places(self) -> Iterator[tuple[tuple[int, ...], int]]:
+        """Groups, and the own devices of each."""
+        return ((g, d) for g in self.step.groups for d in self.mine(g))
 
     def mine(self, group: tuple[int, ...]) -> Iterator[int]:
         """Devices of a group in this process."""
         return (d for d in group if d in self.rank.devices)
-
-    def fields(self) -> list[int]:
-        """Fields that are sent."""
-        return [k for k in range(len(self.step.srcs)) if not self.counted(k)]
 
     def whole(self, group: tuple[int, ...]) -> bool:
         """Whether every device merges all that it ends with (else an equal part of it, for all)."""
@@ -298,24 +295,22 @@ class MergeByMessages(_Merge):
     def prepare(self, buffers: MessageBuffers) -> None:
         """Messages, and the counts that all know."""
         Move.prepare(self, buffers)
-        for g in self.groups():
-            for d in self.mine(g):
-                for k in range(len(self.step.srcs)):
-                    if not self.counted(k):
-                        continue
-                    if not self.whole(g):
-                        self.count(k, d, g)
-                    for e in g:
-                        self.known[k, e, d] = self.rank.count(self.step, k, e, self.extents(g, k, d))
+        for g, d in self.places():
+            for k in range(len(self.step.srcs)):
+                if not self.counted(k):
+                    continue
+                if not self.whole(g):
+                    self.count(k, d, g)
+                for e in g:
+                    self.known[k, e, d] = self.rank.count(self.step, k, e, self.extents(g, k, d))
 
     def start(self) -> None:
         """Send; states that stay in this process are held on to."""
         self.hold()
-        for g in self.groups():
-            for d in self.mine(g):
-                for e in self.mine(g):
-                    fields = range(len(self.step.srcs))
-                    self.own[e, d] = [None if self.counted(k) else self.taken(g, k, e, d) for k in fields]
+        fields = range(len(self.step.srcs))
+        for g, d in self.places():
+            for e in self.mine(g):
+                self.own[e, d] = [None if self.counted(k) else self.taken(g, k, e, d) for k in fields]
         self.parts[0].post()
 
     def finish(self) -> bool:
@@ -323,21 +318,18 @@ class MergeByMessages(_Merge):
         there, back = self.parts
         came = there.wait()
         self.rank.wire.heartbeat.at(self.use, COMPUTE)
-        for g in self.groups():
-            for d in self.mine(g):
-                states = [[self._state(k, e, d, came) for k in range(len(self.step.srcs))] for e in g]
-                self.merged[d] = self._merge(states)
+        for g, d in self.places():
+            states = [[self._state(k, e, d, came) for k in range(len(self.step.srcs))] for e in g]
+            self.merged[d] = self._merge(states)
         back.post()
-        for g in self.groups():
-            for d in self.mine(g):
-                self._put(g, d)
+        for g, d in self.places():
+            self._put(g, d)
         arrived = back.wait()
-        for g in self.groups() if self.step.sent_as else ():
-            for d in self.mine(g):
-                for k in self.fields():
-                    names = {e: f"{self.step.srcs[k]}@{e}>{d} back" for e in g}
-                    for e in (e for e in g if names[e] in arrived):
-                        self._rows(g, k, d, e).copy_(arrived[names[e]])
+        for g, d in self.places() if self.step.sent_as else ():
+            for k in self.fields():
+                names = {e: f"{self.step.srcs[k]}@{e}>{d} back" for e in g}
+                for e in (e for e in g if names[e] in arrived):
+                    self._rows(g, k, d, e).copy_(arrived[names[e]])
         self.fill_counts()
         self.own.clear()
         self.merged.clear()
@@ -345,7 +337,7 @@ class MergeByMessages(_Merge):
 
     def _merge(self, states: list[list[Array]]) -> list[Array]:
         """Merged states, in the dtypes in which they travel; sums are of wide numbers."""
-        wide = [arrays.torch_dtype(self.rank.program.buffers[n].dtype) for n in self.step.srcs]
+        wide = [arrays.torch_dtype(self.rank.buffers[n].dtype) for n in self.step.srcs]
         if self.step.sent_as:
             states = [[a.to(w) for a, w in zip(s, wide, strict=True)] for s in states]
         merged = self.rank.target.merge(self.rank.monoid(self.step.op), states)
@@ -373,7 +365,7 @@ def merge(rank: RankDevices, at: int, step: Reduce, use: int, call: Call) -> Mov
     """A reduction by the call that carries its first phase."""
     if rank.one_device_each and call.name in (ALL_REDUCE, REDUCE_SCATTER) and len(call.groups[0]) > 1:
         names = step.sent
-        boxes = [[rank.program.buffers[b].boxes for b in side] for side in (step.srcs, step.dsts)]
+        boxes = [[rank.buffers[b].boxes for b in side] for side in (step.srcs, step.dsts)]
         whole = call.name == ALL_REDUCE and not step.sent_as and boxes[0] == boxes[1]
         alone = whole and all(rank.dies_at(at, b) for b in names)
         return (MergeInPlace if alone else MergeByCall)(rank, at, use, step=step, call=call)

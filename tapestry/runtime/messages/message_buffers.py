@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Iterable
+from math import prod
 
 import torch
 
@@ -33,10 +34,7 @@ class MessageBuffers:
     def view(self, name: str, dtype: torch.dtype, extents: tuple[int, ...]) -> torch.Tensor:
         """The place of a name, as an array."""
         first = self.offsets[name]
-        count = 1
-        for n in extents:
-            count *= n
-        return self.memory[first : first + count * dtype.itemsize].view(dtype).view(extents)
+        return self.memory[first : first + prod(extents) * dtype.itemsize].view(dtype).view(extents)
 
 
 def posted_ahead(receives: Iterable[tuple[int, int, int]], most: int) -> list[int]:

@@ -136,7 +136,7 @@ class _Transfer(Move):
         return (self.step.dst,)
 
     def __post_init__(self) -> None:
-        src, dst = (self.rank.program.buffers[b] for b in (self.step.src, self.step.dst))
+        src, dst = (self.rank.buffers[b] for b in (self.step.src, self.step.dst))
         for d, box in self.rank.mine(dst.boxes):
             held = src.boxes[d]
             common = None if held is None else intersect(held, box)
@@ -150,7 +150,7 @@ class _Transfer(Move):
 
     @property
     def dtype(self) -> torch.dtype:
-        return arrays.torch_dtype(self.rank.program.buffers[self.step.dst].dtype)
+        return arrays.torch_dtype(self.rank.buffers[self.step.dst].dtype)
 
     def there(self, device: int, box: Box) -> Tensor:
         """A part of what is filled."""

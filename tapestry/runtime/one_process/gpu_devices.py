@@ -125,7 +125,7 @@ class GpuExecutor(Executor):
 
     def array(self, device: int, name: str) -> Array:
         """A buffer's tensor inside its device's arena, or a value of the host."""
-        b = self.program.buffers[name]
+        b = self.buffers[name]
         if b.dtype == HOST:
             return self.values[device][name]
         first = self.arenas[device].offsets[name]
@@ -138,7 +138,7 @@ class GpuExecutor(Executor):
 
     def nbytes(self, device: int, name: str) -> int:
         """Bytes of the buffer in its arena."""
-        return 0 if self.program.buffers[name].dtype == HOST else self.array(device, name).nbytes
+        return 0 if self.buffers[name].dtype == HOST else self.array(device, name).nbytes
 
     def run(
         self, feeds: Source, progress: Progress = silent, wanted: Collection[str] | None = None
@@ -173,8 +173,8 @@ class GpuExecutor(Executor):
         self.loaded = {s.buffer for s in self.program.steps if isinstance(s, Load)}
         for step in self.program.steps:
             name = step.buffer if isinstance(step, Load) else ""
-            if name and (tensor := self.program.buffers[name].tensor) in self.resident:
-                for d, box in self.mine(self.program.buffers[name].boxes):
+            if name and (tensor := self.buffers[name].tensor) in self.resident:
+                for d, box in self.mine(self.buffers[name].boxes):
                     self.array(d, name).copy_(self.weights(tensor, box))
         launches = [s for s in self.program.steps if isinstance(s, Launch) and not self.binding.runs_on_host(self.graph, s.op)]
         kernels = [kernel_of(s, d, self.program) for s in launches for d, _ in self.mine(s.blocks)]
@@ -192,7 +192,7 @@ class GpuExecutor(Executor):
 
     def load(self, name: str, device: int, box: Box) -> None:
         """Weights are there; others come from the host at every run, inputs through memory that can be copied from at once."""
-        b = self.program.buffers[name]
+        b = self.buffers[name]
         if b.tensor in self.streamed:
             work = partial(self._stream, self.array(device, name), b.tensor, box)
             self.do(work, "streamed weights come from the host at every run")
@@ -218,9 +218,7 @@ class GpuExecutor(Executor):
             return
         ins = [self.array(device, n) if n else None for n in step.ins]
         states, outs = [self.array(device, n) for n in step.states], [self.array(device, n) for n in step.outs]
-        fixed = [
-            k for k, n in enumerate(step.ins) if n and self.program.buffers[n].tensor in self.resident and n in self.loaded
-        ]
+        fixed = [k for k, n in enumerate(step.ins) if n and self.buffers[n].tensor in self.resident and n in self.loaded]
         before, alone = self.binding.kept, step.mode == "partial" and states  # the kernel knows nothing of other parts
         self.do(self.binding.bind(self.graph, kernel, ins, [] if alone else states, outs, fixed))
         self.measured.packed[device] += self.binding.kept - before
@@ -233,7 +231,7 @@ class GpuExecutor(Executor):
         def call() -> None:
             ins = [self.array(device, n) if n else None for n in step.ins]
             for name, value in zip(step.outs, run(ins, [self.array(device, n) for n in step.states]), strict=True):
-                if self.program.buffers[name].dtype == HOST:
+                if self.buffers[name].dtype == HOST:
                     self.values[device][name] = value
                 else:
                     self.array(device, name).copy_(value)

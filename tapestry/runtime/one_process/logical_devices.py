@@ -141,9 +141,9 @@ class LocalExecutor(Executor):
             else:
                 self.launches[at, d] = run, step.ins
         for d, p in enumerate(self.packing):  # of a packed weight count the plan's bytes: the rest is in `Measured.packed`
-            sizes = {b: self.program.buffers[b].nbytes(d) for b in p.arrays if b not in p.copies}
+            sizes = {b: self.buffers[b].nbytes(d) for b in p.arrays if b not in p.copies}
             plain = {b: (a, arrays.nbytes(a)) for b, a in self.weights_held[d].items()}
-            plain |= {b: (a, self.program.buffers[b].nbytes(d)) for b, a in self.folded[d].arrays.items()}
+            plain |= {b: (a, self.buffers[b].nbytes(d)) for b, a in self.folded[d].arrays.items()}
             self.kept.append(plain | {b: (p.arrays[b], size) for b, size in sizes.items()})
         self.schedule = self.scheduled()
 
@@ -174,11 +174,11 @@ class LocalExecutor(Executor):
                     made[number] = run
 
     def _plain_bytes(self, device: int, buffer: str) -> int:
-        return self.program.buffers[buffer].nbytes(device)
+        return self.buffers[buffer].nbytes(device)
 
     def _packed(self, device: int, buffer: str, key: Hashable, make: Callable[[], Array]) -> Array:
         """A packed weight; one of the model's own is packed once for all executors that share them."""
-        tensor = self.program.buffers[buffer].tensor
+        tensor = self.buffers[buffer].tensor
         weight, t = self.graph.weights.get(tensor), self.graph.tensors[tensor]
         if weight is None or not weight.file:  # derived for this build, or worked out of weights
             return make()
@@ -207,7 +207,7 @@ class LocalExecutor(Executor):
 
     def load(self, name: str, device: int, box: Box) -> None:
         """A weight that is there, or a part of what the caller gives."""
-        tensor, kept = self.program.buffers[name].tensor, self.kept[device].get(name)
+        tensor, kept = self.buffers[name].tensor, self.kept[device].get(name)
         source = self.weights if tensor in self.streamed else self.feeds
         self.held.arrays[device][name] = source(tensor, box) if kept is None else kept[0]
 
@@ -222,7 +222,7 @@ class LocalExecutor(Executor):
 
     def allocate(self, device: int, name: str) -> Array:
         """A new array."""
-        extents, dtype = shape(self.box(device, name)), arrays.torch_dtype(self.program.buffers[name].dtype)
+        extents, dtype = shape(self.box(device, name)), arrays.torch_dtype(self.buffers[name].dtype)
         out = self.held.arrays[device][name] = torch.empty(extents, dtype=dtype, device=self.target.device)
         return out
 

@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
+from operator import methodcaller
 
 import torch
 
@@ -249,12 +250,8 @@ def _inputs(bound: BoundProgram, recorders: Mapping[int, Recorder]) -> dict[str,
         box = buffer.boxes[0]
         given = buffer.tensor in bound.graph.inputs
         if box is not None and given and buffer.dtype != HOST:
-            out[step.buffer] = partial(_viewed, extents=shape(box))
+            out[step.buffer] = methodcaller("view", shape(box))
     return out
-
-
-def _viewed(memory: torch.Tensor, extents: tuple[int, ...]) -> torch.Tensor:
-    return memory.view(extents)
 
 
 def _memory(program: Program, parts: Mapping[str, tuple[int, int]], nbytes: int) -> dict[str, torch.Tensor]:

@@ -150,13 +150,13 @@ class RankExecutor(RankDevices):
                 freed[name] = max(freed.get(name, end), m.until)
         for m in self.moves.values():
             for name in m.fills:
-                for d, _ in self.mine(self.program.buffers[name].boxes):
-                    buffers.reserve(f"{d} {name}", m.since, freed.get(name, end), self.program.buffers[name].nbytes(d))
+                for d, _ in self.mine(self.buffers[name].boxes):
+                    buffers.reserve(f"{d} {name}", m.since, freed.get(name, end), self.buffers[name].nbytes(d))
                     arriving.append((m, d, name))
             m.reserve(buffers)
         self.wire.staged = buffers.place(self.target.device)
         for m, d, name in arriving:
-            dtype = arrays.torch_dtype(self.program.buffers[name].dtype)
+            dtype = arrays.torch_dtype(self.buffers[name].dtype)
             self.placed[d, name] = buffers.view(f"{d} {name}", dtype, shape(self.box(d, name)))
             m.into.append((d, name, self.placed[d, name]))
         for m in self.moves.values():
@@ -180,7 +180,7 @@ class RankExecutor(RankDevices):
         """The step's own work."""
         match step := self.program.steps[at]:
             case Load():
-                for d, box in self.mine(self.program.buffers[step.buffer].boxes):
+                for d, box in self.mine(self.buffers[step.buffer].boxes):
                     yield partial(self.load, step.buffer, d, box)
             case Launch():
                 for d, _ in self.mine(step.blocks):
@@ -193,8 +193,8 @@ class RankExecutor(RankDevices):
 
     def _sizes(self, at: int) -> tuple[tuple[int, str, int], ...]:
         """(device, buffer, bytes; -1 where they are to be measured) of what a step allocates."""
-        names = [(d, n) for n in allocated(self.program.steps[at]) for d, _ in self.mine(self.program.buffers[n].boxes)]
-        return tuple((d, n, self.program.buffers[n].nbytes(d) if (d, n) in self.placed else -1) for d, n in names)
+        names = [(d, n) for n in allocated(self.program.steps[at]) for d, _ in self.mine(self.buffers[n].boxes)]
+        return tuple((d, n, self.buffers[n].nbytes(d) if (d, n) in self.placed else -1) for d, n in names)
 
     # a run
 
@@ -216,7 +216,7 @@ class RankExecutor(RankDevices):
 
     def _begin(self, at: int) -> None:
         step = self.program.steps[at]
-        streams = isinstance(step, Load) and self.program.buffers[step.buffer].tensor in self.streamed
+        streams = isinstance(step, Load) and self.buffers[step.buffer].tensor in self.streamed
         self.wire.heartbeat.at(at, WEIGHTS if streams else COMPUTE)
 
     def _start(self, move: Move) -> None:
@@ -280,7 +280,7 @@ class RankExecutor(RankDevices):
         for t, name in self.program.outputs.items():
             if wanted is not None and t not in wanted:
                 continue
-            if self.program.buffers[name].dtype == HOST:
+            if self.buffers[name].dtype == HOST:
                 value = self.host_output(t, name, min(self.blocks[t].values()))
                 hosted |= {} if self.wire.rank else {t: value}
                 continue
@@ -294,7 +294,7 @@ class RankExecutor(RankDevices):
         end = len(self.program.steps)
         messages, found = PointToPoint(self.wire, end, end, end), list[Array]()
         for n, (d, name) in enumerate(blocks):
-            owner, dtype = self.route.owner[d], arrays.torch_dtype(self.program.buffers[name].dtype)
+            owner, dtype = self.route.owner[d], arrays.torch_dtype(self.buffers[name].dtype)
             extents = shape(self.box(d, name))
             found.append(self.array(d, name) if owner == self.wire.rank else None)
             piece = Piece(f"{n} {name}", owner, self.tag(end, 0, d, 0), extents, dtype, False)

@@ -101,10 +101,6 @@ class Wire:
         """What carries tensors of this process's device."""
         return "gloo" if self.device.type == "cpu" else "nccl"
 
-    def lost(self, peers: Sequence[int], step: int, e: RuntimeError) -> PeerLost:
-        """That nothing came from some ranks."""
-        return PeerLost(peers, step, reason(e))
-
     # messages between two processes
 
     def receiving(self, into: Tensor, peer: int, tag: int) -> dist.P2POp:
@@ -121,7 +117,7 @@ class Wire:
         try:
             return dist.batch_isend_irecv(ops)
         except RuntimeError as e:
-            raise self.lost(sorted({op.peer for op in ops}), step, e) from None
+            raise PeerLost(sorted({op.peer for op in ops}), step, reason(e)) from None
 
     def fly(self, works: Sequence[dist.Work], sent: Sequence[Tensor], step: int) -> None:
         """Leave sends to be taken; wait for the oldest where too many are on their way."""
@@ -148,7 +144,8 @@ class Wire:
         try:
             wait_for(work)
         except RuntimeError as e:
-            raise self.lost(peers or [p for p in range(self.world) if p != self.rank], step, e) from None
+            others = peers or [p for p in range(self.world) if p != self.rank]
+            raise PeerLost(others, step, reason(e)) from None
 
     # collectives: each is made once, and started in every batch
 
@@ -179,7 +176,7 @@ class Wire:
         try:
             return function(*args)
         except RuntimeError as e:
-            raise self.lost(team.others(self.rank), step, e) from None
+            raise PeerLost(team.others(self.rank), step, reason(e)) from None
 
     def groups(self, mesh: Sequence[int], partitions: Sequence[Partition], timeout: timedelta) -> Groups:
         """Process groups, made by all ranks together."""
@@ -209,7 +206,7 @@ class Wire:
         try:
             _GATHER(found, mine.to(self.device), group=team.group)
         except RuntimeError as e:
-            raise self.lost(team.others(self.rank), step, e) from None
+            raise PeerLost(team.others(self.rank), step, reason(e)) from None
         for r, head in zip(team.ranks, found.cpu().reshape(-1, HEADER_BYTES), strict=True):
             self.check(head, mine, r, step)
 

@@ -127,7 +127,7 @@ def same_inputs(me: Rank, graph: Graph, batch: str, feeds: Mapping[str, Any], wa
     Raises:
         RunError: an input differs. PeerLost: a rank is gone. TapestryError: one is missing, or of another shape or dtype.
     """
-    checked = check_feeds(feeds, [graph.tensors[t] for t in graph.inputs])
+    checked = check_feeds(feeds, graph)
     if me.world == 1 or not graph.inputs:
         return
     own = torch.frombuffer(bytearray(b"".join(_digest(checked[t]) for t in graph.inputs)), dtype=torch.uint8)

@@ -114,7 +114,7 @@ class Ranks:
             raise TapestryError("the session is closed")
         sizes = () if self.compiled.sized is None else self.compiled.sized.sizes_of(shapes_of(feeds))
         graph, bounds = self._planned(sizes)
-        checked = check_feeds(feeds, [graph.tensors[t] for t in graph.inputs])
+        checked = check_feeds(feeds, graph)
         check_indices(checked, bounds)
         hosted: dict[str, str] = {}
         for name, value in checked.items():
