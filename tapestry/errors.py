@@ -91,6 +91,11 @@ class BuildError(TapestryError):
     """A build directory is missing, malformed, or not what its hashes say."""
 
 
+def damaged(what: str, where: object) -> BuildError:
+    """A build, or a file of one, that does not say what it should."""
+    return BuildError(what, where=str(where), hint="compile the model again")
+
+
 class PluginError(TapestryError):
     """A plug-in is missing, does not load, or is not what it should be; names its package."""
 

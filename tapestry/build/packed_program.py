@@ -27,13 +27,21 @@ class PackedBuffer(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     field: int | None
 
 
-class PackedLoad(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag_field="step", tag="load"):
+def _tag(name: str) -> str:
+    return name.removeprefix("Packed").lower()
+
+
+class _PackedStep(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag_field="step", tag=_tag):
+    """A step, told by its kind."""
+
+
+class PackedLoad(_PackedStep):
     """A `Load`."""
 
     buffer: str
 
 
-class PackedLaunch(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag_field="step", tag="launch"):
+class PackedLaunch(_PackedStep):
     """A `Launch`; ``blocks`` is the number of a list."""
 
     op: int
@@ -44,7 +52,7 @@ class PackedLaunch(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag_
     states: tuple[str, ...]
 
 
-class PackedTransfer(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag_field="step", tag="transfer"):
+class PackedTransfer(_PackedStep):
     """A `Transfer`; ``messages`` is a number."""
 
     kind: str
@@ -53,7 +61,7 @@ class PackedTransfer(msgspec.Struct, forbid_unknown_fields=True, frozen=True, ta
     messages: int
 
 
-class PackedReduce(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag_field="step", tag="reduce"):
+class PackedReduce(_PackedStep):
     """A `Reduce`; ``groups`` is a number."""
 
     kind: str
@@ -65,7 +73,7 @@ class PackedReduce(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag_
     sent_as: str = ""
 
 
-class PackedFree(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag_field="step", tag="free"):
+class PackedFree(_PackedStep):
     """A `Free`."""
 
     buffers: tuple[str, ...]

@@ -17,7 +17,7 @@ import msgspec
 
 from tapestry.build import store
 from tapestry.build.store import Build
-from tapestry.errors import BuildError, TapestryError
+from tapestry.errors import BuildError, TapestryError, damaged
 from tapestry.ir.many_sizes.size_formula import Formula, Region, Sizes, formula_of
 from tapestry.ir.many_sizes.symbolic_plan import SymbolicPlan, flat, with_formulas
 from tapestry.ir.program import peak_bytes
@@ -222,9 +222,9 @@ def read_sizes(folder: Path, build: Build) -> SizedBuild | None:
     try:
         d = msgspec.json.decode(path.read_bytes(), type=_Document)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:
-        raise BuildError(f"no sizes of a build: {e}", where=str(path), hint="compile the model again") from None
+        raise damaged(f"no sizes of a build: {e}", path) from None
     if d.version != VERSION or not d.regions or not d.symbols:
-        raise BuildError("no sizes of a build of this version", where=str(path), hint="compile the model again")
+        raise damaged("no sizes of a build of this version", path)
     _check_region(d.asked[0], d.asked[1], d.asked[2], len(d.symbols), path)
     regions = [_region(folder, path, k, r, build, len(d.symbols)) for k, r in enumerate(d.regions)]
     return SizedBuild(symbols=d.symbols, asked=Region(*d.asked), inputs=d.inputs, regions=tuple(regions))
@@ -234,7 +234,7 @@ def _check_region(low: Sizes, high: Sizes, among: Mapping[int, Sizes], symbols: 
     fits = len(low) == len(high) == symbols and all(0 < a <= b < MOST for a, b in zip(low, high, strict=True))
     fits = fits and all(0 <= k < symbols and any(low[k] <= n <= high[k] for n in some) for k, some in among.items())
     if not fits:
-        raise BuildError("a region is none", where=str(path), hint="compile the model again")
+        raise damaged("a region is none", path)
 
 
 def _region(folder: Path, path: Path, k: int, r: _Region, first: Build, symbols: int) -> SizedRegion:
@@ -258,7 +258,7 @@ def _region(folder: Path, path: Path, k: int, r: _Region, first: Build, symbols:
         )
         formula = Formula(f.coefs, f.const, f.div, f.times, f.plus)
         if not sane or not all(0 <= at < len(integers) and integers[at] == formula.at(r.made_at) for at in f.places):
-            raise BuildError("a formula is not its plan's", where=str(path), hint="compile the model again")
+            raise damaged("a formula is not its plan's", path)
         places |= dict.fromkeys(f.places, formula)
     return SizedRegion(
         region=Region(r.low, r.high, r.among),

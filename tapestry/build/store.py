@@ -24,7 +24,7 @@ import numpy as np
 from tapestry.build import weight_tiles
 from tapestry.build.atomic import check_place, new_folder
 from tapestry.build.packed_program import Packed, pack, unpack
-from tapestry.errors import BuildError, TextError, pointer_of
+from tapestry.errors import BuildError, TextError, damaged, pointer_of
 from tapestry.ir.graph import Names
 from tapestry.ir.plan import Arrival, MeshAxis, Plan, Stage, Strategy, stages_refused
 from tapestry.ir.program import Program
@@ -259,18 +259,18 @@ def decode(data: bytes, where: str = "plan.json") -> Build:
     try:
         version = msgspec.json.decode(data, type=_Version).version
         if version != VERSION:
-            raise BuildError(f"a plan of version {version}, not {VERSION}", where=where, hint="compile the model again")
+            raise damaged(f"a plan of version {version}, not {VERSION}", where)
         d = msgspec.json.decode(data, type=PlanData)
         plugins.require(d.report.get("plugins"), ("targets", "monoids"), where)
         program = unpack(d.program)
         graph = replace(parse(d.graph), names=Names(scopes=d.names.scopes, axes=d.names.axes))
     except (msgspec.MsgspecError, KeyError, UnicodeDecodeError, RecursionError, TextError, ValueError, TypeError) as e:
-        error = BuildError(f"not a plan: {e}", where=where, hint="compile the model again")
+        error = damaged(f"not a plan: {e}", where)
         error.pointer = "/graph" if isinstance(e, TextError) else pointer_of(str(e))
         raise error from None
     odd = next((t for t in graph.tensors.values() if min(t.shape, default=0) < 0 or t.nbytes > MAX_TENSOR), None)
     if odd is not None:
-        raise BuildError(f"not a plan: '{odd.name}' has shape {list(odd.shape)}", where=where, hint="compile the model again")
+        raise damaged(f"not a plan: '{odd.name}' has shape {list(odd.shape)}", where)
     mesh = _mesh(d, where)
     plan = Plan(
         graph=graph,
@@ -290,7 +290,7 @@ def decode(data: bytes, where: str = "plan.json") -> Build:
         for s, at in zip(plan.strategies, plan.places, strict=True)
     )
     if not consistent or len(d.peak_bytes) != program.devices:
-        raise BuildError("not a plan: mesh, strategies and program disagree", where=where, hint="compile the model again")
+        raise damaged("not a plan: mesh, strategies and program disagree", where)
     return Build(
         model=d.model,
         model_sha256=d.model_sha256,
@@ -324,7 +324,7 @@ def _mesh(d: PlanData, where: str) -> tuple[MeshAxis, ...]:
     )
     if not shared or not ordered or (d.order and d.stages):
         what = f"not a plan: the {'order' if shared else 'shares'} of a mesh axis"
-        raise BuildError(what, where=where, hint="compile the model again")
+        raise damaged(what, where)
     return tuple(MeshAxis(n, s, w, o) for (n, s), w, o in zip(d.mesh, weights, order, strict=True))
 
 
@@ -347,9 +347,7 @@ def read(folder: Path, model: Path | None = None) -> tuple[Build, dict[str, int]
         if path.is_symlink() or not path.is_file() or path.stat().st_size > MAX_PLAN_BYTES:
             raise BuildError(f"'{name}' is not a plain file of a sane size", where=str(folder))
         if _sha256(path) != digest:
-            raise BuildError(
-                f"'{name}' is not what the certificate's hash says", where=str(folder), hint="compile the model again"
-            )
+            raise damaged(f"'{name}' is not what the certificate's hash says", folder)
     build = decode((folder / "plan.json").read_bytes(), str(folder / "plan.json"))
     graph, tiles = build.plan.graph, (folder / TILES).read_bytes() if TILES in files else b""
     hashes = weight_tiles.restored(graph, tiles, str(folder))
@@ -391,7 +389,7 @@ def _check_constants(build: Build, data: bytes, where: str) -> None:
             raise BuildError(f"constant '{name}' has another size than its tensor", where=where)
         cells = part.view(numpy_dtype(t.dtype)).reshape(t.shape)
         if weight_tiles.root(weight_tiles.digests(cells)) != graph.weights[name].sha256:
-            raise BuildError(f"constant '{name}' is not what its hash says", where=where, hint="compile the model again")
+            raise damaged(f"constant '{name}' is not what its hash says", where)
 
 
 def identity(folder: Path) -> str:
@@ -410,7 +408,7 @@ def _read_certificate(folder: Path) -> tuple[dict[str, int], dict[str, str]]:
         why = "no certificate.json" if folder.exists() else "there is no such folder"
         raise BuildError(f"not a build directory: {why}", where=str(folder), hint="tapestry compile MODEL -o BUILD")
     if path.stat().st_size > MAX_CERTIFICATE_BYTES:
-        raise BuildError("certificate.json is not of a sane size", where=str(folder), hint="compile the model again")
+        raise damaged("certificate.json is not of a sane size", folder)
     try:
         data = path.read_bytes()
         body = msgspec.json.decode(data, type=dict[str, Any])
@@ -421,7 +419,7 @@ def _read_certificate(folder: Path) -> tuple[dict[str, int], dict[str, str]]:
     except (msgspec.MsgspecError, KeyError, ValueError, UnicodeDecodeError, RecursionError) as e:
         raise BuildError(f"certificate.json does not read: {e}", where=str(folder)) from None
     if not honest:
-        raise BuildError("certificate.json is not what its own hash says", where=str(folder), hint="compile the model again")
+        raise damaged("certificate.json is not what its own hash says", folder)
     if "plan.json" not in files or any(Path(f).is_absolute() or ".." in Path(f).parts for f in files):
         raise BuildError("certificate.json names files outside the build", where=str(folder))
     return laws, files

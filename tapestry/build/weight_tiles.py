@@ -15,7 +15,7 @@ from math import prod
 
 import numpy as np
 
-from tapestry.errors import BuildError
+from tapestry.errors import damaged
 from tapestry.ir.graph import Graph
 from tapestry.ir.kernel import Box
 from tapestry.ir.types import Array, itemsize
@@ -90,7 +90,7 @@ def restored(graph: Graph, data: bytes, where: str) -> dict[str, bytes]:
         out[name] = bytes.fromhex(w.sha256) if n == DIGEST else data[at : at + n]
         at += 0 if n == DIGEST else n
         if n and root(out[name]) != w.sha256:
-            raise BuildError(f"the hashes of weight '{name}' are not there", where=where, hint="compile the model again")
+            raise damaged(f"the hashes of weight '{name}' are not there", where)
     if at != len(data):
-        raise BuildError("hashes of no weight", where=where, hint="compile the model again")
+        raise damaged("hashes of no weight", where)
     return out

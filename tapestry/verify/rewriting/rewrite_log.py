@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from tapestry.errors import BuildError, LawError, TapestryError
+from tapestry.errors import BuildError, LawError, TapestryError, damaged
 from tapestry.ir.graph import Graph, Op, Rewrite
 from tapestry.ir.syntax.parser import parse
 from tapestry.ir.syntax.printer import op_text, to_text
@@ -97,7 +97,7 @@ def read(data: bytes, where: str) -> Log:
     try:
         text = gzip.decompress(data).decode()
         if not text.startswith(HEAD):
-            raise BuildError("rewrites of another version", where=where, hint="compile the model again")
+            raise damaged("rewrites of another version", where)
         return Log(text[len(HEAD) :].partition("\n")[0], list(_steps(text)))
     except (OSError, EOFError, UnicodeDecodeError, ValueError) as e:
         raise BuildError(f"not a log of rewrites: {e}", where=where) from None
