@@ -23,7 +23,7 @@ from tapestry.plugins.entry_points import Plugin
 from tapestry.runtime.feeds import random_feeds
 from tapestry.verify import interp
 from tapestry.verify.model import model_laws, second_opinion
-from tapestry.verify.model.model_values import ModelFile, WrongSizes, subgraphs
+from tapestry.verify.model.model_values import ModelFile, WrongSizes, subgraphs, with_bodies
 
 Evidence = dict[str, Any]
 POINTS = 1 << 37  # index points of a graph whose model is still run
@@ -223,12 +223,8 @@ def _too_big(graph: Graph, points: int) -> str:
 
 def _too_long(file: ModelFile) -> str:
     """Why a model might not end soon; "" if each of its Loops, none in a body, says so by a constant."""
-    bodies = [n for node in file.nodes for g in subgraphs(node) for n in g.node]
-    while bodies:
-        node = bodies.pop()
-        if node.op_type == "Loop":
-            return "a Loop in a body"
-        bodies += [n for g in subgraphs(node) for n in g.node]
+    if any(n.op_type == "Loop" for n in with_bodies(n for node in file.nodes for g in subgraphs(node) for n in g.node)):
+        return "a Loop in a body"
     for node in (n for n in file.nodes if n.op_type == "Loop"):
         steps = file.constant(node.input[0])
         if steps is None or steps.size != 1 or int(steps.item()) > STEPS:

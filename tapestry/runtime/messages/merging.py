@@ -87,12 +87,12 @@ class MergeByCall(_Merge):
     @property
     def group(self) -> tuple[int, ...]:
         """The group of this process, as the backend orders it."""
-        return tuple(sorted(next((g for g in self.call.groups if self.rank.wire.rank in g), ())))
+        return tuple(sorted(next((g for g in self.call.groups if self.device in g), ())))
 
     def reserve(self, buffers: MessageBuffers) -> None:
         """Parts for each of the group, of a reduce-scatter, and results that come in a dtype of their own."""
         for k in self.fields() if self.group else ():
-            part = int(self.step.nbytes(self.rank.buffers[self.step.dsts[k]])[self.rank.wire.rank])
+            part = int(self.step.nbytes(self.rank.buffers[self.step.dsts[k]])[self.device])
             if self.call.name == REDUCE_SCATTER:
                 buffers.reserve(f"{self.at} parts {k}", self.at, self.use, len(self.group) * part)
             if self.step.sent_as:
@@ -104,8 +104,8 @@ class MergeByCall(_Merge):
             return
         self.team = self.rank.team(self.call)
         assert self.team is not None
-        self.others = self.team.others(self.rank.wire.rank)
-        d, n = self.rank.wire.rank, len(self.group)
+        self.others = self.team.others(self.device)
+        d, n = self.device, len(self.group)
         place = self.group.index(d)
         for k in range(len(self.step.srcs)):
             if self.counted(k):
@@ -120,7 +120,7 @@ class MergeByCall(_Merge):
 
     def make(self, k: int, team: Team, buffers: MessageBuffers) -> None:
         """The call of one field, and the copies before it."""
-        d, src, dst = self.rank.wire.rank, self.step.srcs[k], self.step.dsts[k]
+        d, src, dst = self.device, self.step.srcs[k], self.step.dsts[k]
         there = self.rank.placed[d, dst]
         if self.step.sent_as:
             wide, there = there, buffers.view(f"{self.at} narrow {k}", self.dtype(k), tuple(there.shape))

@@ -73,6 +73,11 @@ class Move(ABC):
     began: int = 0
 
     @property
+    def device(self) -> int:
+        """The device of a process that has one alone: both have the same number."""
+        return self.rank.wire.rank
+
+    @property
     def collective(self) -> bool:
         """Whether it needs a process group of its own."""
         return False
@@ -254,11 +259,6 @@ class TransferByCall(_Transfer):
     def collective(self) -> bool:
         """It does."""
         return True
-
-    @property
-    def device(self) -> int:
-        """This process's device, which has the same number."""
-        return self.rank.wire.rank
 
     @property
     def group(self) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -78,42 +78,37 @@ class Proofs(Lists):
         what = breach.what if sizes or not self.witness else f"not proved for all sizes: {breach.what}"
         return SizedLawError(breach.law, what, where=step, why=why, sizes=sizes, blame=blame)
 
-    def _device(self, there: Array, wrong: Callable[[int], Iterator[str]]) -> int:
-        """A device for which one of some conditions holds; -1 if there is none."""
-        for d in np.flatnonzero(there).tolist():
-            if any(self.somewhere((), condition) is not None for condition in wrong(d)):
-                return d
+    def _device(self, one: Spans, other: Spans, wrong: Callable[[Any, Any, Any, Any], str]) -> int:
+        """A device for which a condition on the ends of its two boxes along an axis holds; -1 if there is none."""
+        for d in np.flatnonzero(one.there).tolist():
+            for (a, b), (lo, hi) in zip(_device_box(one, d), _device_box(other, d), strict=True):
+                if (condition := wrong(a, b, lo, hi)) and self.somewhere((), condition) is not None:
+                    return d
         return -1
 
     def outside(self, inner: Spans, outer: Spans, points: bool = False) -> int:
         """A device whose box, which has its ends in order, does not lie in its other box, even where it is empty."""
 
-        def wrong(d: int) -> Iterator[str]:
-            for (a, b), (lo, hi) in zip(_device_box(inner, d), _device_box(outer, d), strict=True):
-                if sized(a, b, lo, hi):
-                    yield f"{a} < {lo} or {b} < {a} or {b} > {hi}"
+        def wrong(a: Any, b: Any, lo: Any, hi: Any) -> str:
+            return f"{a} < {lo} or {b} < {a} or {b} > {hi}" if sized(a, b, lo, hi) else ""
 
-        return self._device(inner.there, wrong)
+        return self._device(inner, outer, wrong)
 
     def differ(self, one: Spans, other: Spans) -> int:
         """A device whose box has not the ends of its other box."""
 
-        def wrong(d: int) -> Iterator[str]:
-            for (a, b), (lo, hi) in zip(_device_box(one, d), _device_box(other, d), strict=True):
-                if str(a) != str(lo) or str(b) != str(hi):
-                    yield f"{a} != {lo} or {b} != {hi}"
+        def wrong(a: Any, b: Any, lo: Any, hi: Any) -> str:
+            return f"{a} != {lo} or {b} != {hi}" if str(a) != str(lo) or str(b) != str(hi) else ""
 
-        return self._device(one.there, wrong)
+        return self._device(one, other, wrong)
 
     def hollow(self, points: Spans, space: Spans) -> int:
         """A device whose block is empty along a dimension that is not."""
 
-        def wrong(d: int) -> Iterator[str]:
-            for (lo, hi), (_, size) in zip(_device_box(points, d), _device_box(space, d), strict=True):
-                if sized(lo, hi):
-                    yield f"{hi} <= {lo} and 0 < {size}"
+        def wrong(lo: Any, hi: Any, _: Any, size: Any) -> str:
+            return f"{hi} <= {lo} and 0 < {size}" if sized(lo, hi) else ""
 
-        return self._device(points.there, wrong)
+        return self._device(points, space, wrong)
 
     def coverage(self, boxes: Sequence[Box], target: Box, *, gap: bool = True, twice: bool = True) -> Coverage:
         """A cell of ``target`` that is in no box, or else one that is in two, where they are asked for."""

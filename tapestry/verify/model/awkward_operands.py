@@ -32,6 +32,7 @@ from tapestry.verify.model.cell_tolerance import explained, same
 from tapestry.verify.model.cell_values import CellValues
 from tapestry.verify.model.counterparts import Counterpart, Counterparts, NoCounterpart
 from tapestry.verify.model.model_facts import LAW
+from tapestry.verify.model.model_values import at_cells
 from tapestry.verify.model.scaled_operands import ELSEWHERE, FACTORS, LARGE, LARGEST, PATTERN, ROOM
 
 
@@ -145,7 +146,7 @@ class AwkwardOperands:
     def _places(self, op: Block, part: Counterpart, number: int) -> tuple[Footprint, Array, np.random.Generator]:
         """Some cells of an operation, and where they look."""
         rng = np.random.default_rng((self.seed, number, 2))
-        behind = max([math.prod(d.size for d in (*b.reduce, *b.inner_dims)) for b in part.behind], default=1)
+        behind = max([b.merged_cells for b in part.behind], default=1)
         points = cells(op, self.graph, rng, TARGETS, WORK // max(1, behind // BEHIND))
         points = points[rng.permutation(len(points))[:TARGETS]]
         found = Footprint(self.graph, self.parts, part).look(op, points, rng)
@@ -167,15 +168,9 @@ class AwkwardOperands:
             return
         self.counts["cells on awkward operands"] += len(points)
         suspects: dict[tuple[str, ...], list[tuple[int, int]]] = {}
-        for k, name in enumerate(c.op.outs):
-            reference, t = theirs.get(name), self.graph.tensors[name]
-            if not is_array(reference) or reference.shape != t.shape:
-                continue
-            (mine, slack), evaluator = self._mine(c.op, values, points, k)
-            there = reference[tuple(points.T)].reshape(len(points)).astype(numpy_dtype(t.dtype))
-            clean = np.asarray(self.parts.known(name))[tuple(points.T)].reshape(len(points))
-            for at in np.flatnonzero(~same(mine, slack, there, t.dtype, evaluator.unit, clean)):
-                suspects.setdefault(sort_of(numbers[at]), []).append((int(at), k))
+        for k, differ in self._differing(c.op, values, theirs, points, typical=True):
+            for at in differ:
+                suspects.setdefault(sort_of(numbers[at]), []).append((at, k))
         alike = [some[:ALIKE] for some in suspects.values()]
         for at, k in [s for row in itertools.zip_longest(*alike) for s in row if s is not None]:
             if not c.again:
@@ -200,14 +195,21 @@ class AwkwardOperands:
                 self.counts["evaluations on awkward operands that no evaluator makes"] += 1
                 continue
             self.counts["cells on scaled operands"] += len(points)
-            for k, name in enumerate(op.outs):
-                reference, t = theirs.get(name), self.graph.tensors[name]
-                if not is_array(reference) or reference.shape != t.shape:
-                    continue
-                (mine, slack), evaluator = self._mine(op, values, points, k)
-                there = reference[tuple(points.T)].reshape(len(points)).astype(numpy_dtype(t.dtype))
-                for at in np.flatnonzero(~same(mine, slack, there, t.dtype, evaluator.unit))[: ALONE[0]]:
+            for k, differ in self._differing(op, values, theirs, points, typical=False):
+                for at in differ[: ALONE[0]]:
                     self._alone(c, points[at : at + 1], values, {}, k, said)
+
+    def _differing(
+        self, op: Block, values: Mapping[str, Any], theirs: Mapping[str, Any], points: Array, *, typical: bool
+    ) -> Iterator[tuple[int, list[int]]]:
+        """For each result, which cells are not the reference's; with ``typical``, what is so is taken from the run before."""
+        for k, name in enumerate(op.outs):
+            reference, t = theirs.get(name), self.graph.tensors[name]
+            if is_array(reference) and reference.shape == t.shape:
+                (mine, slack), evaluator = self._mine(op, values, points, k)
+                there = at_cells(reference, points).astype(numpy_dtype(t.dtype))
+                clean = at_cells(np.asarray(self.parts.known(name)), points) if typical else None
+                yield k, np.flatnonzero(~same(mine, slack, there, t.dtype, evaluator.unit, clean)).tolist()
 
     def _mine(self, op: Block, values: Mapping[str, Any], points: Array, k: int) -> tuple[tuple[Array, Array], _Watched]:
         """What the operation gives, and the evaluator that gave it."""

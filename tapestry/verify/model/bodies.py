@@ -19,7 +19,7 @@ from tapestry.ir.types import Array
 from tapestry.onnx_eval.opaque_node import RANDOM, HostValue, draws
 from tapestry.verify.interp import opaque
 from tapestry.verify.model.cell_tolerance import other_distribution
-from tapestry.verify.model.model_values import ModelFile, outer_names, run_node, subgraphs
+from tapestry.verify.model.model_values import ModelFile, by_name, outer_names, run_node, subgraphs
 
 # onnx comes without complete types
 
@@ -65,12 +65,12 @@ def check_operation(
         except Exception as e:
             raise LawError("model", "a body does not run where the model's does", where=where, why=str(e)[:200]) from e
         made = dict(zip(op.outs, found, strict=True))
-        by_name = {t: a for t, a in zip([o for o in node.output if o], expected, strict=True) if t in made}
-        wrong = next((t for t, a in by_name.items() if not alike(made[t], a)), None)
+        wanted = {t: a for t, a in by_name(node, expected).items() if t in made}
+        wrong = next((t for t, a in wanted.items() if not alike(made[t], a)), None)
         if wrong is not None and draws(op):
             other = _expected(_reseeded(node), model, variant) or expected
-            again = dict(zip([o for o in node.output if o], other, strict=True))
-            wrong = next((t for t, a in by_name.items() if not _may_be(made[t], a, again[t])), None)
+            again = by_name(node, other)
+            wrong = next((t for t, a in wanted.items() if not _may_be(made[t], a, again[t])), None)
         if wrong is not None:
             changed = [n for n in ins if variant[n] is not theirs[n]]
             raise LawError("model", "a body is not the model's", where=where, why=f"'{wrong}' differs, with other {changed}")
@@ -107,7 +107,7 @@ def _made(
         names = (*node.input, *outer_names(node))
         arrays = [None if not i else values[i] if i in values else known(i) for i in names]
         outs = run_node(node, model.opsets, arrays, True)
-        values |= {o: a for o, a in zip([o for o in node.output if o], outs, strict=True) if o not in given}
+        values |= {o: a for o, a in by_name(node, outs).items() if o not in given}
     return {o: values[o] for n in nodes for o in n.output if o in wanted and o in values}
 
 

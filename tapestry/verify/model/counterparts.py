@@ -17,7 +17,7 @@ from tapestry.ir.types import FLOATS, Array, numpy_dtype
 from tapestry.onnx_eval.opaque_node import RANDOM, Asked
 from tapestry.onnx_eval.value_kinds import is_array
 from tapestry.verify.model.model_facts import Reader
-from tapestry.verify.model.model_values import ModelFile, ReferenceValues, run_node, subgraphs
+from tapestry.verify.model.model_values import ModelFile, ReferenceValues, by_name, has_body, run_node
 
 # onnx comes without complete types
 
@@ -135,7 +135,7 @@ class Counterparts:
             raise NoCounterpart("of constants alone")
         if not leaves <= used | self.fixed:  # the same as something that the nodes read, or else refused already
             raise NoCounterpart("of values that its nodes do not read")
-        if any(n.op_type in RANDOM or any(True for _ in subgraphs(n)) for n in nodes):
+        if any(n.op_type in RANDOM or has_body(n) for n in nodes):
             raise NoCounterpart("of a body or random numbers")
         key = (tuple(signature(b, self.graph) for b in chain), tuple(self._text(nodes, used)))
         if key in self.seen:
@@ -232,7 +232,7 @@ class Counterparts:
         for node in part.nodes:
             arrays = [None if not i else values[i] if i in values else made(self._fixed(i)) for i in node.input]
             outs = run_node(node, self.model.opsets, arrays, independent, by)
-            values.update(zip([o for o in node.output if o], outs, strict=True))
+            values |= by_name(node, outs)
         return {t: values[t] for t in part.outs}
 
     def of_one_library(self, part: Counterpart, operands: Mapping[str, Any]) -> bool:

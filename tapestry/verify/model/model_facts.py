@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ from onnx import AttributeProto, NodeProto, TensorProto, defs, helper
 from tapestry.errors import LawError
 from tapestry.ir.graph import Graph, Opaque
 from tapestry.ir.types import HOST, Array, Weight, numpy_dtype
-from tapestry.verify.model.model_values import ModelFile, subgraphs
+from tapestry.verify.model.model_values import ModelFile, with_bodies
 
 # onnx comes without complete types
 
@@ -107,15 +107,6 @@ def _equal(a: Array, b: Array | None) -> bool:
 # opaque nodes
 
 
-def nodes_of(model: ModelFile) -> Iterator[NodeProto]:
-    """Every node, those of bodies included."""
-    stack = list(model.proto.graph.node)
-    while stack:
-        node = stack.pop()
-        yield node
-        stack += [n for g in subgraphs(node) for n in g.node]
-
-
 def node_of_opaque(op: Opaque, model: ModelFile) -> NodeProto | None:
     """The model's node of an opaque operation, once attributes and opset have been held to it.
 
@@ -129,7 +120,7 @@ def node_of_opaque(op: Opaque, model: ModelFile) -> NodeProto | None:
         raise LawError(LAW, "an opaque operation is another node", where=where, why=f"it runs {mine.op_type}")
     found = next((model.makers[o] for o in op.outs if o in model.makers), None)
     if found is None:
-        alike = [n for n in nodes_of(model) if n.op_type == op.kind]
+        alike = [n for n in with_bodies(model.proto.graph.node) if n.op_type == op.kind]
         wrong = [w for n in alike if (w := _other_attribute(mine, n, opsets))]
         if alike and len(wrong) == len(alike):
             raise LawError(LAW, f"no {op.kind} of the model has its attributes", where=where, why=wrong[0])

@@ -29,7 +29,7 @@ from tapestry.ir.types import FLOATS, STORED, Array, numpy_dtype
 from tapestry.onnx_eval.opaque_node import HostValue, draws
 from tapestry.onnx_eval.value_kinds import is_array
 from tapestry.verify.interp import opaque
-from tapestry.verify.model import bodies, model_facts, model_values
+from tapestry.verify.model import bodies, model_facts
 from tapestry.verify.model.awkward_operands import APART, AwkwardOperands
 from tapestry.verify.model.cell_sample import cells
 from tapestry.verify.model.cell_tolerance import explained, other_distribution, same
@@ -37,7 +37,7 @@ from tapestry.verify.model.cell_values import UNIT, CellValues
 from tapestry.verify.model.counterparts import Counterparts
 from tapestry.verify.model.model_facts import LAW, Reader
 from tapestry.verify.model.model_inputs import awkward
-from tapestry.verify.model.model_values import ModelFile, ReferenceValues, outer_names
+from tapestry.verify.model.model_values import ModelFile, ReferenceValues, at_cells, has_body, outer_names
 from tapestry.verify.model.rounded_inputs import within_rounding
 
 View = Callable[[Array], Array]
@@ -103,7 +103,7 @@ class _Check:
     def behind(self, op: Block) -> int:
         """Index points that a cell takes which an operation reads and the model does not have, the most of any."""
         makers = [self.makers[t] for t in op.inputs if t in self.makers and t not in self.run.values and t not in self.claims]
-        return max([math.prod(d.size for d in (*m.reduce, *m.inner_dims)) for m in makers if isinstance(m, Block)], default=1)
+        return max([m.merged_cells for m in makers if isinstance(m, Block)], default=1)
 
     def known(self, name: str) -> Any:
         """The value of a tensor that has a counterpart."""
@@ -290,7 +290,7 @@ def _held(c: _Check, op: Block, k: int, points: Array, made: tuple[Array, Array]
     """One output at some cells: near, or explained by rounding, or what another evaluator says."""
     name = op.outs[k]
     dtype = c.graph.tensors[name].dtype
-    reference = np.asarray(c.run.values[name])[tuple(points.T)].reshape(len(points))
+    reference = at_cells(np.asarray(c.run.values[name]), points)
     unit = c.values.unit
     good = same(*made, reference, dtype, unit)
     if good.all():
@@ -311,7 +311,7 @@ def _held(c: _Check, op: Block, k: int, points: Array, made: tuple[Array, Array]
     slow = c.lenient and math.prod(d.size for d in op.space) > SECOND_OPINION
     other, law = None if slow else c.run.again(name), LawError
     if is_array(other) and other.shape == c.graph.tensors[name].shape:
-        there = other[tuple(points[bad].T)].reshape(len(bad))
+        there = at_cells(other, points[bad])
         agrees = same(made[0][bad], made[1][bad], there, dtype, unit)
         agrees |= explained(c.values, op, k, points[bad], there, dtype, number)
         c.compared.counts["by the other reference"] += int(agrees.sum())
@@ -341,7 +341,7 @@ def _defined(c: _Check, op: Block, k: int, points: Array, made: tuple[Array, Arr
     exact = c.run.again(name, double=True)
     if dtype not in FLOATS or not is_array(exact) or exact.shape != c.graph.tensors[name].shape:
         return None
-    there = exact[tuple(points.T)].reshape(len(points))
+    there = at_cells(exact, points)
     agrees = same(made[0][bad], made[1][bad], there, dtype, c.values.unit)
     return np.flatnonzero(~(agrees | explained(c.values, op, k, points, there, dtype, number)))
 
@@ -427,7 +427,7 @@ def _opaque(c: _Check, op: Opaque, number: int, first: bool) -> None:
     """An ONNX node: its bodies, and what it gives for the reference's values, whole and in parts."""
     node = model_facts.node_of_opaque(op, c.model)
     values = {t: c.values.stored(t, c.values.whole(t)) for t in op.inputs}
-    if node is not None and first and any(True for _ in model_values.subgraphs(node)):
+    if node is not None and first and has_body(node):
         plain = {t: v.value if isinstance(v, HostValue) else v for t, v in values.items()}
         outer = {n: v for n in (*node.input, *outer_names(node)) if (v := _any_value(c, n)) is not None}
         found = bodies.check_operation(op, c.graph, node, c.model, {**plain, **outer}, number, partial(_any_value, c))

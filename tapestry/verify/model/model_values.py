@@ -7,7 +7,7 @@ Where a value of onnxruntime's is doubted, the nodes behind it are asked again o
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -105,7 +105,7 @@ class ModelFile:
         """Values that are the same whatever is given, for inputs of the same sizes."""
         found = set(self.initializers)
         for node in self.nodes:
-            free = node.op_type in RANDOM or any(True for _ in subgraphs(node))
+            free = node.op_type in RANDOM or has_body(node)
             if node.op_type in SIZES or (not free and all(i in found for i in node.input if i)):
                 found.update(o for o in node.output if o)
         return found
@@ -124,7 +124,7 @@ class ModelFile:
                 continue
             seen.add(at)
             late = any(i and i not in fixed for i in maker.input[1:])
-            if maker.op_type in BY_VALUES or any(True for _ in subgraphs(maker)) or (late and maker.op_type not in PLAIN):
+            if maker.op_type in BY_VALUES or has_body(maker) or (late and maker.op_type not in PLAIN):
                 return False
             stack += [i for i in maker.input if i]
         return True
@@ -132,12 +132,9 @@ class ModelFile:
     def floats(self) -> set[str]:
         """The float types that the model names anywhere: of inputs, constants, and what nodes are told to compute in."""
         found = {t.data_type for t in self.initializers.values()} | {i.type.tensor_type.elem_type for i in self.inputs}
-        stack = list(self.nodes)
-        while stack:
-            node = stack.pop()
+        for node in with_bodies(self.nodes):
             for a in node.attribute:
                 found |= {a.t.data_type} if a.type == AttributeProto.TENSOR else {a.i} if a.name in TYPED else set()
-            stack += [n for g in subgraphs(node) for n in g.node]
         return {FLOAT_NAMES[t] for t in found if t in FLOAT_NAMES}
 
     def constant(self, name: str) -> Array | None:
@@ -185,7 +182,7 @@ class ReferenceValues:
         names = [n for n in model.makers if n in wanted]
         apart = not model.floats().isdisjoint(SHORT)  # onnxruntime keeps float32 from node to node
         try:
-            if apart or independent or any(o in opaque_node.ASKED_APART for o in _operators(model.nodes)):
+            if apart or independent or any(n.op_type in opaque_node.ASKED_APART for n in with_bodies(model.nodes)):
                 raise OrtError("to be run node by node")
             self.by, self.values = "onnxruntime", _onnxruntime(model, feeds, names)
         except Exception:  # what it cannot run, or what is too large for it, is run node by node
@@ -241,7 +238,7 @@ class ReferenceValues:
                 if not self.model.of_sizes(node):
                     raise
                 raise WrongSizes(e.what, where=e.where, why=e.why) from None
-            values.update(zip([o for o in node.output if o], outs, strict=True))
+            values |= by_name(node, outs)
         return {n: values[n] for n in names}
 
 
@@ -264,7 +261,7 @@ def run_node(
     names = (*node.input, *outer_names(node))
     arrays = [np.asarray(a) if isinstance(a, np.generic) else a for a in arrays]
     given = [a if a is None or (isinstance(a, np.ndarray) and a.dtype != object) else opaque_node.HostValue(a) for a in arrays]
-    outs, source, bodies = tuple(o for o in node.output if o), (node.name or node.op_type,), any(True for _ in subgraphs(node))
+    outs, source, bodies = tuple(o for o in node.output if o), (node.name or node.op_type,), has_body(node)
     if not bodies:  # evaluators are made once for all that are alike
         node = nameless(node)
         names = tuple(node.input)
@@ -314,12 +311,28 @@ def outer_names(node: NodeProto) -> list[str]:
     return list(out)
 
 
-def _operators(nodes: Iterable[NodeProto]) -> Iterator[str]:
-    """Of nodes and of their bodies."""
-    for n in nodes:
-        yield n.op_type
-        for g in subgraphs(n):
-            yield from _operators(g.node)
+def has_body(node: NodeProto) -> bool:
+    """Whether it has a graph in an attribute."""
+    return next(subgraphs(node), None) is not None
+
+
+def at_cells(array: Array, points: Array) -> Array:
+    """The numbers of an array at some cells."""
+    return array[tuple(points.T)].reshape(len(points))
+
+
+def by_name(node: NodeProto, outs: Sequence[Any]) -> dict[str, Any]:
+    """What a node gives, by the names of its outputs."""
+    return dict(zip([o for o in node.output if o], outs, strict=True))
+
+
+def with_bodies(nodes: Iterable[NodeProto]) -> Iterator[NodeProto]:
+    """Nodes, and those of their bodies."""
+    stack = list(nodes)
+    while stack:
+        node = stack.pop()
+        yield node
+        stack += [n for g in subgraphs(node) for n in g.node]
 
 
 def _onnxruntime(model: ModelFile, feeds: Mapping[str, Any], names: list[str]) -> dict[str, Any]:

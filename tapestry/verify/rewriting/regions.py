@@ -98,11 +98,16 @@ def _cone(graph: Graph, makers: Mapping[str, Op], place: Mapping[str, int], targ
             ops[op.outs[0]] = op
             stack += op.inputs
         found.add(t)
-    chosen = tuple(ops[t] for t in sorted(ops, key=lambda t: place[t]))
-    made = {t for op in chosen for t in op.outs}
-    inputs = tuple(dict.fromkeys(t for op in chosen for t in op.inputs if t not in made)) if chosen else (target,)
+    return region(graph, tuple(ops[t] for t in sorted(ops, key=lambda t: place[t])), (target,))
+
+
+def region(graph: Graph, ops: tuple[Op, ...], outputs: tuple[str, ...]) -> Graph:
+    """Some operations of a graph; what they read or give and do not make is given."""
+    made = dict.fromkeys(t for op in ops for t in op.outs)
+    seen = (*(t for op in ops for t in op.inputs), *outputs)
+    inputs = tuple(dict.fromkeys(t for t in seen if t not in made))
     tensors = {t: graph.tensors[t] for t in (*inputs, *made)}
-    return Graph(name="region", tensors=tensors, ops=chosen, inputs=inputs, outputs=(target,))
+    return Graph(name="region", tensors=tensors, ops=ops, inputs=inputs, outputs=outputs)
 
 
 def _read_otherwise(before: Graph, after: Graph) -> set[str]:

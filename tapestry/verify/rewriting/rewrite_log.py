@@ -19,7 +19,7 @@ from tapestry.ir.graph import Graph, Op, Rewrite
 from tapestry.ir.syntax.parser import parse
 from tapestry.ir.syntax.printer import op_text, to_text
 from tapestry.verify.rewriting.proofs import prove_change
-from tapestry.verify.rewriting.regions import Change
+from tapestry.verify.rewriting.regions import Change, region
 
 HEAD = "# rewrites of version 1 of "
 _STEP = re.compile(r'^step ("(?:[^"\\]|\\.)*")( exact)?\n', re.MULTILINE)
@@ -81,11 +81,7 @@ def _part(graph: Graph, change: Change, own: Mapping[str, Op]) -> Graph:
     """No more of a graph than what changed and what the proof looked at."""
     wanted = {id(op) for op in (*own.values(), *change.used.values())}
     ops = tuple(op for op in graph.ops if id(op) in wanted)
-    made = dict.fromkeys(t for op in ops for t in op.outs)
-    inputs = tuple(dict.fromkeys(t for op in ops for t in op.inputs if t not in made))
-    tensors = {t: graph.tensors[t] for t in (*inputs, *made)}
-    outputs = tuple(t for t in made if t in change.needed)
-    return Graph(name="region", tensors=tensors, ops=ops, inputs=inputs, outputs=outputs)
+    return region(graph, ops, tuple(t for op in ops for t in op.outs if t in change.needed))
 
 
 def read(data: bytes, where: str) -> Log:
