@@ -10,13 +10,31 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from tapestry.ir.index import Aff
 from tapestry.ir.types import DTYPES, FLOATS
 
 
+def _sign(fn: str, *, turned: bool = False) -> Callable[..., Call]:
+    """What a sign between expressions does; ``turned``, where the expression is on its right."""
+    return lambda *args: call(fn, *(args[::-1] if turned else args))
+
+
+class Operators:
+    """Python's signs as primitives; a number beside an expression is a literal of its dtype, as in `call`."""
+
+    __slots__ = ()
+    __add__, __radd__ = _sign("add"), _sign("add", turned=True)
+    __sub__, __rsub__ = _sign("sub"), _sign("sub", turned=True)
+    __mul__, __rmul__ = _sign("mul"), _sign("mul", turned=True)
+    __truediv__, __rtruediv__ = _sign("div"), _sign("div", turned=True)
+    __and__, __or__ = _sign("and"), _sign("or")
+    __neg__, __invert__ = _sign("neg"), _sign("not")
+
+
 @dataclass(frozen=True, slots=True)
-class Const:
+class Const(Operators):
     """A literal of a dtype."""
 
     value: float | int | bool
@@ -24,7 +42,7 @@ class Const:
 
 
 @dataclass(frozen=True, slots=True)
-class Arg:
+class Arg(Operators):
     """The value of read number ``pos`` at this point."""
 
     pos: int
@@ -32,7 +50,7 @@ class Arg:
 
 
 @dataclass(frozen=True, slots=True)
-class Acc:
+class Acc(Operators):
     """Field number ``field`` of the reduced monoid state; only in ``then``."""
 
     field: int
@@ -40,7 +58,7 @@ class Acc:
 
 
 @dataclass(frozen=True, slots=True)
-class Index:
+class Index(Operators):
     """The value of an index expression at this point, in the coordinates of the whole, unsplit index space."""
 
     aff: Aff
@@ -48,7 +66,7 @@ class Index:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class Call(Operators):
     """A primitive applied to arguments."""
 
     fn: str
@@ -60,7 +78,7 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Let:
+class Let(Operators):
     """The value of inner reduction number ``pos`` of the operation at this point."""
 
     pos: int
@@ -135,8 +153,25 @@ towards zero, ``mod`` has the sign of the divisor, ``fmod`` of the dividend, and
 """
 
 
-def call(fn: str, *args: Expr) -> Call:
-    """Apply a primitive, inferring and checking dtypes (an assertion failure here is a bug of the lifter or rule)."""
+def number(value: float, dtype: str) -> Const:
+    """A literal with the Python type that fits the dtype."""
+    return Const(float(value) if dtype in FLOATS else bool(value) if dtype == "bool" else int(value), dtype)
+
+
+def literal(value: Any, dtype: str) -> Expr:
+    """A constant expression; a NaN is written as 0/0, because texts with a NaN literal do not compare equal."""
+    if dtype in FLOATS and value != value:
+        return number(0, dtype) / number(0, dtype)
+    return number(value, dtype)
+
+
+def call(fn: str, *given: Expr | float) -> Call:
+    """Apply a primitive, inferring and checking dtypes (an assertion failure here is a bug of the lifter or rule).
+
+    A number is a literal of the dtype of the last expression.
+    """
+    like = next(a for a in reversed(given) if isinstance(a, Operators)).dtype
+    args = tuple(a if isinstance(a, Operators) else literal(a, like) for a in given)
     result = PRIMITIVES[fn].result
     assert result != "cast", "use cast()"
     assert len(args) == PRIMITIVES[fn].arity, f"{fn} takes {PRIMITIVES[fn].arity} arguments, not {len(args)}"

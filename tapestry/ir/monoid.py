@@ -21,7 +21,7 @@ from functools import lru_cache, partial
 from typing import Any
 
 from tapestry.errors import TapestryError
-from tapestry.ir.expr import Arg, Call, Const, Expr, call
+from tapestry.ir.expr import Arg, Call, Const, Expr, call, number
 from tapestry.ir.types import FLOATS
 from tapestry.plugins import entry_points as plugins
 
@@ -238,11 +238,6 @@ def highest(dtype: str) -> Const:
     return Const(True, dtype) if dtype == "bool" else Const((1 << _INT_RANGE[dtype]) - 1, dtype)
 
 
-def number(value: float, dtype: str) -> Const:
-    """A literal with the Python type that fits the dtype."""
-    return Const(float(value) if dtype in FLOATS else bool(value) if dtype == "bool" else int(value), dtype)
-
-
 def product(name: str, *parts: Monoid) -> Monoid:
     """Reductions over one domain, side by side; fields are ``a``'s, then ``b``'s, with their positions where names collide."""
     names = [f for p in parts for f in p.fields]
@@ -311,9 +306,9 @@ def driven(name: str, by: Monoid, acted: Monoid, act: Callable[[State, State], S
 
 def rescale(old: State, new: State, s: State) -> State:
     """Sums of ``exp(x - old)`` times anything as sums of ``exp(x - new)``; equal centres, even infinite, change nothing."""
-    scale = call("exp", call("sub", old[0], new[0]))
+    scale = call("exp", old[0] - new[0])
     same = call("eq", old[0], new[0])
-    return tuple(call("where", same, x, call("mul", x, scale)) for x in s)
+    return tuple(call("where", same, x, x * scale) for x in s)
 
 
 def _single(name: str, fn: str, zero: Callable[[str], Const]) -> Monoid:
@@ -328,24 +323,24 @@ def _single(name: str, fn: str, zero: Callable[[str], Const]) -> Monoid:
 
 def _moments(a: State, b: State) -> State:
     """(n, mean, M2) merge of Chan, Golub and LeVeque (1979): ``(n, sum, sum of squares)`` cancels badly."""
-    n = call("add", a[0], b[0])
+    n = a[0] + b[0]
     one, zero = number(1, n.dtype), number(0, n.dtype)
     safe = call("where", call("eq", n, zero), one, n)
-    delta = call("sub", b[1], a[1])
-    share = call("div", b[0], safe)
-    mean = call("add", a[1], call("mul", delta, share))
-    spread = call("mul", delta, call("mul", delta, call("mul", a[0], share)))  # delta² alone overflows, and inf * 0 is a NaN
-    return n, mean, call("add", call("add", a[2], b[2]), spread)
+    delta = b[1] - a[1]
+    share = b[0] / safe
+    mean = a[1] + delta * share
+    spread = delta * (delta * (a[0] * share))  # delta² alone overflows, and inf * 0 is a NaN
+    return n, mean, a[2] + b[2] + spread
 
 
 def _best(name: str, better: str, worst: Callable[[str], Const]) -> Monoid:
     def combine(a: State, b: State) -> State:
         nan_a, nan_b = (call("isnan", a[0]), call("isnan", b[0])) if a[0].dtype in FLOATS else (None, None)
         first = call("lt", b[1], a[1])
-        take: Expr = call("or", call(better, b[0], a[0]), call("and", call("eq", a[0], b[0]), first))
+        take: Expr = call(better, b[0], a[0]) | call("eq", a[0], b[0]) & first
         if nan_a is not None and nan_b is not None:  # a NaN wins, the first of several
-            wins = call("and", nan_b, call("or", call("not", nan_a), first))
-            take = call("or", wins, call("and", take, call("not", nan_a)))
+            wins = nan_b & (~nan_a | first)
+            take = wins | take & ~nan_a
         return call("where", take, b[0], a[0]), call("where", take, b[1], a[1])
 
     return Monoid(
@@ -377,7 +372,7 @@ def primitive_of(name: str | None) -> str:
 
 
 def _scale(by: State, s: State) -> State:
-    return (call("mul", by[0], s[0]),)
+    return (by[0] * s[0],)
 
 
 class _Table(dict[str, Monoid]):

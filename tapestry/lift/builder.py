@@ -11,11 +11,10 @@ import onnx
 from onnx import NodeProto, TensorProto, TypeProto
 
 from tapestry.errors import ModelError
-from tapestry.ir.expr import Arg, Expr, call
+from tapestry.ir.expr import Arg, Expr, call, literal, number
 from tapestry.ir.graph import Block, Dim, Guard, Op, Read
 from tapestry.ir.index import Aff, const, dim
-from tapestry.ir.monoid import number
-from tapestry.ir.types import FLOATS, HOST, Tensor
+from tapestry.ir.types import HOST, Tensor
 from tapestry.lift.file.external_data import dtype_name
 from tapestry.lift.file.protos import captured, static_shape
 
@@ -41,18 +40,6 @@ Body = (  # of what is read, in order; the longer ones first, so that a lambda's
     | Callable[[Expr, Expr], Expr]
     | Callable[[Expr], Expr]
 )
-
-
-def literal(value: Any, dtype: str) -> Expr:
-    """A constant expression; a NaN is written as 0/0, because texts with a NaN literal do not compare equal."""
-    if dtype in FLOATS and value != value:
-        return call("div", number(0, dtype), number(0, dtype))
-    return number(value, dtype)
-
-
-def plain(value: Any, dtype: str) -> float | int | bool:
-    """A Python number fit for ``Read.other``."""
-    return number(value, dtype).value
 
 
 MAX_CELLS = 1 << 60
@@ -253,7 +240,9 @@ class Node:
         """A projection to a tensor by name, with its type."""
         t = self.b.tensor(name)
         assert len(index) == len(t.shape), f"{self.where}: {name} has rank {len(t.shape)}, index {index}"
-        return Read(tensor=name, index=tuple(index), other=None if other is None else plain(other, t.dtype), when=when), t
+        return Read(
+            tensor=name, index=tuple(index), other=None if other is None else number(other, t.dtype).value, when=when
+        ), t
 
     def block(self, out: str | Tensor, dims: Sequence[Dim], reads: Sequence[Operand], body: Body | Expr) -> str:
         """Emit a map; ``body`` is an expression over the reads, or makes it of them. Returns the name of the tensor written."""
@@ -345,14 +334,14 @@ def accumulator(dtype: str) -> str:
 
 def every(tests: Iterable[Expr]) -> Expr:
     """Whether all tests hold, of which there is at least one."""
-    return reduce(lambda a, b: call("and", a, b), tests)
+    return reduce(lambda a, b: a & b, tests)
 
 
 def tests_inside(place: Expr, size: int) -> tuple[Expr, Expr]:
     """Tests of whether a position (an i64) is one of an axis."""
-    return call("ge", place, number(0, "i64")), call("lt", place, number(size, "i64"))
+    return call("ge", place, 0), call("lt", place, size)
 
 
 def from_front(place: Expr, size: int) -> Expr:
     """A position (an i64) counted from the front, where a negative one counts from the back."""
-    return call("where", call("lt", place, number(0, "i64")), call("add", place, number(size, "i64")), place)
+    return call("where", call("lt", place, 0), place + size, place)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tapestry.ir.expr import Call, Const, Expr, Let, call, walk
+from tapestry.ir.expr import Call, Const, Expr, Let, call, number, walk
 from tapestry.ir.graph import Dim
-from tapestry.ir.monoid import number
 from tapestry.ir.recognition.contraction import Nest, dims_read, inner_product
 from tapestry.ir.recognition.exponential import Exponential, exponential
 
@@ -109,7 +108,7 @@ def linear_score(e: Expr, hidden: Const) -> tuple[float, Expr | None] | None:
     if e.fn == "add":
         inner, bias = e.args if _has_product(e.args[0]) else e.args[::-1]
         linear = None if _has_product(bias) else linear_score(inner, hidden)
-        return linear and (linear[0], bias if linear[1] is None else call("add", linear[1], bias))
+        return linear and (linear[0], bias if linear[1] is None else linear[1] + bias)
     if e.fn == "where" and e.args[2] == hidden and not _has_product(e.args[0]):
         linear = linear_score(e.args[1], hidden)
         zero: Expr = number(0, e.dtype)

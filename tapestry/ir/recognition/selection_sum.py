@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from tapestry.ir.expr import Arg, Call, Const, Expr, Index, Let, call
 from tapestry.ir.graph import Dim
 from tapestry.ir.index import dim
-from tapestry.ir.monoid import number, primitive_of
+from tapestry.ir.monoid import primitive_of
 from tapestry.ir.recognition.contraction import Nest, dims_read, inner_product
 
 
@@ -72,7 +72,7 @@ def as_onnx_counts(wanted: Expr, count: int) -> Expr:
     """The index of a place that counts a negative one from the end of ``count`` places, as ONNX's Gather does by itself; any
     other place as it is."""
     i = wanted.args[2] if isinstance(wanted, Call) and wanted.fn == "where" else wanted
-    wrapped = call("where", call("lt", i, number(0, i.dtype)), call("add", i, number(count, i.dtype)), i)
+    wrapped = call("where", call("lt", i, 0), i + count, i)
     return i if wanted == wrapped else wanted
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import lru_cache
 
-from tapestry.ir.expr import Acc, Arg, Call, Const, Expr, Index, Let, arg_positions, call, walk
+from tapestry.ir.expr import Acc, Arg, Call, Const, Expr, Index, Let, arg_positions, walk
 from tapestry.ir.graph import Block
 from tapestry.ir.index import Floor, dims_of
 from tapestry.ir.kernel import Box
@@ -126,7 +126,7 @@ def _counted(op: Block) -> Mapping[int, float]:
     merged = MONOIDS[op.monoid].combiner(dtypes)
     out: dict[int, float] = {}
     for k, e in enumerate(op.body):
-        adds = merged[k] == call("add", Arg(k, e.dtype), Arg(len(dtypes) + k, e.dtype))
+        adds = merged[k] == (Arg(k, e.dtype) + Arg(len(dtypes) + k, e.dtype))
         if isinstance(e, Const) and e.dtype != "bool" and adds:
             out[k] = float(e.value)
     return out

@@ -8,10 +8,10 @@ import re
 from dataclasses import dataclass, replace
 
 from tapestry.errors import TextError
-from tapestry.ir.expr import PRIMITIVES, Acc, Arg, Const, Expr, Index, Let, call, cast
+from tapestry.ir.expr import PRIMITIVES, Acc, Arg, Const, Expr, Index, Let, call, cast, number
 from tapestry.ir.graph import Block, Dim, Graph, Guard, Inner, Op, Opaque, Read, Split
 from tapestry.ir.index import Aff, const, dim, floordiv, modulo
-from tapestry.ir.monoid import MONOIDS, number
+from tapestry.ir.monoid import MONOIDS
 from tapestry.ir.syntax.printer import INFIX
 from tapestry.ir.syntax.tokens import TOKEN, WIDTH
 from tapestry.ir.types import DTYPES, FLOATS, HOST, Tensor, Weight

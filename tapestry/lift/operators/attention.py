@@ -15,10 +15,10 @@ from tapestry.errors import ModelError
 from tapestry.ir.expr import Arg, Expr, Index, call, cast
 from tapestry.ir.graph import Dim
 from tapestry.ir.index import Aff, dim, floordiv, modulo
-from tapestry.ir.monoid import lowest, number
+from tapestry.ir.monoid import lowest
 from tapestry.ir.types import Tensor
 from tapestry.lift.affine_values import affine_value
-from tapestry.lift.builder import Node, Operand, axes, broadcast, every, here, literal
+from tapestry.lift.builder import Node, Operand, axes, broadcast, every, here
 from tapestry.lift.operators.gather import select, wrap
 from tapestry.lift.operators.linear import contract
 from tapestry.lift.operators.reduce import softmax
@@ -103,7 +103,7 @@ def _mask_rules(n: Node, dims: Sequence[Dim], offset: int, first: int) -> tuple[
     def apply(score: Expr) -> Expr:
         out = lowest(score.dtype)
         if bias is not None:
-            score = call("where", bias, score, out) if bias.dtype == "bool" else call("add", score, cast(bias, score.dtype))
+            score = call("where", bias, score, out) if bias.dtype == "bool" else score + cast(bias, score.dtype)
         if band is not None:
             score = call("where", band, score, out)
         if length is not None:
@@ -121,10 +121,10 @@ def _band(n: Node, offset: int, length: Expr | None, queries: int) -> Expr:
     """Whether query i may see key n: causality and sliding windows, from the query's absolute position."""
     gap: Expr = Index(dim("i") - dim("n") + offset)
     if length is not None:
-        gap = call("add", Index(dim("i") - dim("n") - queries), length)
+        gap = Index(dim("i") - dim("n") - queries) + length
     left, right = int(n.attr("left_window_size", -1)), int(n.attr("right_window_size", -1))
     bounds = (("ge", 0, n.attr("is_causal", 0)), ("le", left, left >= 0), ("ge", -right, right >= 0))
-    return every(call(fn, gap, number(limit, "i64")) for fn, limit, given in bounds if given)
+    return every(call(fn, gap, limit) for fn, limit, given in bounds if given)
 
 
 @lifts("Attention", since=23)
@@ -170,7 +170,7 @@ def _scores(n: Node, dims: Sequence[Dim], m: Dim, reads: tuple[Operand, Operand]
     def soften(s: Expr) -> Expr:
         if cap == 0.0:
             return s
-        return call("mul", literal(cap, s.dtype), call("tanh", call("div", s, literal(cap, s.dtype))))
+        return cap * call("tanh", s / cap)
 
     if not n.wants(3) or mode == 3:
         more, mask, masked = _mask_rules(n, dims, offset, 2)
@@ -206,19 +206,19 @@ def lift_rotary(n: Node) -> None:
         pair = floordiv(feature, 2, ranges)  # written so that the interval of the sum is the head, not more
         partner, angle = pair * 2 + modulo(feature + 1, 2, ranges), modulo(pair, half, ranges)
         partner = modulo(partner, width, ranges) if width % 2 else partner  # the last one stays as it is
-        first = call("eq", Index(odd), number(0, "i64"))
+        first = call("eq", Index(odd), 0)
     else:
         partner, angle = modulo(feature + half, rotated, ranges), modulo(feature, half, ranges)
-        first = call("lt", Index(feature), number(half, "i64"))
+        first = call("lt", Index(feature), half)
     spots = here(dims)
     position = spots[2 if four else 1]
     tables = [_table(n, k, position, angle, (x.shape[0], x.shape[2 if four else 1]), half) for k in (1, 2)]
     reads = [n.read(x.name, spots), n.read(x.name, [*spots[:-1], base + partner]), *tables]
 
     def body(a: Expr, b: Expr, cos: Expr, sin: Expr) -> Expr:
-        turned = call("mul", a, cos), call("mul", b, sin)
+        turned = a * cos, b * sin
         y = call("where", first, call("sub", *turned), call("add", *turned))
-        return y if rotated == width else call("where", call("lt", Index(feature), number(rotated, "i64")), y, a)
+        return y if rotated == width else call("where", call("lt", Index(feature), rotated), y, a)
 
     n.block(n.out(), dims, reads, body)
 

@@ -8,15 +8,9 @@ from functools import reduce
 import numpy as np
 
 from tapestry.ir.expr import Arg, Expr, call, cast
-from tapestry.ir.monoid import number
 from tapestry.ir.types import FLOATS, INTEGERS
-from tapestry.lift.builder import DTYPE_OF, Body, Node, Operand, here, literal
+from tapestry.lift.builder import DTYPE_OF, Body, Node, Operand, here
 from tapestry.lift.registry import Declined, lifts
-
-
-def c(value: float, like: Expr) -> Expr:
-    """A literal of the same dtype as an expression."""
-    return literal(value, like.dtype)
 
 
 def emit_map(n: Node, body: Body, count: int | None = None) -> None:
@@ -35,7 +29,7 @@ def _primitive(fn: str) -> Body:
 
 def relu(x: Expr) -> Expr:
     """max(x, 0); a NaN stays one."""
-    return call("max", x, c(0, x))
+    return call("max", x, 0)
 
 
 def sigmoid(x: Expr) -> Expr:
@@ -45,7 +39,7 @@ def sigmoid(x: Expr) -> Expr:
 
 def softplus(x: Expr) -> Expr:
     """log(1 + exp(x)), without overflow: max(x, 0) + log1p(exp(-|x|))."""
-    return call("add", relu(x), call("log1p", call("exp", call("neg", call("abs", x)))))
+    return relu(x) + call("log1p", call("exp", -call("abs", x)))
 
 
 SIXTH = float(np.float32(1 / 6))  # as an attribute in the body that ONNX gives a HardSwish of any type
@@ -81,10 +75,10 @@ UNARY: dict[str, Body] = {
     "BitwiseNot": _primitive("not"),
     "Relu": relu,
     "Softplus": softplus,
-    "Softsign": lambda x: call("div", x, call("add", c(1, x), call("abs", x))),
-    "Mish": lambda x: call("mul", x, call("tanh", softplus(x))),
-    "Reciprocal": lambda x: call("div", c(1, x), x),
-    "HardSwish": lambda x: call("mul", x, _hard_sigmoid(x, SIXTH, 0.5)),
+    "Softsign": lambda x: x / (1 + call("abs", x)),
+    "Mish": lambda x: x * call("tanh", softplus(x)),
+    "Reciprocal": lambda x: 1 / x,
+    "HardSwish": lambda x: x * _hard_sigmoid(x, SIXTH, 0.5),
 }
 
 
@@ -120,7 +114,7 @@ def lift_variadic(n: Node) -> None:
 
     def body(*xs: Expr) -> Expr:
         total = reduce(lambda a, b: call(fn, a, b), xs)
-        return call("div", total, c(count, total)) if n.kind == "Mean" else total
+        return total / count if n.kind == "Mean" else total
 
     emit_map(n, body)
 
@@ -133,7 +127,7 @@ def lift_pow(n: Node) -> None:
     power = n.const(1)
     exponent = float(power.reshape(-1)[0]) if power is not None and power.size == 1 else math.nan
     if exponent == 2 and len(n.shape(1)) <= len(n.shape(0)):
-        emit_map(n, lambda x: call("mul", x, x), 1)
+        emit_map(n, lambda x: x * x, 1)
     elif exponent == 0.5 and n.dtype(0) in FLOATS and len(n.shape(1)) <= len(n.shape(0)):
         emit_map(n, lambda x: call("sqrt", x), 1)
     else:
@@ -170,8 +164,8 @@ def lift_isinf(n: Node) -> None:
         if positive and negative:
             return call("isinf", x)
         if not (positive or negative):
-            return call("and", call("isinf", x), number(0, "bool"))
-        return call("and", call("isinf", x), call("gt" if positive else "lt", x, c(0, x)))
+            return call("isinf", x) & 0
+        return call("isinf", x) & call("gt" if positive else "lt", x, 0)
 
     emit_map(n, body, 1)
 
@@ -185,17 +179,17 @@ def lift_clip(n: Node) -> None:
         if n.has(k):
             e = call(fn, e, n.operand(k, dims, reads))
         elif n.version < 11 and n.attr(name) is not None:
-            e = call(fn, e, c(float(n.attr(name)), e))
+            e = call(fn, e, float(n.attr(name)))
     n.block(n.out(), dims, reads, e)
 
 
 def _hard_sigmoid(x: Expr, alpha: float, beta: float) -> Expr:
-    line = call("add", call("mul", c(alpha, x), x), c(beta, x))
-    return call("max", c(0, x), call("min", c(1, x), line))
+    line = alpha * x + beta
+    return call("max", 0, call("min", 1, line))
 
 
 def _steps(x: Expr, below: Expr, above: Expr) -> Expr:
-    return call("where", call("lt", x, c(0, x)), below, above)
+    return call("where", call("lt", x, 0), below, above)
 
 
 def _f32(value: float) -> float:
@@ -210,25 +204,25 @@ def lift_activation(n: Node) -> None:
     a = float(n.attr("alpha", _f32(defaults.get(n.kind, 1.0))))
 
     def body(x: Expr) -> Expr:
-        expm1 = call("sub", call("exp", x), c(1, x)) if n.dtype(0) in FLOATS else x
+        expm1 = call("exp", x) - 1 if n.dtype(0) in FLOATS else x
         if n.kind == "LeakyRelu":
-            return _steps(x, call("mul", c(a, x), x), x)
+            return _steps(x, a * x, x)
         if n.kind == "Elu":
-            return _steps(x, call("mul", c(a, x), expm1), x)
+            return _steps(x, a * expm1, x)
         if n.kind == "Selu":
             gamma = float(n.attr("gamma", 1.05070102214813232421875))
-            return call("mul", c(gamma, x), call("where", call("gt", x, c(0, x)), x, call("mul", c(a, x), expm1)))
+            return gamma * call("where", call("gt", x, 0), x, a * expm1)
         if n.kind == "Celu":
-            bent = call("sub", call("exp", call("div", x, c(a, x))), c(1, x))
-            return call("add", relu(x), call("min", c(0, x), call("mul", c(a, x), bent)))
+            bent = call("exp", x / a) - 1
+            return relu(x) + call("min", 0, a * bent)
         if n.kind == "ThresholdedRelu":
-            return call("where", call("gt", x, c(a, x)), x, c(0, x))
+            return call("where", call("gt", x, a), x, 0)
         if n.kind == "Swish":
-            return call("mul", x, sigmoid(call("mul", c(a, x), x) if a != 1 else x))
+            return x * sigmoid(a * x if a != 1 else x)
         if n.kind == "Shrink":
             edge, bias = (float(n.attr(k, v)) for k, v in (("lambd", 0.5), ("bias", 0.0)))
-            high = call("where", call("gt", x, c(edge, x)), call("sub", x, c(bias, x)), c(0, x))
-            return call("where", call("lt", x, c(-edge, x)), call("add", x, c(bias, x)), high)
+            high = call("where", call("gt", x, edge), x - bias, 0)
+            return call("where", call("lt", x, -edge), x + bias, high)
         return _hard_sigmoid(x, a, float(n.attr("beta", 0.5)))
 
     emit_map(n, body, 1)
@@ -237,7 +231,7 @@ def lift_activation(n: Node) -> None:
 @lifts("PRelu", since=7)
 def lift_prelu(n: Node) -> None:
     """x or slope * x; the slope broadcasts to x."""
-    emit_map(n, lambda x, s: _steps(x, call("mul", s, x), x))
+    emit_map(n, lambda x, s: _steps(x, s * x, x))
 
 
 @lifts("Gelu")
@@ -245,11 +239,11 @@ def lift_gelu(n: Node) -> None:
     """0.5 x (1 + erf(x / sqrt 2)), or its tanh form."""
 
     def body(x: Expr) -> Expr:
-        half = call("mul", c(0.5, x), x)
+        half = 0.5 * x
         if n.attr("approximate", "none") == "none":
-            return call("mul", half, call("add", c(1, x), call("erf", call("mul", x, c(math.sqrt(0.5), x)))))
-        cube = call("mul", call("mul", x, x), x)
-        inner = call("mul", c(math.sqrt(2 / math.pi), x), call("add", x, call("mul", c(0.044715, x), cube)))
-        return call("mul", half, call("add", c(1, x), call("tanh", inner)))
+            return half * (1 + call("erf", x * math.sqrt(0.5)))
+        cube = x * x * x
+        inner = math.sqrt(2 / math.pi) * (x + 0.044715 * cube)
+        return half * (1 + call("tanh", inner))
 
     emit_map(n, body, 1)

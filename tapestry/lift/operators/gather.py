@@ -6,10 +6,9 @@ import math
 from collections.abc import Sequence
 
 from tapestry.errors import ModelError
-from tapestry.ir.expr import Arg, Expr, Index, call, cast
+from tapestry.ir.expr import Arg, Expr, Index, call, cast, number
 from tapestry.ir.graph import Dim
 from tapestry.ir.index import Aff, const, dim, span
-from tapestry.ir.monoid import number
 from tapestry.lift.affine_values import affine_value
 from tapestry.lift.builder import Node, Operand, axes, every, from_front, here, tests_inside
 from tapestry.lift.operators.shape import reshape
@@ -76,7 +75,7 @@ def _pick(n: Node, out: str, dims: Sequence[Dim], data: Operand, index: Operand,
     """``sum_v where(index = v, data, 0)``, where ``data`` is read at ``v`` and a negative index counts from the back."""
     dtype = data[1].dtype
     hit = call("eq", from_front(cast(Arg(1, index[1].dtype), "i64"), size), Index(dim("v")))
-    body: Expr = call("where", hit, Arg(0, dtype), number(0, dtype))
+    body: Expr = call("where", hit, Arg(0, dtype), 0)
     return n.reduce([out], dims, [Dim("v", size)], "any" if dtype == "bool" else "sum", [data, index], [body])[0]
 
 
@@ -122,9 +121,9 @@ def _flat(n: Node, dims: Sequence[Dim], picked: Sequence[int]) -> str:
         within: Expr = number(1, "bool")
         for c, size in zip(coordinates, picked, strict=True):
             i = from_front(cast(c, "i64"), size)
-            within = call("and", within, every(tests_inside(i, size)))
-            flat = call("add", call("mul", flat, number(size, "i64")), i)
-        return call("where", within, flat, number(-math.prod(picked) - 1, "i64"))
+            within &= every(tests_inside(i, size))
+            flat = flat * size + i
+        return call("where", within, flat, -math.prod(picked) - 1)
 
     return n.block(n.temp("flat"), dims, reads, body)
 

@@ -11,7 +11,7 @@ import numpy as np
 from tapestry.ir.expr import Acc, Arg, Expr, call, cast
 from tapestry.ir.graph import Dim
 from tapestry.ir.index import Aff, const, dim
-from tapestry.lift.builder import Node, Operand, axes, broadcast, literal
+from tapestry.lift.builder import Node, Operand, axes, broadcast
 from tapestry.lift.operators.opaque_operators import opaque_integer_conv
 from tapestry.lift.operators.quantize import REAL, saturated
 from tapestry.lift.operators.windows.conv import channel, window
@@ -108,13 +108,13 @@ def _emit(
             if n.has(z) and _one(n, z, own.get(z, ""), sizes) is None:
                 return False
             value = int(zero.reshape(-1)[0])
-            factors.append(call("sub", wide, literal(value, "i32")) if value else wide)
+            factors.append(wide - value if value else wide)
         elif (read := _one(n, z, own.get(z, ""), sizes)) is None:
             return False
         else:
-            factors.append(call("sub", wide, cast(Arg(len(reads), read[1].dtype), "i32")))
+            factors.append(wide - cast(Arg(len(reads), read[1].dtype), "i32"))
             reads.append(read)
-    body = call("mul", factors[0], factors[1])
+    body = factors[0] * factors[1]
     if not n.kind.startswith("QLinear"):
         n.reduce([n.outs[0]], dims, reduced, "sum", reads, [body])
         return True
@@ -146,7 +146,7 @@ def _requantised(n: Node, second: int, reads: list[Operand], own: dict[int, str]
         reads.append(read)
     total: Expr = Acc(0, "i32")
     if last in values:
-        total = call("add", total, values[last])
+        total += values[last]
     first, last_factor, result = (cast(values[k], "f32") for k in (1, second + 1, 6))
-    by = call("div", call("mul", first, last_factor), result)
-    return saturated(call("round", call("mul", cast(total, "f32"), by)), values.get(7), n.out().dtype)
+    by = first * last_factor / result
+    return saturated(call("round", cast(total, "f32") * by), values.get(7), n.out().dtype)

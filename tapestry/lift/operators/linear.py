@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from tapestry.ir.expr import Acc, Arg, Expr, call, cast
+from tapestry.ir.expr import Acc, Arg, Expr, cast
 from tapestry.ir.graph import Dim
 from tapestry.ir.index import dim
 from tapestry.ir.types import Tensor
-from tapestry.lift.builder import Node, Operand, accumulator, axes, broadcast, literal
+from tapestry.lift.builder import Node, Operand, accumulator, axes, broadcast
 from tapestry.lift.registry import lifts
 
 
 def product(a: Tensor, b: Tensor) -> Expr:
     """``Arg(0) * Arg(1)`` in the dtype that sums over them accumulate in."""
     wide = accumulator(a.dtype)
-    return call("mul", cast(Arg(0, a.dtype), wide), cast(Arg(1, b.dtype), wide))
+    return cast(Arg(0, a.dtype), wide) * cast(Arg(1, b.dtype), wide)
 
 
 def contract(
@@ -43,12 +43,12 @@ def contract(
     result = dtype or a[1].dtype
     total: Expr = Acc(0, body.dtype)
     if scale != 1.0:
-        total = call("mul", total, literal(scale, body.dtype))
+        total *= scale
     reads = [a, b]
     if bias is not None:
         reads.append(bias)
         shift = cast(Arg(2, bias[1].dtype), body.dtype)
-        total = call("add", total, call("mul", shift, literal(bias_scale, body.dtype)) if bias_scale != 1.0 else shift)
+        total += shift * bias_scale if bias_scale != 1.0 else shift
     reads += more
     total = cast(after(total) if after else total, result)
     then = () if isinstance(total, Acc) else (total,)

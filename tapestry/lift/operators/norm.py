@@ -6,21 +6,18 @@ from collections.abc import Sequence
 from math import prod
 
 from tapestry.errors import ModelError
-from tapestry.ir.expr import Acc, Arg, Expr, call, cast
+from tapestry.ir.expr import Acc, Arg, Expr, call, cast, number
 from tapestry.ir.graph import Dim
 from tapestry.ir.index import Aff, const, dim, floordiv
-from tapestry.ir.monoid import number
 from tapestry.ir.types import Tensor
-from tapestry.lift.builder import Node, Operand, accumulator, axes, broadcast, here, literal
+from tapestry.lift.builder import Node, Operand, accumulator, axes, broadcast, here
 from tapestry.lift.operators.reduce import keep_dims, split_dims
 from tapestry.lift.registry import Declined, lifts
 
 
 def _statistics(n: Node, read: Operand, kept: Sequence[Dim], gone: Sequence[Dim], wide: str) -> tuple[str, str]:
     """Emit mean and 1/sqrt(variance + epsilon) over ``gone``."""
-    eps = float(n.attr("epsilon", 1e-5))
-    variance = call("div", Acc(2, wide), Acc(0, wide))
-    spread = call("div", number(1, wide), call("sqrt", call("add", variance, literal(eps, wide))))
+    spread = 1 / call("sqrt", Acc(2, wide) / Acc(0, wide) + float(n.attr("epsilon", 1e-5)))
     return _emit_moments(n, read, kept, gone, wide, "rstd", spread)
 
 
@@ -46,7 +43,7 @@ def lift_layer_norm(n: Node) -> None:
     reads += [n.read(n.ins[k], broadcast(n.shape(k), dims)) for k in (1, 2) if n.has(k)]
 
     def body(v: Expr, mu: Expr, spread: Expr, *affine: Expr) -> Expr:
-        y = cast(call("mul", call("sub", cast(v, wide), mu), spread), x.dtype)
+        y = cast((cast(v, wide) - mu) * spread, x.dtype)
         for fn, p in zip(("mul", "add"), affine, strict=False):
             y = call(fn, y, p)
         return y
@@ -55,9 +52,9 @@ def lift_layer_norm(n: Node) -> None:
     for k, src in ((1, mean), (2, rstd)):
         if n.wants(k):
             if src == rstd:  # NaN beside an infinite mean, whose distance from an infinite number is none
-                nothing = call("sub", Arg(1, wide), Arg(1, wide))
+                nothing = Arg(1, wide) - Arg(1, wide)
                 both = [n.read(rstd, here(kept)), n.read(mean, here(kept))]
-                src = n.block(n.temp("spread"), kept, both, call("add", Arg(0, wide), nothing))
+                src = n.block(n.temp("spread"), kept, both, Arg(0, wide) + nothing)
             if n.out(k).dtype != wide:
                 src = n.block(n.temp(f"cast{k}"), kept, [n.read(src, here(kept))], cast(Arg(0, wide), n.out(k).dtype))
             keep_dims(n, n.out(k), src, reduced, x.shape)
@@ -71,14 +68,14 @@ def lift_rms_norm(n: Node) -> None:
     kept, gone = split_dims(x.shape, list(range(n.axis(-1, rank), rank)))
     wide, count = accumulator(x.dtype), prod(d.size for d in gone)
     v = cast(Arg(0, x.dtype), wide)
-    square = call("add", call("div", Acc(0, wide), literal(count, wide)), literal(float(n.attr("epsilon", 1e-5)), wide))
-    spread = call("div", number(1, wide), call("sqrt", square))
-    (rstd,) = n.reduce([n.temp("rstd")], kept, gone, "sum", [n.read(x.name, here(dims))], [call("mul", v, v)], [spread])
+    square = Acc(0, wide) / count + float(n.attr("epsilon", 1e-5))
+    spread = 1 / call("sqrt", square)
+    (rstd,) = n.reduce([n.temp("rstd")], kept, gone, "sum", [n.read(x.name, here(dims))], [v * v], [spread])
     reads = [n.read(x.name, here(dims)), n.read(rstd, here(kept)), n.read(n.ins[1], broadcast(n.shape(1), dims))]
 
     def body(a: Expr, r: Expr, scale: Expr) -> Expr:
         out = n.out().dtype
-        return call("mul", cast(cast(call("mul", cast(a, wide), r), x.dtype), out), cast(scale, out))
+        return cast(cast(cast(a, wide) * r, x.dtype), out) * cast(scale, out)
 
     n.block(n.out(), dims, reads, body)
 
@@ -90,11 +87,11 @@ def lift_mean_variance(n: Node) -> None:
     x = n.tensor(0)
     rank, dims, wide = len(x.shape), axes(x.shape), accumulator(x.dtype)
     kept, gone = split_dims(x.shape, sorted({int(a) % rank for a in n.attr("axes", [0, 2, 3])}))
-    deviation = call("sqrt", call("div", Acc(2, wide), Acc(0, wide)))
+    deviation = call("sqrt", Acc(2, wide) / Acc(0, wide))
     mean, deviations = _emit_moments(n, n.read(x.name, here(dims)), kept, gone, wide, "std", deviation)
 
     def body(v: Expr, mu: Expr, std: Expr) -> Expr:
-        return cast(call("div", call("sub", cast(v, wide), mu), call("add", std, literal(1e-9, wide))), x.dtype)
+        return cast((cast(v, wide) - mu) / (std + 1e-9), x.dtype)
 
     n.block(n.out(), dims, [n.read(x.name, here(dims)), n.read(mean, here(kept)), n.read(deviations, here(kept))], body)
 
@@ -105,8 +102,8 @@ def _channelwise(n: Node, x: Tensor, mean: Operand, rstd: Operand, scale: Sequen
     reads = [n.read(x.name, here(dims)), mean, rstd, n.read(n.ins[1], scale), n.read(n.ins[2], scale)]
 
     def body(v: Expr, mu: Expr, spread: Expr, a: Expr, b: Expr) -> Expr:
-        y = call("mul", call("sub", cast(v, wide), mu), spread)
-        return cast(call("add", call("mul", y, cast(a, wide)), cast(b, wide)), x.dtype)
+        y = (cast(v, wide) - mu) * spread
+        return cast(y * cast(a, wide) + cast(b, wide), x.dtype)
 
     n.block(n.out(), dims, reads, body)
 
@@ -148,10 +145,9 @@ def lift_batch_norm(n: Node) -> None:
     wide = accumulator(x.dtype)
     channel = [dim("x1") if len(x.shape) > 1 else const(0)] if n.attr("spatial", 1) else here(dims[1:])
     reads = [n.read(x.name, here(dims)), *(n.read(n.ins[k], channel) for k in range(1, 5))]
-    eps = literal(float(n.attr("epsilon", 1e-5)), wide)
 
     def body(v: Expr, scale: Expr, bias: Expr, mean: Expr, var: Expr) -> Expr:
-        factor = call("div", cast(scale, wide), call("sqrt", call("add", cast(var, wide), eps)))
-        return cast(call("add", call("mul", call("sub", cast(v, wide), cast(mean, wide)), factor), cast(bias, wide)), x.dtype)
+        factor = cast(scale, wide) / call("sqrt", cast(var, wide) + float(n.attr("epsilon", 1e-5)))
+        return cast((cast(v, wide) - cast(mean, wide)) * factor + cast(bias, wide), x.dtype)
 
     n.block(n.out(), dims, reads, body)

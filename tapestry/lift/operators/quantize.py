@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from tapestry.ir.expr import Acc, Arg, Const, Expr, call, cast
+from tapestry.ir.expr import Acc, Arg, Const, Expr, call, cast, literal, number
 from tapestry.ir.graph import Dim
 from tapestry.ir.index import Aff, const, dim, floordiv
-from tapestry.ir.monoid import number
 from tapestry.ir.types import FLOAT8
-from tapestry.lift.builder import Node, Operand, axes, here, literal
+from tapestry.lift.builder import Node, Operand, axes, here
 from tapestry.lift.registry import Declined, lifts
 
 RANGE = {"u8": (0, 255), "i8": (-128, 127), "u16": (0, 65535), "i16": (-32768, 32767)}
@@ -38,8 +37,8 @@ def lift_dequantize(n: Node) -> None:
 
     def body(v: Expr, scale: Expr, *zero: Expr) -> Expr:
         z = next(iter((*told, *zero)), None)
-        shifted = call("sub", cast(v, wide), _as(z, wide)) if z is not None else v
-        return cast(call("mul", cast(shifted, "f32"), cast(scale, "f32")), y.dtype)
+        shifted = cast(v, wide) - _as(z, wide) if z is not None else v
+        return cast(cast(shifted, "f32") * cast(scale, "f32"), y.dtype)
 
     n.block(y, dims, reads, body)
 
@@ -56,7 +55,7 @@ def lift_quantize(n: Node) -> None:
         raise Declined
 
     def body(v: Expr, scale: Expr, *zero: Expr) -> Expr:
-        whole: Expr = call("round", call("div", cast(v, "f32"), cast(scale, "f32")))
+        whole: Expr = call("round", cast(v, "f32") / cast(scale, "f32"))
         return saturated(whole, next(iter((*told, *zero)), None), y.dtype)
 
     told, read = _zero(n, spot)
@@ -69,27 +68,27 @@ def lift_dynamic(n: Node) -> None:
     x = n.tensor(0)
     if x.dtype != "f32" or x.size == 0:
         raise Declined
-    dims, zero = axes(x.shape), number(0, "f32")
+    dims = axes(x.shape)
     ends = [
-        n.reduce(
-            [n.temp(name)], (), dims, name, [n.read(x.name, here(dims))], [Arg(0, "f32")], [call(name, Acc(0, "f32"), zero)]
-        )[0]
+        n.reduce([n.temp(name)], (), dims, name, [n.read(x.name, here(dims))], [Arg(0, "f32")], [call(name, Acc(0, "f32"), 0)])[
+            0
+        ]
         for name in ("max", "min")
     ]
     ranged = [n.read(e, ()) for e in ends]
 
     def size(high: Expr, low: Expr) -> Expr:
-        found = call("div", call("sub", high, low), literal(255, "f32"))
-        return call("where", call("eq", high, low), number(1, "f32"), found)
+        found = (high - low) / 255
+        return call("where", call("eq", high, low), 1, found)
 
     def origin(low: Expr, scale: Expr) -> Expr:
-        return saturated(call("round", call("sub", zero, call("div", low, scale))), None, "u8")
+        return saturated(call("round", 0 - low / scale), None, "u8")
 
     scale = n.block(n.out(1) if n.wants(1) else n.temp("scale"), (), ranged, size)
     spot = n.block(n.out(2) if n.wants(2) else n.temp("zero"), (), [ranged[1], n.read(scale, ())], origin)
 
     def body(v: Expr, by: Expr, at: Expr) -> Expr:
-        return saturated(call("round", call("div", v, by)), at, "u8")
+        return saturated(call("round", v / by), at, "u8")
 
     n.block(n.out(), dims, [n.read(x.name, here(dims)), n.read(scale, ()), n.read(spot, ())], body)
 
@@ -101,11 +100,11 @@ def _as(zero: Expr, dtype: str) -> Expr:
 
 def saturated(whole: Expr, zero: Expr | None, dtype: str) -> Expr:
     """A rounded f32, less any zero point, as an integer of 8 or 16 bits."""
-    low, high = (literal(v, "f32") for v in RANGE[dtype])
-    whole = call("add", whole, _as(zero, "f32")) if zero is not None else whole
+    low, high = RANGE[dtype]
+    whole = whole + _as(zero, "f32") if zero is not None else whole
     kept = call("min", call("max", whole, low), high)
     # nothing says what a NaN becomes; a cast of it would differ between processors
-    return cast(cast(call("where", call("isnan", whole), number(0, "f32"), kept), "i32"), dtype)
+    return cast(cast(call("where", call("isnan", whole), 0, kept), "i32"), dtype)
 
 
 def _zero(n: Node, spot: list[Aff]) -> tuple[list[Expr], list[Operand]]:

@@ -11,11 +11,10 @@ import hashlib
 import math
 from collections.abc import Sequence
 
-from tapestry.ir.expr import Arg, Const, Expr, Index, call, cast
+from tapestry.ir.expr import Arg, Const, Expr, Index, call, cast, literal, number
 from tapestry.ir.graph import Dim
 from tapestry.ir.index import Aff, const, dim
-from tapestry.ir.monoid import number
-from tapestry.lift.builder import Node, Operand, axes, here, literal
+from tapestry.lift.builder import Node, Operand, axes, here
 from tapestry.lift.file.protos import SOURCE
 from tapestry.lift.registry import lifts
 
@@ -38,20 +37,19 @@ def row_major(dims: Sequence[Dim]) -> Aff:
 
 def bits(n: Node, dims: Sequence[Dim], word: int = 0) -> Expr:
     """The top bits of one output word of Philox for an element, as an i64 in [0, 2^BITS)."""
-    key, zero, stream, shift = (number(v, "i64") for v in (key_of(n), 0, word, 32 - BITS))
-    return call("shr", call("philox", key, zero, zero, stream, Index(row_major(dims))), shift)
+    return call("shr", call("philox", key_of(n), 0, 0, word, Index(row_major(dims))), 32 - BITS)
 
 
 def uniform(n: Node, dims: Sequence[Dim]) -> Expr:
     """An f32 in [0, 1), a multiple of 2^-24."""
-    return call("mul", cast(bits(n, dims), "f32"), number(2.0**-BITS, "f32"))
+    return cast(bits(n, dims), "f32") * 2.0**-BITS
 
 
 def _polynomial(x: Expr, coefficients: Sequence[float]) -> Expr:
     """Horner's rule, from the highest coefficient (given last)."""
     total: Expr = number(coefficients[-1], x.dtype)
     for c in reversed(coefficients[:-1]):
-        total = call("add", call("mul", total, x), number(c, x.dtype))
+        total = total * x + c
     return total
 
 
@@ -59,50 +57,48 @@ def _exponent(x: Expr) -> Expr:
     """The k in [0, BITS] for which x / 2^k is in [sqrt(1/2), sqrt(2)), by counting thresholds below an i64."""
     total: Expr = number(0, "i64")
     for k in range(1, BITS + 1):
-        edge = number(math.ceil(2**k * math.sqrt(0.5)), "i64")
-        total = call("add", total, cast(call("ge", x, edge), "i64"))
+        total += cast(call("ge", x, math.ceil(2.0**k * math.sqrt(0.5))), "i64")
     return total
 
 
 def _atanh_argument(x: Expr, k: Expr) -> Expr:
     """(f - 1) / (f + 1) for f = x / 2^k; the division by a power of two is exact."""
-    power = call("shl", number(1, "i64"), call("sub", number(BITS, "i64"), k))
-    f = call("mul", cast(call("mul", x, power), "f32"), number(2.0**-BITS, "f32"))
-    one = number(1, "f32")
-    return call("div", call("sub", f, one), call("add", f, one))
+    power = call("shl", 1, BITS - k)
+    f = cast(x * power, "f32") * 2.0**-BITS
+    return (f - 1) / (f + 1)
 
 
 def _log(t: Expr, k: Expr) -> Expr:
     """ln(2^(k - BITS) * f) from t = (f - 1) / (f + 1): 2 atanh(t) + (k - BITS) ln 2; |t| <= 0.172."""
-    series = call("mul", call("mul", number(2, "f32"), t), _polynomial(call("mul", t, t), [1 / (2 * i + 1) for i in range(6)]))
-    whole = call("mul", cast(call("sub", k, number(BITS, "i64")), "f32"), number(math.log(2), "f32"))
-    return call("add", whole, series)
+    series = 2 * t * _polynomial(t * t, [1 / (2 * i + 1) for i in range(6)])
+    whole = cast(k - BITS, "f32") * math.log(2)
+    return whole + series
 
 
 def _cosine(quadrant: Expr, a: Expr) -> Expr:
     """cos(quadrant * pi/2 + a) for |a| <= pi/4."""
-    square = call("mul", a, a)
+    square = a * a
     cos = _polynomial(square, [(-1) ** i / math.factorial(2 * i) for i in range(6)])
-    sin = call("mul", a, _polynomial(square, [(-1) ** i / math.factorial(2 * i + 1) for i in range(5)]))
-    turn = call("and", quadrant, number(3, "i64"))
-    flat = call("eq", call("and", turn, number(1, "i64")), number(0, "i64"))
+    sin = a * _polynomial(square, [(-1) ** i / math.factorial(2 * i + 1) for i in range(5)])
+    turn = quadrant & 3
+    flat = call("eq", turn & 1, 0)
     value = call("where", flat, cos, sin)
-    sign = call("or", call("eq", turn, number(1, "i64")), call("eq", turn, number(2, "i64")))
-    return call("where", sign, call("neg", value), value)
+    sign = call("eq", turn, 1) | call("eq", turn, 2)
+    return call("where", sign, -value, value)
 
 
 def emit_uniform(n: Node, dims: Sequence[Dim]) -> None:
     """low + u * (high - low)."""
     low, high, out = float(n.attr("low", 0.0)), float(n.attr("high", 1.0)), n.out()
     u = uniform(n, dims)
-    value = u if (low, high) == (0.0, 1.0) else call("add", literal(low, "f32"), call("mul", u, literal(high - low, "f32")))
+    value = u if (low, high) == (0.0, 1.0) else low + u * (high - low)
     n.block(out, dims, [], cast(value, out.dtype))
 
 
 def emit_normal(n: Node, dims: Sequence[Dim]) -> None:
     """Box-Muller on words 0 and 1 of one counter: mean + scale * sqrt(-2 ln u) * cos(2 pi v), u in (0, 1]."""
     base, out, spots = n.outs[0], n.out(), here(dims)
-    first = n.block(n.temp("u"), dims, [], call("add", bits(n, dims, 0), number(1, "i64")))
+    first = n.block(n.temp("u"), dims, [], bits(n, dims, 0) + 1)
     second = n.block(n.temp("v"), dims, [], bits(n, dims, 1))
     read = n.read(first, spots)
     k = n.block(n.b.fresh(f"{base}.k"), dims, [read], _exponent)
@@ -110,20 +106,20 @@ def emit_normal(n: Node, dims: Sequence[Dim]) -> None:
     quarter = BITS - 2
 
     def nearest(v: Expr) -> Expr:
-        return call("shr", call("add", v, number(1 << (quarter - 1), "i64")), number(quarter, "i64"))
+        return call("shr", v + (1 << (quarter - 1)), quarter)
 
     def angle(v: Expr) -> Expr:
-        rest = call("sub", v, call("shl", nearest(v), number(quarter, "i64")))
-        return call("mul", cast(rest, "f32"), number(2 * math.pi * 2.0**-BITS, "f32"))
+        rest = v - call("shl", nearest(v), quarter)
+        return cast(rest, "f32") * (2 * math.pi * 2.0**-BITS)
 
     a = n.block(n.temp("a"), dims, [n.read(second, spots)], angle)
     mean, scale = float(n.attr("mean", 0.0)), float(n.attr("scale", 1.0))
 
     def value(t: Expr, k: Expr, v: Expr, a: Expr) -> Expr:
-        radius = call("sqrt", call("mul", number(-2, "f32"), _log(t, k)))
-        z = call("mul", radius, _cosine(nearest(v), a))
-        z = z if scale == 1.0 else call("mul", literal(scale, "f32"), z)
-        return cast(z if mean == 0.0 else call("add", literal(mean, "f32"), z), out.dtype)
+        radius = call("sqrt", -2 * _log(t, k))
+        z = radius * _cosine(nearest(v), a)
+        z = z if scale == 1.0 else scale * z
+        return cast(z if mean == 0.0 else mean + z, out.dtype)
 
     n.block(out, dims, [n.read(name, spots) for name in (t, k, second, a)], value)
 
@@ -137,7 +133,7 @@ def lift_random(n: Node) -> None:
 def _below(n: Node, dims: Sequence[Dim], p: Expr) -> Expr:
     """True with probability p: an integer comparison where p is known, an exact one of floats where it is not."""
     if isinstance(p, Const):
-        return call("lt", bits(n, dims), number(math.ceil(float(p.value) * 2**BITS), "i64"))
+        return call("lt", bits(n, dims), math.ceil(float(p.value) * 2**BITS))
     u = uniform(n, dims)
     return call("lt", u, cast(p, "f32")) if p.dtype != "f64" else call("lt", cast(u, "f64"), p)
 
@@ -165,12 +161,12 @@ def lift_dropout(n: Node) -> None:
         if n.wants(1):
             n.block(n.out(1), dims, [], number(1, n.out(1).dtype))
         return
-    keep, scale = call("not", _below(n, dims, ratio)), _kept_scale(ratio, x.dtype)
+    keep, scale = ~_below(n, dims, ratio), _kept_scale(ratio, x.dtype)
     if asked:
         reads.append(n.read(n.ins[2], [const(0)] * len(n.shape(2))))
-        idle = call("not", Arg(len(reads) - 1, "bool"))
-        keep, scale = call("or", keep, idle), call("where", idle, number(1, x.dtype), scale)
-    n.block(n.out(), dims, reads, call("where", keep, call("mul", Arg(0, x.dtype), scale), number(0, x.dtype)))
+        idle = ~Arg(len(reads) - 1, "bool")
+        keep, scale = keep | idle, call("where", idle, 1, scale)
+    n.block(n.out(), dims, reads, call("where", keep, Arg(0, x.dtype) * scale, 0))
     if n.wants(1):
         n.block(n.out(1), dims, reads, cast(keep, n.out(1).dtype))
 
@@ -179,4 +175,4 @@ def _kept_scale(ratio: Expr, dtype: str) -> Expr:
     """1 / (1 - ratio)."""
     if isinstance(ratio, Const):
         return literal(1 / (1 - float(ratio.value)), dtype)
-    return cast(call("div", number(1, ratio.dtype), call("sub", number(1, ratio.dtype), ratio)), dtype)
+    return cast(1 / (1 - ratio), dtype)

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from math import prod
 
 from tapestry.errors import ModelError
-from tapestry.ir.expr import Acc, Arg, Expr, Index, call, cast
+from tapestry.ir.expr import Acc, Arg, Expr, Index, call, cast, number
 from tapestry.ir.graph import Dim
 from tapestry.ir.index import Aff, const, dim
-from tapestry.ir.monoid import MONOIDS, highest, lowest, number
+from tapestry.ir.monoid import MONOIDS, highest, lowest
 from tapestry.ir.recognition.running_state import running
 from tapestry.ir.types import Tensor
-from tapestry.lift.builder import Node, accumulator, axes, here, literal
+from tapestry.lift.builder import Node, accumulator, axes, here
 from tapestry.lift.registry import Declined, lifts
 
 
@@ -45,16 +45,16 @@ def _plan(kind: str, x: Expr, count: int) -> tuple[str, Expr, Expr | None]:
     if kind in ("ReduceMax", "ReduceMin", "ReduceProd", "ReduceSum"):
         return kind[6:].lower(), x, None
     if kind == "ReduceMean":
-        return "sum", x, call("div", acc, literal(count, x.dtype))
+        return "sum", x, acc / count
     if kind == "ReduceL1":
         return "sum", call("abs", x), None
     if kind == "ReduceL2":
-        return "sum", call("mul", x, x), call("sqrt", acc)
+        return "sum", x * x, call("sqrt", acc)
     if kind == "ReduceSumSquare":
-        return "sum", call("mul", x, x), None
+        return "sum", x * x, None
     if kind == "ReduceLogSum":
         return "sum", x, call("log", acc)
-    return "logsumexp", x, call("add", acc, call("log", Acc(1, x.dtype)))
+    return "logsumexp", x, acc + call("log", Acc(1, x.dtype))
 
 
 @lifts(
@@ -109,8 +109,8 @@ def lift_arg(n: Node) -> None:
     kept, gone = split_dims(x.shape, [axis])
     last = bool(n.attr("select_last_index", 0))
     place = Index(dim(f"x{axis}"))
-    state = [Arg(0, x.dtype), call("neg", place) if last else place]
-    lowered: Expr = call("neg", Acc(1, "i64")) if last else Acc(1, "i64")
+    state = [Arg(0, x.dtype), -place if last else place]
+    lowered: Expr = -Acc(1, "i64") if last else Acc(1, "i64")
     keep = n.attr("keepdims", 1) == 1
     name = n.temp("r") if keep else n.outs[0]
     n.reduce([name], kept, gone, n.kind.lower(), [n.read(x.name, here(axes(x.shape)))], state, [lowered])
@@ -165,7 +165,7 @@ def centre(top: Expr) -> Expr:
     ``inf - inf`` is a NaN in the cell that holds it, so the sum is one too, and with it every cell of the row; a finite cell
     alone would give ``exp(x - inf) = 0``.
     """
-    return call("where", call("eq", top, highest(top.dtype)), call("sub", top, top), top)
+    return call("where", call("eq", top, highest(top.dtype)), top - top, top)
 
 
 def softmax(
@@ -186,12 +186,12 @@ def softmax(
     names = (n.b.fresh(f"{base}.m"), n.b.fresh(f"{base}.l"))
     top = centre(Acc(0, wide))
     if masked:
-        top = call("where", call("eq", Acc(0, wide), lowest(wide)), number(0, wide), top)
+        top = call("where", call("eq", Acc(0, wide), lowest(wide)), 0, top)
     m, total = n.reduce(names, kept, gone, "logsumexp", [n.read(x, spots)], [value, number(1, wide)], [top, Acc(1, wide)])
 
     def body(v: Expr, top: Expr, weight: Expr) -> Expr:
-        shifted = call("sub", cast(v, wide), top)
-        whole = call("sub", shifted, call("log", weight)) if log else call("div", call("exp", shifted), weight)
+        shifted = cast(v, wide) - top
+        whole = shifted - call("log", weight) if log else call("exp", shifted) / weight
         return cast(whole, source.dtype)
 
     reads = [n.read(x, spots), n.read(m, here(kept)), n.read(total, here(kept))]

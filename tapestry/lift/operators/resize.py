@@ -10,16 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from fractions import Fraction
 from functools import reduce
+from operator import add
 
 import numpy as np
 from onnx import helper
 
-from tapestry.ir.expr import Expr, Index, call, cast
+from tapestry.ir.expr import Expr, Index, call, cast, literal
 from tapestry.ir.graph import Dim
 from tapestry.ir.index import Aff, const, dim, floordiv, modulo, span
-from tapestry.ir.monoid import number
 from tapestry.ir.types import FLOATS
-from tapestry.lift.builder import Node, Operand, accumulator, axes, here, literal
+from tapestry.lift.builder import Node, Operand, accumulator, axes, here
 from tapestry.lift.opaque import emit_opaque
 from tapestry.lift.registry import Declined, lifts
 
@@ -135,15 +135,15 @@ def _linear_axis(n: Node, out: str, src: str, dims: tuple[Dim, ...], axis: int, 
     first = floordiv(top, c, ranges)
     wide = accumulator(n.dtype(0))
     reads = [n.read(src, [first + k if a == axis else dim(d.name) for a, d in enumerate(dims)], 0.0) for k in (0, 1)]
-    weight = call("div", cast(Index(modulo(top, c, ranges)), wide), literal(float(c), wide))
+    weight = cast(Index(modulo(top, c, ranges)), wide) / float(c)
 
     def body(left: Expr, right: Expr) -> Expr:
-        low = call("where", call("lt", Index(first), number(0, "i64")), right, left)
-        high = call("where", call("ge", Index(first), number(size - 1, "i64")), left, right)
+        low = call("where", call("lt", Index(first), 0), right, left)
+        high = call("where", call("ge", Index(first), size - 1), left, right)
         low, high = cast(low, wide), cast(high, wide)
-        mixed = call("add", call("mul", low, call("sub", number(1, wide), weight)), call("mul", high, weight))
+        mixed = low * (1 - weight) + high * weight
         # a cell that is hit, and one between equal cells, is that cell: 0 * inf is none, and 1/3 + 2/3 need not be 1
-        alone = call("or", call("eq", low, high), call("eq", weight, number(0, wide)))
+        alone = call("eq", low, high) | call("eq", weight, 0)
         return cast(call("where", alone, low, mixed), n.dtype(0))
 
     return n.block(out, dims, reads, body)
@@ -159,15 +159,15 @@ def _cubic_axis(n: Node, out: str, src: str, dims: tuple[Dim, ...], axis: int, s
         return n.read(src, [e if a == axis else dim(d.name) for a, d in enumerate(dims)], fill)
 
     reads = [*(cell(first + k, 0.0) for k in (-1, 0, 1, 2)), cell(const(0)), cell(const(size - 1))]
-    t = call("div", cast(Index(modulo(top, c, ranges)), wide), literal(float(c), wide))
+    t = cast(Index(modulo(top, c, ranges)), wide) / float(c)
 
     def body(*cells: Expr) -> Expr:
         parts: list[Expr] = []
         for k, weight in zip((-1, 0, 1, 2), _keys(t, float(n.attr("cubic_coeff_a", -0.75)), wide), strict=True):
-            low = call("where", call("lt", Index(first + k), number(0, "i64")), cells[4], cells[k + 1])
-            whole = call("where", call("ge", Index(first + k), number(size, "i64")), cells[5], low)
-            parts.append(call("mul", cast(whole, wide), weight))
-        return cast(reduce(lambda a, b: call("add", a, b), parts), n.dtype(0))
+            low = call("where", call("lt", Index(first + k), 0), cells[4], cells[k + 1])
+            whole = call("where", call("ge", Index(first + k), size), cells[5], low)
+            parts.append(cast(whole, wide) * weight)
+        return cast(reduce(add, parts), n.dtype(0))
 
     return n.block(out, dims, reads, body)
 
@@ -178,11 +178,10 @@ def _keys(t: Expr, a: float, dtype: str) -> list[Expr]:
     def poly(x: Expr, *coefficients: float) -> Expr:
         out: Expr = literal(coefficients[0], dtype)
         for c in coefficients[1:]:
-            out = call("add", call("mul", out, x), literal(c, dtype))
+            out = out * x + c
         return out
 
-    one = literal(1.0, dtype)
-    back, near, far = call("sub", one, t), call("add", t, one), call("sub", literal(2.0, dtype), t)
+    back, near, far = 1 - t, t + 1, 2 - t
     outer, inner = (a, -5 * a, 8 * a, -4 * a), (a + 2, -(a + 3), 0.0, 1.0)
     return [poly(near, *outer), poly(t, *inner), poly(back, *inner), poly(far, *outer)]
 

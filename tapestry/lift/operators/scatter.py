@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from tapestry.ir.expr import Arg, Index, call
 from tapestry.ir.graph import Dim, Guard
 from tapestry.ir.index import Aff, const, dim, dims_of, floordiv, modulo
-from tapestry.ir.monoid import number
 from tapestry.lift.affine_values import affine_value, fit
 from tapestry.lift.builder import Node, axes, every, here
 from tapestry.lift.opaque import emit_opaque
@@ -98,6 +97,6 @@ def _choose(n: Node, cells: Sequence[Aff], places: Sequence[Dim], count: int) ->
     if not tests:
         n.block(n.out(), dims, [update], Arg(0, update[1].dtype))
         return True
-    here_is = every(call(op, Index(e), number(0, "i64")) for e, op in tests)
+    here_is = every(call(op, Index(e), 0) for e, op in tests)
     n.block(n.out(), dims, [n.read(n.ins[0], here(dims)), update], lambda old, new: call("where", here_is, new, old))
     return True

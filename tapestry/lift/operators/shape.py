@@ -9,12 +9,11 @@ import numpy as np
 from onnx import numpy_helper
 
 from tapestry.errors import ModelError
-from tapestry.ir.expr import Arg, Expr, Index, call, cast
+from tapestry.ir.expr import Arg, Expr, Index, call, cast, literal, number
 from tapestry.ir.graph import Dim
 from tapestry.ir.index import Aff, const, dim, floordiv, modulo
-from tapestry.ir.monoid import number
 from tapestry.ir.types import Tensor
-from tapestry.lift.builder import Node, Operand, axes, broadcast, every, from_front, here, literal, tests_inside
+from tapestry.lift.builder import Node, Operand, axes, broadcast, every, from_front, here, tests_inside
 from tapestry.lift.registry import Declined, lifts
 
 WIDEST = 16  # tensors side by side in a padding that repeats them
@@ -135,7 +134,7 @@ def choose(place: Expr, starts: Sequence[int], values: Sequence[Expr]) -> Expr:
         return values[0]
     half = len(values) // 2
     low, high = choose(place, starts[:half], values[:half]), choose(place, starts[half:], values[half:])
-    return call("where", call("lt", place, number(starts[half], "i64")), low, high)
+    return call("where", call("lt", place, starts[half]), low, high)
 
 
 def concat(n: Node, out: str | Tensor, names: Sequence[str], axis: int) -> str:
@@ -282,7 +281,7 @@ def lift_range(n: Node) -> None:
         e: Expr = cast(Index(dim("x0") * int(step) + int(start)) if int(step) else Index(const(int(start))), dtype)
     else:
         place = cast(Index(dim("x0")), dtype)
-        e = call("add", literal(start.item(), dtype), call("mul", place, literal(step.item(), dtype)))
+        e = start.item() + place * step.item()
     n.block(n.out(), n.out_dims(), [], e)
 
 
@@ -290,7 +289,7 @@ def lift_range(n: Node) -> None:
 def lift_eye(n: Node) -> None:
     """1 where column - row = k."""
     dtype = n.out().dtype
-    hit = call("eq", Index(dim("x1") - dim("x0")), number(int(n.attr("k", 0)), "i64"))
+    hit = call("eq", Index(dim("x1") - dim("x0")), int(n.attr("k", 0)))
     n.block(n.out(), n.out_dims(), [], call("where", hit, number(1, dtype), number(0, dtype)))
 
 
@@ -302,8 +301,8 @@ def lift_trilu(n: Node) -> None:
         raise Declined
     dims, rank = n.out_dims(), len(n.shape(0))
     gap = Index(dim(f"x{rank - 1}") - dim(f"x{rank - 2}"))
-    keep = call("ge" if n.attr("upper", 1) else "le", gap, number(int(k.reshape(-1)[0]), "i64"))
-    n.block(n.out(), dims, [n.read(n.ins[0], here(dims))], call("where", keep, Arg(0, n.dtype(0)), number(0, n.dtype(0))))
+    keep = call("ge" if n.attr("upper", 1) else "le", gap, int(k.reshape(-1)[0]))
+    n.block(n.out(), dims, [n.read(n.ins[0], here(dims))], call("where", keep, Arg(0, n.dtype(0)), 0))
 
 
 @lifts("OneHot")

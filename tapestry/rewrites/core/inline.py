@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import reduce
 
-from tapestry.ir.expr import Acc, Arg, Call, Const, Expr, Index, Let, call, rewrite
+from tapestry.ir.expr import Acc, Arg, Call, Const, Expr, Index, Let, call, number, rewrite
 from tapestry.ir.graph import Block, Guard, Inner, Read, map_exprs
 from tapestry.ir.index import Aff, Ranges, const, dim, span
-from tapestry.ir.monoid import number
 from tapestry.ir.types import Tensor
 from tapestry.rewrites.core.edit import fresh_dims, merge_reads, substitute_expr, substitute_read
 from tapestry.rewrites.core.tile_footprint import implied
@@ -119,11 +119,7 @@ def _guarded(read: Read, inside: list[Guard], ranges: Ranges, tensors: Mapping[s
 
 
 def _test(inside: list[Guard]) -> Expr:
-    tests = [call("ge" if g.op == "ge" else "eq", Index(g.aff), Const(0, "i64")) for g in inside]
-    out: Expr = tests[0]
-    for t in tests[1:]:
-        out = call("and", out, t)
-    return out
+    return reduce(lambda a, b: a & b, (call(g.op, Index(g.aff), 0) for g in inside))
 
 
 def _only_inside(reader: Block, at: Mapping[int, Read], inside: list[Guard]) -> bool:

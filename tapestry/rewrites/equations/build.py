@@ -6,10 +6,9 @@ from collections import ChainMap
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from tapestry.ir.expr import Acc, Arg, Expr, Index, call, cast, depth, leaves
+from tapestry.ir.expr import Acc, Arg, Expr, Index, call, cast, depth, leaves, number
 from tapestry.ir.graph import Block, Dim, Inner, Op, Read
 from tapestry.ir.index import Aff, dim, dims_of, span
-from tapestry.ir.monoid import number
 from tapestry.ir.types import DTYPES, Tensor
 from tapestry.rewrites.core.edit import (
     MOST_DEPTH,

@@ -15,10 +15,10 @@ import numpy as np
 
 from tapestry.errors import LawError, TapestryError
 from tapestry.ir import laws
-from tapestry.ir.expr import Acc, Arg, Expr, Index, call, cast
+from tapestry.ir.expr import Acc, Arg, Expr, Index, call, cast, number
 from tapestry.ir.graph import Block, Dim, Graph, Read, changes
 from tapestry.ir.index import Aff, dim, floordiv
-from tapestry.ir.monoid import MONOIDS, number
+from tapestry.ir.monoid import MONOIDS
 from tapestry.ir.syntax.parser import parse
 from tapestry.ir.syntax.printer import to_text
 from tapestry.ir.types import DTYPES, FLOATS, Tensor

@@ -8,7 +8,6 @@ from dataclasses import replace
 from tapestry.ir.expr import Acc, Arg, Expr, Index, call, cast, rewrite, size, walk
 from tapestry.ir.graph import Block
 from tapestry.ir.index import dim
-from tapestry.ir.monoid import number
 from tapestry.ir.recognition.contraction import MOST_KEPT, dims_read, factors, folded_roles, kept, products
 from tapestry.ir.recognition.running_state import as_scan
 from tapestry.ir.types import FLOATS, itemsize
@@ -149,7 +148,7 @@ def _keeping(op: Block, maker: Block) -> Block | Refusal:
         sums = [e.dtype for e in (*op.body, *maker.body) if e.dtype in FLOATS and x.dtype in FLOATS]
         wide = max([x.dtype, *sums], key=itemsize)
         at = call("eq", Index(dim(over[0].name)), Index(dim(d.name)))
-        own = call("where", at, cast(Arg(first[0], x.dtype), wide), number(0, wide))
+        own = call("where", at, cast(Arg(first[0], x.dtype), wide), 0)
         then = tuple(_picked(e, x, Acc(len(op.body), wide)) for e in op.then)
         return prune(replace(op, monoid=f"{op.monoid}.sum", body=(*op.body, own), then=then))
     return refuse("an element is not read at its own place")

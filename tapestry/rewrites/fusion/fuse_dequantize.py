@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from tapestry.ir.expr import Acc, Arg, Call, Const, Expr, Index, Let, call, cast, rewrite, walk
 from tapestry.ir.graph import Block, Dim, Inner, Read
 from tapestry.ir.index import const, dim, dims_of, substitute
-from tapestry.ir.monoid import number
 from tapestry.ir.recognition.contraction import dims_read, factors, narrow, products
 from tapestry.ir.recognition.selection_sum import place_read, routed, selection
 from tapestry.ir.types import FLOAT8, FLOATS, Tensor
@@ -44,7 +43,7 @@ class Scaled:
 
     def widened(self, dtype: str) -> Expr:
         """The difference, unscaled."""
-        return cast(self.value if self.zero is None else call("sub", cast(self.value, "i32"), self.zero), dtype)
+        return cast(self.value if self.zero is None else cast(self.value, "i32") - self.zero, dtype)
 
 
 def scaled(e: Expr) -> Scaled | None:
@@ -343,7 +342,7 @@ def _routed(op: Block, maker: Block, k: int) -> Block:
             monoid="sum",
             reads=reads,
             inner=(Inner(dims=op.reduce, monoid="sum", body=product),),
-            body=(call("where", test, Let(0, body.dtype), number(0, body.dtype)),),
+            body=(call("where", test, Let(0, body.dtype), 0),),
             source=tuple(dict.fromkeys(maker.source + op.source)),
         )
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from math import prod
 
-from tapestry.ir.expr import Arg, Call, Const, Expr, Let, call, count, rewrite
+from tapestry.ir.expr import Arg, Call, Const, Expr, Let, count, rewrite
 from tapestry.ir.graph import Block, Read
 from tapestry.ir.recognition.contraction import dims_read, factors
 from tapestry.ir.types import FLOATS
@@ -51,7 +51,7 @@ def _unscaled(draft: Draft, op: Block, k: int) -> Block:
     out = replace(op, reads=tuple(reads))
 
     def put(x: Expr) -> Expr:
-        return call("mul", x, Const(scale, x.dtype)) if isinstance(x, Let) and x.pos == k else x
+        return x * Const(scale, x.dtype) if isinstance(x, Let) and x.pos == k else x
 
     return replace(out, body=tuple(rewrite(e, put) for e in out.body))
 

@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from tapestry.ir.expr import Acc, Call, Const, Expr, call, cast, rewrite, walk
-from tapestry.ir.monoid import MONOIDS, lowest, number
+from tapestry.ir.expr import Acc, Call, Const, Expr, call, cast, number, rewrite, walk
+from tapestry.ir.monoid import MONOIDS, lowest
 from tapestry.ir.recognition.exponential import Exponential, exponential
 from tapestry.ir.types import FLOATS
 from tapestry.rewrites.core.constants import constant
@@ -37,7 +37,7 @@ def as_weight(term: Expr) -> Weight | None:
     below = [e for e in under if _holds_state(e)]
     if len(mine) != 1 or len(below) > 1:
         return None
-    weight: Expr = call("div", mine[0], below[0]) if below else mine[0]
+    weight: Expr = mine[0] / below[0] if below else mine[0]
     core, bottom = _unguarded(weight)
     if not isinstance(core, Call) or core.fn != "exp" or (bottom is not None and not is_state(bottom, 1)):
         return None
@@ -108,7 +108,7 @@ def _never_finite(test: Expr) -> bool:
         return False
     inner, m = test.args[0], Acc(0, test.args[0].dtype)
     if test.fn == "isnan":
-        return inner in (m, call("sub", m, m))
+        return inner in (m, m - m)
     if test.fn == "eq":
         return inner == m and isinstance(test.args[1], Const) and math.isinf(float(test.args[1].value))
     return test.fn == "isinf" and inner == m
@@ -132,15 +132,15 @@ def centres(w: Weight, last: int = 1, zeros: Expr | None = None) -> Callable[[Ex
 
     def value(of: float, dtype: str) -> Expr:
         # inf - inf rather than a literal: a NaN in the text of a graph is not equal to itself
-        return call("sub", Acc(0, dtype), Acc(0, dtype)) if math.isnan(of) else number(of, dtype)
+        return Acc(0, dtype) - Acc(0, dtype) if math.isnan(of) else number(of, dtype)
 
     def special(out: Expr) -> Expr:
         top = Acc(0, out.dtype)
-        out = call("where", call("isnan", call("sub", top, top)), zeros or value(none, out.dtype), out)
+        out = call("where", call("isnan", top - top), zeros or value(none, out.dtype), out)
         if _equal_numbers(least, none):
             return out
         # weights of 0 times values: 0, but NaN where a value is not finite
-        row = call("mul", Acc(last, out.dtype), number(0, out.dtype)) if least == 0 and last > 1 else value(least, out.dtype)
+        row = Acc(last, out.dtype) * 0 if least == 0 and last > 1 else value(least, out.dtype)
         return call("where", call("eq", top, lowest(top.dtype)), row, out)
 
     return special
@@ -175,7 +175,7 @@ def product_of(over: tuple[Expr, ...], under: tuple[Expr, ...], dtype: str) -> E
     """The product of some factors, divided by others, in one type."""
     out: Expr = number(1, dtype) if not over else cast(over[0], dtype)
     for e in over[1:]:
-        out = call("mul", out, cast(e, dtype))
+        out *= cast(e, dtype)
     for e in under:
-        out = call("div", out, cast(e, dtype))
+        out /= cast(e, dtype)
     return out

@@ -6,10 +6,10 @@ import itertools
 from collections.abc import Mapping
 from dataclasses import replace
 
-from tapestry.ir.expr import Acc, Arg, Call, Expr, arg_positions, call, distinct, rewrite
+from tapestry.ir.expr import Acc, Arg, Call, Expr, arg_positions, distinct, number, rewrite
 from tapestry.ir.graph import Block, Read
 from tapestry.ir.index import Aff, dim, dims_of
-from tapestry.ir.monoid import number, primitive_of
+from tapestry.ir.monoid import primitive_of
 from tapestry.ir.recognition.contraction import dims_read
 from tapestry.ir.recognition.exponential import exponential
 from tapestry.ir.types import Tensor
@@ -169,7 +169,7 @@ def _zeros(draft: Draft, wide: Block, w: Weight) -> Block:
     values = product_of(w.values, w.divisors, dtype)
     dims = tuple(d for d in wide.dims if d.name in dims_read(wide, values))
     name = next(n for k in itertools.count() if (n := f"{wide.outs[0]}.zeros{k or ''}") not in draft.tensors)
-    body = (call("mul", values, number(0, dtype)),)
+    body = (values * 0,)
     return merge_reads(replace(wide, outs=(name,), dims=dims, body=body, then=(Acc(0, dtype),)))
 
 
@@ -183,7 +183,7 @@ def _streamed(wide: Block, w: Weight, rows: Block, zeros: Block | None) -> Block
         return refuse("rows without a finite maximum would get another value")
     dtype = w.score.dtype
     total, weighted = Acc(1, dtype), Acc(2, dtype)
-    out = special(call("div", weighted, total) if w.divided else weighted)
+    out = special(weighted / total if w.divided else weighted)
     if wide.body[0].dtype != dtype:
         return refuse("weights and values are summed in another type than the scores")
     results = dict(zip(rows.outs, rows.then, strict=True))

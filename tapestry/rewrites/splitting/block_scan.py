@@ -8,7 +8,7 @@ from dataclasses import replace
 from tapestry.ir.expr import Acc, Arg, Expr, Index, call, rewrite
 from tapestry.ir.graph import Block, Dim, Graph, Guard, Read, replace_op
 from tapestry.ir.index import Aff, const, dim, floordiv, modulo
-from tapestry.ir.monoid import MONOIDS, Driven, number
+from tapestry.ir.monoid import MONOIDS, Driven
 from tapestry.ir.recognition.running_state import Scan, as_scan, running, unguarded
 from tapestry.rewrites.core.edit import accept, block_at, fresh, fresh_dim, plain_index, prune, reindex, resized, results
 from tapestry.rewrites.core.rule import Move, Refusal, Rule, register
@@ -144,7 +144,7 @@ def _scan_in_blocks(op: Block, scan: Scan, each: int, before: Block) -> Block:
     monoid = MONOIDS[op.monoid]
     merged = monoid.combine(*((starts, accs) if scan.sign > 0 else (accs, starts)))
     if isinstance(monoid.structure, Driven) and scan.sign > 0:  # there, an infinite factor times nothing is NaN
-        first = call("eq", Index(block), number(0, "i64"))
+        first = call("eq", Index(block), 0)
         merged = tuple(call("where", first, acc, both) for acc, both in zip(accs, merged, strict=True))
 
     def leaf(x: Expr) -> Expr:

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from tapestry.errors import TapestryError
+from tapestry.ir.expr import number
 from tapestry.ir.graph import Block, Dim, Graph, Guard, Read, with_ops
 from tapestry.ir.index import dim, dims_of, floordiv, modulo, span
-from tapestry.ir.monoid import number
 from tapestry.ir.recognition.running_state import as_scan
 from tapestry.ir.types import Tensor
 from tapestry.rewrites.core.edit import block_at, fresh, fresh_dim, read_dims, reindex, single_consumer

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from math import gcd
 
-from tapestry.ir.expr import Arg, Const, Expr, Index, call
+from tapestry.ir.expr import Arg, Const, Expr, Index, call, number
 from tapestry.ir.graph import Block, Graph, Guard, Read
 from tapestry.ir.index import dim, floordiv, modulo
-from tapestry.ir.monoid import number
 from tapestry.rewrites.core.edit import fresh, plain_index, splits_in
 from tapestry.rewrites.core.rule import Refusal, refuse, register
 from tapestry.rewrites.splitting.phases import points_in, too_many, windows

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from tapestry.ir.expr import Arg, Const, Expr, Index, arg_positions, call, rewrite
+from tapestry.ir.expr import Arg, Const, Expr, Index, arg_positions, call, number, rewrite
 from tapestry.ir.graph import Block, Dim, Graph, Guard, Read, replace_op
 from tapestry.ir.index import Aff, const, dim
-from tapestry.ir.monoid import MONOIDS, number
+from tapestry.ir.monoid import MONOIDS
 from tapestry.rewrites.core.constants import constant
 from tapestry.rewrites.core.edit import (
     accept,
@@ -149,7 +149,7 @@ def _guarded(graph: Graph, op: Block, old: Block, name: str, inside: Aff) -> Blo
             if _vanishes(op, reads, touched, zero):
                 return replace(op, reads=reads)
     reads = tuple(_guard(r, inside, dtypes[i], 0) if i in touched else r for i, r in enumerate(op.reads))
-    valid = call("ge", Index(inside), Const(0, "i64"))
+    valid = call("ge", Index(inside), 0)
     body = tuple(call("where", valid, e, z) for e, z in zip(op.body, zero, strict=True))
     return replace(op, reads=reads, body=body)
 

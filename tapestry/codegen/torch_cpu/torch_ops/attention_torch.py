@@ -13,10 +13,9 @@ from tapestry.codegen.torch_cpu.base.contract import points
 from tapestry.codegen.torch_cpu.base.point_values import Expressions
 from tapestry.codegen.torch_cpu.base.strided_reads import Frame
 from tapestry.codegen.torch_cpu.torch_ops.attention_c_states import states_by_our_kernel
-from tapestry.ir.expr import Expr, call
+from tapestry.ir.expr import Expr, call, number
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.kernel import Kernel
-from tapestry.ir.monoid import number
 from tapestry.ir.recognition.attention_roles import Attention, attention, linear_score
 
 _FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu

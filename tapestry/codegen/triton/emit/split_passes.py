@@ -12,10 +12,10 @@ from tapestry.codegen.triton.task.lowered import Access, Check, Task, points, su
 from tapestry.codegen.triton.task.primitives import compute
 from tapestry.codegen.triton.task.ragged_parts import part_size
 from tapestry.codegen.triton.task.tiles import KernelForm, classified
-from tapestry.ir.expr import Arg, Call, Expr, Index, arg_positions, call
+from tapestry.ir.expr import Arg, Call, Expr, Index, arg_positions, call, number
 from tapestry.ir.graph import Dim
 from tapestry.ir.index import const, dim, dims_of
-from tapestry.ir.monoid import MONOIDS, number
+from tapestry.ir.monoid import MONOIDS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,10 +8,10 @@ from tapestry.codegen.triton.task.chips import Chip
 from tapestry.codegen.triton.task.lowered import Task, points
 from tapestry.codegen.triton.task.primitives import EXACT_IN, HALVES, common_operand, compute
 from tapestry.codegen.triton.task.regroup import split_groups
-from tapestry.ir.expr import Acc, Arg, Call, Const, Expr, Let, arg_positions, distinct, instructions, rewrite, uncast
+from tapestry.ir.expr import Acc, Arg, Call, Const, Expr, Let, arg_positions, distinct, instructions, number, rewrite, uncast
 from tapestry.ir.graph import Dim
 from tapestry.ir.index import Aff, dims_of
-from tapestry.ir.monoid import MONOIDS, ByPrimitive, Moments, Monoid, Product, number, sums
+from tapestry.ir.monoid import MONOIDS, ByPrimitive, Moments, Monoid, Product, sums
 from tapestry.ir.recognition.attention_roles import Attention, attention
 from tapestry.ir.recognition.contraction import (
     Kept,

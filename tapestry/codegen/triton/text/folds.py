@@ -15,8 +15,8 @@ from tapestry.codegen.triton.task.tiles import centred
 from tapestry.codegen.triton.text.axes import Axis
 from tapestry.codegen.triton.text.expressions import combine_source
 from tapestry.codegen.triton.text.scope import Frame, Scope
-from tapestry.ir.expr import Acc, Arg, Call, Const, Expr, Let, walk
-from tapestry.ir.monoid import MONOIDS, Monoid, number
+from tapestry.ir.expr import Acc, Arg, Call, Const, Expr, Let, number, walk
+from tapestry.ir.monoid import MONOIDS, Monoid
 from tapestry.ir.recognition.contraction import only_sums
 from tapestry.ir.recognition.exponential import Exponential, exponential
 

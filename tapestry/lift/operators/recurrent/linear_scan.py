@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from tapestry.ir.expr import Acc, Arg, Call, Const, Expr, Index, call, cast, rewrite, walk
 from tapestry.ir.graph import Block, Dim, Read
 from tapestry.ir.index import Aff, const, dim, dims_of, span, substitute
-from tapestry.ir.monoid import MONOIDS, number
+from tapestry.ir.monoid import MONOIDS
 from tapestry.ir.recognition.running_state import running
 from tapestry.ir.types import Tensor
 from tapestry.lift.affine_values import index_value
@@ -119,12 +119,11 @@ class _Steps:
 
     def shift(self, k: int, recurrence: Recurrence, scale: Expr) -> tuple[str, list[Aff]]:
         """What each step adds. The state's first value is in the first step's: the product of all factors may overflow."""
-        zero = number(0, scale.dtype)
         own: Expr = Arg(len(recurrence.reads), scale.dtype)
-        begun = own if isinstance(scale, Const) and scale.value == 1 else call("mul", scale, own)
-        begun = begun if recurrence.shift is None else call("add", begun, recurrence.shift)
-        first = call("eq", Index(dim(self.time.name)), number(0, "i64"))
-        body = call("where", first, begun, zero if recurrence.shift is None else recurrence.shift)
+        begun = own if isinstance(scale, Const) and scale.value == 1 else scale * own
+        begun = begun if recurrence.shift is None else begun + recurrence.shift
+        first = call("eq", Index(dim(self.time.name)), 0)
+        body = call("where", first, begun, recurrence.shift or 0)
         start = Read(tensor=self.body.node.first[k], index=tuple(here(recurrence.dims)))
         return self.map(recurrence, body, "shift", whole=True, more=(start,))
 
@@ -151,7 +150,7 @@ class _Steps:
         own = axes(self.n.b.tensor(first).shape, "s")
         t = dim(self.time.name)
         reads = [self.n.read(first, here(own)), self.n.read(self.history[k], [t - 1, *here(own)], 0)]
-        at = call("eq", Index(t), number(0, "i64"))
+        at = call("eq", Index(t), 0)
         return self.n.block(self.fresh(f"{name}.before"), (self.time, *own), reads, lambda a, b: call("where", at, a, b))
 
     def emit(self, wanted: set[str]) -> None:

@@ -10,10 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
-from tapestry.ir.expr import Arg, Call, Const, Expr, Index, call
+from tapestry.ir.expr import Arg, Call, Const, Expr, Index, call, number
 from tapestry.ir.graph import Block, Dim, Op, Read
 from tapestry.ir.index import Aff, bounds, dim, substitute
-from tapestry.ir.monoid import number
 from tapestry.ir.types import FLOATS, Tensor
 from tapestry.lift.builder import axes
 
@@ -137,7 +136,7 @@ def _shift(x: Linear) -> Expr:
 def _combine(fn: str, args: list[Linear]) -> Linear:
     """A primitive of which at least one argument has the state in it."""
     if fn == "neg":
-        return _each(lambda x: call("neg", x), args[0])
+        return _each(lambda x: -x, args[0])
     if fn in ("add", "sub"):
         a, b = args
         return Linear(_sum(fn, a.scale, b.scale), _sum(fn, a.shift, b.shift))
@@ -168,13 +167,9 @@ def _times(fn: str, x: Expr, by: Expr) -> Expr:
 
 def _sum(fn: str, a: Expr | None, b: Expr | None) -> Expr | None:
     if a is None or b is None:
-        return a if b is None else b if fn == "add" else call("neg", b)
+        return a if b is None else b if fn == "add" else -b
     return call(fn, a, b)
 
 
 def _choice(test: Expr, a: Expr | None, b: Expr | None) -> Expr | None:
-    some = a or b
-    if some is None:
-        return None
-    zero = number(0, some.dtype)
-    return call("where", test, a or zero, b or zero)
+    return call("where", test, a or 0, b or 0) if a or b else None

@@ -11,12 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from tapestry.ir.expr import Arg, Expr, call, cast
+from tapestry.ir.expr import Arg, Expr, call, cast, literal
 from tapestry.ir.graph import Dim
 from tapestry.ir.index import const, dim
-from tapestry.ir.monoid import number
 from tapestry.ir.types import Tensor
-from tapestry.lift.builder import Body, Node, Operand, here, literal
+from tapestry.lift.builder import Body, Node, Operand, here
 from tapestry.lift.normalize.unroll import STEPS
 from tapestry.lift.opaque import emit_opaque
 from tapestry.lift.operators.linear import contract
@@ -28,7 +27,7 @@ DEFAULTS = {"LSTM": ("sigmoid", "tanh", "tanh"), "GRU": ("sigmoid", "tanh"), "RN
 ACTIVATIONS: dict[str, Callable[[Expr], Expr]] = {
     "sigmoid": lambda x: call("sigmoid", x),
     "tanh": lambda x: call("tanh", x),
-    "relu": lambda x: call("max", x, literal(0, x.dtype)),
+    "relu": lambda x: call("max", x, 0),
 }
 
 
@@ -108,8 +107,8 @@ class _Cell:
         inside = n.read(n.ins[4], [dim("b")])
 
         def body(end: Expr, x: Expr, *kept: Expr) -> Expr:
-            still = call("lt", number(t, "i64"), cast(end, "i64"))
-            return call("where", still, x, kept[0] if kept else literal(0, x.dtype))
+            still = call("lt", t, cast(end, "i64"))
+            return call("where", still, x, kept[0] if kept else 0)
 
         reads = [inside, self.cell(new), *([self.cell(old)] if old is not None else [])]
         return self.map("held" if old is not None else "shown", reads, body)
@@ -122,7 +121,7 @@ class _Cell:
             return state
 
         def body(end: Expr, x: Expr) -> Expr:
-            return call("where", call("lt", number(0, "i64"), cast(end, "i64")), x, literal(0, x.dtype))
+            return call("where", call("lt", 0, cast(end, "i64")), x, 0)
 
         return self.map("ended", [n.read(n.ins[4], [dim("b")]), self.cell(state)], body)
 
@@ -132,7 +131,7 @@ def _contract(n: Node, out: str, dims: Sequence[Dim], over: Dim, a: Operand, b: 
 
     def after(total: Expr) -> Expr:
         for k, (_, t) in enumerate(more):
-            total = call("add", total, cast(Arg(2 + k, t.dtype), total.dtype))
+            total += cast(Arg(2 + k, t.dtype), total.dtype)
         return total
 
     return contract(n, out, dims, [over], a, b, more=more, after=after)
@@ -142,22 +141,21 @@ def _lstm(c: _Cell) -> Callable[[int, str, str | None], tuple[str, str | None]]:
     """Gates i, o, f, c: ``C = f * C + i * c`` and ``H = o * tanh(C)``; peepholes P look at C (o at the new one)."""
     n, x = c.n, c.from_input(both=True)
     f, g, last = c.acts
-    one = literal(1, n.dtype(0))
     coupled = bool(n.attr("input_forget", 0))
 
     def peep(k: int) -> list[Operand]:
         return [n.read(n.ins[7], [const(c.way), dim("h") + k * c.hidden])] if n.has(7) else []
 
     def pre(gate: Expr, cell: Expr, holes: Sequence[Expr]) -> Expr:
-        return f(call("add", gate, call("mul", holes[0], cell)) if holes else gate)
+        return f(gate + holes[0] * cell if holes else gate)
 
     def next_cell(i: Expr, forget: Expr, new: Expr, old: Expr, *holes: Expr) -> Expr:
         enter = pre(i, old, holes[:1])
-        keep = call("sub", one, enter) if coupled else pre(forget, old, holes[1:])
-        return call("add", call("mul", keep, old), call("mul", enter, g(new)))
+        keep = 1 - enter if coupled else pre(forget, old, holes[1:])
+        return keep * old + enter * g(new)
 
     def output(o: Expr, cell: Expr, *holes: Expr) -> Expr:
-        return call("mul", pre(o, cell, holes), last(cell))
+        return pre(o, cell, holes) * last(cell)
 
     def step(t: int, h: str, cell: str | None) -> tuple[str, str | None]:
         assert cell is not None
@@ -174,14 +172,13 @@ def _gru(c: _Cell) -> Callable[[int, str, str | None], tuple[str, str | None]]:
     n, after = c.n, bool(c.n.attr("linear_before_reset", 0))
     x = c.from_input(both=not after)
     f, g = c.acts
-    one = literal(1, n.dtype(0))
 
     def mix(z: Expr, new: Expr, old: Expr) -> Expr:
-        return call("add", call("mul", call("sub", one, z), new), call("mul", z, old))
+        return (1 - z) * new + z * old
 
     def before(t: int, h: str, _: str | None) -> tuple[str, None]:
         gates = c.recur(h, range(2), [c.of_input(x, t, None)])
-        reset = c.map("reset", [c.gate(gates, 1), c.cell(h)], lambda r, old: call("mul", f(r), old))
+        reset = c.map("reset", [c.gate(gates, 1), c.cell(h)], lambda r, old: f(r) * old)
         new = c.recur(reset, [2], [c.of_input(x, t, 2)])
         return c.map("hidden", [c.gate(gates, 0), c.gate(new, 0), c.cell(h)], lambda z, v, old: mix(f(z), g(v), old)), None
 
@@ -189,8 +186,8 @@ def _gru(c: _Cell) -> Callable[[int, str, str | None], tuple[str, str | None]]:
         gates = c.recur(h, range(3), [c.bias(None, recurrent=True)] if n.has(3) else [])
 
         def body(*v: Expr) -> Expr:
-            z, r = f(call("add", v[0], v[3])), f(call("add", v[1], v[4]))
-            return mix(z, g(call("add", v[2], call("mul", r, v[5]))), v[6])
+            z, r = f(v[0] + v[3]), f(v[1] + v[4])
+            return mix(z, g(v[2] + r * v[5]), v[6])
 
         reads = [*(c.of_input(x, t, k) for k in range(3)), *(c.gate(gates, k) for k in range(3)), c.cell(h)]
         return c.map("hidden", reads, body), None

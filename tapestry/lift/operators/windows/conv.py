@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tapestry.errors import ModelError
-from tapestry.ir.expr import Arg, call
+from tapestry.ir.expr import Arg, number
 from tapestry.ir.graph import Dim, Guard
 from tapestry.ir.index import Aff, const, dim, floordiv, modulo
-from tapestry.ir.monoid import number
 from tapestry.lift.builder import Node, Operand
 from tapestry.lift.file.protos import AFTER
 from tapestry.lift.operators.linear import contract
@@ -62,7 +61,7 @@ def lift_conv(n: Node) -> None:
 def _of_nothing(n: Node, dims: tuple[Dim, ...], bias: Operand | None) -> None:
     """Emit sums over no channels, or for no filters."""
     zero = number(0, n.out().dtype)
-    n.block(n.out(), dims, [bias] if bias else [], call("add", zero, Arg(0, bias[1].dtype)) if bias else zero)
+    n.block(n.out(), dims, [bias] if bias else [], zero + Arg(0, bias[1].dtype) if bias else zero)
 
 
 @lifts("ConvTranspose")

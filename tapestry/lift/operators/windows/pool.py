@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from math import prod
 
-from tapestry.ir.expr import Acc, Arg, Expr, Index, call, cast
+from tapestry.ir.expr import Acc, Arg, Expr, Index, call, cast, number
 from tapestry.ir.graph import Dim
 from tapestry.ir.index import Aff, dim
-from tapestry.ir.monoid import highest, lowest, number
-from tapestry.lift.builder import Node, accumulator, every, literal, tests_inside
+from tapestry.ir.monoid import highest, lowest
+from tapestry.lift.builder import Node, accumulator, every, tests_inside
 from tapestry.lift.opaque import emit_opaque
 from tapestry.lift.operators.windows.conv import window
 from tapestry.lift.operators.windows.window import KERNEL, SPATIAL, Window
@@ -53,7 +53,7 @@ def _position(n: Node, win: Window) -> Expr:
     within: Expr = number(1, "bool")
     for e, size in zip(win.index(), n.shape(0)[2:], strict=True):
         flat = flat * size + e
-        within = call("and", within, every(tests_inside(Index(e), size)))
+        within &= every(tests_inside(Index(e), size))
     return call("where", within, Index(flat), highest("i64")) if win.leaves else Index(flat)
 
 
@@ -64,7 +64,7 @@ def lift_average_pool(n: Node) -> None:
     x = n.read(n.ins[0], [dim("b"), dim("c"), *win.index()], 0 if win.leaves else None)
     wide = accumulator(n.dtype(0))
     count = cast(win.count(bool(n.attr("count_include_pad", 0))), wide)
-    then = cast(call("div", Acc(0, wide), count), n.dtype(0))
+    then = cast(Acc(0, wide) / count, n.dtype(0))
     n.reduce([n.outs[0]], _dims(n, win), win.taps, "sum", [x], [cast(Arg(0, n.dtype(0)), wide)], [then])
 
 
@@ -81,7 +81,7 @@ def lift_global_pool(n: Node) -> None:
     if n.kind == "GlobalMaxPool":
         body = Arg(0, x.dtype)
     else:
-        then = call("div", Acc(0, wide), literal(prod(t.size for t in taps), wide))
+        then = Acc(0, wide) / prod(t.size for t in taps)
     monoid = "max" if n.kind == "GlobalMaxPool" else "sum"
     inner = n.reduce([n.temp("r")], dims, taps, monoid, [read], [body], [cast(then, x.dtype)] if then else [])[0]
     places = [Dim(k, 1) for k in SPATIAL[rank]]

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
+from operator import mul
 
-from tapestry.ir.expr import Expr, Index, call
+from tapestry.ir.expr import Expr, Index, call, number
 from tapestry.ir.graph import Dim
 from tapestry.ir.index import Aff, const, dim, floordiv, span
-from tapestry.ir.monoid import number
 from tapestry.lift.builder import Node
 
 SPATIAL = {1: ("w",), 2: ("h", "w"), 3: ("t", "h", "w")}
@@ -59,7 +59,7 @@ class Window:
 
     def count(self, padded: bool) -> Expr:
         """How many taps of a window are inside the input (or inside the padded input), as an i64 expression."""
-        return reduce(lambda a, b: call("mul", a, b), [self._inside(a, padded) for a in range(len(self.size))])
+        return reduce(mul, (self._inside(a, padded) for a in range(len(self.size))))
 
     def _inside(self, a: int, padded: bool) -> Expr:
         k, d, end = self.kernel[a], self.dilation[a], self.size[a] + (self.after[a] if padded else 0)
@@ -67,11 +67,10 @@ class Window:
         first = self.start(a)
         stop = floordiv(const(end - 1) - first, d, ranges) + 1  # taps below it are before the end
         skip = floordiv(const(d - 1) - first, d, ranges)  # taps from it on are after the beginning
-        whole, zero = number(k, "i64"), number(0, "i64")
-        high: Expr = whole if span(stop, ranges)[0] >= k else call("min", whole, Index(stop))
+        high = number(k, "i64") if span(stop, ranges)[0] >= k else call("min", k, Index(stop))
         if padded or span(skip, ranges)[1] <= 0:
             return high
-        return call("sub", high, call("max", zero, Index(skip)))
+        return high - call("max", 0, Index(skip))
 
 
 def pads_of(n: Node, size: Sequence[int], kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int]) -> list[int]:

@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from tapestry import flags
-from tapestry.ir.expr import Acc, Arg, Call, Const, Expr, Index, Let, call, distinct
-from tapestry.ir.monoid import number
+from tapestry.ir.expr import Acc, Arg, Call, Const, Expr, Index, Let, call, distinct, number
 from tapestry.ir.types import FLOATS
 from tapestry.lift.operators.elementwise import PRIMITIVES
 from tapestry.tools.exports.nodes.onnx_nodes import Nodes, NotExpressible, Value
