@@ -7,7 +7,7 @@ injective and covering, by construction. Reduced dimensions stay in the index sp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, TypeVar
@@ -25,6 +25,31 @@ class Dim:
 
     name: str
     size: int
+
+
+def ranges_of(dims: Iterable[Dim]) -> dict[str, int]:
+    """Dimension name to size."""
+    return {d.name: d.size for d in dims}
+
+
+def names_of(dims: Iterable[Dim]) -> set[str]:
+    """The names of some dimensions."""
+    return {d.name for d in dims}
+
+
+def shape_of(dims: Iterable[Dim]) -> tuple[int, ...]:
+    """The sizes of some dimensions, in order."""
+    return tuple(d.size for d in dims)
+
+
+def points(dims: Iterable[Dim]) -> int:
+    """Number of points of some dimensions."""
+    return prod(shape_of(dims))
+
+
+def placed(dims: Iterable[Dim], at: Iterable[T]) -> dict[str, T]:
+    """What stands in the place of each dimension, by its name."""
+    return {d.name: e for d, e in zip(dims, at, strict=True)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +156,7 @@ class Block:
     @property
     def ranges(self) -> dict[str, int]:
         """Dimension name to size."""
-        return {d.name: d.size for d in self.space}
+        return ranges_of(self.space)
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -211,7 +236,7 @@ class Opaque:
     @property
     def ranges(self) -> dict[str, int]:
         """Dimension name to size."""
-        return {d.name: d.size for d in self.dims}
+        return ranges_of(self.dims)
 
     @property
     def operands(self) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from functools import lru_cache
 from tapestry.errors import LawError
 from tapestry.ir import space
 from tapestry.ir.expr import Acc, Call, Index, Let, distinct
-from tapestry.ir.graph import Block, Dim, Graph, Op
+from tapestry.ir.graph import Block, Dim, Graph, Op, names_of, shape_of
 from tapestry.ir.index import dims_of, span
 from tapestry.ir.kernel import whole
 from tapestry.ir.monoid import MONOIDS
@@ -47,7 +47,7 @@ def agreement(graph: Graph) -> int:
     for op in graph.ops:
         if not isinstance(op, Block):
             continue
-        names = {d.name for d in op.space}
+        names = names_of(op.space)
         if len(names) != len(op.space):
             raise LawError("agreement", "a dimension is named twice", where=where(op))
         for r in op.reads:
@@ -71,7 +71,7 @@ def _expressions(op: Block, graph: Graph, names: set[str]) -> None:
     if op.monoid and len(op.body) != len(MONOIDS[op.monoid].fields):
         raise LawError("agreement", f"monoid {op.monoid} has other fields than the body", where=where(op))
     _inner(op)
-    reduced = {d.name for d in (*op.reduce, *op.inner_dims)}
+    reduced = names_of((*op.reduce, *op.inner_dims))
     for k in op.then_reads():
         if any(dims_of(e) & reduced for e in op.reads[k].index):
             raise LawError("agreement", "'then' reads by a reduced dimension", where=where(op))
@@ -85,7 +85,7 @@ def _expressions(op: Block, graph: Graph, names: set[str]) -> None:
 
 def _inner(op: Block) -> None:
     """Inner reductions: of one field, each over dimensions that nothing else in the operation depends on."""
-    inner = {d.name for d in op.inner_dims}
+    inner = names_of(op.inner_dims)
     if inner and not op.monoid:
         raise LawError("agreement", "an inner reduction without a reduction around it", where=where(op))
     for k, s in enumerate(op.inner):
@@ -93,7 +93,7 @@ def _inner(op: Block) -> None:
             raise LawError("agreement", f"inner reduction {k} needs a monoid of one field", where=where(op))
         if any(isinstance(x, Let) for x in distinct((s.body,))):
             raise LawError("agreement", "an inner reduction uses another one", where=where(op))
-        others = inner - {d.name for d in s.dims}
+        others = inner - names_of(s.dims)
         if dims_read(op, s.body) & others:
             raise LawError("agreement", f"inner reduction {k} depends on dimensions of another", where=where(op))
     for e in op.body:
@@ -141,7 +141,7 @@ def written_once(graph: Graph) -> int:
     """
     for op in graph.ops:
         if isinstance(op, Block):
-            extents = tuple(d.size for d in op.dims)
+            extents = shape_of(op.dims)
             for t in op.outs:
                 shape = graph.tensors[t].shape
                 if extents != shape:

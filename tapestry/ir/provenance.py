@@ -12,7 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
-from tapestry.ir.graph import Block, Graph, Op
+from tapestry.ir.graph import Block, Graph, Op, names_of
 from tapestry.ir.index import Aff, dim, dims_of
 from tapestry.ir.recognition.attention_roles import attention
 from tapestry.ir.recognition.contraction import only_sums
@@ -174,7 +174,7 @@ def _conventional(op: Op, graph: Graph) -> Iterator[tuple[str, str]]:
     weights = [r for r in op.reads if r.tensor in graph.weights and len(r.index) == 2]
     if not only_sums(op.monoid) or len(op.reduce) != 1 or not weights:
         return
-    own = {d.name for d in op.dims}
+    own = names_of(op.dims)
     for read in weights:
         names = [_outermost(i) for i in read.index]
         if all(names) and op.reduce[0].name in names:

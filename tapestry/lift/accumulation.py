@@ -7,14 +7,13 @@ registers, and every addition rounds.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from math import prod
 from typing import Any
 
 import numpy as np
 
 from tapestry.errors import PlanError
 from tapestry.ir.expr import Acc, Expr, call, cast, rewrite, uncast
-from tapestry.ir.graph import Block, Graph, Op, map_exprs
+from tapestry.ir.graph import Block, Graph, Op, map_exprs, points
 from tapestry.ir.recognition.contraction import factors
 
 DTYPES = ("f32", "f16")
@@ -47,7 +46,7 @@ def accumulated(graph: Graph, dtype: str) -> tuple[Graph, Accumulated]:
     found = [op for op in graph.ops if _halves(op) is not None]
     if not found:
         raise PlanError("no product of f16 is summed", where="--accumulate", hint="leave it out, or convert the model to f16")
-    lengths = sorted({prod(d.size for d in op.reduce) for op in found if isinstance(op, Block)})
+    lengths = sorted({points(op.reduce) for op in found if isinstance(op, Block)})
     report = Accumulated(dtype=dtype, products=len(found), errors=tuple(map(measured, lengths)))
     return (replace(graph, ops=tuple(map(_in_f16, graph.ops))) if dtype == "f16" else graph), report
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from tapestry.ir.expr import Arg, Call, Const, Expr
 from tapestry.ir.expr import Index as At
-from tapestry.ir.graph import Block
+from tapestry.ir.graph import Block, placed
 from tapestry.ir.index import Aff, const, floordiv, modulo, span, substitute
 from tapestry.ir.types import INTEGERS
 from tapestry.lift.builder import Builder
@@ -26,7 +26,7 @@ def affine_value(b: Builder, tensor: str, at: tuple[Aff, ...], ranges: dict[str,
     op = b.maker.get(tensor)
     if depth == 0 or op is None or op.monoid is not None or b.tensors[tensor].dtype not in INTEGERS:
         return None
-    env = {d.name: e for d, e in zip(op.dims, at, strict=True)}
+    env = placed(op.dims, at)
     return _Walk(b, op, env, ranges, depth).value(op.body[0])
 
 

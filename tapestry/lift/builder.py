@@ -12,7 +12,7 @@ from onnx import NodeProto, TensorProto, TypeProto
 
 from tapestry.errors import ModelError
 from tapestry.ir.expr import Arg, Expr, call, literal, number
-from tapestry.ir.graph import Block, Dim, Guard, Op, Read
+from tapestry.ir.graph import Block, Dim, Guard, Op, Read, shape_of
 from tapestry.ir.index import Aff, const, dim
 from tapestry.ir.types import HOST, Tensor
 from tapestry.lift.file.external_data import dtype_name
@@ -286,7 +286,7 @@ class Node:
 
     def _result(self, out: str | Tensor, dims: Sequence[Dim], dtype: str) -> Tensor:
         name = out.name if isinstance(out, Tensor) else out
-        return Tensor(name=name, dtype=dtype, shape=tuple(d.size for d in dims))
+        return Tensor(name=name, dtype=dtype, shape=shape_of(dims))
 
     # dimensions
     def out_dims(self, k: int = 0) -> tuple[Dim, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from tapestry.ir.graph import Block, Graph, Guard, Read
+from tapestry.ir.graph import Block, Graph, Guard, Read, placed
 from tapestry.ir.index import Ranges
 from tapestry.ir.types import Tensor
 from tapestry.rewrites.core.edit import MOST_ATOMS, is_view, merge_reads, substitute_read, too_long
@@ -111,7 +111,7 @@ def compose(read: Read, view: Block, tensors: Mapping[str, Tensor], ranges: Rang
     both = read.other is not None and inner.other is not None
     if both and repr(read.other) != repr(inner.other):
         return None
-    env = dict(zip((d.name for d in view.dims), read.index, strict=True))
+    env = placed(view.dims, read.index)
     through = substitute_read(inner, env, ranges)
     when = list(read.when + through.when)
     if read.other is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tapestry.ir.expr import Arg, Call, count, size
-from tapestry.ir.graph import Block, Op, Read
+from tapestry.ir.graph import Block, Op, Read, names_of, placed
 from tapestry.ir.recognition.contraction import products
 from tapestry.ir.recognition.running_state import as_scan
 from tapestry.rewrites.core.edit import MOST_ATOMS, MOST_DEPTH, read_dims, substitute_read, too_deep, too_long
@@ -102,7 +102,7 @@ def _reduced_again(draft: Draft, reader: Block, op: Block, at: set[int], body: f
     if any(w.tensor == op.outs[0] for d in reader.dims for w in windows(reader, d.name)):
         ratio = recomputed(reader, [reader.reads[k] for k in sorted(body)], draft.tensors[op.outs[0]].shape)
         return refuse(f"windows of '{name}' overlap: it would be computed for each", f"{float(ratio):.3g} times")
-    reduced = {d.name for d in reader.reduce}
+    reduced = names_of(reader.reduce)
     if not reader.inner and not products(reader) and any(read_dims(reader.reads[k]) & reduced for k in body):
         if isinstance(e := reader.body[0], Call) and e.fn == "where":
             return refuse(f"'{name}' takes rows of it as a table")
@@ -112,7 +112,7 @@ def _reduced_again(draft: Draft, reader: Block, op: Block, at: set[int], body: f
 
 
 def _too_long(reader: Block, op: Block, read: Read) -> bool:
-    env = dict(zip((d.name for d in op.dims), read.index, strict=True))
+    env = placed(op.dims, read.index)
     return any(too_long(substitute_read(r, env, reader.ranges), r, read) for r in op.reads)
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from math import prod
 
 from tapestry.ir.expr import Index, arg_positions, walk
-from tapestry.ir.graph import Block, Dim, Op, Read
+from tapestry.ir.graph import Block, Dim, Op, Read, names_of, points, ranges_of
 from tapestry.ir.index import Aff, const, dim, dims_of, span
 from tapestry.ir.recognition.contraction import products
 from tapestry.rewrites.core.edit import fresh_dim, reindex, results, unused
@@ -118,7 +117,7 @@ def _over(op: Block, order: Order) -> Block:
     env, dims = dict[str, Aff](), list[Dim]()
     for axes in order:
         old = [op.dims[a] for a in axes]
-        new = old[0] if len(old) == 1 else Dim(fresh_dim(op, "n"), prod(d.size for d in old))
+        new = old[0] if len(old) == 1 else Dim(fresh_dim(op, "n"), points(old))
         dims.append(new)
         if len(old) > 1:  # used together alone, so that the last one may stand for all
             env |= {d.name: const(0) for d in old[:-1]} | {old[-1].name: dim(new.name)}
@@ -127,7 +126,7 @@ def _over(op: Block, order: Order) -> Block:
 
 def _read(r: Read, reader: Block, names: dict[str, str], op: Block, order: Order) -> Read | None:
     """A reader's look at the tensor in the new order; ``None`` where it may look beyond an axis that is joined."""
-    index, ranges = list[Aff](), {**reader.ranges, **{d.name: d.size for d in reader.inner_dims}}
+    index, ranges = list[Aff](), {**reader.ranges, **ranges_of(reader.inner_dims)}
     for axes in order:
         place = const(0)
         for a in axes:
@@ -141,10 +140,10 @@ def _read(r: Read, reader: Block, names: dict[str, str], op: Block, order: Order
 
 def _digits_of_one(op: Block, dims: Sequence[Dim]) -> bool:
     """Whether an operation uses some dimensions only as the places of one that they would be the digits of."""
-    steps = [prod(d.size for d in dims[k + 1 :]) for k in range(len(dims))]
+    steps = [points(dims[k + 1 :]) for k in range(len(dims))]
     affs = [e for r in op.reads for e in (*r.index, *(g.aff for g in r.when))]
     affs += [x.aff for e in (*op.point, *op.then) for x in walk(e) if isinstance(x, Index)]
-    names = {d.name for d in dims}
+    names = names_of(dims)
     return all(
         not dims_of(e) & names
         or (e.is_affine and all(e.coef(d.name) == s * e.coef(dims[-1].name) for d, s in zip(dims, steps, strict=True)))

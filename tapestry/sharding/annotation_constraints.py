@@ -24,7 +24,7 @@ from tapestry.interop.onnx_annotations import read_json
 from tapestry.interop.placement import Intervals, Placement, fused_sizes, held, layout_of, placement, spec_for
 from tapestry.interop.sharding_specs import ShardedDim, ShardingSpec, SimpleShard, with_sizes
 from tapestry.ir.expr import Arg
-from tapestry.ir.graph import Block, Dim, Graph, Op, Read
+from tapestry.ir.graph import Block, Dim, Graph, Op, Read, shape_of
 from tapestry.ir.index import Aff, dim, dims_of, evaluate, floordiv, modulo
 from tapestry.ir.plan import Layout, Mesh
 from tapestry.plan.layout_constraints import Dims, LayoutConstraints
@@ -76,7 +76,7 @@ def seen_through(view: Block, behind: Placement) -> Placement | None:
             return None
         if all(found):
             pieces[device] = found
-    return Placement(tuple(d.size for d in view.dims), pieces)
+    return Placement(shape_of(view.dims), pieces)
 
 
 def _through(view: Block, piece: tuple[Intervals, ...]) -> tuple[Intervals, ...] | None:

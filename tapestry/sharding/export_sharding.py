@@ -23,7 +23,7 @@ from tapestry.interop.onnx_annotations import Marks
 from tapestry.interop.placement import grown, layout_of_boxes, on_devices, spec_of, stating, tiling_of_layout
 from tapestry.interop.sharding_specs import OURS, DeviceConfiguration, ShardingSpec, name_of
 from tapestry.interop.tile_patterns import Tiling
-from tapestry.ir.graph import Block, Graph, Op
+from tapestry.ir.graph import Block, Graph, Op, names_of
 from tapestry.ir.kernel import Box
 from tapestry.ir.plan import Layout, Mesh, Plan, Stage, Strategy
 from tapestry.ir.types import numpy_dtype
@@ -294,7 +294,7 @@ def _static_outputs(plan: Plan, model: ModelProto) -> dict[str, tuple[int, ...]]
 def _partial(op: Op, s: Strategy, mesh: Mesh) -> list[dict[str, Any]]:
     if not isinstance(op, Block):
         return []
-    reduced = {d.name for d in op.reduce}
+    reduced = names_of(op.reduce)
     return [
         {"dim": d, "mesh_axis": a.name, "monoid": op.monoid, "by": "all-reduce" if o is None else "reduce-scatter", "along": o}
         for d, o, a in zip(s.dims, s.out, mesh, strict=True)

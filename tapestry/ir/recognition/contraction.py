@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import prod
 from typing import Protocol
 
 from tapestry.ir.expr import Arg, Call, Const, Expr, Index, Let, uncast, walk
-from tapestry.ir.graph import Block, Dim, Inner
+from tapestry.ir.graph import Block, Dim, Inner, names_of, points
 from tapestry.ir.index import dim, dims_of
 from tapestry.ir.monoid import MONOIDS, ByPrimitive, Product, primitive_of
 from tapestry.ir.recognition.exponential import INT8, exponential
@@ -122,7 +121,7 @@ def dims_read(op: Nest, e: Expr) -> frozenset[str]:
             out |= op.read_dims(x.pos)
         elif isinstance(x, Let):
             inner = op.inner[x.pos]
-            out |= dims_read(op, inner.body) - {d.name for d in inner.dims}
+            out |= dims_read(op, inner.body) - names_of(inner.dims)
     return out
 
 
@@ -189,7 +188,7 @@ class Roles:
     @property
     def lanes(self) -> int:
         """Lanes of all tiles, those past the ends of dimensions included."""
-        return _points((*self.batch, *self.taps)) * _padded(_points(self.rows)) * _padded(_points(self.columns))
+        return points((*self.batch, *self.taps)) * _padded(points(self.rows)) * _padded(points(self.columns))
 
 
 def roles(dims: Sequence[Dim], reduce: Sequence[Dim], first: frozenset[str], second: frozenset[str]) -> Roles | None:
@@ -202,10 +201,10 @@ def roles(dims: Sequence[Dim], reduce: Sequence[Dim], first: frozenset[str], sec
     for swapped, own, other in ((False, first - second, second - first), (True, second - first, first - second)):
         rows, columns = (tuple(d for d in dims if d.name in s) for s in (own, other))
         folded = tuple(d for d in reduce if d.name in other)
-        if not swapped and _points(rows) > 1 and _points(columns) > 1:
+        if not swapped and points(rows) > 1 and points(columns) > 1:
             r = _roles(dims, reduce, False, rows, columns, folds=False)
             found.append((2.0 * r.lanes, r))
-        if _points(folded) >= MIN_FOLD and (own & {d.name for d in (*dims, *reduce)}):
+        if points(folded) >= MIN_FOLD and (own & names_of((*dims, *reduce))):
             r = _roles(dims, reduce, swapped, rows, folded, folds=True)
             found.append((float(r.lanes), r))
     return min(found, key=lambda f: f[0])[1] if found else None
@@ -222,10 +221,6 @@ def _roles(
 def _padded(n: int) -> int:
     block = max(16, min(128, 1 << max(0, n - 1).bit_length()))
     return -(-n // block) * block
-
-
-def _points(dims: Sequence[Dim]) -> int:
-    return prod(d.size for d in dims)
 
 
 MOST_KEPT = 256  # columns of a row that a tile holds whole
@@ -269,7 +264,7 @@ def folded_roles(op: Block) -> Roles | None:
 
 def product_roles(op: Nest, product: Call, row: Kept | None) -> Roles | None:
     """The roles of dimensions in a product that an operation sums, or sums and then reduces (``row``: see `whole_rows`)."""
-    summed = {d.name for s in op.inner for d in s.dims} or {d.name for d in op.reduce}
+    summed = {d.name for s in op.inner for d in s.dims} or names_of(op.reduce)
     first, second = (dims_varied(op, e) - summed for e in product.args)
     return whole_rows(op.dims, op.reduce if op.inner else (), first, second, row)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tapestry.ir.expr import Arg, Expr
-from tapestry.ir.graph import Block, Read
+from tapestry.ir.graph import Block, Read, names_of
 from tapestry.ir.index import dim, dims_of
 from tapestry.ir.recognition.contraction import factors
 
@@ -57,7 +57,7 @@ def plain_read(op: Block, e: Expr, *, guarded: bool = False) -> int | None:
 def _match(op: Block, x: int, w: int) -> Conv | None:
     rx, rw = op.reads[x], op.reads[w]
     rank = len(rx.index) - 2
-    ranges, reduced = op.ranges, {d.name for d in op.reduce}
+    ranges, reduced = op.ranges, names_of(op.reduce)
     if rank not in (1, 2, 3) or len(rw.index) != rank + 2 or rw.other is not None or rx.other not in (None, 0.0):
         return None
     if not rx.index[0].is_dim or str(rx.index[0]) in reduced or len(op.dims) != rank + 2:

@@ -8,7 +8,7 @@ import math
 import re
 
 from tapestry.ir.expr import PRIMITIVES, Acc, Arg, Const, Expr, Index, Let
-from tapestry.ir.graph import Block, Dim, Graph, Op, Opaque, Read
+from tapestry.ir.graph import Block, Dim, Graph, Op, Opaque, Read, names_of
 from tapestry.ir.types import DTYPES, Tensor
 
 IDENT = re.compile(r"[A-Za-z_][A-Za-z0-9_.]*")
@@ -94,7 +94,7 @@ def expr(e: Expr, args: list[str]) -> str:
 
 def aliases(op: Block) -> list[str]:
     """A distinct, readable name for each read: the tensor's own where it can be."""
-    taken = {d.name for d in op.space}
+    taken = names_of(op.space)
     out: list[str] = []
     for i, r in enumerate(op.reads):
         plain = r.tensor if name(r.tensor) == r.tensor and r.tensor not in taken and "." not in r.tensor else f"a{i}"

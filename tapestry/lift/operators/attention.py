@@ -13,7 +13,7 @@ from onnx import TensorProto
 
 from tapestry.errors import ModelError
 from tapestry.ir.expr import Arg, Expr, Index, call, cast
-from tapestry.ir.graph import Dim
+from tapestry.ir.graph import Dim, ranges_of
 from tapestry.ir.index import Aff, dim, floordiv, modulo
 from tapestry.ir.monoid import lowest
 from tapestry.ir.types import Tensor
@@ -154,7 +154,7 @@ def lift_attention(n: Node) -> None:
     y = contract(n, n.temp("heads") if flat else n.out(), out_dims, [Dim("m", k.positions)], p, value, dtype=n.out().dtype)
     if flat:
         merged = axes(n.out().shape)
-        ranges = {d.name: d.size for d in merged}
+        ranges = ranges_of(merged)
         head, feature = floordiv(dim("x2"), v.width, ranges), modulo(dim("x2"), v.width, ranges)
         n.view(n.out(), y, merged, [dim("x0"), head, dim("x1"), feature])
 
@@ -188,7 +188,7 @@ def lift_rotary(n: Node) -> None:
     """Rotation of feature pairs (x1, x2): ``x1 cos - x2 sin`` and ``x2 cos + x1 sin``."""
     x = n.tensor(0)
     dims = axes(x.shape)
-    ranges = {d.name: d.size for d in dims}
+    ranges = ranges_of(dims)
     four = len(x.shape) == 4
     heads = x.shape[1] if four else int(n.attr("num_heads", 0))
     if len(x.shape) not in (3, 4) or heads < 1 or (not four and x.shape[2] % heads):
@@ -236,7 +236,7 @@ def _table(n: Node, k: int, position: Aff, angle: Aff, want: tuple[int, int], ha
             )
         return n.read(table.name, [dim("x0"), position, angle])
     dims = [Dim("x0", want[0]), Dim("x1", want[1]), Dim("x2", half)]
-    ranges = {d.name: d.size for d in dims}
+    ranges = ranges_of(dims)
     row = affine_value(n.b, n.ins[3], (dim("x0"), dim("x1")), ranges)
     row = None if row is None else wrap(row, table.shape[0], ranges)
     if row is not None:

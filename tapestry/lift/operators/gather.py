@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from tapestry.errors import ModelError
 from tapestry.ir.expr import Arg, Expr, Index, call, cast, number
-from tapestry.ir.graph import Dim
+from tapestry.ir.graph import Dim, ranges_of
 from tapestry.ir.index import Aff, const, dim, span
 from tapestry.lift.affine_values import affine_value
 from tapestry.lift.builder import Node, Operand, axes, every, from_front, here, tests_inside
@@ -46,7 +46,7 @@ def lift_gather(n: Node) -> None:
     x, rank, places = n.tensor(0), len(n.shape(0)), len(n.shape(1))
     axis = n.axis(0, rank)
     dims = n.out_dims()
-    ranges = {d.name: d.size for d in dims}
+    ranges = ranges_of(dims)
     spots = here(dims)
     inner = spots[axis : axis + places]
     check_known(n, x.shape[axis])
@@ -133,7 +133,7 @@ def lift_affine_gather_nd(n: Node) -> bool:
     x, index = n.tensor(0), n.tensor(1)
     batch, count = int(n.attr("batch_dims", 0)), index.shape[-1]
     dims = axes(n.out().shape)
-    ranges = {d.name: d.size for d in dims}
+    ranges = ranges_of(dims)
     spots = here(dims)
     outer = spots[: len(index.shape) - 1]
     if n.out().size == 0:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from tapestry.ir.expr import Acc, Arg, Expr, call, cast
-from tapestry.ir.graph import Dim
+from tapestry.ir.graph import Dim, ranges_of
 from tapestry.ir.index import Aff, const, dim
 from tapestry.lift.builder import Node, Operand, axes, broadcast
 from tapestry.lift.operators.opaque_operators import opaque_integer_conv
@@ -99,7 +99,7 @@ def _emit(
         reads: the two factors.
         own: for inputs that may have one value for each of its places, the dimension.
     """
-    sizes = {d.name: d.size for d in dims}
+    sizes = ranges_of(dims)
     factors: list[Expr] = []
     for at, k in enumerate((0, second)):
         z, wide = _about(n, k)[-1], cast(Arg(at, reads[at][1].dtype), "i32")

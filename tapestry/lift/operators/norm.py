@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import prod
 
 from tapestry.errors import ModelError
 from tapestry.ir.expr import Acc, Arg, Expr, call, cast, number
-from tapestry.ir.graph import Dim
+from tapestry.ir.graph import Dim, points
 from tapestry.ir.index import Aff, const, dim, floordiv
 from tapestry.ir.types import Tensor
 from tapestry.lift.builder import Node, Operand, accumulator, axes, broadcast, here
@@ -66,7 +65,7 @@ def lift_rms_norm(n: Node) -> None:
     x = n.tensor(0)
     rank, dims = len(x.shape), axes(x.shape)
     kept, gone = split_dims(x.shape, list(range(n.axis(-1, rank), rank)))
-    wide, count = accumulator(x.dtype), prod(d.size for d in gone)
+    wide, count = accumulator(x.dtype), points(gone)
     v = cast(Arg(0, x.dtype), wide)
     square = Acc(0, wide) / count + float(n.attr("epsilon", 1e-5))
     spread = 1 / call("sqrt", square)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import prod
 
 from tapestry.errors import ModelError
 from tapestry.ir.expr import Acc, Arg, Expr, Index, call, cast, number
-from tapestry.ir.graph import Dim
+from tapestry.ir.graph import Dim, points
 from tapestry.ir.index import Aff, const, dim
 from tapestry.ir.monoid import MONOIDS, highest, lowest
 from tapestry.ir.recognition.running_state import running
@@ -83,7 +82,7 @@ def lift_reduce(n: Node) -> None:
     kept, gone = split_dims(x.shape, reduced)
     exact = n.kind in ("ReduceMax", "ReduceMin")
     value = Arg(0, x.dtype) if exact else cast(Arg(0, x.dtype), accumulator(x.dtype))
-    monoid, body, then = _plan(n.kind, value, prod(d.size for d in gone))
+    monoid, body, then = _plan(n.kind, value, points(gone))
     if x.dtype == "bool":
         monoid = {"max": "any", "min": "all"}[monoid]
     state = [body, number(1, body.dtype)] if monoid == "logsumexp" else [body]

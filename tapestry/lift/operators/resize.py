@@ -16,7 +16,7 @@ import numpy as np
 from onnx import helper
 
 from tapestry.ir.expr import Expr, Index, call, cast, literal
-from tapestry.ir.graph import Dim
+from tapestry.ir.graph import Dim, ranges_of
 from tapestry.ir.index import Aff, const, dim, floordiv, modulo, span
 from tapestry.ir.types import FLOATS
 from tapestry.lift.builder import Node, Operand, accumulator, axes, here
@@ -95,7 +95,7 @@ def _pixel_place(how: str, o: Aff, scale: Fraction, size: int, wanted: int) -> P
 def _nearest(n: Node, places: dict[int, Place]) -> bool:
     """A view, where rounding never leaves the tensor."""
     dims = n.out_dims()
-    ranges = {d.name: d.size for d in dims}
+    ranges = ranges_of(dims)
     old = n.kind == "Upsample" or n.version < 11
     given = str(n.attr("nearest_mode", "round_prefer_floor"))
     index = here(dims)
@@ -131,7 +131,7 @@ def _between(n: Node, places: dict[int, Place], along: Along) -> bool:
 
 def _linear_axis(n: Node, out: str, src: str, dims: tuple[Dim, ...], axis: int, size: int, place: Place) -> str:
     top, c = place
-    ranges = {d.name: d.size for d in dims}
+    ranges = ranges_of(dims)
     first = floordiv(top, c, ranges)
     wide = accumulator(n.dtype(0))
     reads = [n.read(src, [first + k if a == axis else dim(d.name) for a, d in enumerate(dims)], 0.0) for k in (0, 1)]
@@ -152,7 +152,7 @@ def _linear_axis(n: Node, out: str, src: str, dims: tuple[Dim, ...], axis: int, 
 def _cubic_axis(n: Node, out: str, src: str, dims: tuple[Dim, ...], axis: int, size: int, place: Place) -> str:
     """Four reads, weighted by Keys' kernel with parameter ``cubic_coeff_a`` (-0.75 by default)."""
     top, c = place
-    ranges = {d.name: d.size for d in dims}
+    ranges = ranges_of(dims)
     first, wide = floordiv(top, c, ranges), accumulator(n.dtype(0))
 
     def cell(e: Aff, fill: float | None = None) -> Operand:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tapestry.ir.expr import Arg, Index, call
-from tapestry.ir.graph import Dim, Guard
+from tapestry.ir.graph import Dim, Guard, ranges_of
 from tapestry.ir.index import Aff, const, dim, dims_of, floordiv, modulo
 from tapestry.lift.affine_values import affine_value, fit
 from tapestry.lift.builder import Node, axes, every, here
@@ -21,7 +21,7 @@ def lift_scatter_elements(n: Node) -> None:
     at, places = n.axis(0, len(data)), axes(index, "u")
     check_known(n, data[at])
     if n.attr("reduction", "none") == "none" and 0 not in index:
-        ranges = {d.name: d.size for d in places}
+        ranges = ranges_of(places)
         picked = affine_value(n.b, n.ins[1], tuple(here(places)), ranges)
         picked = None if picked is None else wrap(picked, data[at], ranges)
         cells = [picked if a == at else dim(d.name) for a, d in enumerate(places)]
@@ -39,7 +39,7 @@ def lift_scatter_nd(n: Node) -> None:
     check_known(n, *data[:count])
     places = axes(n.shape(1)[:-1], "u")
     if n.attr("reduction", "none") == "none" and 0 not in n.shape(1):
-        ranges = {d.name: d.size for d in places}
+        ranges = ranges_of(places)
         found = (_component(n, places, c) for c in range(count))
         cells = [None if v is None else wrap(v, data[c], ranges) for c, v in enumerate(found)]
         if _choose(n, [c for c in cells if c is not None], places, count):
@@ -55,7 +55,7 @@ def _component(n: Node, places: Sequence[Dim], c: int) -> Aff | None:
     """One coordinate of the places, over the leading dimensions of the updates; of a table, by itself."""
     known = n.const(1)
     if known is None:
-        return affine_value(n.b, n.ins[1], (*here(places), const(c)), {d.name: d.size for d in places})
+        return affine_value(n.b, n.ins[1], (*here(places), const(c)), ranges_of(places))
     found = fit(known[..., c])
     if found is None:
         return None
@@ -70,7 +70,7 @@ def _choose(n: Node, cells: Sequence[Aff], places: Sequence[Dim], count: int) ->
             fewer where one of them is not known.
     """
     dims = n.out_dims()
-    ranges = {d.name: d.size for d in dims}
+    ranges = ranges_of(dims)
     back: dict[str, Aff] = {}
     tests: list[tuple[Aff, str]] = []
     if len(cells) != count:

@@ -10,7 +10,7 @@ from onnx import numpy_helper
 
 from tapestry.errors import ModelError
 from tapestry.ir.expr import Arg, Expr, Index, call, cast, literal, number
-from tapestry.ir.graph import Dim
+from tapestry.ir.graph import Dim, ranges_of
 from tapestry.ir.index import Aff, const, dim, floordiv, modulo
 from tapestry.ir.types import Tensor
 from tapestry.lift.builder import Node, Operand, axes, broadcast, every, from_front, here, tests_inside
@@ -55,7 +55,7 @@ def reshape(n: Node, out: str | Tensor, src: str, shape: Sequence[int], dims: Se
     dims = dims or axes(shape)
     if t.size == 0:
         return n.view(out, src, dims, [const(0)] * len(t.shape), 0)
-    return n.view(out, src, dims, regroup(t.shape, shape, here(dims), {d.name: d.size for d in dims}))
+    return n.view(out, src, dims, regroup(t.shape, shape, here(dims), ranges_of(dims)))
 
 
 @lifts("Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity")
@@ -91,7 +91,7 @@ def lift_expand(n: Node) -> None:
 def lift_tile(n: Node) -> None:
     """Repetition: positions modulo the input's size."""
     dims = n.out_dims()
-    ranges = {d.name: d.size for d in dims}
+    ranges = ranges_of(dims)
     n.view(n.out(), n.ins[0], dims, [modulo(dim(d.name), max(s, 1), ranges) for d, s in zip(dims, n.shape(0), strict=True)])
 
 
@@ -247,7 +247,7 @@ def lift_depth_space(n: Node) -> None:
     s = int(n.attr("blocksize"))
     dims = n.out_dims()
     b, ch, h, w = here(dims)
-    ranges = {d.name: d.size for d in dims}
+    ranges = ranges_of(dims)
     if n.kind == "SpaceToDepth":
         c = n.shape(0)[1]
         block, channel = floordiv(ch, c, ranges), modulo(ch, c, ranges)

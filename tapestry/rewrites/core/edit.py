@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import replace
-from math import prod
 from typing import TypeGuard
 
 from tapestry.errors import TapestryError
 from tapestry.ir.expr import Acc, Arg, Call, Expr, Index, arg_positions, depth, leaves, rewrite
-from tapestry.ir.graph import Block, Dim, Graph, Guard, Op, Read, Split, map_exprs
+from tapestry.ir.graph import Block, Dim, Graph, Guard, Op, Read, Split, map_exprs, names_of, ranges_of, shape_of
 from tapestry.ir.index import Aff, Ranges, atoms, const, dim, dims_of, substitute
 from tapestry.ir.monoid import MONOIDS
 from tapestry.ir.types import Tensor
@@ -141,7 +140,7 @@ def fresh(graph: Graph, base: str) -> str:
 
 def fresh_dims(dims: Iterable[Dim], space: Iterable[Dim]) -> dict[str, Dim]:
     """Dimensions under names that neither ``space`` has nor each other, by the names that they have now."""
-    taken, out = {d.name for d in space}, dict[str, Dim]()
+    taken, out = names_of(space), dict[str, Dim]()
     for d in dims:
         out[d.name] = Dim(unused(d.name, taken), d.size)
         taken.add(out[d.name].name)
@@ -150,7 +149,7 @@ def fresh_dims(dims: Iterable[Dim], space: Iterable[Dim]) -> dict[str, Dim]:
 
 def fresh_dim(op: Op, base: str) -> str:
     """A dimension name that the operation does not have: ``base``, or ``base`` with a number."""
-    names, n, out = {d.name for d in op.space}, 0, base
+    names, n, out = names_of(op.space), 0, base
     while out in names:
         out, n = f"{base}{n}", n + 1
     return out
@@ -168,7 +167,7 @@ def reindex(op: Block, env: Mapping[str, Aff], space: tuple[Dim, ...]) -> Block:
         env: what replaces a dimension; those missing stay.
         space: the dimensions afterwards, with which floors and mods are simplified.
     """
-    ranges = {d.name: d.size for d in (*space, *op.inner_dims)}
+    ranges = ranges_of((*space, *op.inner_dims))
     moved = replace(op, reads=tuple(substitute_read(r, env, ranges) for r in op.reads))
     return map_exprs(moved, lambda e: substitute_expr(e, env, ranges))
 
@@ -221,11 +220,6 @@ def renamed_dims(op: Block, names: Mapping[str, str]) -> Block:
     return replace(reindex(op, {old: dim(new) for old, new in names.items()}, (*dims, *op.reduce)), dims=dims)
 
 
-def points(dims: Iterable[Dim]) -> int:
-    """Number of points of some dimensions."""
-    return prod(d.size for d in dims)
-
-
 def read_dims(read: Read) -> frozenset[str]:
     """Dimensions that the place or the guards of a read depend on."""
     return frozenset(n for e in (*read.index, *(g.aff for g in read.when)) for n in dims_of(e))
@@ -240,14 +234,14 @@ def prune(op: Block) -> Block:
     return map_exprs(replace(op, reads=tuple(op.reads[k] for k in kept)), lambda e: rewrite(e, leaf))
 
 
-def plain_index(dims: tuple[Dim, ...]) -> tuple[Aff, ...]:
+def plain_index(dims: Iterable[Dim]) -> tuple[Aff, ...]:
     """The projection that names every dimension once, in order."""
     return tuple(dim(d.name) for d in dims)
 
 
 def splits_in(op: Op, dims: tuple[Dim, ...]) -> tuple[Split, ...]:
     """The operation's splits of those dimensions."""
-    names = {d.name for d in dims}
+    names = names_of(dims)
     return tuple(s for s in op.splits if s.dim in names)
 
 
@@ -260,7 +254,7 @@ def single_consumer(graph: Graph, tensor: str) -> int | None:
 def results(*ops: Block) -> tuple[Tensor, ...]:
     """The tensors that operations write, by their dimensions and expressions."""
     return tuple(
-        Tensor(name=t, dtype=e.dtype, shape=tuple(d.size for d in op.dims))
+        Tensor(name=t, dtype=e.dtype, shape=shape_of(op.dims))
         for op in ops
         for t, e in zip(op.outs, op.then if op.monoid else op.body, strict=True)
     )

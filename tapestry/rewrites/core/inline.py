@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import reduce
 
 from tapestry.ir.expr import Acc, Arg, Call, Const, Expr, Index, Let, call, number, rewrite
-from tapestry.ir.graph import Block, Guard, Inner, Read, map_exprs
+from tapestry.ir.graph import Block, Guard, Inner, Read, map_exprs, placed, ranges_of
 from tapestry.ir.index import Aff, Ranges, const, dim, span
 from tapestry.ir.types import Tensor
 from tapestry.rewrites.core.edit import fresh_dims, merge_reads, substitute_expr, substitute_read
@@ -38,8 +38,8 @@ def inline(reader: Block, k: int, producer: Block, tensors: Mapping[str, Tensor]
     read, reduces = reader.reads[k], producer.monoid is not None
     assert not reduces or (reader.monoid is None and read.other is None)
     own = fresh_dims((*producer.reduce, *producer.inner_dims), reader.space)
-    ranges = reader.ranges | {d.name: d.size for d in own.values()}
-    env = dict(zip((d.name for d in producer.dims), read.index, strict=True)) | {n: dim(d.name) for n, d in own.items()}
+    ranges = reader.ranges | ranges_of(own.values())
+    env = placed(producer.dims, read.index) | {n: dim(d.name) for n, d in own.items()}
     inside = _inside(read, producer, reader.ranges)
     theirs = [_guarded(substitute_read(r, env, ranges), inside, ranges, tensors) for r in producer.reads]
     # the reads of a reduction come first, as its body does

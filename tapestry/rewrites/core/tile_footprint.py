@@ -16,7 +16,7 @@ from math import prod
 
 from tapestry.ir import space
 from tapestry.ir.expr import Expr
-from tapestry.ir.graph import Block, Dim, Guard, Read
+from tapestry.ir.graph import Block, Dim, Guard, Read, names_of, points, ranges_of, shape_of
 from tapestry.ir.kernel import Box
 from tapestry.ir.recognition.contraction import dims_read, folded_roles, kept, products
 
@@ -34,10 +34,10 @@ def tile_of(op: Block) -> dict[str, int]:
     scores and all columns of its values, rows of a norm or softmax are whole, maps are cut in row-major order. A product that
     is reduced has the tiles of the product, and goes through all of the reduced dimensions.
     """
-    tile = {d.name: d.size for d in (*op.reduce, *op.inner_dims)}
+    tile = ranges_of((*op.reduce, *op.inner_dims))
     rows, columns = _roles(op)
     bounded = products(op) or folded_roles(op)
-    for group, most in ((rows, ROWS), (columns, COLUMNS if bounded else prod(d.size for d in columns))):
+    for group, most in ((rows, ROWS), (columns, COLUMNS if bounded else points(columns))):
         for d in reversed(group):
             tile[d.name] = max(1, min(d.size, most))
             most //= tile[d.name]
@@ -76,8 +76,8 @@ def loaded(op: Block, read: Read, shape: tuple[int, ...], tile: Tile) -> int:
     total, seen = 1, set[str]()
     for f in space.independent(op, read, shape):
         dims = [op.space[i] for i in f.dims]
-        seen |= {d.name for d in dims}
-        total *= _cells_over_tiles(f, tuple(d.size for d in dims), tuple(tile[d.name] for d in dims))
+        seen |= names_of(dims)
+        total *= _cells_over_tiles(f, shape_of(dims), tuple(tile[d.name] for d in dims))
     return total * prod(-(-d.size // max(1, tile[d.name])) for d in op.space if d.name not in seen)
 
 

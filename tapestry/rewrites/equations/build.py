@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from tapestry.ir.expr import Acc, Arg, Expr, Index, call, cast, depth, leaves, number
-from tapestry.ir.graph import Block, Dim, Inner, Op, Read
+from tapestry.ir.graph import Block, Dim, Inner, Op, Read, names_of, ranges_of
 from tapestry.ir.index import Aff, dim, dims_of, span
 from tapestry.ir.types import DTYPES, Tensor
 from tapestry.rewrites.core.edit import (
@@ -88,7 +88,7 @@ class _Writer:
         if before is not None and set(dims) == set(before.dims):
             dims = before.dims
         inner = self._inner()
-        self.ranges = {d.name: d.size for d in (*dims, *reduce, *(d for s in inner for d in s.dims))}
+        self.ranges = ranges_of((*dims, *reduce, *(d for s in inner for d in s.dims)))
         for r in p.reads:
             self._read(r.alias, r.tensor, r.index)
         monoid = self.m.monoids.get(p.monoid, p.monoid) or None
@@ -229,11 +229,11 @@ class _Writer:
 
     def _loose(self, op: Block) -> Refusal | None:
         """What would be read by a dimension that the operation does not have."""
-        names = {d.name for d in op.space}
+        names = names_of(op.space)
         for r in op.reads:
             if read_dims(r) - names:
                 return refuse(f"'{r.tensor}' varies along '{min(read_dims(r) - names)}'")
-        kept = {d.name for d in op.dims}
+        kept = names_of(op.dims)
         for exprs, there in ((op.point, names), (op.then, kept)):
             if lost := {n for x in leaves(exprs) if isinstance(x, Index) for n in dims_of(x.aff)} - there:
                 return refuse(f"the body looks at the index of '{min(lost)}'")

@@ -10,7 +10,7 @@ from math import prod
 
 from tapestry.ir import space
 from tapestry.ir.expr import Acc, Arg, Call, Const, Expr, Index, count, distinct, size
-from tapestry.ir.graph import Block, Dim, Op, Read
+from tapestry.ir.graph import Block, Dim, Op, Read, points
 from tapestry.ir.index import Aff, dims_of
 from tapestry.ir.monoid import MONOIDS
 from tapestry.ir.types import FLOATS
@@ -133,7 +133,7 @@ def _work(c: Conditions, *args: Node) -> int:
     """``work(before)``, ``work(after)``: points of the index spaces of the operations on one side."""
     (side,) = (a.name for a in args if isinstance(a, Var))
     ops = c.rewritten if side == "after" else tuple(c.m.ops.values())
-    return sum(prod(d.size for d in op.space) for op in ops)
+    return sum(points(op.space) for op in ops)
 
 
 def _injective(c: Conditions, *args: Var) -> Failure:

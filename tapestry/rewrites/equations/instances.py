@@ -16,7 +16,7 @@ import numpy as np
 from tapestry.errors import LawError, TapestryError
 from tapestry.ir import laws
 from tapestry.ir.expr import Acc, Arg, Expr, Index, call, cast, number
-from tapestry.ir.graph import Block, Dim, Graph, Read, changes
+from tapestry.ir.graph import Block, Dim, Graph, Read, changes, names_of, shape_of
 from tapestry.ir.index import Aff, dim, floordiv
 from tapestry.ir.monoid import MONOIDS
 from tapestry.ir.syntax.parser import parse
@@ -214,7 +214,7 @@ class _Drawing:
             (d,) = p.dims
             self.dims[d.name] = self.maps[mapped.fn][0]
             if isinstance(d.size, Var):
-                self.sizes[d.size.name] = tuple(x.size for x in self.dims[d.name])
+                self.sizes[d.size.name] = shape_of(self.dims[d.name])
         dims = tuple(d for q in p.dims for d in self.dims[q.name])
         monoid = self._monoid(p)
         reduce = tuple(d for q in p.reduce for d in self.dims[q.name]) if monoid else ()
@@ -238,7 +238,7 @@ class _Drawing:
         if monoid and p.then:
             accs: list[Expr] = [Acc(i, e.dtype) for i, e in enumerate(body)]
             named = places | {"acc": accs} | {f"acc{i}": [a] for i, a in enumerate(accs)}
-            late = {d.name for d in reduce}
+            late = names_of(reduce)
             for alias, args in places.items():
                 named[alias] = [a for a in args if isinstance(a, Arg) and not late & _plain_dims(reads[a.pos])]
             then = tuple(e for n in p.then for e in self._terms(n, want[:1], named, dims))
@@ -249,7 +249,7 @@ class _Drawing:
             else tuple(f"{p.outs[0].name}{i}" for i in range(count))
         )
         for t, e in zip(outs, results, strict=True):
-            self.tensors[t] = Tensor(name=t, dtype=e.dtype, shape=tuple(d.size for d in dims))
+            self.tensors[t] = Tensor(name=t, dtype=e.dtype, shape=shape_of(dims))
         return Block(outs=outs, dims=dims, reduce=reduce, monoid=monoid, reads=tuple(reads), body=body, then=then)
 
     def _dtype(self, name: str) -> str:

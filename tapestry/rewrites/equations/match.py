@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from tapestry.ir.expr import Acc, Arg, Call, Const, Expr, Index, Let, arg_positions, distinct, leaves, replaced
-from tapestry.ir.graph import Block, Dim, Inner, Read
+from tapestry.ir.graph import Block, Dim, Inner, Read, placed, shape_of
 from tapestry.ir.index import Aff, Floor, const, dim, dims_of, substitute
 from tapestry.ir.types import DTYPES
 from tapestry.rewrites.core.edit import MOST_ATOMS, read_dims, substitute_expr, substitute_read, too_long
@@ -315,14 +315,14 @@ class Matcher:
                 m.maps[n.fn] = index
         # a group that two operations reduce is one: the second has the dimensions of the first
         shared = [d for q in self.before[k].reduce for d in m.dims.get(q.name, ())]
-        alike = [d.size for d in shared] == [d.size for d in maker.reduce]
+        alike = shape_of(shared) == shape_of(maker.reduce)
         rename = {old.name: new.name for old, new in zip(maker.reduce, shared, strict=True)} if alike else {}
         for d in (*maker.reduce, *maker.inner_dims):
             new = d.name
             while d.name not in rename and new in m.ranges:
                 new += "_"
             m.ranges = m.ranges | {rename.setdefault(d.name, new): d.size}
-        inside = dict(zip((d.name for d in maker.dims), index, strict=True))
+        inside = placed(maker.dims, index)
         inside |= {a: dim(b) for a, b in rename.items()}
         reduce = tuple(Dim(rename[d.name], d.size) for d in maker.reduce)
         moved = replace(maker, reduce=reduce) if reduce != maker.reduce else maker
@@ -449,7 +449,7 @@ def _assigned(patterns: tuple[DimPattern, ...], dims: tuple[Dim, ...]) -> Iterat
 
 
 def _bind_sizes(m: Bindings, p: DimPattern, dims: tuple[Dim, ...] | None) -> bool:
-    sizes = None if dims is None else tuple(d.size for d in dims)
+    sizes = None if dims is None else shape_of(dims)
     if sizes is None:
         return True
     if isinstance(p.size, Num):

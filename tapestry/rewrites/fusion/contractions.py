@@ -6,12 +6,12 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from tapestry.ir.expr import Acc, Arg, Expr, Index, call, cast, rewrite, size, walk
-from tapestry.ir.graph import Block
+from tapestry.ir.graph import Block, points
 from tapestry.ir.index import dim
 from tapestry.ir.recognition.contraction import MOST_KEPT, dims_read, factors, folded_roles, kept, products
 from tapestry.ir.recognition.running_state import as_scan
 from tapestry.ir.types import FLOATS, itemsize
-from tapestry.rewrites.core.edit import points, prune, substitute_read
+from tapestry.rewrites.core.edit import prune, substitute_read
 from tapestry.rewrites.core.inline import inline, nest
 from tapestry.rewrites.core.matching import Draft, Match, PairRule
 from tapestry.rewrites.core.rule import Refusal, refuse, register

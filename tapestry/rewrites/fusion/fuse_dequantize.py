@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from tapestry.ir.expr import Acc, Arg, Call, Const, Expr, Index, Let, call, cast, rewrite, walk
-from tapestry.ir.graph import Block, Dim, Inner, Read
+from tapestry.ir.graph import Block, Dim, Inner, Read, names_of, placed
 from tapestry.ir.index import const, dim, dims_of, substitute
 from tapestry.ir.recognition.contraction import dims_read, factors, narrow, products
 from tapestry.ir.recognition.selection_sum import place_read, routed, selection
@@ -159,7 +159,7 @@ def _moved(tensors: Mapping[str, Tensor], op: Block, maker: Block, s: Scaled, t:
         return refuse(f"'{t}' is not a factor of its own")
     read, base = op.reads[at], len(op.reads)
     assert isinstance(s.value, Arg)
-    env = dict(zip((d.name for d in maker.dims), read.index, strict=True))
+    env = placed(maker.dims, read.index)
     single = {d.name: const(0) for d in op.reduce if d.size == 1}  # behind the sum its dimensions are gone
     fixed = {d: substitute(e, single, op.ranges) for d, e in env.items()}
     moved = [substitute_read(r, env if k == s.value.pos else fixed, op.ranges) for k, r in enumerate(maker.reads)]
@@ -315,7 +315,7 @@ class RouteProducts(PairRule):
             return refuse(f"the place in '{t}' is computed: whether it is one of the matrices' is not known")
         new = _routed(op, maker, mine[0])
         found = routed(new)
-        if found is None or not found.of_columns or dims_read(new, found.wanted) & {d.name for d in new.inner_dims}:
+        if found is None or not found.of_columns or dims_read(new, found.wanted) & names_of(new.inner_dims):
             return refuse(f"rows do not pick a matrix each: '{t}' has no columns of its own, or the pick varies along them")
         if not dims_read(new, found.wanted) & dims_read(new, found.rows):
             return refuse("one matrix is picked for several rows alike: look it up first")
@@ -328,7 +328,7 @@ def _routed(op: Block, maker: Block, k: int) -> Block:
     assert picked is not None
     over = Dim(fresh_dim(op, picked.over.name), picked.over.size)
     ranges = op.ranges | {over.name: over.size}
-    env = dict(zip((d.name for d in maker.dims), op.reads[k].index, strict=True)) | {picked.over.name: dim(over.name)}
+    env = placed(maker.dims, op.reads[k].index) | {picked.over.name: dim(over.name)}
     reads = (*op.reads, *(substitute_read(r, env, ranges) for r in maker.reads))
     shift = shift_args(len(op.reads))
     wanted, matrix = (substitute_expr(e, env, ranges, shift) for e in (picked.wanted, picked.picked))

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from tapestry.ir import space
-from tapestry.ir.graph import Block, Read
+from tapestry.ir.graph import Block, Read, points
 from tapestry.ir.recognition.running_state import as_scan
 from tapestry.ir.recognition.state import layered
-from tapestry.rewrites.core.edit import MOST_DEPTH, fresh_dims, points, renamed_dims, too_deep
+from tapestry.rewrites.core.edit import MOST_DEPTH, fresh_dims, renamed_dims, too_deep
 from tapestry.rewrites.core.inline import inline
 from tapestry.rewrites.core.matching import Draft, Match, PairRule
 from tapestry.rewrites.core.rule import Refusal, refuse, register

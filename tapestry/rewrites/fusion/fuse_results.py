@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tapestry.ir.expr import Arg
-from tapestry.ir.graph import Block, Read
+from tapestry.ir.graph import Block, Read, placed, points, shape_of
 from tapestry.ir.index import Aff, const, dim
 from tapestry.ir.types import Tensor
-from tapestry.rewrites.core.edit import plain_index, points, reindex
+from tapestry.rewrites.core.edit import plain_index, reindex
 from tapestry.rewrites.core.inline import inline
 from tapestry.rewrites.core.matching import Draft, Match, OpRule
 from tapestry.rewrites.core.rule import Refusal, refuse, register
@@ -68,10 +68,10 @@ class FuseResults(OpRule):
             if points(op.dims) != points(rows.dims) or (isinstance(op.body[0], Arg) and not _renames(draft, op)):
                 continue
             wide, own = ([d for d in o.dims if d.size > 1] for o in (op, rows))
-            if [d.size for d in wide] != [d.size for d in own]:
+            if shape_of(wide) != shape_of(own):
                 return refuse("its rows are not those of the reduction, in order")
             env = {d.name: const(0) for d in rows.dims}
-            env |= {d.name: dim(o.name) for d, o in zip(own, wide, strict=True)}
+            env |= placed(own, plain_index(wide))
             if not all(joined_reductions.at_rows(r, rows, env, op) for r in op.reads if r.tensor in rows.outs):
                 return refuse("it reads a result of another row")
             rest = replace(op, reads=tuple(r for r in op.reads if r.tensor not in rows.outs))
@@ -82,7 +82,7 @@ class FuseResults(OpRule):
 def _renames(draft: Draft, op: Block) -> bool:
     """Whether a map gives a tensor of its own shape the name of a graph output, and does nothing else."""
     (read,) = op.reads
-    sizes = tuple(d.size for d in op.dims)
+    sizes = shape_of(op.dims)
     return op.outs[0] in draft.outputs and read.other is None and draft.tensors[read.tensor].shape == sizes
 
 
@@ -90,10 +90,10 @@ def _with_map_result(draft: Draft, at: tuple[int, int], rows: Block, op: Block, 
     """The reduction with the map as a result: in the map's shape where no other result is left, else in its own."""
     i, j = at
     needed = [t for t in rows.outs if t in draft.outputs or set(draft.readers_of(t)) - {j}]
-    shape, (out,) = tuple(d.size for d in rows.dims), op.outs
+    shape, (out,) = shape_of(rows.dims), op.outs
     views, tensors = list[Block](), list[Tensor]()
     if needed:
-        if tuple(d.size for d in op.dims) != shape:
+        if shape_of(op.dims) != shape:
             view, tensor = joined_reductions.reshaped(draft, out, op, tuple(env[d.name] for d in rows.dims), shape)
             views, tensors, out = [view], [tensor], tensor.name
         back = {d.name: const(0) for d in op.dims} | {str(e): dim(n) for n, e in env.items() if e.terms}

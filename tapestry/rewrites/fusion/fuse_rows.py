@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from math import prod
 
-from tapestry.ir.graph import Block, Dim
+from tapestry.ir.graph import Block, Dim, names_of, points
 from tapestry.ir.index import Aff, Floor, const, dim, floordiv
 from tapestry.ir.monoid import primitive_of
 from tapestry.ir.recognition.exponential import exponential
@@ -26,7 +25,7 @@ def along_columns(op: Block) -> Block:
     if len(op.reduce) != 1 or op.splits or op.inner or not op.then:
         return op
     groups = row_groups(op)
-    taken = {d.name for d in op.space}
+    taken = names_of(op.space)
     columns, here = list[Dim](), dict[str, Aff]()  # the columns; the map's dimensions at a column of the row
     for d in op.dims:
         k = groups.get(d.name, 1)
@@ -36,7 +35,7 @@ def along_columns(op: Block) -> Block:
         taken.add(name)
         columns.append(Dim(name, k))
         here[d.name] = floordiv(dim(d.name), k, op.ranges) * k + dim(name)
-    if len(columns) < 2 or prod(d.size for d in columns) != op.reduce[0].size:
+    if len(columns) < 2 or points(columns) != op.reduce[0].size:
         return op
     flat = const(0)
     for d in columns:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from tapestry.ir.expr import Acc, Arg, Call, Const, Expr, cast, number, rewrite
-from tapestry.ir.graph import Block
+from tapestry.ir.graph import Block, points
 from tapestry.ir.monoid import MONOIDS, Moments, primitive_of
 from tapestry.ir.types import FLOATS
-from tapestry.rewrites.core.edit import over, points, same_value, shift_args, without_casts
+from tapestry.rewrites.core.edit import over, same_value, shift_args, without_casts
 from tapestry.rewrites.core.matching import Draft, Match, OpRule
 from tapestry.rewrites.core.rule import Refusal, refuse, register
 from tapestry.rewrites.fusion.joined_reductions import Merged, aligned, at_rows, joined, needs, opened, reduction

@@ -6,8 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from tapestry.ir.expr import Acc, Call, Expr, rewrite
-from tapestry.ir.graph import Block, Op
-from tapestry.ir.index import dim
+from tapestry.ir.graph import Block, Op, placed, shape_of
 from tapestry.ir.monoid import MOST_SUMS, sums
 from tapestry.ir.recognition.contraction import dims_read, products
 from tapestry.rewrites.core.edit import merge_reads, over, plain_index, resolved, shift_args
@@ -67,7 +66,7 @@ class FuseSums(PairRule):
         op = draft.block(at)
         if op is None or products(op) is None or op.inner:
             return ()
-        sizes = tuple(d.size for d in op.dims), tuple(d.size for d in op.reduce)
+        sizes = shape_of(op.dims), shape_of(op.reduce)
         keys = [(t, *sizes) for t in sorted({op.reads[k].tensor for k in op.body_reads()})]
         before = dict.fromkeys(draft.memo[key] for key in keys if key in draft.memo)
         draft.memo |= dict.fromkeys(keys, op.outs[-1])
@@ -83,7 +82,7 @@ class FuseSums(PairRule):
         early = _early(draft, other, at)
         if early is None:
             return refuse("what is between the two needs the first, and the second needs it")
-        env = {b.name: dim(a.name) for a, b in zip(first.space, second.space, strict=True)}
+        env = placed(second.space, plain_index(first.space))
         theirs = over(second, env, first)
         shared = _shared(first, theirs)
         if shared is None:
@@ -113,7 +112,7 @@ def _differ(first: Block, second: Block) -> Refusal | None:
         return refuse("an operation that is split already is not fused")
     if len(first.body) + len(second.body) > MOST_SUMS:
         return refuse(f"they would have more than {MOST_SUMS} accumulators")
-    if len(first.dims) != len(second.dims) or [d.size for d in first.space] != [d.size for d in second.space]:
+    if len(first.dims) != len(second.dims) or shape_of(first.space) != shape_of(second.space):
         return refuse("they run over different points")
     return None
 

@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from tapestry.ir.expr import Acc, Arg, Expr, rewrite
-from tapestry.ir.graph import Block, Op, Read
+from tapestry.ir.graph import Block, Op, Read, placed, shape_of
 from tapestry.ir.index import Aff, const, dim, substitute
 from tapestry.ir.recognition.contraction import factors
 from tapestry.ir.recognition.running_state import as_scan
 from tapestry.ir.types import Tensor
-from tapestry.rewrites.core.edit import merge_reads, read_dims, shift_args, unused, without_units
+from tapestry.rewrites.core.edit import merge_reads, plain_index, read_dims, shift_args, unused, without_units
 from tapestry.rewrites.core.inline import inline
 from tapestry.rewrites.core.matching import Draft, Match
 from tapestry.rewrites.core.rule import Refusal, refuse
@@ -51,14 +51,12 @@ def aligned(a: Block, b: Block) -> dict[str, Aff] | None:
     do not matter."""
     env: dict[str, Aff] = {}
     for mine, theirs in ((a.dims, b.dims), (a.reduce, b.reduce)):
-        if [d.size for d in mine] == [d.size for d in theirs]:
-            env |= {d.name: dim(o.name) for d, o in zip(mine, theirs, strict=True)}
-            continue
-        wide = [d for d in theirs if d.size > 1]
-        if [d.size for d in mine if d.size > 1] != [d.size for d in wide]:
+        if shape_of(mine) != shape_of(theirs):
+            env |= {d.name: const(0) for d in mine if d.size == 1}
+            mine, theirs = (tuple(d for d in dims if d.size > 1) for dims in (mine, theirs))
+        if shape_of(mine) != shape_of(theirs):
             return None
-        env |= {d.name: const(0) for d in mine if d.size == 1}
-        env |= {d.name: dim(o.name) for d, o in zip((d for d in mine if d.size > 1), wide, strict=True)}
+        env |= placed(mine, plain_index(theirs))
     return env
 
 
@@ -133,7 +131,7 @@ def joined(draft: Draft, at: tuple[int, int], env: Env, parts: tuple[Block, Bloc
     assert old is not None
     needed = [k for k, t in enumerate(old.outs) if t in draft.outputs or set(draft.readers_of(t)) - {at[1]}]
     op = merge_reads(side_by_side(a, b, merged, needed))
-    shape, sizes = tuple(d.size for d in b.dims), tuple(d.size for d in old.dims)
+    shape, sizes = shape_of(b.dims), shape_of(old.dims)
     if sizes == shape:
         return Match({at[0]: (), at[1]: (op,)})
     back = {str(e): d.name for d in old.dims if (e := env[d.name]).terms}

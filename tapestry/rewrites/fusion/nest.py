@@ -6,7 +6,7 @@ from dataclasses import replace
 from math import prod
 
 from tapestry.ir.expr import Arg, Call, Const, Expr, Let, count, rewrite
-from tapestry.ir.graph import Block, Read
+from tapestry.ir.graph import Block, Read, placed
 from tapestry.ir.recognition.contraction import dims_read, factors
 from tapestry.ir.types import FLOATS
 from tapestry.rewrites.core.edit import substitute_read
@@ -43,7 +43,7 @@ def _unscaled(draft: Draft, op: Block, k: int) -> Block:
             continue
         if count(op.point, lambda x, pos=e.pos: isinstance(x, Arg) and x.pos == pos) != 1:
             continue
-        env = dict(zip((d.name for d in maker.dims), reads[e.pos].index, strict=True))
+        env = placed(maker.dims, reads[e.pos].index)
         reads[e.pos] = substitute_read(scaling[0], env, op.ranges)
         scale *= scaling[1]
     if scale == 1.0:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from tapestry.ir.expr import Acc, Arg, Call, Expr, arg_positions, distinct, number, rewrite
-from tapestry.ir.graph import Block, Read
+from tapestry.ir.graph import Block, Read, placed, shape_of
 from tapestry.ir.index import Aff, dim, dims_of
 from tapestry.ir.monoid import primitive_of
 from tapestry.ir.recognition.contraction import dims_read
@@ -102,7 +102,7 @@ class StreamSoftmax(OpRule):
             return one
         one, scores = _with_scores(draft, one, {maps, soft})
         made, gone = (zeros,) if zeros else (), {maps, soft, *scores} - {at}
-        new = [Tensor(name=z.outs[0], dtype=z.body[0].dtype, shape=tuple(d.size for d in z.dims), kind="value") for z in made]
+        new = [Tensor(name=z.outs[0], dtype=z.body[0].dtype, shape=shape_of(z.dims), kind="value") for z in made]
         return Match({at: (*made, one)} | dict.fromkeys(gone, ()), tuple(new))
 
 
@@ -155,7 +155,7 @@ def _other_scores(wide: Block, weight: Weight, rows: Block, row: tuple[Aff, ...]
         return refuse("the maximum is read along the dimension of the sum")
     if key.size != theirs.size:
         return refuse("the softmax is over another number of scores than the sum")
-    env = dict(zip((d.name for d in rows.dims), row, strict=True)) | {theirs.name: dim(key.name)}
+    env = placed(rows.dims, row) | {theirs.name: dim(key.name)}
     own = over(rows, env, wide)
     if not same_value(weight.score, wide, own.body[0], own):
         return refuse("the softmax is over other scores than the sum")

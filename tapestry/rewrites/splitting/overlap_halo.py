@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from tapestry.errors import TapestryError
 from tapestry.ir.expr import number
-from tapestry.ir.graph import Block, Dim, Graph, Guard, Read, with_ops
+from tapestry.ir.graph import Block, Dim, Graph, Guard, Read, shape_of, with_ops
 from tapestry.ir.index import dim, dims_of, floordiv, modulo, span
 from tapestry.ir.recognition.running_state import as_scan
 from tapestry.ir.types import Tensor
@@ -170,7 +170,7 @@ def _wide(graph: Graph, s: _Seams, name: str) -> tuple[Tensor, Block]:
         for was, new in zip(op.reads, moved.reads, strict=True)
     ]
     out = graph.tensors[s.tensor]
-    wide = Tensor(name=name, dtype=out.dtype, shape=tuple(d.size for d in dims))
+    wide = Tensor(name=name, dtype=out.dtype, shape=shape_of(dims))
     return wide, replace(moved, outs=(name,), dims=dims, reads=tuple(reads))
 
 

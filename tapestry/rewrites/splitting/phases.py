@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from tapestry.ir.expr import Arg
-from tapestry.ir.graph import Block, Dim, Graph, Read
+from tapestry.ir.graph import Block, Dim, Graph, Read, names_of, shape_of
 from tapestry.ir.index import Aff, dim, dims_of
 from tapestry.ir.types import Tensor
 from tapestry.rewrites.core.edit import fresh, plain_index, reindex, resized
@@ -39,7 +39,7 @@ class Window:
 
 def windows(op: Block, name: str) -> list[Window]:
     """The sliding windows of an operation along a map dimension, from its projections."""
-    reduced = {d.name for d in op.reduce}
+    reduced = names_of(op.reduce)
     found: list[Window] = []
     for r in op.reads:
         for axis, e in enumerate(r.index):
@@ -107,7 +107,7 @@ class Phases:
             dims = tuple(Dim(f"x{i}", extent if i == axis else n) for i, n in enumerate(whole.shape))
             index = tuple(e * step + phase if i == axis else e for i, e in enumerate(plain_index(dims)))
             out = fresh(self.graph, f"{tensor}.x{axis}.s{phase}")
-            self.tensors[out] = Tensor(name=out, dtype=whole.dtype, shape=tuple(d.size for d in dims))
+            self.tensors[out] = Tensor(name=out, dtype=whole.dtype, shape=shape_of(dims))
             read = Read(tensor=tensor, index=index)
             self.ops.append(Block(outs=(out,), dims=dims, reads=(read,), body=(Arg(0, whole.dtype),)))
             self.names[key] = out

@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import gcd
 
 from tapestry.ir.expr import Arg, Const, Expr, Index, call, number
-from tapestry.ir.graph import Block, Graph, Guard, Read
+from tapestry.ir.graph import Block, Graph, Guard, Read, ranges_of
 from tapestry.ir.index import dim, floordiv, modulo
 from tapestry.rewrites.core.edit import fresh, plain_index, splits_in
 from tapestry.rewrites.core.rule import Refusal, refuse, register
@@ -62,7 +62,7 @@ class SliceDilated(Slicing):
 
     def plan(self, graph: Graph, op: Block, name: str) -> Sliced | Refusal:
         """The operation once per phase of its output, or why not."""
-        size = {d.name: d.size for d in op.dims}.get(name)
+        size = ranges_of(op.dims).get(name)
         if size is None:
             return refuse(
                 f"'{name}' is not a map dimension", "the map dimensions are " + ", ".join(f"'{d.name}'" for d in op.dims)

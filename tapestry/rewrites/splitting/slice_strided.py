@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from tapestry.errors import TapestryError
 from tapestry.ir.expr import Arg, Expr
-from tapestry.ir.graph import Block, Graph, Read, replace_op
+from tapestry.ir.graph import Block, Graph, Read, names_of, replace_op
 from tapestry.ir.monoid import MONOIDS
 from tapestry.rewrites.core.edit import block_at, finish, fresh, plain_index, prune, results, splits_in
 from tapestry.rewrites.core.rule import Move, Refusal, Rule, refuse, register
@@ -170,7 +170,7 @@ class SliceStrided(Slicing):
 def _phase_dim(op: Block, window: Window) -> str | tuple[str, str]:
     """The reduced dimension whose residue decides the phase, or the reason and witness why there is not just one."""
     odd = [(n, c) for n, c in window.others if c % window.step]
-    reduced = {d.name for d in op.reduce}
+    reduced = names_of(op.reduce)
     if len(odd) == 1 and odd[0][0] in reduced:
         return odd[0][0]
     walks = ", ".join(f"'{n}' by {c}" for n, c in window.others)

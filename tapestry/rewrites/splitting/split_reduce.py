@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from tapestry.ir.expr import Arg, Const, Expr, Index, arg_positions, call, number, rewrite
-from tapestry.ir.graph import Block, Dim, Graph, Guard, Read, replace_op
+from tapestry.ir.graph import Block, Dim, Graph, Guard, Read, ranges_of, replace_op
 from tapestry.ir.index import Aff, const, dim
 from tapestry.ir.monoid import MONOIDS
 from tapestry.rewrites.core.constants import constant
@@ -102,7 +102,7 @@ class SplitReduce(Rule):
 def split_reduce_refusal(op: Block, name: str, parts: int, fanin: int) -> Refusal | None:
     """Why a reduced dimension cannot be cut so; ``None`` when it can."""
 
-    size = {d.name: d.size for d in op.reduce}.get(name)
+    size = ranges_of(op.reduce).get(name)
     if size is None or op.monoid not in MONOIDS:
         known = ", ".join(f"'{d.name}'" for d in op.reduce) or "none"
         return refuse(f"'{name}' is not reduced by a monoid", f"the reduced dimensions are {known}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from tapestry.ir.graph import Block, Graph, Op
+from tapestry.ir.graph import Block, Graph, Op, names_of
 from tapestry.rewrites.core.edit import accept, cut_refusal, op_at, order_refusal
 from tapestry.rewrites.core.rule import Move, Refusal, Rule, refuse, register
 from tapestry.rewrites.splitting.tiled_region import Clones, Cut, clone, even, grow
@@ -122,4 +122,4 @@ def split_time_refusal(op: Op, name: str, parts: int) -> Refusal | None:
         return no_parts
     if op.splits:
         return refuse("it is split already", str(op.splits[0]))
-    return order_refusal(op, name) if isinstance(op, Block) and name in {d.name for d in op.reduce} else None
+    return order_refusal(op, name) if isinstance(op, Block) and name in names_of(op.reduce) else None

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from tapestry.ir.expr import Arg, Expr, Index, call
 from tapestry.ir.expr import Const as Literal
-from tapestry.ir.graph import Block, Dim, Graph, Op, Opaque, Read, with_ops
+from tapestry.ir.graph import Block, Dim, Graph, Op, Opaque, Read, names_of, shape_of, with_ops
 from tapestry.ir.index import bounds, dim
 from tapestry.ir.kernel import cut, whole
 from tapestry.ir.monoid import MONOIDS
@@ -216,10 +216,10 @@ class _Cloning:
         dims, reduce = resized(op.dims, at.dim, hi - lo), resized(op.reduce, at.dim, hi - lo)
         moved = reindex(op, {at.dim: dim(at.dim) + lo}, dims + reduce)
         moved = replace(moved, dims=dims, reduce=reduce, reads=tuple(self.read(r, k) for r in moved.reads))
-        if at.dim in {d.name for d in op.reduce}:
+        if at.dim in names_of(op.reduce):
             self.partial(i, moved, k)
             return
-        shape = tuple(d.size for d in dims)
+        shape = shape_of(dims)
         outs = tuple(self.tensor(f"{t}@{k}", self.graph.tensors[t].dtype, shape) for t in op.outs)
         self.names |= {(t, k): n for t, n in zip(op.outs, outs, strict=True)}
         self.add(replace(moved, outs=outs), k)
@@ -268,7 +268,7 @@ class _Cloning:
         t = self.graph.tensors[tensor]
         dims = tuple(Dim(f"x{a}", want[1] - want[0] if a == axis else s) for a, s in enumerate(t.shape))
         index = tuple(dim(d.name) + (want[0] - start if a == axis else 0) for a, d in enumerate(dims))
-        out = self.tensor(f"{tensor}@{k}.part", t.dtype, tuple(d.size for d in dims))
+        out = self.tensor(f"{tensor}@{k}.part", t.dtype, shape_of(dims))
         reads = (Read(tensor=name, index=index),)
         self.add(Block(outs=(out,), dims=dims, reads=reads, body=(Arg(0, t.dtype),), source=source), k)
         return out
@@ -277,7 +277,7 @@ class _Cloning:
         """States of part k of a reduction, merged into those of the parts before it; the last also does ``then``."""
         op, last = self.graph.ops[i], k + 1 == len(self.cuts[i].parts)
         assert isinstance(op, Block) and op.monoid is not None
-        shape, fields = tuple(d.size for d in op.dims), MONOIDS[op.monoid].fields
+        shape, fields = shape_of(op.dims), MONOIDS[op.monoid].fields
         dtypes = tuple(e.dtype for e in op.body)
         outs = tuple(self.tensor(f"{op.outs[0]}@{k}.{f}", d, shape) for f, d in zip(fields, dtypes, strict=True))
         self.add(prune(replace(moved, outs=outs, then=())), k)

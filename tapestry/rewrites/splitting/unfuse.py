@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from tapestry.ir.expr import Arg
-from tapestry.ir.graph import Block, Dim, Graph, Read, replace_op
+from tapestry.ir.graph import Block, Dim, Graph, Read, ranges_of, replace_op
 from tapestry.ir.index import dim, floordiv, modulo
 from tapestry.rewrites.core.edit import accept, block_at, fresh, fresh_dim, is_view, plain_index, reindex, results, splits_in
 from tapestry.rewrites.core.rule import Move, Refusal, Rule, refuse, register
@@ -85,7 +85,7 @@ class Unfuse(Rule):
 
 def unfuse_refusal(op: Block, name: str, inner: int) -> Refusal | None:
     """Why a dimension is not taken apart so; ``None`` when it is."""
-    size = {d.name: d.size for d in op.dims}.get(name)
+    size = ranges_of(op.dims).get(name)
     if size is None:
         return refuse(f"'{name}' is not a map dimension", "the map dimensions are " + ", ".join(f"'{d.name}'" for d in op.dims))
     if inner < 2 or size % inner or size == inner:

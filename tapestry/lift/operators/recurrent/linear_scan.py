@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from tapestry.ir.expr import Acc, Arg, Call, Const, Expr, Index, call, cast, rewrite, walk
-from tapestry.ir.graph import Block, Dim, Read
+from tapestry.ir.graph import Block, Dim, Read, shape_of
 from tapestry.ir.index import Aff, const, dim, dims_of, span, substitute
 from tapestry.ir.monoid import MONOIDS
 from tapestry.ir.recognition.running_state import running
@@ -185,7 +185,7 @@ class _Steps:
         outs = tuple(self.fresh(o) for o in op.outs)
         dims = (self.time, *op.dims) if timed else op.dims
         new = replace(op, outs=outs, dims=dims, reads=tuple(map(self.outer, op.reads)), source=(self.n.source,))
-        shape = tuple(d.size for d in dims)
+        shape = shape_of(dims)
         dtypes = [self.body.b.tensor(o).dtype for o in op.outs]
         tensors = [Tensor(name=o, dtype=d, shape=shape) for o, d in zip(outs, dtypes, strict=True)]
         self.n.b.emit(self.picked(new), tensors)

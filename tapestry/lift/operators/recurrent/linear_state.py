@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from tapestry.ir.expr import Arg, Call, Const, Expr, Index, call, number
-from tapestry.ir.graph import Block, Dim, Op, Read
+from tapestry.ir.graph import Block, Dim, Op, Read, placed, ranges_of
 from tapestry.ir.index import Aff, bounds, dim, substitute
 from tapestry.ir.types import FLOATS, Tensor
 from tapestry.lift.builder import axes
@@ -87,7 +87,7 @@ class _Walk:
             raise NotLinear(f"{op.kind} is applied to it")
         if op.monoid or op.inner:
             raise NotLinear("an element of it depends on several ones")
-        env = {d.name: e for d, e in zip(op.dims, at, strict=True)}
+        env = placed(op.dims, at)
         return self.expr(op.body[op.outs.index(name)], op, env)
 
     def free(self, read: Read) -> Expr:
@@ -97,7 +97,7 @@ class _Walk:
         return Arg(self.reads.index(read), self.tensors[read.tensor].dtype)
 
     def expr(self, e: Expr, op: Block, env: Mapping[str, Aff]) -> Linear:
-        ranges = {d.name: d.size for d in self.dims}
+        ranges = ranges_of(self.dims)
         if isinstance(e, Const):
             return Linear(None, e)
         if isinstance(e, Index):

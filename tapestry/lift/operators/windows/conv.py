@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from tapestry.errors import ModelError
 from tapestry.ir.expr import Arg, number
-from tapestry.ir.graph import Dim, Guard
+from tapestry.ir.graph import Dim, Guard, ranges_of
 from tapestry.ir.index import Aff, const, dim, floordiv, modulo
 from tapestry.lift.builder import Node, Operand
 from tapestry.lift.file.protos import AFTER
@@ -81,7 +81,7 @@ def lift_conv_transpose(n: Node) -> None:
     before = [0] * rank if mode == "VALID" else [int(p) for p in n.attr("pads", [0] * rank)]
     places = tuple(Dim(name, s) for name, s in zip(SPATIAL[rank], n.out().shape[2:], strict=True))
     taps = tuple(Dim(name, s) for name, s in zip(KERNEL[rank], w.shape[2:], strict=True))
-    ranges = {d.name: d.size for d in (*places, *taps)}
+    ranges = ranges_of((*places, *taps))
     index: list[Aff] = []
     guards: list[Guard] = []
     for a in range(rank):

@@ -8,7 +8,7 @@ from functools import reduce
 from operator import mul
 
 from tapestry.ir.expr import Expr, Index, call, number
-from tapestry.ir.graph import Dim
+from tapestry.ir.graph import Dim, ranges_of
 from tapestry.ir.index import Aff, const, dim, floordiv, span
 from tapestry.lift.builder import Node
 
@@ -53,7 +53,7 @@ class Window:
     @property
     def leaves(self) -> bool:
         """Whether some position is outside the input."""
-        ranges = {d.name: d.size for d in (*self.places, *self.taps)}
+        ranges = ranges_of((*self.places, *self.taps))
         spans = [span(e, ranges) for e in self.index()]
         return any(lo < 0 or hi >= s for (lo, hi), s in zip(spans, self.size, strict=True))
 
