@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 
 from onnx import NodeProto, helper
 
@@ -33,8 +34,7 @@ def emit_opaque(n: Node, why: str, dims: Sequence[Dim] = (), in_axes: Axes = {},
         dims: dimensions that the node commutes with splitting along.
         in_axes, out_axes: for each input and output, its axis along every one of ``dims``; None where it has none.
     """
-    proto = NodeProto()
-    proto.CopyFrom(n.proto)
+    proto = deepcopy(n.proto)
     proto.ClearField("metadata_props")
     for k in reversed(range(len(proto.attribute))):
         if proto.attribute[k].name.startswith("tapestry."):  # notes of our own

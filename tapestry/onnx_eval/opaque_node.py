@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -322,12 +323,11 @@ def _model(node: bytes, opsets: tuple[tuple[str, int], ...], types: Types) -> An
 
 def _time_first(node: Any) -> list[Any]:
     """A recurrence with ``layout`` 1 (batch first), which onnxruntime does not have, as one with 0 between transpositions."""
-    from onnx import NodeProto, helper
+    from onnx import helper
 
     if node.op_type not in RECURRENT or not any(a.name == "layout" and a.i for a in node.attribute):
         return [node]
-    inner = NodeProto()
-    inner.CopyFrom(node)
+    inner = deepcopy(node)
     attributes = [a for a in node.attribute if a.name != "layout"]
     del inner.attribute[:]
     inner.attribute.extend(attributes)

@@ -17,6 +17,7 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache
 from multiprocessing.connection import Connection, Pipe
@@ -239,8 +240,7 @@ def inlined(model: ModelProto) -> ModelProto:
     functions = {(f.domain, f.name, f.overload): f for f in model.functions}
     if not any(f.attribute_proto for f in functions.values()):
         return onnx.inliner.inline_local_functions(model)
-    out = ModelProto()
-    out.CopyFrom(model)
+    out = deepcopy(model)
     while calls := [n for n in _nested(out.graph) if (n.domain, n.op_type, n.overload) in functions]:
         for node in calls:  # (an attribute that is handed on from a call is there or not only now)
             given = {a.name for a in node.attribute}

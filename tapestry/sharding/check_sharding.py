@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from copy import deepcopy
 from dataclasses import dataclass
 from math import lcm, prod
 from pathlib import Path
@@ -66,8 +67,7 @@ def check_file(path: Path, shapes: Given = {}) -> list[Finding]:  # noqa: B006
 
 def declared(model: ModelProto) -> Context:
     """Shapes of all values: what the file declares, completed by onnx's inference."""
-    bare = ModelProto()
-    bare.CopyFrom(model)
+    bare = deepcopy(model)
     try:
         take_out_weights(bare)
         bare = infer_shapes(bare, strict_mode=False, data_prop=False)

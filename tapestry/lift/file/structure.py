@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Iterable, Iterator
+from copy import deepcopy
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Any, cast
@@ -209,8 +210,7 @@ def check_attributes(model: ModelProto) -> None:
     Raises:
         ModelError: what onnx's own checker says.
     """
-    trial = ModelProto()
-    trial.CopyFrom(model)
+    trial = deepcopy(model)
     for o in trial.graph.output:
         if o.type.WhichOneof("value") is None:
             o.type.tensor_type.elem_type = TensorProto.FLOAT

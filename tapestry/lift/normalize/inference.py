@@ -18,6 +18,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping
+from copy import deepcopy
 from typing import Any
 
 import onnx
@@ -55,8 +56,7 @@ def infer_shapes(model: ModelProto, **options: bool) -> ModelProto:
         return _as_another_type(model, min(free), options)
     if answer[:1] == b"m":
         return _with_sizes(answer, model)
-    trial = ModelProto()
-    trial.CopyFrom(model)
+    trial = deepcopy(model)
     for node in trial.graph.node:
         if node.op_type == "Slice":
             node.domain = HIDDEN
@@ -71,8 +71,7 @@ def infer_shapes(model: ModelProto, **options: bool) -> ModelProto:
 def _as_another_type(model: ModelProto, other: int, options: Mapping[str, bool]) -> ModelProto:
     """Infer with ``other``, a type that the model does not have, wherever the model has bf16."""
     bf16 = TensorProto.BFLOAT16
-    trial = ModelProto()
-    trial.CopyFrom(model)
+    trial = deepcopy(model)
     for owner, field in _places_of_types(trial):
         if getattr(owner, field) == bf16:
             setattr(owner, field, other)

@@ -10,6 +10,7 @@ import logging
 import math
 import warnings
 from collections.abc import Iterable, Mapping
+from copy import deepcopy
 from typing import Any, cast
 
 import numpy as np
@@ -150,8 +151,7 @@ def infer(model: ModelProto, hints: Mapping[str, TypeProto] | None = None) -> Ty
 
 
 def _infer_once(model: ModelProto, hints: Mapping[str, TypeProto], *, branches: bool = False) -> Types:
-    bare = ModelProto()
-    bare.CopyFrom(model)
+    bare = deepcopy(model)
     del bare.graph.value_info[:]
     bare.graph.value_info.extend(onnx.helper.make_value_info(n, t) for n, t in hints.items())
     for node in bare.graph.node:
@@ -169,8 +169,7 @@ def _infer_once(model: ModelProto, hints: Mapping[str, TypeProto], *, branches: 
     try:
         done = infer_shapes(bare, check_type=True, strict_mode=True, data_prop=False)
     except InferenceError as e:
-        untouched = ModelProto()
-        untouched.CopyFrom(bare)
+        untouched = deepcopy(bare)
         settled = _with_branches_that_fit(bare, str(e)) if branches else None
         if settled is None:
             raise contradiction(str(e), untouched, _as_far_as_it_goes(untouched) | folded) from None
@@ -200,8 +199,7 @@ def _with_branches_that_fit(model: ModelProto, said: str) -> ModelProto | None:
     for node in [n for n in nested(model.graph.node) if n.op_type == "If" and n.name][::-1]:
         branches = list(subgraphs(node))
         for kept, other in (branches, branches[::-1]) if f"node name: {node.name})" in said else ():
-            before = GraphProto()
-            before.CopyFrom(other)
+            before = deepcopy(other)
             other.CopyFrom(kept)
             try:
                 return infer_shapes(model, check_type=True, strict_mode=True, data_prop=False)
@@ -465,8 +463,7 @@ def _without_types(model: ModelProto, names: Mapping[str, TypeProto]) -> ModelPr
     """The model with some outputs untyped: onnx_ir has no maps."""
     if not names:
         return model
-    bare = ModelProto()
-    bare.CopyFrom(model)
+    bare = deepcopy(model)
     for o in bare.graph.output:
         if o.name in names:
             o.ClearField("type")
@@ -486,8 +483,7 @@ def prepare(model: ModelProto, step_types: StepTypes, *, steps: bool = True, kep
     tag_sources(model)
     if any(n.op_type in MISINFERRED for f in model.functions for n in f.node):  # inference is wrong inside of functions too
         model = inlined(model)
-    declared = ModelProto()
-    declared.CopyFrom(model)
+    declared = deepcopy(model)
     scaled = any(n.op_type in RESIZES for n in model.graph.node) and _infer(model, version)[1]
     if rewrite_misinferred(model) or scaled:
         forget_sizes(declared)

@@ -7,6 +7,7 @@ depends on the data the node stays, and is opaque.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -244,8 +245,7 @@ class _Work:
         if self.version < 9:
             return False
         steps = numpy_helper.from_array(np.arange(count, dtype=np.int64), f"{self.prefix(node)}steps")
-        inner = GraphProto()
-        inner.CopyFrom(body)
+        inner = deepcopy(body)
         inner.initializer.append(numpy_helper.from_array(np.array(True), body.input[1].name))
         for ios, first in ((inner.input, body.input), (inner.output, body.output)):
             del ios[:]
@@ -332,8 +332,7 @@ class _Copies:
         """One copy of the body, with what its inputs stand for; the names of its outputs."""
         names = {t.name: f"{self.prefix}{t.name}" for t in self.body.initializer} | dict(given)
         for k, inner in enumerate(self.body.node):
-            node = NodeProto()
-            node.CopyFrom(inner)
+            node = deepcopy(inner)
             del node.input[:]
             node.input.extend(names.get(i, i) for i in inner.input)
             for g in subgraphs(node):

@@ -13,6 +13,7 @@ import math
 import random
 from collections import ChainMap, Counter
 from collections.abc import Mapping, MutableMapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from math import gcd
 from typing import Any, cast
@@ -102,8 +103,7 @@ def same_model(
     """
     grid = Grid(region, made_at)
     own = {o for n in model.graph.node for o in n.output} | set(inputs)
-    copied = ModelProto()
-    copied.CopyFrom(model)
+    copied = deepcopy(model)
     try:
         walk = Walk(copied, grid, symbols)
         walk.top(inputs)
@@ -448,8 +448,7 @@ class Walk:
         """Shapes of a node's results by onnx's inference, a node for each case; None of what only the data says."""
         graph = GraphProto(name="cases")
         for c, place in enumerate(places):
-            copy = NodeProto()
-            copy.CopyFrom(node)
+            copy = deepcopy(node)
             copy.name = ""
             for k, (name, known) in enumerate(zip(node.input, ins, strict=True)):
                 if known is None:
@@ -618,8 +617,7 @@ class _Equations(Walk):
 def equations(model: ModelProto, inputs: Inputs) -> list[Sum]:
     """What the symbols of a model's inputs have to come to; the model stays as it is."""
     symbols = list(dict.fromkeys(d for dims in inputs.values() for d in dims if isinstance(d, str)))
-    points, copy = _probe_sizes(len(symbols)), ModelProto()
-    copy.CopyFrom(model)
+    points, copy = _probe_sizes(len(symbols)), deepcopy(model)
     grid, walk = Grid(Region((1,), (len(points),), {}), (1,)), None
     try:
         walk = _Equations(copy, grid, ("sample",), at=dict(zip(symbols, points.T, strict=True)))

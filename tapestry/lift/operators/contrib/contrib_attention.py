@@ -8,8 +8,13 @@ from onnx import TensorProto
 from tapestry.lift.operators.contrib.microsoft import Body, defines
 
 
+def _swapped(b: Body, x: str) -> str:
+    """Heads in front of positions, or behind them again."""
+    return b("Transpose", x, perm=[0, 2, 1, 3])
+
+
 def _heads(b: Body, x: str, heads: int) -> str:
-    return b("Transpose", b("Reshape", x, b.const([0, 0, heads, -1], np.int64)), perm=[0, 2, 1, 3])
+    return _swapped(b, b.shaped(x, 0, 0, heads, -1))
 
 
 def _attend(b: Body, q: str, k: str, v: str, masks: list[str]) -> str:
@@ -20,7 +25,7 @@ def _attend(b: Body, q: str, k: str, v: str, masks: list[str]) -> str:
     if b.get("unidirectional", 0):
         scores = b("Add", scores, _causal(b, q, k))
     mixed = b("MatMul", b("Softmax", scores, axis=-1), v)
-    return b("Reshape", b("Transpose", mixed, perm=[0, 2, 1, 3]), b.const([0, 0, -1], np.int64))
+    return b.shaped(_swapped(b, mixed), 0, 0, -1)
 
 
 def _scale(b: Body, q: str) -> str:
@@ -28,14 +33,14 @@ def _scale(b: Body, q: str) -> str:
     scale = b.get("scale", 0.0)
     if scale:
         return b.scalar(scale, q)
-    width = b("Cast", b("Gather", b("Shape", q), b.const(3, np.int64)), to=TensorProto.FLOAT)
+    width = b.real(b("Gather", b("Shape", q), b.ints(3)))
     return b.like(b("Reciprocal", b("Sqrt", width)), q)
 
 
 def _causal(b: Body, q: str, k: str) -> str:
     """0 where a query may look, the filter value at keys after its own place; the last query is at the last key."""
-    one, zero = b.const(1, np.int64), b.const(0, np.int64)
-    rows, columns = (b("Gather", b("Shape", x), b.const(2, np.int64)) for x in (q, k))
+    one, zero = b.ints(1), b.ints(0)
+    rows, columns = (b("Gather", b("Shape", x), b.ints(2)) for x in (q, k))
     query = b("Add", b("Range", zero, rows, one), b("Sub", columns, rows))
     later = b("Less", b.unsqueeze(query, 1), b.unsqueeze(b("Range", zero, columns, one), 0))
     filtered = b.scalar(b.get("mask_filter_value", -10000.0), q)
@@ -53,7 +58,7 @@ def _padding(b: Body, k: int, like: str) -> str:
 
 def _bias_parts(b: Body, q: str, v: str) -> list[str]:
     """The bias of queries, keys and values, apart: the first two are as wide as q, the last as v."""
-    wide, last = (b("Gather", b("Shape", x), b.const([2], np.int64)) for x in (q, v))
+    wide, last = (b("Gather", b("Shape", x), b.ints([2])) for x in (q, v))
     first = b("Split", b.ins[3], b("Concat", wide, wide, last, axis=0), axis=0, outs=3)
     return [first, f"{first}.1", f"{first}.2"]
 
@@ -87,12 +92,12 @@ def attention(b: Body) -> list[str]:
     b.need(heads > 0 and len(sizes) in (0, 3))
     joined = b.add(b("MatMul", b.ins[0], b.ins[1]), 2)
     if sizes:
-        first = b("Split", joined, b.const(sizes, np.int64), axis=-1, outs=3)
+        first = b("Split", joined, b.ints(sizes), axis=-1, outs=3)
     else:
         first = b("Split", joined, axis=-1, outs=3, **({"num_outputs": 3} if b.version >= 18 else {}))
     q, k, v = (_heads(b, x, heads) for x in (first, f"{first}.1", f"{first}.2"))
     if b.has(4):
-        k, v = (b("Concat", b("Gather", b.ins[4], b.const(n, np.int64), axis=0), x, axis=2) for n, x in enumerate((k, v)))
+        k, v = (b("Concat", b("Gather", b.ins[4], b.ints(n), axis=0), x, axis=2) for n, x in enumerate((k, v)))
     present = b("Concat", b.unsqueeze(k, 0), b.unsqueeze(v, 0), axis=0) if len(b.wanted) > 1 and not sizes else ""
     masks = [_padding(b, 3, q)] if b.has(3) else []
     return [_attend(b, q, k, v, masks + ([b.ins[5]] if b.has(5) else [])), present]
@@ -103,22 +108,22 @@ def attention(b: Body) -> list[str]:
 
 def _sized(b: Body, x: str, axis: int) -> str:
     """One size, as a tensor of one number."""
-    return b("Gather", b("Shape", x), b.const([axis], np.int64))
+    return b("Gather", b("Shape", x), b.ints([axis]))
 
 
 def _slice_of(b: Body, x: str, start: str, end: str, axis: int) -> str:
-    return b("Slice", x, start, end, b.const([axis], np.int64))
+    return b("Slice", x, start, end, b.ints([axis]))
 
 
 def _turned(b: Body, x: str, places: str, cos: str, sin: str, *, interleaved: bool) -> str:
     """x (batch, length, heads, width) with its first columns turned by the angles of its places (batch or 1, length)."""
     cos, sin = (b.unsqueeze(b("Gather", table, places, axis=0), 2) for table in (cos, sin))
-    zero, half, end = b.const([0], np.int64), _sized(b, cos, 3), b.const([2**31 - 1], np.int64)
+    zero, half, end = b.ints([0]), _sized(b, cos, 3), b.ints([2**31 - 1])
     whole = b("Add", half, half)
     head, rest = _slice_of(b, x, zero, whole, 3), _slice_of(b, x, whole, end, 3)
     if interleaved:
-        pairs = b("Reshape", head, b.const([0, 0, 0, -1, 2], np.int64))
-        first, last = (b("Gather", pairs, b.const(k, np.int64), axis=4) for k in range(2))
+        pairs = b.shaped(head, 0, 0, 0, -1, 2)
+        first, last = (b("Gather", pairs, b.ints(k), axis=4) for k in range(2))
     else:
         first, last = _slice_of(b, head, zero, half, 3), _slice_of(b, head, half, end, 3)
     turned = [
@@ -126,7 +131,7 @@ def _turned(b: Body, x: str, places: str, cos: str, sin: str, *, interleaved: bo
         b("Add", b("Mul", first, sin), b("Mul", last, cos)),
     ]
     if interleaved:
-        joined = b("Reshape", b("Concat", *(b.unsqueeze(t, 4) for t in turned), axis=4), b.const([0, 0, 0, -1], np.int64))
+        joined = b("Reshape", b("Concat", *(b.unsqueeze(t, 4) for t in turned), axis=4), b.ints([0, 0, 0, -1]))
         return b("Concat", joined, rest, axis=3)
     return b("Concat", *turned, rest, axis=3)
 
@@ -141,22 +146,22 @@ def rotary_embedding(b: Body) -> list[str]:
     heads = b.get("num_heads", 0)
     b.need(heads > 0 or not b.get("rotary_embedding_dim", 0))
     if rank == 4:
-        x = b("Transpose", b.ins[0], perm=[0, 2, 1, 3])
+        x = _swapped(b, b.ins[0])
     elif heads:
         x = b.shaped(b.ins[0], 0, 0, heads, -1)
     else:
         half = _sized(b, b.ins[2], 1)
-        x = b("Reshape", b.ins[0], b("Concat", b.const([0, 0, -1], np.int64), b("Add", half, half), axis=0))
+        x = b("Reshape", b.ins[0], b("Concat", b.ints([0, 0, -1]), b("Add", half, half), axis=0))
     if b.ranks["i1"] == 1:
         places = b.unsqueeze(b("Add", places, _count(b, _sized(b, x, 1))), 0)
     y = _turned(b, x, places, b.ins[2], b.ins[3], interleaved=bool(b.get("interleaved", 0)))
-    return [b("Transpose", y, perm=[0, 2, 1, 3]) if rank == 4 else b.shaped(y, 0, 0, -1)]
+    return [_swapped(b, y) if rank == 4 else b.shaped(y, 0, 0, -1)]
 
 
 def _count(b: Body, size: str) -> str:
     """0, 1, ... below a size that is a tensor of one number."""
-    last = b("Squeeze", size, b.const([0], np.int64))
-    return b("Range", b.const(0, np.int64), last, b.const(1, np.int64))
+    last = b("Squeeze", size, b.ints([0]))
+    return b("Range", b.ints(0), last, b.ints(1))
 
 
 # grouped heads and caches
@@ -176,12 +181,12 @@ def group_query_attention(b: Body) -> list[str]:
     if b.has(1):
         q, k, v = (b.shaped(x, 0, 0, n, -1) for x, n in zip(b.ins[:3], (heads, groups, groups), strict=True))
     else:
-        parts = b.const([heads, groups, groups], np.int64)
+        parts = b.ints([heads, groups, groups])
         q = b("Split", b.shaped(b.ins[0], 0, 0, heads + 2 * groups, -1), parts, axis=2, outs=3)
         k, v = f"{q}.1", f"{q}.2"
     length, last = _sized(b, q, 1), b("Cast", b.ins[5], to=TensorProto.INT64)
-    total = b("Reshape", b("Cast", b.ins[6], to=TensorProto.INT64), b.const([1], np.int64))
-    behind = b("Sub", b("Add", last, b.const([1], np.int64)), length)
+    total = b.shaped(b("Cast", b.ins[6], to=TensorProto.INT64), 1)
+    behind = b("Sub", b("Add", last, b.ints([1])), length)
     past = b("Where", b("Equal", total, length), b("Sub", last, last), behind)  # (batch); a prompt is padded at its end
     rows = b("Add", b.unsqueeze(past, 1), b.unsqueeze(_count(b, length), 0))  # (batch, length): the places of the queries
     if b.get("do_rotary", 0):
@@ -192,30 +197,30 @@ def group_query_attention(b: Body) -> list[str]:
     columns = _count(b, size)
     k, v = (_present(b, b.ins[n], x, past, columns, size) for n, x in ((3, k), (4, v)))
     seen = _seen(b, rows, columns, last)
-    q = b("Transpose", q, perm=[0, 2, 1, 3])
+    q = _swapped(b, q)
     mixed = b("MatMul", _weights(b, q, _repeated(b, k, heads, groups), seen), _repeated(b, v, heads, groups))
-    return [b.shaped(b("Transpose", mixed, perm=[0, 2, 1, 3]), 0, 0, -1), k, v]
+    return [b.shaped(_swapped(b, mixed), 0, 0, -1), k, v]
 
 
 def _present(b: Body, cache: str, new: str, past: str, columns: str, size: str) -> str:
     """The cache (batch, groups, size, width): past rows, behind them new ones (batch, length, groups, width), then zeros."""
-    three, zero = b.const([0, 0, 0], np.int64), b.const([0], np.int64)
+    three, zero = b.ints([0, 0, 0]), b.ints([0])
     more = b("Sub", size, _sized(b, cache, 2))
     old = b("Pad", cache, b("Concat", three, three, more, zero, axis=0))
-    new = b("Transpose", new, perm=[0, 2, 1, 3])
+    new = _swapped(b, new)
     at = b("Sub", b.unsqueeze(columns, 0), b.unsqueeze(past, 1))  # (batch, size): which new row, or one before or behind them
-    last = b("Sub", _sized(b, new, 2), b.const([1], np.int64))
+    last = b("Sub", _sized(b, new, 2), b.ints([1]))
     inside = b("Max", b("Min", at, last), zero)
     wide = b("Shape", old)
-    rows = b("GatherElements", new, b("Expand", b.unsqueeze(b.unsqueeze(inside, 1), 3), wide), axis=2)
-    fresh, before = (b.unsqueeze(b.unsqueeze(m, 1), 3) for m in (b("LessOrEqual", at, last), b("Less", at, zero)))
+    rows = b("GatherElements", new, b("Expand", b.unsqueeze(inside, 1, 3), wide), axis=2)
+    fresh, before = (b.unsqueeze(m, 1, 3) for m in (b("LessOrEqual", at, last), b("Less", at, zero)))
     return b("Where", before, old, b("Where", fresh, rows, b.scalar(0, new)))
 
 
 def _seen(b: Body, rows: str, columns: str, last: str) -> str:
     """Which keys a query looks at, (batch, 1, length, size): up to its own place and the last one, within the window."""
-    rows, columns = b.unsqueeze(b.unsqueeze(rows, 1), 3), b.unsqueeze(b.unsqueeze(b.unsqueeze(columns, 0), 0), 0)
-    seen = b("LessOrEqual", columns, b.unsqueeze(b.unsqueeze(b.unsqueeze(last, 1), 2), 3))
+    rows, columns = b.unsqueeze(rows, 1, 3), b.unsqueeze(columns, 0, 0, 0)
+    seen = b("LessOrEqual", columns, b.unsqueeze(last, 1, 2, 3))
     window = b.get("local_window_size", -1)
     if not b.get("causal", 1):
         b.need(window < 0)
@@ -223,7 +228,7 @@ def _seen(b: Body, rows: str, columns: str, last: str) -> str:
     seen = b("And", seen, b("LessOrEqual", columns, rows))
     if window < 0:
         return seen
-    return b("And", seen, b("Greater", columns, b("Sub", rows, b.const(window, np.int64))))
+    return b("And", seen, b("Greater", columns, b("Sub", rows, b.ints(window))))
 
 
 def _repeated(b: Body, x: str, heads: int, groups: int) -> str:
@@ -231,8 +236,8 @@ def _repeated(b: Body, x: str, heads: int, groups: int) -> str:
     if heads == groups:
         return x
     sizes = [_sized(b, x, k) for k in range(4)]
-    many = b("Expand", b.unsqueeze(x, 2), b("Concat", *sizes[:2], b.const([heads // groups], np.int64), *sizes[2:], axis=0))
-    return b("Reshape", many, b("Concat", b.const([0, heads], np.int64), *sizes[2:], axis=0))
+    many = b("Expand", b.unsqueeze(x, 2), b("Concat", *sizes[:2], b.ints([heads // groups]), *sizes[2:], axis=0))
+    return b("Reshape", many, b("Concat", b.ints([0, heads]), *sizes[2:], axis=0))
 
 
 def _weights(b: Body, q: str, k: str, seen: str) -> str:
@@ -245,6 +250,6 @@ def _weights(b: Body, q: str, k: str, seen: str) -> str:
     if not b.has(11) and not b.get("smooth_softmax", 0):
         return b("Softmax", scores, axis=-1)
     sink = b.shaped(b.ins[11], 1, -1, 1, 1) if b.has(11) else b.scalar(0, q)
-    shape = b("Concat", *(_sized(b, scores, n) for n in range(3)), b.const([1], np.int64), axis=0)
+    shape = b("Concat", *(_sized(b, scores, n) for n in range(3)), b.ints([1]), axis=0)
     weights = b("Softmax", b("Concat", scores, b("Expand", sink, shape), axis=-1), axis=-1)
-    return _slice_of(b, weights, b.const([0], np.int64), b.const([-1], np.int64), 3)
+    return _slice_of(b, weights, b.ints([0]), b.ints([-1]), 3)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 from onnx import TensorProto
 
 from tapestry.lift.file.protos import MICROSOFT
@@ -47,14 +46,14 @@ def embed_layer_norm(b: Body) -> list[str]:
     b.need(b.version >= 13)
     ids, positions = b.ins[0], b.ins[8] if b.has(8) else ""
     if not positions:
-        length = b("Gather", b("Shape", ids), b.const(1, np.int64))
-        positions = b("Range", b.const(0, np.int64), length, b.const(1, np.int64))
+        length = b("Gather", b("Shape", ids), b.ints(1))
+        positions = b("Range", b.ints(0), length, b.ints(1))
     total = b("Add", b("Gather", b.ins[2], ids), b("Gather", b.ins[3], positions))
     if b.has(1):
         total = b("Add", total, b("Gather", b.ins[4], b.ins[1]))
     y = _norm(b, total, b.ins[5], b.ins[6], 1e-12, centred=True)[0]
     mask = b("Cast", b.ins[7] if b.has(7) else b("Sub", ids, ids), to=TensorProto.INT32)
-    counts = "" if b.get("mask_index_type", 0) else b("ReduceSum", mask, b.const([1], np.int64), keepdims=0)
+    counts = "" if b.get("mask_index_type", 0) else b("ReduceSum", mask, b.ints([1]), keepdims=0)
     return [y, counts, total]
 
 

@@ -76,7 +76,7 @@ def gemm(b: Body) -> list[str]:
     y = b("Gemm", *factors, alpha=alpha, transA=b.get("transA", 0), transB=swapped)
     if b.has(6):
         unit = b("Mul", b("Mul", b.ins[1], b.ins[4]), b.const(alpha))
-        y = b("Add", y, b("Mul", b("Cast", b.ins[6], to=TensorProto.FLOAT), unit))
+        y = b("Add", y, b("Mul", b.real(b.ins[6]), unit))
     return [_quantised(b, y, 7) if b.has(7) else y]
 
 
@@ -84,7 +84,7 @@ def gemm(b: Body) -> list[str]:
 def integer_product(b: Body) -> list[str]:
     """A, B, their scales, their zero points, a bias: an exact product of integers, then floats."""
     whole = b("MatMulInteger", *b.ins[:2], *(b.ins[4:6] if b.has(4) or b.has(5) else []))
-    y = b("Mul", b("Cast", whole, to=TensorProto.FLOAT), b("Mul", b.ins[2], b.ins[3]))
+    y = b("Mul", b.real(whole), b("Mul", b.ins[2], b.ins[3]))
     return [b.add(y, 6)]
 
 
@@ -93,7 +93,7 @@ def dynamic_product(b: Body) -> list[str]:
     """A in floats, B with its scale and zero point, a bias."""
     a = b("DynamicQuantizeLinear", b.ins[0], outs=3)
     whole = b("MatMulInteger", a, b.ins[1], f"{a}.2", *([b.ins[3]] if b.has(3) else []))
-    return [b.add(b("Mul", b("Cast", whole, to=TensorProto.FLOAT), b("Mul", f"{a}.1", b.ins[2])), 4)]
+    return [b.add(b("Mul", b.real(whole), b("Mul", f"{a}.1", b.ins[2])), 4)]
 
 
 def _unpacked(b: Body, x: str, bits: int) -> str:
@@ -112,17 +112,17 @@ def nbits(b: Body) -> list[str]:
     bits, size, columns, rows = (b.get(k, d) for k, d in (("bits", 4), ("block_size", 0), ("N", 0), ("K", 0)))
     b.need(bits in (2, 4, 8) and min(size, columns, rows) > 0 and not b.has(4) and b.version >= 13)
     blocks = -(-rows // size)
-    q = b("Cast", b.shaped(_unpacked(b, b.ins[1], bits), columns, blocks, size), to=TensorProto.FLOAT)
+    q = b.real(b.shaped(_unpacked(b, b.ins[1], bits), columns, blocks, size))
     zero = b.const(1 << bits - 1)
     if b.has(3):
         code = b.codes.get("i3")
         b.need(code == TensorProto.UINT8 or code in FLOATS)
         if code == TensorProto.UINT8:
             flat = b.shaped(_unpacked(b, b.shaped(b.ins[3], columns, -1), bits), columns, -1)
-            whole = b("Slice", flat, *(b.const([v], np.int64) for v in (0, blocks, 1)))
-            zero = b("Cast", b.shaped(whole, columns, blocks, 1), to=TensorProto.FLOAT)
+            whole = b("Slice", flat, *(b.ints([v]) for v in (0, blocks, 1)))
+            zero = b.real(b.shaped(whole, columns, blocks, 1))
         else:
             zero = b.shaped(b.real(b.ins[3]), columns, blocks, 1)
     scaled = b("Mul", b("Sub", q, zero), b.shaped(b.real(b.ins[2]), columns, blocks, 1))
-    weight = b("Slice", b.shaped(scaled, columns, -1), *(b.const([v], np.int64) for v in (0, rows, 1)))
+    weight = b("Slice", b.shaped(scaled, columns, -1), *(b.ints([v]) for v in (0, rows, 1)))
     return [b.add(b("MatMul", b.ins[0], b("Transpose", b.like(weight, b.ins[0]), perm=[1, 0])), 5)]

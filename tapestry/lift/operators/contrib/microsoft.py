@@ -72,6 +72,10 @@ class Body:
         """A constant."""
         return self("Constant", value=numpy_helper.from_array(np.asarray(value, dtype)))
 
+    def ints(self, value: Any) -> str:
+        """A constant of the integers that sizes, axes and places are."""
+        return self.const(value, np.int64)
+
     def real(self, x: str) -> str:
         """x in float32, in which onnxruntime computes what it fuses."""
         return self("Cast", x, to=TensorProto.FLOAT)
@@ -87,16 +91,18 @@ class Body:
     def mean(self, x: str, axis: int) -> str:
         """Along one axis, which is kept."""
         if self.version >= 18:
-            return self("ReduceMean", x, self.const([axis], np.int64), keepdims=1)
+            return self("ReduceMean", x, self.ints([axis]), keepdims=1)
         return self("ReduceMean", x, axes=[axis], keepdims=1)
 
-    def unsqueeze(self, x: str, axis: int) -> str:
-        """With a new axis of size 1."""
-        return self("Unsqueeze", x, self.const([axis], np.int64)) if self.version >= 13 else self("Unsqueeze", x, axes=[axis])
+    def unsqueeze(self, x: str, *axes: int) -> str:
+        """With new axes of size 1, one after another."""
+        for axis in axes:
+            x = self("Unsqueeze", x, self.ints([axis])) if self.version >= 13 else self("Unsqueeze", x, axes=[axis])
+        return x
 
     def shaped(self, x: str, *shape: int) -> str:
         """Reshaped: 0 keeps a size, -1 is what is left."""
-        return self("Reshape", x, self.const(shape, np.int64))
+        return self("Reshape", x, self.ints(shape))
 
 
 Definition = Callable[[Body], list[str]]  # what it returns: a name per output, "" for those it does not define
