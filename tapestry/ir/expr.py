@@ -8,7 +8,7 @@ complete.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -182,6 +182,15 @@ def call(fn: str, *given: Expr | float) -> Call:
     assert result != "where" or args[0].dtype == "bool", "where: the condition is not bool"
     assert result != "float" or dtype in FLOATS, f"{fn} needs floats, not {dtype}"
     return Call(fn, args, result if result in ("bool", "i64") else dtype)
+
+
+def choose(place: Expr, starts: Sequence[int], values: Sequence[Expr]) -> Expr:
+    """``values[k]`` for the last k with ``starts[k] <= place``, as a balanced tree of choices."""
+    if len(values) == 1:
+        return values[0]
+    half = len(values) // 2
+    low, high = choose(place, starts[:half], values[:half]), choose(place, starts[half:], values[half:])
+    return call("where", call("lt", place, starts[half]), low, high)
 
 
 def cast(x: Expr, dtype: str) -> Expr:

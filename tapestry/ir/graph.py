@@ -159,6 +159,11 @@ class Block:
         return ranges_of(self.space)
 
     @property
+    def dtypes(self) -> tuple[str, ...]:
+        """Those of what the body gives: with a monoid, of the state's fields."""
+        return tuple(e.dtype for e in self.body)
+
+    @property
     def inputs(self) -> tuple[str, ...]:
         """Tensors read, each once, in order of first use."""
         return once(self, "inputs", _inputs)

@@ -29,7 +29,7 @@ DTYPE_OF: dict[int, str] = {
     TensorProto.COMPLEX64: "c64", TensorProto.COMPLEX128: "c128",
 }  # fmt: skip
 
-Index = Sequence[Aff]
+Index = Sequence[Aff | Dim]  # for each axis where it is read: a dimension stands for its own place
 Operand = tuple[Read, Tensor]  # a projection to a tensor, with its type
 Body = (  # of what is read, in order; the longer ones first, so that a lambda's parameters get their types
     Callable[[Expr, Expr, Expr, Expr, Expr, Expr, Expr], Expr]
@@ -240,9 +240,9 @@ class Node:
         """A projection to a tensor by name, with its type."""
         t = self.b.tensor(name)
         assert len(index) == len(t.shape), f"{self.where}: {name} has rank {len(t.shape)}, index {index}"
-        return Read(
-            tensor=name, index=tuple(index), other=None if other is None else number(other, t.dtype).value, when=when
-        ), t
+        at = tuple(dim(e.name) if isinstance(e, Dim) else e for e in index)
+        fill = None if other is None else number(other, t.dtype).value
+        return Read(tensor=name, index=at, other=fill, when=when), t
 
     def block(self, out: str | Tensor, dims: Sequence[Dim], reads: Sequence[Operand], body: Body | Expr) -> str:
         """Emit a map; ``body`` is an expression over the reads, or makes it of them. Returns the name of the tensor written."""

@@ -8,7 +8,7 @@ from dataclasses import replace
 from tapestry.errors import TapestryError
 from tapestry.ir.graph import Graph, Op, with_ops
 from tapestry.rewrites.core.edit import accept, fresh, op_at, renamed, repeatable
-from tapestry.rewrites.core.rule import Move, Refusal, Rule, register
+from tapestry.rewrites.core.rule import Move, Refusal, Rule, refuse, register
 
 
 @register
@@ -63,7 +63,7 @@ class Recompute(Rule):
         readers = graph.consumers()
         for op in graph.ops:
             if len({r for t in op.outs for r in readers.get(t, ())}) > 1:
-                yield refusal(graph, op, 1) or Move(self.name, op.outs[0], (("keep", 1),))
+                yield self.offered(Move(self.name, op.outs[0], (("keep", 1),)), refusal(graph, op, 1))
 
     def apply(self, graph: Graph, move: Move) -> Graph:
         """The graph with the copy before its first reader."""
@@ -89,16 +89,12 @@ def _readers(graph: Graph, op: Op) -> list[int]:
 
 def refusal(graph: Graph, op: Op, keep: int) -> Refusal | None:
     """Why an operation cannot be computed again; ``None`` when it can."""
-
-    def no(reason: str, witness: str = "") -> Refusal:
-        return Refusal("recompute", op.outs[0], reason, witness)
-
     readers = _readers(graph, op)
     if len(readers) <= keep:
-        return no("it has no further reader", f"{len(readers)} in all")
+        return refuse("it has no further reader", f"{len(readers)} in all")
     stays = next((t for t in op.outs if t in graph.outputs), None)
     if stays is not None:
-        return no("an output of the graph stays alive anyway", f"'{stays}'")
+        return refuse("an output of the graph stays alive anyway", f"'{stays}'")
     if not repeatable(op):
-        return no("run again, it gives other results")
+        return refuse("run again, it gives other results")
     return None

@@ -96,7 +96,7 @@ def _only_segments(read: Read, scan: Scan) -> bool:
 
 def _identity_outside(op: Block) -> bool:
     assert op.monoid
-    zero = MONOIDS[op.monoid].zero(tuple(e.dtype for e in op.body))
+    zero = MONOIDS[op.monoid].zero(op.dtypes)
     for e, z in zip(op.body, zero, strict=True):
         read = uncast(e)
         if not isinstance(read, Arg) or op.reads[read.pos].other is None or op.reads[read.pos].other != z.value:

@@ -39,7 +39,7 @@ def varies(op: Block) -> tuple[tuple[bool, ...], ...]:
 def mixed(op: Block) -> list[frozenset[int]]:
     """For each field of an operation's states, the fields that ``combine`` makes it of, itself among them."""
     assert op.monoid is not None
-    combined = MONOIDS[op.monoid].combiner(tuple(e.dtype for e in op.body))
+    combined = MONOIDS[op.monoid].combiner(op.dtypes)
     count = len(op.body)
     found = [frozenset({k, *(x.pos % count for x in walk(e) if isinstance(x, Arg))}) for k, e in enumerate(combined)]
     for _ in range(count):
@@ -122,7 +122,7 @@ def counted(op: Block) -> Mapping[int, float]:
 @lru_cache(maxsize=1 << 12)
 def _counted(op: Block) -> Mapping[int, float]:
     assert op.monoid is not None
-    dtypes = tuple(e.dtype for e in op.body)
+    dtypes = op.dtypes
     merged = MONOIDS[op.monoid].combiner(dtypes)
     out: dict[int, float] = {}
     for k, e in enumerate(op.body):

@@ -146,7 +146,7 @@ def lift_attention(n: Node) -> None:
     same = n.b.tensors[scores].dtype == n.dtype(0)
     weights = softmax(n, n.outs[3] if shown and same else n.temp("p"), scores, dims, [3], masked=masked)
     if shown and not same:
-        n.block(n.out(3), dims, [n.read(weights, here(dims))], lambda p: cast(p, n.dtype(0)))
+        n.block(n.out(3), dims, [n.read(weights, dims)], lambda p: cast(p, n.dtype(0)))
     p = n.read(weights, [dim("b0"), dim("b1"), dim("i"), dim("m")])
     value = n.read(v.tensor.name, v.index(group, dim("m"), dim("n")))
     out_dims = [*dims[:3], Dim("n", v.width)]
@@ -180,7 +180,7 @@ def _scores(n: Node, dims: Sequence[Dim], m: Dim, reads: tuple[Operand, Operand]
     raw = contract(n, first, dims, [m], *reads, scale=scale, after=soften if mode == 1 else None, dtype=n.dtype(0))
     more, mask, masked = _mask_rules(n, dims, offset, 1)
     score = Arg(0, n.dtype(0)) if mode == 1 else soften(Arg(0, n.dtype(0)))
-    return n.block(second, dims, [n.read(raw, here(dims)), *more], cast(mask(score), n.dtype(0))), masked
+    return n.block(second, dims, [n.read(raw, dims), *more], cast(mask(score), n.dtype(0))), masked
 
 
 @lifts("RotaryEmbedding", since=23)

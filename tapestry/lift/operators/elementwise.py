@@ -9,7 +9,7 @@ import numpy as np
 
 from tapestry.ir.expr import Arg, Expr, call, cast
 from tapestry.ir.types import FLOATS, INTEGERS
-from tapestry.lift.builder import DTYPE_OF, Body, Node, Operand, here
+from tapestry.lift.builder import DTYPE_OF, Body, Node, Operand
 from tapestry.lift.registry import Declined, lifts
 
 
@@ -174,7 +174,7 @@ def lift_isinf(n: Node) -> None:
 def lift_clip(n: Node) -> None:
     """min(max(x, low), high); bounds are attributes before opset 11, optional scalar inputs after."""
     dims = n.out_dims()
-    reads, e = [n.read(n.ins[0], here(dims))], Arg(0, n.dtype(0))
+    reads, e = [n.read(n.ins[0], dims)], Arg(0, n.dtype(0))
     for k, (fn, name) in enumerate((("max", "min"), ("min", "max")), start=1):
         if n.has(k):
             e = call(fn, e, n.operand(k, dims, reads))

@@ -37,8 +37,8 @@ def lift_layer_norm(n: Node) -> None:
     reduced = list(range(n.axis(-1, rank), rank))
     kept, gone = split_dims(x.shape, reduced)
     wide = accumulator(x.dtype)
-    mean, rstd = _statistics(n, n.read(x.name, here(dims)), kept, gone, wide)
-    reads = [n.read(x.name, here(dims)), n.read(mean, here(kept)), n.read(rstd, here(kept))]
+    mean, rstd = _statistics(n, n.read(x.name, dims), kept, gone, wide)
+    reads = [n.read(x.name, dims), n.read(mean, kept), n.read(rstd, kept)]
     reads += [n.read(n.ins[k], broadcast(n.shape(k), dims)) for k in (1, 2) if n.has(k)]
 
     def body(v: Expr, mu: Expr, spread: Expr, *affine: Expr) -> Expr:
@@ -52,10 +52,10 @@ def lift_layer_norm(n: Node) -> None:
         if n.wants(k):
             if src == rstd:  # NaN beside an infinite mean, whose distance from an infinite number is none
                 nothing = Arg(1, wide) - Arg(1, wide)
-                both = [n.read(rstd, here(kept)), n.read(mean, here(kept))]
+                both = [n.read(rstd, kept), n.read(mean, kept)]
                 src = n.block(n.temp("spread"), kept, both, Arg(0, wide) + nothing)
             if n.out(k).dtype != wide:
-                src = n.block(n.temp(f"cast{k}"), kept, [n.read(src, here(kept))], cast(Arg(0, wide), n.out(k).dtype))
+                src = n.block(n.temp(f"cast{k}"), kept, [n.read(src, kept)], cast(Arg(0, wide), n.out(k).dtype))
             keep_dims(n, n.out(k), src, reduced, x.shape)
 
 
@@ -69,8 +69,8 @@ def lift_rms_norm(n: Node) -> None:
     v = cast(Arg(0, x.dtype), wide)
     square = Acc(0, wide) / count + float(n.attr("epsilon", 1e-5))
     spread = 1 / call("sqrt", square)
-    (rstd,) = n.reduce([n.temp("rstd")], kept, gone, "sum", [n.read(x.name, here(dims))], [v * v], [spread])
-    reads = [n.read(x.name, here(dims)), n.read(rstd, here(kept)), n.read(n.ins[1], broadcast(n.shape(1), dims))]
+    (rstd,) = n.reduce([n.temp("rstd")], kept, gone, "sum", [n.read(x.name, dims)], [v * v], [spread])
+    reads = [n.read(x.name, dims), n.read(rstd, kept), n.read(n.ins[1], broadcast(n.shape(1), dims))]
 
     def body(a: Expr, r: Expr, scale: Expr) -> Expr:
         out = n.out().dtype
@@ -87,18 +87,18 @@ def lift_mean_variance(n: Node) -> None:
     rank, dims, wide = len(x.shape), axes(x.shape), accumulator(x.dtype)
     kept, gone = split_dims(x.shape, sorted({int(a) % rank for a in n.attr("axes", [0, 2, 3])}))
     deviation = call("sqrt", Acc(2, wide) / Acc(0, wide))
-    mean, deviations = _emit_moments(n, n.read(x.name, here(dims)), kept, gone, wide, "std", deviation)
+    mean, deviations = _emit_moments(n, n.read(x.name, dims), kept, gone, wide, "std", deviation)
 
     def body(v: Expr, mu: Expr, std: Expr) -> Expr:
         return cast((cast(v, wide) - mu) / (std + 1e-9), x.dtype)
 
-    n.block(n.out(), dims, [n.read(x.name, here(dims)), n.read(mean, here(kept)), n.read(deviations, here(kept))], body)
+    n.block(n.out(), dims, [n.read(x.name, dims), n.read(mean, kept), n.read(deviations, kept)], body)
 
 
 def _channelwise(n: Node, x: Tensor, mean: Operand, rstd: Operand, scale: Sequence[Aff], wide: str) -> None:
     """Emit ``(x - mean) * rstd * scale + bias`` with scale and bias read at the given index."""
     dims = axes(x.shape)
-    reads = [n.read(x.name, here(dims)), mean, rstd, n.read(n.ins[1], scale), n.read(n.ins[2], scale)]
+    reads = [n.read(x.name, dims), mean, rstd, n.read(n.ins[1], scale), n.read(n.ins[2], scale)]
 
     def body(v: Expr, mu: Expr, spread: Expr, a: Expr, b: Expr) -> Expr:
         y = (cast(v, wide) - mu) * spread
@@ -113,8 +113,8 @@ def lift_instance_norm(n: Node) -> None:
     x = n.tensor(0)
     wide = accumulator(x.dtype)
     kept, gone = split_dims(x.shape, list(range(2, len(x.shape))))
-    mean, rstd = _statistics(n, n.read(x.name, here(axes(x.shape))), kept, gone, wide)
-    _channelwise(n, x, n.read(mean, here(kept)), n.read(rstd, here(kept)), [dim("x1")], wide)
+    mean, rstd = _statistics(n, n.read(x.name, axes(x.shape)), kept, gone, wide)
+    _channelwise(n, x, n.read(mean, kept), n.read(rstd, kept), [dim("x1")], wide)
 
 
 @lifts("GroupNormalization", since=21)
@@ -143,7 +143,7 @@ def lift_batch_norm(n: Node) -> None:
     dims = axes(x.shape)
     wide = accumulator(x.dtype)
     channel = [dim("x1") if len(x.shape) > 1 else const(0)] if n.attr("spatial", 1) else here(dims[1:])
-    reads = [n.read(x.name, here(dims)), *(n.read(n.ins[k], channel) for k in range(1, 5))]
+    reads = [n.read(x.name, dims), *(n.read(n.ins[k], channel) for k in range(1, 5))]
 
     def body(v: Expr, scale: Expr, bias: Expr, mean: Expr, var: Expr) -> Expr:
         factor = cast(scale, wide) / call("sqrt", cast(var, wide) + float(n.attr("epsilon", 1e-5)))

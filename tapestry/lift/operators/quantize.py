@@ -11,7 +11,7 @@ from tapestry.ir.expr import Acc, Arg, Const, Expr, call, cast, literal, number
 from tapestry.ir.graph import Dim
 from tapestry.ir.index import Aff, const, dim, floordiv
 from tapestry.ir.types import FLOAT8
-from tapestry.lift.builder import Node, Operand, axes, here
+from tapestry.lift.builder import Node, Operand, axes
 from tapestry.lift.registry import Declined, lifts
 
 RANGE = {"u8": (0, 255), "i8": (-128, 127), "u16": (0, 65535), "i16": (-32768, 32767)}
@@ -32,7 +32,7 @@ def lift_dequantize(n: Node) -> None:
     if small and n.has(2) and ((zero := n.const(2)) is None or np.any(zero.astype(np.float32))):
         raise Declined  # ONNX allows no zero point of such a type but 0
     told, read = ([], []) if small else _zero(n, spot)
-    reads = [n.read(x.name, here(dims)), n.read(n.ins[1], spot), *read]
+    reads = [n.read(x.name, dims), n.read(n.ins[1], spot), *read]
     wide = "i64" if x.dtype == "i32" else "i32"  # differences of 32 bits may need one more
 
     def body(v: Expr, scale: Expr, *zero: Expr) -> Expr:
@@ -59,7 +59,7 @@ def lift_quantize(n: Node) -> None:
         return saturated(whole, next(iter((*told, *zero)), None), y.dtype)
 
     told, read = _zero(n, spot)
-    n.block(y, dims, [n.read(x.name, here(dims)), n.read(n.ins[1], spot), *read], body)
+    n.block(y, dims, [n.read(x.name, dims), n.read(n.ins[1], spot), *read], body)
 
 
 @lifts("DynamicQuantizeLinear")
@@ -70,9 +70,7 @@ def lift_dynamic(n: Node) -> None:
         raise Declined
     dims = axes(x.shape)
     ends = [
-        n.reduce([n.temp(name)], (), dims, name, [n.read(x.name, here(dims))], [Arg(0, "f32")], [call(name, Acc(0, "f32"), 0)])[
-            0
-        ]
+        n.reduce([n.temp(name)], (), dims, name, [n.read(x.name, dims)], [Arg(0, "f32")], [call(name, Acc(0, "f32"), 0)])[0]
         for name in ("max", "min")
     ]
     ranged = [n.read(e, ()) for e in ends]
@@ -90,7 +88,7 @@ def lift_dynamic(n: Node) -> None:
     def body(v: Expr, by: Expr, at: Expr) -> Expr:
         return saturated(call("round", v / by), at, "u8")
 
-    n.block(n.out(), dims, [n.read(x.name, here(dims)), n.read(scale, ()), n.read(spot, ())], body)
+    n.block(n.out(), dims, [n.read(x.name, dims), n.read(scale, ()), n.read(spot, ())], body)
 
 
 def _as(zero: Expr, dtype: str) -> Expr:

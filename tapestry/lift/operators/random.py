@@ -153,11 +153,11 @@ def lift_dropout(n: Node) -> None:
     flag = n.const(2) if n.version >= 12 and n.has(2) else None
     asked = n.version >= 12 and n.has(2) and flag is None  # at run time
     training = (n.version < 7 and not n.attr("is_test", 0)) or asked or (flag is not None and bool(flag.reshape(-1)[0]))
-    reads = [n.read(x.name, here(dims))]
+    reads = [n.read(x.name, dims)]
     given = n.version >= 12 and n.has(1)
     ratio = n.operand(1, dims, reads) if given else literal(float(n.attr("ratio", 0.5)), x.dtype)
     if not training or (isinstance(ratio, Const) and ratio.value == 0):
-        n.view(n.out(), x.name, dims, here(dims))
+        n.view(n.out(), x.name, dims, dims)
         if n.wants(1):
             n.block(n.out(1), dims, [], number(1, n.out(1).dtype))
         return

@@ -77,7 +77,7 @@ def lift_reduce(n: Node) -> None:
     if not reduced and n.attr("noop_with_empty_axes", 0):
         if n.kind not in ("ReduceSum", "ReduceMean", "ReduceMax", "ReduceMin", "ReduceProd"):
             raise Declined
-        n.view(n.out(), x.name, axes(x.shape), here(axes(x.shape)))
+        n.view(n.out(), x.name, axes(x.shape), axes(x.shape))
         return
     kept, gone = split_dims(x.shape, reduced)
     exact = n.kind in ("ReduceMax", "ReduceMin")
@@ -93,7 +93,7 @@ def lift_reduce(n: Node) -> None:
     if not gone:  # a scalar: nothing to reduce
         gone = [Dim("x", 1)]
     name = n.temp("r") if keep else n.outs[0]
-    n.reduce([name], kept, gone, monoid, [n.read(x.name, here(axes(x.shape)))], state, lowered)
+    n.reduce([name], kept, gone, monoid, [n.read(x.name, axes(x.shape))], state, lowered)
     if keep:
         keep_dims(n, n.out(), name, reduced, x.shape)
 
@@ -112,7 +112,7 @@ def lift_arg(n: Node) -> None:
     lowered: Expr = -Acc(1, "i64") if last else Acc(1, "i64")
     keep = n.attr("keepdims", 1) == 1
     name = n.temp("r") if keep else n.outs[0]
-    n.reduce([name], kept, gone, n.kind.lower(), [n.read(x.name, here(axes(x.shape)))], state, [lowered])
+    n.reduce([name], kept, gone, n.kind.lower(), [n.read(x.name, axes(x.shape))], state, [lowered])
     if keep:
         keep_dims(n, n.out(), name, [axis], x.shape)
 
@@ -131,9 +131,9 @@ def lift_hardmax(n: Node) -> None:
         flat = flat * x.shape[a] + dim(f"x{a}")
     kept, over = split_dims(x.shape, gone)
     state = [Arg(0, x.dtype), Index(flat)]
-    (first,) = n.reduce([n.temp("first")], kept, over, "argmax", [n.read(x.name, here(dims))], state, [Acc(1, "i64")])
+    (first,) = n.reduce([n.temp("first")], kept, over, "argmax", [n.read(x.name, dims)], state, [Acc(1, "i64")])
     chosen = call("eq", Arg(0, "i64"), Index(flat))
-    n.block(n.out(), dims, [n.read(first, here(kept))], call("where", chosen, number(1, x.dtype), number(0, x.dtype)))
+    n.block(n.out(), dims, [n.read(first, kept)], call("where", chosen, number(1, x.dtype), number(0, x.dtype)))
 
 
 @lifts("CumSum", "CumProd")
@@ -193,7 +193,7 @@ def softmax(
         whole = shifted - call("log", weight) if log else call("exp", shifted) / weight
         return cast(whole, source.dtype)
 
-    reads = [n.read(x, spots), n.read(m, here(kept)), n.read(total, here(kept))]
+    reads = [n.read(x, spots), n.read(m, kept), n.read(total, kept)]
     return n.block(out, dims, reads, body)
 
 

@@ -125,7 +125,7 @@ def _between(n: Node, places: dict[int, Place], along: Along) -> bool:
         last = k == len(places) - 1
         src = along(n, n.outs[0] if last else n.temp(f"axis{a}"), src, axes(shape), a, size, place)
     if not places:
-        n.view(n.out(), src, n.out_dims(), here(n.out_dims()))
+        n.view(n.out(), src, n.out_dims(), n.out_dims())
     return True
 
 

@@ -98,5 +98,5 @@ def _choose(n: Node, cells: Sequence[Aff], places: Sequence[Dim], count: int) ->
         n.block(n.out(), dims, [update], Arg(0, update[1].dtype))
         return True
     here_is = every(call(op, Index(e), 0) for e, op in tests)
-    n.block(n.out(), dims, [n.read(n.ins[0], here(dims)), update], lambda old, new: call("where", here_is, new, old))
+    n.block(n.out(), dims, [n.read(n.ins[0], dims), update], lambda old, new: call("where", here_is, new, old))
     return True

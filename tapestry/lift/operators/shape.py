@@ -9,7 +9,7 @@ import numpy as np
 from onnx import numpy_helper
 
 from tapestry.errors import ModelError
-from tapestry.ir.expr import Arg, Expr, Index, call, cast, literal, number
+from tapestry.ir.expr import Arg, Expr, Index, call, cast, choose, literal, number
 from tapestry.ir.graph import Dim, ranges_of
 from tapestry.ir.index import Aff, const, dim, floordiv, modulo
 from tapestry.ir.types import Tensor
@@ -128,15 +128,6 @@ def lift_split(n: Node) -> None:
         start += size
 
 
-def choose(place: Expr, starts: Sequence[int], values: Sequence[Expr]) -> Expr:
-    """``values[k]`` for the last k with ``starts[k] <= place``, as a balanced tree of choices."""
-    if len(values) == 1:
-        return values[0]
-    half = len(values) // 2
-    low, high = choose(place, starts[:half], values[:half]), choose(place, starts[half:], values[half:])
-    return call("where", call("lt", place, starts[half]), low, high)
-
-
 def concat(n: Node, out: str | Tensor, names: Sequence[str], axis: int) -> str:
     """Emit a concatenation: a guarded read of each part, and a choice by position."""
     whole = [n.b.tensor(i) for i in names]
@@ -207,7 +198,7 @@ def _pad_axis(n: Node, out: str | Tensor, src: str, axis: int, before: int, afte
     dims = axes([s + before + after if a == axis else s for a, s in enumerate(shape)])
     x = dim(f"x{axis}")
     if not before and not after:
-        return n.view(out, src, dims, here(dims))
+        return n.view(out, src, dims, dims)
     if mode == "reflect" and before + after > WIDEST * size:
         why = f"axis {axis} has {size} cells, the pads are {before} and {after}"
         raise ModelError("the padding reflects the tensor too often", where=n.where, why=why)
@@ -302,7 +293,7 @@ def lift_trilu(n: Node) -> None:
     dims, rank = n.out_dims(), len(n.shape(0))
     gap = Index(dim(f"x{rank - 1}") - dim(f"x{rank - 2}"))
     keep = call("ge" if n.attr("upper", 1) else "le", gap, int(k.reshape(-1)[0]))
-    n.block(n.out(), dims, [n.read(n.ins[0], here(dims))], call("where", keep, Arg(0, n.dtype(0)), 0))
+    n.block(n.out(), dims, [n.read(n.ins[0], dims)], call("where", keep, Arg(0, n.dtype(0)), 0))
 
 
 @lifts("OneHot")

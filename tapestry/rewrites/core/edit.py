@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TypeGuard
+from typing import TypeGuard, TypeVar
 
 from tapestry.errors import TapestryError
 from tapestry.ir.expr import Acc, Arg, Call, Expr, Index, arg_positions, depth, leaves, rewrite
@@ -18,6 +18,7 @@ from tapestry.ir.monoid import MONOIDS
 from tapestry.ir.types import Tensor
 from tapestry.rewrites.core.rule import Move, Refusal, refuse
 
+T = TypeVar("T")
 Leaf = Callable[[Expr], Expr]
 MOST_ATOMS = 100  # of a read's projection: a chain of reshapes and transposes doubles them with every other step
 MOST_DEPTH = 100  # of an expression: whatever follows it by recursion, its text's parser first of all, goes as deep
@@ -116,14 +117,15 @@ def block_at(graph: Graph, move: Move) -> tuple[int, Block]:
     return at, op
 
 
-def accept(refusal: Refusal | None, move: Move) -> None:
-    """Raise a refusal as the error of a move; nothing when there is none.
+def accept(found: T | Refusal, move: Move) -> T:
+    """What was found for a move, which a refusal is the error of.
 
     Raises:
         TapestryError: with the refusal's reason and witness.
     """
-    if refusal:
-        raise TapestryError(refusal.reason, where=str(move), why=refusal.witness)
+    if isinstance(found, Refusal):
+        raise TapestryError(found.reason, where=str(move), why=found.witness)
+    return found
 
 
 def unused(base: str, taken: Container[str]) -> str:
@@ -136,6 +138,12 @@ def unused(base: str, taken: Container[str]) -> str:
 def fresh(graph: Graph, base: str) -> str:
     """A tensor name that the graph does not have: ``base``, or ``base`` with underscores."""
     return unused(base, graph.tensors)
+
+
+def state_names(graph: Graph, op: Block, what: str) -> tuple[str, ...]:
+    """Tensor names that the graph does not have, for the fields of an operation's state."""
+    assert op.monoid
+    return tuple(fresh(graph, f"{op.outs[0]}.{what}.{f}") for f in MONOIDS[op.monoid].fields)
 
 
 def fresh_dims(dims: Iterable[Dim], space: Iterable[Dim]) -> dict[str, Dim]:

@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, Protocol, TypeVar, get_args, runtime_checkable
 
 from tapestry.errors import TapestryError
@@ -113,6 +113,10 @@ class Rule:
     def find(self, graph: Graph) -> Iterator[Move | Refusal]:
         """Every place where the rule applies, and refusals where a user might expect it to."""
         raise NotImplementedError
+
+    def offered(self, move: Move, found: object) -> Move | Refusal:
+        """A move, or the refusal that was found of it."""
+        return replace(found, rule=self.name, at=move.at) if isinstance(found, Refusal) else move
 
     def apply(self, graph: Graph, move: Move) -> Graph:
         """The graph after one move.

@@ -48,7 +48,7 @@ class Conditions:
         """``None`` where a condition holds, else the values that it has."""
         assert isinstance(test, App)
         if test.fn in PROPERTIES:
-            return PROPERTIES[test.fn](self, *(a for a in test.args if isinstance(a, Var)))
+            return PROPERTIES[test.fn](self, *(a.name for a in test.args if isinstance(a, Var)))
         if test.fn == "in":
             value, *options = (self.word(a) for a in test.args)
             return None if value in options else f"{show(test.args[0])} is {value}"
@@ -77,7 +77,7 @@ class Conditions:
         if isinstance(n, Var):
             return self.m.numbers[n.name] if n.name in self.m.numbers else prod(self.m.sizes[n.name])
         if n.fn in MEASURES:
-            return MEASURES[n.fn](self, *n.args)
+            return MEASURES[n.fn](self, *(a.name for a in n.args if isinstance(a, Var)))
         return _ARITHMETIC[n.fn](*(self.value(a) for a in n.args))
 
     def exprs(self, name: str) -> tuple[Expr, ...]:
@@ -94,7 +94,7 @@ class Conditions:
         def fill(found: re.Match[str]) -> str:
             name, _, arg = found.group(1).partition(" of ")
             if arg:
-                return str(MEASURES[name](self, Var(arg)))
+                return str(MEASURES[name](self, arg))
             if name in self.m.tensors:
                 return self.m.tensors[name]
             if name in self.m.views:
@@ -106,40 +106,40 @@ class Conditions:
         return re.sub(r"\{([^}]*)\}", fill, reason)
 
 
-def _uses(c: Conditions, *args: Node) -> int:
+def _uses(c: Conditions, *names: str) -> int:
     """``uses(t)``: how often the expressions of its reader have the tensor t."""
-    (t,) = (a.name for a in args if isinstance(a, Var))
+    (t,) = names
     k, places = next((k, places) for (k, alias), places in c.m.places.items() if alias == t)
     op, at = c.m.ops[k], set(places)
     return count((*op.point, *op.then), lambda x: isinstance(x, Arg) and x.pos in at)
 
 
-def _nodes(c: Conditions, *args: Node) -> int:
+def _nodes(c: Conditions, *names: str) -> int:
     """``nodes(F)``: how many operands and operators an open body is written with."""
-    return sum(size(c.exprs(a.name)) for a in args if isinstance(a, Var))
+    return sum(size(c.exprs(n)) for n in names)
 
 
-def _calls(c: Conditions, *args: Node) -> int:
+def _calls(c: Conditions, *names: str) -> int:
     """``calls(F)``: how many primitives an open body applies."""
-    return sum(count(c.exprs(a.name), lambda x: isinstance(x, Call)) for a in args if isinstance(a, Var))
+    return sum(count(c.exprs(n), lambda x: isinstance(x, Call)) for n in names)
 
 
-def _rank(c: Conditions, *args: Node) -> int:
+def _rank(c: Conditions, *names: str) -> int:
     """``rank(M)``: how many dimensions a group has."""
-    return sum(len(c.m.sizes[a.name]) for a in args if isinstance(a, Var))
+    return sum(len(c.m.sizes[n]) for n in names)
 
 
-def _work(c: Conditions, *args: Node) -> int:
+def _work(c: Conditions, *names: str) -> int:
     """``work(before)``, ``work(after)``: points of the index spaces of the operations on one side."""
-    (side,) = (a.name for a in args if isinstance(a, Var))
+    (side,) = names
     ops = c.rewritten if side == "after" else tuple(c.m.ops.values())
     return sum(points(op.space) for op in ops)
 
 
-def _injective(c: Conditions, *args: Var) -> Failure:
+def _injective(c: Conditions, *names: str) -> Failure:
     """``injective(e)``: a projection reads no cell at two points of the last operation's index space."""
-    for e in args:
-        index, op = c.m.maps[e.name], c.m.root
+    for name in names:
+        index, op = c.m.maps[name], c.m.root
         used = frozenset(n for a in index for n in dims_of(a))
         spare = [d.name for d in op.space if d.name not in used and d.size > 1]
         if spare:
@@ -158,32 +158,32 @@ def _collision(dims: tuple[Dim, ...], index: tuple[Aff, ...]) -> tuple[object, o
     return space.used(Block(outs=("",), dims=dims), Read(tensor="", index=index)).collision()
 
 
-def _commutative(c: Conditions, *args: Var) -> Failure:
+def _commutative(c: Conditions, *names: str) -> Failure:
     """``commutative(S)``: states of the monoid may be merged in any order."""
-    name = c.m.monoids[args[0].name]
+    name = c.m.monoids[names[0]]
     return None if name is None or MONOIDS[name].commutative else f"'{name}' does not"
 
 
-def _single(c: Conditions, *args: Var) -> Failure:
+def _single(c: Conditions, *names: str) -> Failure:
     """``single(S)``: the monoid's state is one field."""
-    name = c.m.monoids[args[0].name]
+    name = c.m.monoids[names[0]]
     return None if name is not None and len(MONOIDS[name].fields) == 1 else f"'{name}'"
 
 
-def _float(c: Conditions, *args: Var) -> Failure:
+def _float(c: Conditions, *names: str) -> Failure:
     """``float(T)``: the dtype is one of floating point."""
-    dtype = c.m.dtypes[args[0].name]
+    dtype = c.m.dtypes[names[0]]
     return None if dtype in FLOATS else dtype
 
 
-def _computed(c: Conditions, *args: Var) -> Failure:
+def _computed(c: Conditions, *names: str) -> Failure:
     """``computed(F)``: an open body applies a primitive, rather than passing on what is read."""
-    return None if any(isinstance(c.exprs(f.name)[0], Call) for f in args) else ""
+    return None if any(isinstance(c.exprs(f)[0], Call) for f in names) else ""
 
 
-def _increasing(c: Conditions, *args: Var) -> Failure:
+def _increasing(c: Conditions, *names: str) -> Failure:
     """``increasing(F)``: an open body of one read never falls where that rises."""
-    ways = [_way(c.exprs(f.name)[0]) for f in args]
+    ways = [_way(c.exprs(f)[0]) for f in names]
     return None if all(w == RISES for w in ways) else "it is not of functions that are known to rise"
 
 
@@ -209,36 +209,36 @@ def _way(e: Expr) -> int | None:
     return None
 
 
-def _placeless(c: Conditions, *args: Var) -> Failure:
+def _placeless(c: Conditions, *names: str) -> Failure:
     """``placeless(F, n)``: an open body does not look at the index of the dimensions (of none, without any)."""
-    names = {d.name for v in args[1:] for d in c.m.dims[v.name]}
-    for x in distinct(c.exprs(args[0].name)):
-        if isinstance(x, Index) and (not names or dims_of(x.aff) & names):
+    dims = {d.name for n in names[1:] for d in c.m.dims[n]}
+    for x in distinct(c.exprs(names[0])):
+        if isinstance(x, Index) and (not dims or dims_of(x.aff) & dims):
             return f"index({x.aff})"
     return None
 
 
-def _reads_inside(c: Conditions, *args: Var) -> Failure:
+def _reads_inside(c: Conditions, *names: str) -> Failure:
     """``plain(x)``: a tensor is read inside its cells, without a guard and a value to fill in."""
-    wrong = next((v for a in args for v in c.m.views[a.name] if v.other is not None), None)
+    wrong = next((v for n in names for v in c.m.views[n] if v.other is not None), None)
     return None if wrong is None else f"'{wrong.tensor}' is read outside"
 
 
-def _deterministic(c: Conditions, *args: Var) -> Failure:
+def _deterministic(c: Conditions, *names: str) -> Failure:
     """``deterministic(F)``: an open body draws no random numbers."""
-    random = any(isinstance(x, Call) and x.fn == "philox" for f in args for x in distinct(c.exprs(f.name)))
+    random = any(isinstance(x, Call) and x.fn == "philox" for f in names for x in distinct(c.exprs(f)))
     return "it draws random numbers" if random else None
 
 
-def _adds(c: Conditions, *args: Var) -> Failure:
+def _adds(c: Conditions, *names: str) -> Failure:
     """``adds(S, x)``: the monoid leaves a value of x's dtype as it is where all others are zero."""
-    monoid, dtype = c.m.monoids[args[0].name], c.dtype(args[1].name)
+    monoid, dtype = c.m.monoids[names[0]], c.dtype(names[1])
     return None if monoid == ("any" if dtype == "bool" else "sum") else f"'{monoid}' of {dtype}"
 
 
-def _moves_only(c: Conditions, *args: Var) -> Failure:
+def _moves_only(c: Conditions, *names: str) -> Failure:
     """``computes(y)``: an operation does more than to move what it reads."""
-    k = next(k for k, op in c.m.ops.items() if c.m.tensors[args[0].name] in op.outs)
+    k = next(k for k, op in c.m.ops.items() if c.m.tensors[names[0]] in op.outs)
     op: Block = c.m.ops[k]
     return None if len(op.reads) > 1 or not isinstance(op.body[0], Arg) else ""
 

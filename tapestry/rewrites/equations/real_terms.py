@@ -46,6 +46,12 @@ def real_number(value: Fraction) -> Term:
     return ("sum", ((value, (), ()),) if value else ())
 
 
+def _alone(t: Term) -> Term:
+    """The factor that a polynomial is, and nothing beside it; ``("",)`` for any other."""
+    ((c, b, f),) = t[1] if len(t[1]) == 1 else ((0, (), ()),)
+    return f[0] if c == 1 and not b and len(f) == 1 else ("",)
+
+
 def atom(t: Term) -> Term:
     """A polynomial that is one factor."""
     return ("sum", ((Fraction(1), (), (t,)),))
@@ -77,18 +83,16 @@ def _renewed(m: Term) -> Term:
 
 def negative(t: Term) -> Term:
     """The negative: of a maximum the minimum of negatives."""
-    ((c, b, f),) = t[1] if len(t[1]) == 1 else ((0, (), ()),)
-    if c == 1 and not b and len(f) == 1 and f[0][0] in OPPOSITE:
-        return atom((OPPOSITE[f[0][0]], tuple((bounds, negative(x)) for bounds, x in f[0][1])))
+    f = _alone(t)
+    if f[0] in OPPOSITE:
+        return atom((OPPOSITE[f[0]], tuple((bounds, negative(x)) for bounds, x in f[1])))
     return ("sum", tuple((-c, b, f) for c, b, f in t[1]))
 
 
 def inside(t: Term, do: Callable[[Term], Term]) -> Term:
     """An increasing function of a maximum or minimum as one of its terms."""
-    ((c, b, f),) = t[1] if len(t[1]) == 1 else ((0, (), ()),)
-    if c == 1 and not b and len(f) == 1 and f[0][0] in OPPOSITE:
-        return atom((f[0][0], tuple((bounds, do(x)) for bounds, x in f[0][1])))
-    return do(t)
+    f = _alone(t)
+    return atom((f[0], tuple((bounds, do(x)) for bounds, x in f[1]))) if f[0] in OPPOSITE else do(t)
 
 
 def applied(fn: str, args: list[Term], facts: Facts) -> Term:
@@ -176,9 +180,9 @@ def reduced(monoid: str, bounds: tuple[Term, ...], value: Term, facts: Facts) ->
         return _extreme(monoid, [(p, x) for part in _pieces(bounds, value, facts) for p, x in _under(monoid, *part)])
     if monoid == "prod" and (up := _exponent(value)) is not None:
         return atom(("call", "exp", (reduced("sum", bounds, up, facts),)))
-    ((c, b, f),) = value[1] if len(value[1]) == 1 else ((0, (), ()),)
-    if c == 1 and not b and len(f) == 1 and f[0][:2] == ("reduce", monoid):
-        bounds, value = (*bounds, *f[0][2]), f[0][3]
+    f = _alone(value)
+    if f[:2] == ("reduce", monoid):
+        bounds, value = (*bounds, *f[2]), f[3]
     return atom(("reduce", monoid, *_radix(bounds, value, facts)))
 
 
@@ -231,10 +235,10 @@ def _below(test: Term, size: str, facts: Facts) -> str:
 
 
 def _size(t: Term) -> str:
-    ((c, b, f),) = t[1]
-    if c != 1 or b or len(f) != 1 or f[0][0] != "size":
+    f = _alone(t)
+    if f[0] != "size":
         raise Unprovable
-    return f[0][1]
+    return f[1]
 
 
 def _shift(n: str, size: str, factors: Term) -> str:
@@ -260,8 +264,8 @@ def _radix(bounds: tuple[Term, ...], within: Term, facts: Facts) -> tuple[tuple[
 
 def _parts(fn: str, t: Term) -> list[Term]:
     """The terms of which something is the maximum (or minimum), with their bound variables."""
-    ((c, b, f),) = t[1] if len(t[1]) == 1 else ((0, (), ()),)
-    return list(f[0][1]) if c == 1 and not b and len(f) == 1 and f[0][0] == fn else [((), t)]
+    f = _alone(t)
+    return list(f[1]) if f[0] == fn else [((), t)]
 
 
 def _pieces(bounds: tuple[Term, ...], value: Term, facts: Facts) -> list[tuple[tuple[Term, ...], Term]]:

@@ -10,8 +10,18 @@ from tapestry.ir.graph import Block, Dim, Graph, Guard, Read, replace_op
 from tapestry.ir.index import Aff, const, dim, floordiv, modulo
 from tapestry.ir.monoid import MONOIDS, Driven
 from tapestry.ir.recognition.running_state import Scan, as_scan, running, unguarded
-from tapestry.rewrites.core.edit import accept, block_at, fresh, fresh_dim, plain_index, prune, reindex, resized, results
-from tapestry.rewrites.core.rule import Move, Refusal, Rule, register
+from tapestry.rewrites.core.edit import (
+    accept,
+    block_at,
+    fresh_dim,
+    plain_index,
+    prune,
+    reindex,
+    resized,
+    results,
+    state_names,
+)
+from tapestry.rewrites.core.rule import Move, Refusal, Rule, refuse, register
 
 
 @register
@@ -61,7 +71,7 @@ class BlockScan(Rule):
         """Every scan in so many blocks."""
         for op in graph.ops:
             if isinstance(op, Block) and as_scan(op):
-                yield refusal_of_scan(op, parts) or Move(self.name, op.outs[0], (("parts", parts),))
+                yield self.offered(Move(self.name, op.outs[0], (("parts", parts),)), refusal_of_scan(op, parts))
 
     def apply(self, graph: Graph, move: Move) -> Graph:
         """The graph with the scan in blocks."""
@@ -78,22 +88,18 @@ class BlockScan(Rule):
 
 def refusal_of_scan(op: Block, parts: int) -> Refusal | None:
     """Why an operation cannot be put into so many blocks; ``None`` when it can."""
-
-    def no(reason: str, witness: str = "") -> Refusal:
-        return Refusal("block_scan", op.outs[0], reason, witness)
-
     scan = as_scan(op)
     if scan is None:
-        return no("it is not a running state", "no guard says that place i merges what is at j <= i")
+        return refuse("it is not a running state", "no guard says that place i merges what is at j <= i")
     size = op.ranges[scan.dim]
     if scan.segment < size:
-        return no("it runs in blocks already", f"it starts again every {scan.segment} points of '{scan.dim}'")
+        return refuse("it runs in blocks already", f"it starts again every {scan.segment} points of '{scan.dim}'")
     if op.splits:
-        return no("it is split already", str(op.splits[0]))
+        return refuse("it is split already", str(op.splits[0]))
     if not 2 <= parts <= size:
-        return no(f"{size} points of '{scan.dim}' cannot be cut into {parts} blocks")
+        return refuse(f"{size} points of '{scan.dim}' cannot be cut into {parts} blocks")
     if op.ranges[scan.over] != size:
-        return no(f"'{scan.dim}' and '{scan.over}' differ in size", f"{size} and {op.ranges[scan.over]}")
+        return refuse(f"'{scan.dim}' and '{scan.over}' differ in size", f"{size} and {op.ranges[scan.over]}")
     return None
 
 
@@ -101,7 +107,7 @@ def _totals(graph: Graph, op: Block, scan: Scan, each: int) -> Block:
     """The merged state of every block."""
     k = Dim(fresh_dim(op, "k"), -(-op.ranges[scan.dim] // each))
     dims = tuple(k if d.name == scan.dim else d for d in op.dims)
-    inner = prune(replace(unguarded(op, scan), then=(), outs=_names(graph, op, "total")))
+    inner = prune(replace(unguarded(op, scan), then=(), outs=state_names(graph, op, "total")))
     reduce = resized(op.reduce, scan.over, each)
     place = dim(k.name) * each + dim(scan.over)
     out = reindex(inner, {scan.over: place}, dims + reduce)
@@ -115,9 +121,9 @@ def _before(graph: Graph, op: Block, scan: Scan, totals: Block) -> Block:
     m = Dim(fresh_dim(totals, "m"), k.size)
     when = running(dim(k.name), m.name, reverse=scan.sign < 0, exclusive=True)
     index = tuple(dim(m.name) if d == k else dim(d.name) for d in totals.dims)
-    zero = MONOIDS[op.monoid].zero(tuple(e.dtype for e in op.body))
+    zero = MONOIDS[op.monoid].zero(op.dtypes)
     return Block(
-        outs=_names(graph, op, "before"),
+        outs=state_names(graph, op, "before"),
         dims=totals.dims,
         reduce=(m,),
         monoid=op.monoid,
@@ -165,8 +171,3 @@ def _within(out: Block, op: Block, scan: Scan, place: Aff) -> Block:
     body = out.body_reads()
     guard = Guard(inside, "ge")
     return replace(out, reads=tuple(replace(r, when=(*r.when, guard)) if i in body else r for i, r in enumerate(out.reads)))
-
-
-def _names(graph: Graph, op: Block, what: str) -> tuple[str, ...]:
-    assert op.monoid
-    return tuple(fresh(graph, f"{op.outs[0]}.{what}.{f}") for f in MONOIDS[op.monoid].fields)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from tapestry.errors import TapestryError
 from tapestry.ir.graph import Block, Graph, Op
-from tapestry.rewrites.core.rule import Move, Refusal, Rule, register
+from tapestry.rewrites.core.edit import accept
+from tapestry.rewrites.core.rule import Move, Refusal, Rule, refuse, register
 from tapestry.rewrites.splitting.tiled_region import Clones, Cut, clone, even, grow, reads_of
 
 
@@ -62,8 +62,7 @@ class MicroBatch(Rule):
         """The first axis of every input, in two parts."""
         for t in graph.inputs:
             move = Move(self.name, t, (("axis", 0), ("parts", 2)))
-            found = _region(graph, move)
-            yield found if isinstance(found, Refusal) else move
+            yield self.offered(move, _region(graph, move))
 
     def apply(self, graph: Graph, move: Move) -> Graph:
         """The graph with everything that follows the axis once per part."""
@@ -76,10 +75,7 @@ def micro_batch(graph: Graph, move: Move) -> Clones:
     Raises:
         TapestryError: it is not legal here.
     """
-    found = _region(graph, move)
-    if isinstance(found, Refusal):
-        raise TapestryError(found.reason, where=str(move), why=found.witness)
-    return clone(graph, found)
+    return clone(graph, accept(_region(graph, move), move))
 
 
 def batch_move(graph: Graph, parts: int) -> Move | None:
@@ -94,21 +90,18 @@ def batch_move(graph: Graph, parts: int) -> Move | None:
 
 
 def _region(graph: Graph, move: Move) -> dict[int, Cut] | Refusal:
-    def no(reason: str, witness: str = "") -> Refusal:
-        return Refusal("micro_batch", move.at, reason, witness)
-
     axis, parts = move.number("axis"), move.number("parts")
     shape = graph.tensors[move.at].shape if move.at in graph.inputs else ()
     if not 0 <= axis < len(shape):
-        return no(f"'{move.at}' is no input with an axis {axis}", f"its shape is {list(shape)}")
+        return refuse(f"'{move.at}' is no input with an axis {axis}", f"its shape is {list(shape)}")
     if not 2 <= parts <= shape[axis]:
-        return no(f"{shape[axis]} points cannot be cut into {parts} non-empty parts", f"part {min(parts - 1, shape[axis])}")
+        return refuse(f"{shape[axis]} points cannot be cut into {parts} non-empty parts", f"part {min(parts - 1, shape[axis])}")
     split = next((op for op in graph.ops if op.splits), None)
     if split is not None:
-        return no("an operation is split already", f"'{split.outs[0]}' {split.splits[0]}")
+        return refuse("an operation is split already", f"'{split.outs[0]}' {split.splits[0]}")
     seeds = _follow(graph, move.at, axis, parts)
     cuts = grow(graph, seeds, 0) if seeds else {}
-    return cuts or no(f"no operation follows axis {axis} of '{move.at}' part by part", "part 0 reads all of it")
+    return cuts or refuse(f"no operation follows axis {axis} of '{move.at}' part by part", "part 0 reads all of it")
 
 
 @dataclass(frozen=True, slots=True)

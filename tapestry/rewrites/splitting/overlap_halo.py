@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from tapestry.errors import TapestryError
 from tapestry.ir.expr import number
 from tapestry.ir.graph import Block, Dim, Graph, Guard, Read, shape_of, with_ops
 from tapestry.ir.index import dim, dims_of, floordiv, modulo, span
 from tapestry.ir.recognition.running_state import as_scan
 from tapestry.ir.types import Tensor
-from tapestry.rewrites.core.edit import block_at, fresh, fresh_dim, read_dims, reindex, single_consumer
+from tapestry.rewrites.core.edit import accept, block_at, fresh, fresh_dim, read_dims, reindex, single_consumer
 from tapestry.rewrites.core.inline import limits
-from tapestry.rewrites.core.rule import Move, Refusal, Rule, register
+from tapestry.rewrites.core.rule import Move, Refusal, Rule, refuse, register
 from tapestry.rewrites.splitting.phases import windows
 
 
@@ -72,17 +71,14 @@ class Overlap(Rule):
             for d in op.dims if isinstance(op, Block) else ():
                 assert isinstance(op, Block)
                 for t in dict.fromkeys(w.tensor for w in windows(op, d.name) if w.tensor in makers):
-                    seams = _seams(graph, op, t, d.name, parts)
                     params = (("tensor", t), ("dim", d.name), ("parts", parts))
-                    yield seams if isinstance(seams, Refusal) else Move(self.name, op.outs[0], params)
+                    yield self.offered(Move(self.name, op.outs[0], params), _seams(graph, op, t, d.name, parts))
 
     def apply(self, graph: Graph, move: Move) -> Graph:
         """The graph with the tensor in overlapping blocks."""
         at, op = block_at(graph, move)
         tensor, name = move.text("tensor"), move.text("dim")
-        seams = _seams(graph, op, tensor, name, move.number("parts"))
-        if isinstance(seams, Refusal):
-            raise TapestryError(seams.reason, where=str(move), why=seams.witness)
+        seams = accept(_seams(graph, op, tensor, name, move.number("parts")), move)
         first = graph.producers()[tensor]
         wide, made = _wide(graph, seams, fresh(graph, f"{tensor}.wide"))
         reader = _reader(op, seams, wide.name, graph.tensors[tensor].shape)
@@ -107,31 +103,28 @@ class _Seams:
 
 
 def _seams(graph: Graph, op: Block, tensor: str, name: str, parts: int) -> _Seams | Refusal:
-    def no(reason: str, witness: str = "") -> Refusal:
-        return Refusal("overlap", op.outs[0], reason, witness)
-
     at = graph.producers().get(tensor)
     maker = None if at is None else graph.ops[at]
     if not isinstance(maker, Block) or len(maker.outs) != 1:
-        return no(f"'{tensor}' is not the one result of a block operation")
+        return refuse(f"'{tensor}' is not the one result of a block operation")
     if single_consumer(graph, tensor) is None:
         others = [graph.ops[i].outs[0] for i in graph.consumers().get(tensor, []) if graph.ops[i] is not op]
-        return no(f"'{tensor}' has other readers, which need it as it is", ", ".join(others) or "it is an output")
+        return refuse(f"'{tensor}' has other readers, which need it as it is", ", ".join(others) or "it is an output")
     if op.splits or maker.splits or as_scan(op) or as_scan(maker):
-        return no("one of the two operations is split, or a running state")
+        return refuse("one of the two operations is split, or a running state")
     reads = [r for r in op.reads if r.tensor == tensor]
     shapes = {_walk(r, name) for r in reads}
     if len(shapes) != 1 or None in shapes:
-        return no(f"'{tensor}' is not read by windows that slide along '{name}' with one step")
+        return refuse(f"'{tensor}' is not read by windows that slide along '{name}' with one step")
     found = next(iter(shapes))
     size = op.ranges.get(name, 0)
     if found is None or not 2 <= parts <= size:
-        return no(f"{size} points of '{name}' cannot be cut into {parts} blocks")
+        return refuse(f"{size} points of '{name}' cannot be cut into {parts} blocks")
     axis, step = found
     rests = [span(r.index[axis] - dim(name) * step, op.ranges) for r in reads]
     first, last = min(lo for lo, _ in rests), max(hi for _, hi in rests)
     if last - first < step:
-        return no(f"windows along '{name}' do not overlap", f"each is {last - first + 1} wide, and {step} from the next")
+        return refuse(f"windows along '{name}' do not overlap", f"each is {last - first + 1} wide, and {step} from the next")
     each = -(-size // parts)
     return _Seams(
         tensor=tensor,

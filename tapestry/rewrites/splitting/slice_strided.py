@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from tapestry.errors import TapestryError
 from tapestry.ir.expr import Arg, Expr
 from tapestry.ir.graph import Block, Graph, Read, names_of, replace_op
 from tapestry.ir.monoid import MONOIDS
-from tapestry.rewrites.core.edit import block_at, finish, fresh, plain_index, prune, results, splits_in
+from tapestry.rewrites.core.edit import accept, block_at, finish, plain_index, prune, results, splits_in, state_names
 from tapestry.rewrites.core.rule import Move, Refusal, Rule, refuse, register
 from tapestry.rewrites.splitting.phases import Phases, Window, sliding, too_many, windows
 
@@ -51,16 +50,12 @@ class Slicing(Rule):
     def find(self, graph: Graph) -> Iterator[Move | Refusal]:
         """For every map dimension along which a window slides."""
         for op, name in sliding(graph):
-            plan = self.plan(graph, op, name)
-            move = Move(self.name, op.outs[0], (("dim", name),))
-            yield replace(plan, rule=self.name, at=move.at) if isinstance(plan, Refusal) else move
+            yield self.offered(Move(self.name, op.outs[0], (("dim", name),)), self.plan(graph, op, name))
 
     def apply(self, graph: Graph, move: Move) -> Graph:
         """The graph with phases in place of the operation."""
         at, op = block_at(graph, move)
-        plan = self.plan(graph, op, move.text("dim"))
-        if isinstance(plan, Refusal):
-            raise TapestryError(plan.reason, where=str(move), why=plan.witness)
+        plan = accept(self.plan(graph, op, move.text("dim")), move)
         rest = self.rest(graph, op, plan)
         new = (*plan.phases.tensors.values(), *results(*plan.parts, *rest[:-1]))
         return replace_op(graph, at, (*plan.phases.ops, *plan.parts, *rest), new)
@@ -146,19 +141,19 @@ class SliceStrided(Slicing):
             return refuse(f"'{op.monoid}' does not commute", f"'{inner}' {strided.step} would be merged before 1")
         if any(s.dim == inner for s in op.splits):
             return refuse(f"'{inner}' is split already")
-        return _parts(graph, op, inner, strided.step) or refuse(
+        outs = [state_names(graph, op, f"{inner}{q}") for q in range(min(strided.step, op.ranges[inner]))]
+        return sliced(graph, prune(replace(op, then=())), inner, strided.step, outs) or refuse(
             f"'{strided.tensor}' has fewer than {strided.step} cells along axis {strided.axis}", "a phase of it is empty"
         )
 
     def rest(self, graph: Graph, op: Block, plan: Sliced) -> list[Block]:
         """The phases' states merged one after another; the last merge also does what the operation did after reducing."""
         assert op.monoid
-        dtypes = tuple(e.dtype for e in op.body)
-        fields = MONOIDS[op.monoid].fields
+        dtypes = op.dtypes
         merge = MONOIDS[op.monoid].combiner(dtypes)
         held, ops = plan.parts[0].outs, list[Block]()
         for q, part in enumerate(plan.parts[1:-1], 1):
-            outs = tuple(fresh(graph, f"{op.outs[0]}.{plan.name}0_{q}.{f}") for f in fields)
+            outs = state_names(graph, op, f"{plan.name}0_{q}")
             reads = tuple(Read(tensor=t, index=plain_index(op.dims)) for t in (*held, *part.outs))
             ops.append(Block(outs=outs, dims=op.dims, reads=reads, body=merge, source=op.source, splits=splits_in(op, op.dims)))
             held = outs
@@ -177,10 +172,3 @@ def _phase_dim(op: Block, window: Window) -> str | tuple[str, str]:
     if not odd:
         return f"the window reads one phase of '{window.tensor}' alone", f"step {window.step}, {walks}"
     return f"more than one reduced dimension walks '{window.tensor}'", walks
-
-
-def _parts(graph: Graph, op: Block, inner: str, step: int) -> Sliced | None:
-    assert op.monoid
-    fields = MONOIDS[op.monoid].fields
-    outs = [tuple(fresh(graph, f"{op.outs[0]}.{inner}{q}.{f}") for f in fields) for q in range(min(step, op.ranges[inner]))]
-    return sliced(graph, prune(replace(op, then=())), inner, step, outs)

@@ -14,7 +14,6 @@ from tapestry.rewrites.core.edit import (
     accept,
     block_at,
     cut_refusal,
-    fresh,
     fresh_dim,
     order_refusal,
     plain_index,
@@ -24,6 +23,7 @@ from tapestry.rewrites.core.edit import (
     resized,
     results,
     splits_in,
+    state_names,
     with_args,
 )
 from tapestry.rewrites.core.rule import Move, Refusal, Rule, refuse, register
@@ -80,12 +80,8 @@ class SplitReduce(Rule):
         for op in graph.ops:
             for d in op.reduce if isinstance(op, Block) else ():
                 assert isinstance(op, Block)
-                no = split_reduce_refusal(op, d.name, 2, 2)
-                yield (
-                    replace(no, rule=self.name, at=op.outs[0])
-                    if no
-                    else Move(self.name, op.outs[0], (("dim", d.name), ("parts", 2), ("fanin", 2)))
-                )
+                move = Move(self.name, op.outs[0], (("dim", d.name), ("parts", 2), ("fanin", 2)))
+                yield self.offered(move, split_reduce_refusal(op, d.name, 2, 2))
 
     def apply(self, graph: Graph, move: Move) -> Graph:
         """The graph with partial states and their merge tree in place of the operation."""
@@ -125,7 +121,7 @@ def _partial(graph: Graph, op: Block, name: str, parts: int) -> Block:
     inner = prune(replace(op, then=()))
     out = replace(
         reindex(inner, {name: place}, dims + reduce),
-        outs=_state_names(graph, op, 0),
+        outs=state_names(graph, op, "p"),
         dims=dims,
         reduce=reduce,
         splits=splits_in(op, (*op.dims, *op.reduce)),
@@ -140,7 +136,7 @@ def _guarded(graph: Graph, op: Block, old: Block, name: str, inside: Aff) -> Blo
     stays as it is, so that a contraction is still seen as one.
     """
     assert op.monoid
-    zero = MONOIDS[op.monoid].zero(tuple(e.dtype for e in op.body))
+    zero = MONOIDS[op.monoid].zero(op.dtypes)
     touched = {i for i, r in enumerate(old.reads) if name in read_dims(r)}
     dtypes = [graph.tensors[r.tensor].dtype for r in op.reads]
     for fill in (0, zero[0].value):
@@ -171,14 +167,14 @@ def _level(graph: Graph, op: Block, states: tuple[str, ...], count: int, fanin: 
     """Groups of ``fanin`` neighbouring states merged into one each."""
     assert op.monoid
     k, j = Dim(fresh_dim(op, "k"), -(-count // fanin)), Dim(fresh_dim(op, "j"), fanin)
-    zero = MONOIDS[op.monoid].zero(tuple(e.dtype for e in op.body))
+    zero = MONOIDS[op.monoid].zero(op.dtypes)
     place = dim(k.name) * fanin + dim(j.name)
     reads = tuple(
         Read(tensor=t, index=(place, *plain_index(op.dims)), other=z.value if count % fanin else None)
         for t, z in zip(states, zero, strict=True)
     )
     return Block(
-        outs=_state_names(graph, op, level),
+        outs=state_names(graph, op, f"p{level}"),
         dims=(k, *op.dims),
         reduce=(j,),
         monoid=op.monoid,
@@ -204,11 +200,6 @@ def _last(op: Block, states: tuple[str, ...], count: int) -> Block:
         then=tuple(rewrite(e, leaf) for e in op.then),
         splits=splits_in(op, op.dims),
     )
-
-
-def _state_names(graph: Graph, op: Block, level: int) -> tuple[str, ...]:
-    assert op.monoid
-    return tuple(fresh(graph, f"{op.outs[0]}.p{level or ''}.{f}") for f in MONOIDS[op.monoid].fields)
 
 
 def _args(body: tuple[Expr, ...]) -> tuple[Expr, ...]:

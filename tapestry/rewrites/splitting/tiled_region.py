@@ -12,8 +12,7 @@ import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from tapestry.ir.expr import Arg, Expr, Index, call
-from tapestry.ir.expr import Const as Literal
+from tapestry.ir.expr import Arg, Index, choose, number
 from tapestry.ir.graph import Block, Dim, Graph, Op, Opaque, Read, names_of, shape_of, with_ops
 from tapestry.ir.index import bounds, dim
 from tapestry.ir.kernel import cut, whole
@@ -278,7 +277,7 @@ class _Cloning:
         op, last = self.graph.ops[i], k + 1 == len(self.cuts[i].parts)
         assert isinstance(op, Block) and op.monoid is not None
         shape, fields = shape_of(op.dims), MONOIDS[op.monoid].fields
-        dtypes = tuple(e.dtype for e in op.body)
+        dtypes = op.dtypes
         outs = tuple(self.tensor(f"{op.outs[0]}@{k}.{f}", d, shape) for f, d in zip(fields, dtypes, strict=True))
         self.add(prune(replace(moved, outs=outs, then=())), k)
         if k == 0:
@@ -311,22 +310,9 @@ class _Cloning:
         for k in range(len(parts)):
             axis, origin = self.origin(tensor, k)
             index = tuple(dim(d.name) - (origin if a == axis else 0) for a, d in enumerate(dims))
-            reads.append(Read(tensor=self.names[tensor, k], index=index, other=_nothing(t.dtype)))
+            reads.append(Read(tensor=self.names[tensor, k], index=index, other=number(0, t.dtype).value))
         axis, _ = self.origin(tensor, 0)
         place = Index(dim(f"x{axis}"))
         values = [Arg(k, t.dtype) for k in range(len(parts))]
-        body = _choose(place, [0, *(hi for _, hi in parts[:-1])], values)
+        body = choose(place, [0, *(hi for _, hi in parts[:-1])], values)
         return Block(outs=(tensor,), dims=dims, reads=tuple(reads), body=(body,), source=source)
-
-
-def _nothing(dtype: str) -> float | int | bool:
-    return False if dtype == "bool" else 0.0 if dtype in ("f64", "f32", "f16", "bf16") else 0
-
-
-def _choose(place: Expr, starts: list[int], values: list[Arg]) -> Expr:
-    """The value of the last part that starts at or before a place."""
-    if len(values) == 1:
-        return values[0]
-    half = len(values) // 2
-    low, high = _choose(place, starts[:half], values[:half]), _choose(place, starts[half:], values[half:])
-    return call("where", call("lt", place, Literal(starts[half], "i64")), low, high)

@@ -55,9 +55,8 @@ class Unfuse(Rule):
                 inner = next((k for k in range(2, int(d.size**0.5) + 1) if d.size % k == 0), 0)
                 assert isinstance(op, Block)
                 if inner:
-                    no = unfuse_refusal(op, d.name, inner)
                     move = Move(self.name, op.outs[0], (("dim", d.name), ("inner", inner)))
-                    yield replace(no, rule=self.name, at=op.outs[0]) if no else move
+                    yield self.offered(move, unfuse_refusal(op, d.name, inner))
 
     def apply(self, graph: Graph, move: Move) -> Graph:
         """The graph with the operation over both dimensions, and its results as views."""

@@ -149,7 +149,7 @@ class _Steps:
         name, first = self.body.states[k], self.body.node.first[k]
         own = axes(self.n.b.tensor(first).shape, "s")
         t = dim(self.time.name)
-        reads = [self.n.read(first, here(own)), self.n.read(self.history[k], [t - 1, *here(own)], 0)]
+        reads = [self.n.read(first, own), self.n.read(self.history[k], [t - 1, *here(own)], 0)]
         at = call("eq", Index(t), 0)
         return self.n.block(self.fresh(f"{name}.before"), (self.time, *own), reads, lambda a, b: call("where", at, a, b))
 

@@ -15,7 +15,7 @@ from tapestry.ir.expr import Arg, Expr, call, cast, literal
 from tapestry.ir.graph import Dim
 from tapestry.ir.index import const, dim
 from tapestry.ir.types import Tensor
-from tapestry.lift.builder import Body, Node, Operand, here
+from tapestry.lift.builder import Body, Node, Operand
 from tapestry.lift.normalize.unroll import STEPS
 from tapestry.lift.opaque import emit_opaque
 from tapestry.lift.operators.linear import contract
@@ -94,7 +94,7 @@ class _Cell:
         return self.n.read(gates, [dim("b"), const(k), dim("h")])
 
     def cell(self, name: str) -> Operand:
-        return self.n.read(name, here(self.rows))
+        return self.n.read(name, self.rows)
 
     def map(self, what: str, reads: Sequence[Operand], body: Body) -> str:
         return self.n.block(self.name(what), self.rows, reads, body)
