@@ -316,6 +316,11 @@ class Graph:
     log: Rewrite | None = field(default=None, compare=False, repr=False)
     names: Names = field(default_factory=Names, compare=False, repr=False)
 
+    @property
+    def blocks(self) -> list[Block]:
+        """The operations that are no opaque nodes."""
+        return [op for op in self.ops if isinstance(op, Block)]
+
     def producers(self) -> dict[str, int]:
         """Tensor name to the position of the operation that writes it."""
         return {t: i for i, op in enumerate(self.ops) for t in op.outs}

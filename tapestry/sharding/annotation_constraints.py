@@ -483,7 +483,7 @@ def _dims(a: Annotations, graph: Graph, outs: Mapping[str, Layout], over: Mesh) 
     inner: dict[str, Layout] = {}
     if onnx_annotations.MESH not in a.model:
         return out, inner
-    blocks = {op.outs[0] for op in graph.ops if isinstance(op, Block)}
+    blocks = {op.outs[0] for op in graph.blocks}
     for props in a.nodes.values():
         for name, s in read_json(props, onnx_annotations.INTERNAL, dict).items():
             if _complete(s, len(over)):

@@ -69,8 +69,8 @@ class BlockScan(Rule):
 
     def sized(self, graph: Graph, parts: int) -> Iterator[Move | Refusal]:
         """Every scan in so many blocks."""
-        for op in graph.ops:
-            if isinstance(op, Block) and as_scan(op):
+        for op in graph.blocks:
+            if as_scan(op):
                 yield self.offered(Move(self.name, op.outs[0], (("parts", parts),)), refusal_of_scan(op, parts))
 
     def apply(self, graph: Graph, move: Move) -> Graph:

@@ -67,9 +67,8 @@ class Overlap(Rule):
     def sized(self, graph: Graph, parts: int) -> Iterator[Move | Refusal]:
         """The same in so many blocks."""
         makers = graph.producers()
-        for op in graph.ops:
-            for d in op.dims if isinstance(op, Block) else ():
-                assert isinstance(op, Block)
+        for op in graph.blocks:
+            for d in op.dims:
                 for t in dict.fromkeys(w.tensor for w in windows(op, d.name) if w.tensor in makers):
                     params = (("tensor", t), ("dim", d.name), ("parts", parts))
                     yield self.offered(Move(self.name, op.outs[0], params), _seams(graph, op, t, d.name, parts))

@@ -51,9 +51,8 @@ def windows(op: Block, name: str) -> list[Window]:
 
 def sliding(graph: Graph) -> Iterator[tuple[Block, str]]:
     """Every operation and map dimension along which a window slides."""
-    for op in graph.ops:
-        for d in op.dims if isinstance(op, Block) else ():
-            assert isinstance(op, Block)
+    for op in graph.blocks:
+        for d in op.dims:
             if windows(op, d.name):
                 yield op, d.name
 

@@ -77,9 +77,8 @@ class SplitReduce(Rule):
 
     def find(self, graph: Graph) -> Iterator[Move | Refusal]:
         """For every reduced dimension two parts merged at once; parts and fan-in are the searcher's to choose."""
-        for op in graph.ops:
-            for d in op.reduce if isinstance(op, Block) else ():
-                assert isinstance(op, Block)
+        for op in graph.blocks:
+            for d in op.reduce:
                 move = Move(self.name, op.outs[0], (("dim", d.name), ("parts", 2), ("fanin", 2)))
                 yield self.offered(move, split_reduce_refusal(op, d.name, 2, 2))
 

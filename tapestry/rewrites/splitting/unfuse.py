@@ -50,10 +50,9 @@ class Unfuse(Rule):
 
     def find(self, graph: Graph) -> Iterator[Move | Refusal]:
         """Every map dimension that has a divisor, with the smallest one inside."""
-        for op in graph.ops:
-            for d in op.dims if isinstance(op, Block) and not is_view(op) else ():
+        for op in graph.blocks:
+            for d in op.dims if not is_view(op) else ():
                 inner = next((k for k in range(2, int(d.size**0.5) + 1) if d.size % k == 0), 0)
-                assert isinstance(op, Block)
                 if inner:
                     move = Move(self.name, op.outs[0], (("dim", d.name), ("inner", inner)))
                     yield self.offered(move, unfuse_refusal(op, d.name, inner))
