@@ -16,19 +16,20 @@ export function value([constant, terms], point) {
 }
 
 // Least and greatest value over a box of inclusive intervals: exact for sums and floors, a whole period for a modulo that wraps.
-export function bounds([constant, terms], box) {
+function bounds([constant, terms], box) {
   let [low, high] = [constant, constant];
   for (const [coef, atom] of terms) {
-    let [a, b] = typeof atom === "number" ? box[atom] : bounds(atom[1], box);
-    if (typeof atom !== "number") {
-      const k = atom[2];
-      if (atom[0] === "floor") [a, b] = [Math.floor(a / k), Math.floor(b / k)];
-      else [a, b] = Math.floor(a / k) === Math.floor(b / k) ? [mod(a, k), mod(b, k)] : [0, k - 1];
-    }
+    const [a, b] = typeof atom === "number" ? box[atom] : divided(atom, box);
     low += coef * (coef > 0 ? a : b);
     high += coef * (coef > 0 ? b : a);
   }
   return [low, high];
+}
+
+function divided([kind, inner, by], box) {
+  const [a, b] = bounds(inner, box);
+  const [first, last] = [Math.floor(a / by), Math.floor(b / by)];
+  return kind === "floor" ? [first, last] : first === last ? [mod(a, by), mod(b, by)] : [0, by - 1];
 }
 
 export const holds = ([aff, op], point) => (op === "ge" ? value(aff, point) >= 0 : value(aff, point) === 0);
@@ -73,7 +74,7 @@ export const whole = (shape) => shape.map((n) => [0, n]);
 const MOST = 6000;
 
 export function cells(read, point, { dims, skips }, block) {
-  const moving = dims.map(([, , role], k) => (role === "map" ? -1 : k)).filter((k) => k >= 0 && (names(read, k) || skips.some((g) => names({ index: [g[0]] }, k))));
+  const moving = dims.map(([, , role], k) => (role === "map" ? -1 : k)).filter((k) => k >= 0 && (names(read, k) || skips.some((g) => within(g[0], k))));
   const total = moving.reduce((n, k) => n * (block[k][1] - block[k][0]), 1);
   if (total > MOST) return null;
   const out = new Map();
@@ -98,7 +99,11 @@ export function cells(read, point, { dims, skips }, block) {
 }
 
 // Whether a read depends on a dimension.
-export function names(read, dim) {
-  const within = ([, terms]) => terms.some(([, atom]) => (typeof atom === "number" ? atom === dim : within(atom[1])));
-  return read.index.some((e) => e !== null && within(e)) || (read.when ?? []).some(([e]) => within(e));
+function names(read, dim) {
+  return [...read.index, ...(read.when ?? []).map(([e]) => e)].some((e) => e !== null && within(e, dim));
+}
+
+// Whether an index expression does.
+export function within([, terms], dim) {
+  return terms.some(([, atom]) => (typeof atom === "number" ? atom === dim : within(atom[1], dim)));
 }

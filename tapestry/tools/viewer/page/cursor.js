@@ -1,6 +1,6 @@
 // The one cursor: which build, operation, device, step and panel; kept in the address, so that a link restores the view.
 
-const START = { build: 0, op: 0, device: -1, tab: "space", open: "", step: -1, rewrite: 0, change: 0, row: "", col: "", depth: "", at: "", front: -1, theme: "", kernel: "", zoom: "" };
+const START = { build: 0, op: 0, device: -1, tab: "space", open: "", step: -1, rewrite: 0, change: 0, row: "", col: "", depth: "", at: "", theme: "", kernel: "", zoom: "" };
 const listeners = [];
 let writing; // the address is written when the cursor rests: browsers refuse many changes of it in a row
 
@@ -20,7 +20,7 @@ export function move(patch) {
 
 export const onMove = (f) => listeners.push(f);
 
-export function written() {
+function written() {
   const kept = Object.entries(cursor).filter(([k, v]) => v !== START[k]);
   return kept.map(([k, v]) => `${k}=${encodeURIComponent(v)}`).join("&");
 }

@@ -1,6 +1,6 @@
 // The equivalent forms of a graph and the rewrites between them (`tapestry rules --derive`): how many, how deep, what each costs,
 // what was not followed. A form that is selected shows its text and how it was made.
-import { bytes, count, h, picture, preferred, s, saveSvg, seconds, table, text } from "./elements.js";
+import { amount, bold, bytes, cell, count, h, hint, picture, preferred, quiet, remark, s, saveSvg, seconds, table, text } from "./elements.js";
 
 const NODE = { width: 132, height: 40 };
 const SHOWN = 160; // forms that are drawn: the cheapest, and those that they were made of
@@ -9,13 +9,14 @@ const SHOWN = 160; // forms that are drawn: the cheapest, and those that they we
 function drawn(forms) {
   const kept = new Set();
   const take = (f) => { for (let at = f; at && !kept.has(at.form); at = forms[at.of]) kept.add(at.form); };
-  for (const f of [...forms].sort((a, b) => a.seconds - b.seconds || a.form - b.form)) {
+  for (const f of cheapest(forms)) {
     if (kept.size < SHOWN) take(f);
   }
   take(extreme(forms, "peak_bytes"));
   return forms.filter((f) => kept.has(f.form));
 }
 
+const cheapest = (forms) => [...forms].sort((a, b) => a.seconds - b.seconds || a.form - b.form);
 const extreme = (forms, key) => forms.reduce((best, f) => (f[key] < best[key] ? f : best));
 
 // A move in a few letters: its rule, and what it cuts.
@@ -40,13 +41,13 @@ function graph(data, select) {
   const lines = shown.map((e, k) => {
     const points = g.edge(e.of, e.form, `e${k}`).points;
     const end = points.at(-1);
-    return s("g", { class: "edge way", "data-of": e.of, "data-form": e.form }, s("title", {}, e.by), s("path", { d: `M${points.map((p) => `${p.x},${p.y}`).join("L")}`, "stroke-dasharray": e.again ? "4 3" : null }),
+    return s("g", { class: "edge way", "data-of": e.of, "data-form": e.form }, hint(e.by), s("path", { d: `M${points.map((p) => `${p.x},${p.y}`).join("L")}`, "stroke-dasharray": e.again ? "4 3" : null }),
       !e.again && text(end.x - 8, end.y - 4, short(e.by), { class: "note", "text-anchor": "end" }));
   });
   const cards = forms.map((f) => {
     const { x, y } = g.node(f.form);
     const marks = [[fast, "#0072b2"], [small, "#e69f00"]].filter(([n]) => n === f.form);
-    return s("g", { class: "op form", "data-form": f.form, tabindex: 0, role: "button", onclick: () => select(f.form), onkeydown: (e) => e.key === "Enter" && select(f.form) }, s("title", {}, f.by ?? "as written"),
+    return s("g", { class: "op form", "data-form": f.form, tabindex: 0, role: "button", onclick: () => select(f.form), onkeydown: (e) => e.key === "Enter" && select(f.form) }, hint(f.by ?? "as written"),
       s("rect", { class: "card", x: x - NODE.width / 2, y: y - NODE.height / 2, ...NODE, rx: 7 }), marks.map(([, fill], k) => s("rect", { x: x - 58 + 60 * k, y: y + 14, width: 56, height: 3, fill })),
       text(x - 58, y - 4, `${f.form}: ${seconds(f.seconds)}`, { class: "name" }), text(x - 58, y + 10, bytes(f.peak_bytes), { class: "note" }));
   });
@@ -61,13 +62,12 @@ function detail(data, number) {
   const ways = data.again.filter((e) => e.form === number);
   const command = f.moves.length > 0 && h("pre", { class: "source block" }, `tapestry opt GRAPH.tap ${f.moves.map((m) => `-r '${m}'`).join(" ")}`);
   return h("div", {}, h("h2", { "data-form": number }, `Form ${number}`), h("p", { class: "words" }, made), h("p", {}, `${seconds(f.seconds)} (${(f.seconds / from.seconds).toFixed(2)} of form 0), ${bytes(f.peak_bytes)}, ${count(f.depth)} moves`),
-    ways.length > 0 && h("p", { class: "quiet" }, `also ${ways.map((e) => `of ${e.of} by ${e.by}`).join("; ")}`), command, h("pre", { class: "source block" }, f.graph));
+    ways.length > 0 && remark(`also ${ways.map((e) => `of ${e.of} by ${e.by}`).join("; ")}`), command, h("pre", { class: "source block" }, f.graph));
 }
 
 export function derivations(data, name) {
   const panel = h("div", { class: "panel", tabindex: 0 });
-  const rows = [...data.forms].sort((a, b) => a.seconds - b.seconds || a.form - b.form);
-  const list = table(["form", "time", "memory", "moves", "by"], rows.map((f) => h("tr", { role: "button", "data-form": f.form, onclick: () => select(f.form) }, h("td", { class: "n" }, f.form), h("td", { class: "n" }, seconds(f.seconds)), h("td", { class: "n" }, bytes(f.peak_bytes)), h("td", { class: "n" }, f.depth), h("td", {}, f.by ?? "as written"))), { class: "choices" });
+  const list = table(["form", "time", "memory", "moves", "by"], cheapest(data.forms).map((f) => h("tr", { role: "button", "data-form": f.form, onclick: () => select(f.form) }, amount(f.form), amount(seconds(f.seconds)), amount(bytes(f.peak_bytes)), amount(f.depth), cell(f.by ?? "as written"))), { class: "choices" });
   const { svg, left } = graph(data, select);
   function select(number) {
     panel.replaceChildren(detail(data, number), list);
@@ -80,7 +80,7 @@ export function derivations(data, name) {
   const key = `blue: fastest, orange: least memory; dashed: another way to a form${left ? `; ${count(left)} dearer forms are in the list alone` : ""}`;
   document.documentElement.dataset.theme = preferred();
   document.getElementById("page").append(
-    h("header", {}, h("h1", {}, name), h("div", { class: "facts" }, facts.map(([label, value]) => h("span", { class: "fact", "data-fact": label }, h("span", { class: "quiet" }, `${label} `), h("b", {}, value))))),
+    h("header", {}, h("h1", {}, name), h("div", { class: "facts" }, facts.map(([label, value]) => h("span", { class: "fact", "data-fact": label }, quiet(`${label} `), bold(value))))),
     h("main", { class: "forms" }, h("section", { class: "graph", "aria-label": "graph of rewrites" }, h("p", { class: "legend-box quiet" }, key, h("button", { class: "save", title: "save as SVG", onclick: () => saveSvg(svg) }, "svg")), h("div", { class: "graph-box scroll" }, svg)), h("section", { class: "detail" }, panel)));
   document.body.dataset.tab = "graph";
   select(extreme(data.forms, "seconds").form);

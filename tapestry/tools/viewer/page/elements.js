@@ -15,6 +15,15 @@ function filled(node, attributes, children) {
 export const h = (tag, attributes, ...children) => filled(document.createElement(tag), attributes, children);
 export const s = (tag, attributes, ...children) => filled(document.createElementNS(SVG, tag), attributes, children);
 
+export const bold = (...children) => h("b", {}, children);
+export const quiet = (...children) => h("span", { class: "quiet" }, children);
+export const remark = (...children) => h("p", { class: "quiet" }, children);
+export const scrolled = (...children) => h("div", { class: "scroll" }, children);
+export const cell = (...children) => h("td", {}, children);
+export const amount = (figure) => h("td", { class: "n" }, figure);
+export const hint = (words) => s("title", {}, words);
+export const button = (label, onclick, title) => h("button", { onclick, title }, label);
+
 // A picture; its name is what an exported file is called.
 export function picture(name, width, height, ...children) {
   const marks = s("pattern", { id: `hatch-${name}`, width: 5, height: 5, patternUnits: "userSpaceOnUse", patternTransform: "rotate(45)" },
@@ -24,9 +33,11 @@ export function picture(name, width, height, ...children) {
 }
 
 export const text = (x, y, content, attributes) => s("text", { x, y, ...attributes }, String(content));
+export const axisText = (x, y, content, anchor, attributes) => text(x, y, content, { class: "axis", "text-anchor": anchor, ...attributes });
+export const onTile = (x, y, content) => text(x, y, content, { class: "on-tile", "text-anchor": "middle" });
 
 export function table(heads, rows, attributes) {
-  return h("div", { class: "scroll" }, h("table", attributes, h("thead", {}, h("tr", {}, heads.map((c) => h("th", {}, c)))),
+  return scrolled(h("table", attributes, h("thead", {}, h("tr", {}, heads.map((c) => h("th", {}, c)))),
     h("tbody", {}, rows)));
 }
 
@@ -52,6 +63,7 @@ export function seconds(t) {
   return "0 s";
 }
 
+export const clamp = (value, low, high) => Math.max(low, Math.min(high, value));
 export const signed = (t) => (t >= 0 ? "+" : "−") + seconds(Math.abs(t));
 export const count = (n) => n.toLocaleString("en-US");
 export const shapeText = (shape) => (shape.length ? shape.join("×") : "()");
@@ -70,7 +82,7 @@ export const deviceColour = (d) => PALETTE[d % PALETTE.length];
 
 // From blue (measured faster than estimated) over white to orange (slower), by the logarithm of the ratio; a factor of 4 is full.
 export function errorColour(ratio) {
-  const at = Math.max(-1, Math.min(1, Math.log(ratio) / Math.log(4)));
+  const at = clamp(Math.log(ratio) / Math.log(4), -1, 1);
   const [r, g, b] = at < 0 ? [0, 114, 178] : [213, 94, 0];
   const mix = (c) => Math.round(235 + (c - 235) * Math.abs(at));
   return `rgb(${mix(r)}, ${mix(g)}, ${mix(b)})`;
@@ -79,7 +91,7 @@ export function errorColour(ratio) {
 // A picture as a file of its own, with the colours that it has on the page.
 const KEPT = ["fill", "stroke", "stroke-width", "stroke-dasharray", "opacity", "fill-opacity", "font-size", "font-weight", "font-family", "text-anchor"];
 
-export function standalone(svg) {
+function standalone(svg) {
   const copy = svg.cloneNode(true);
   const [from, to] = [svg, copy].map((root) => [root, ...root.querySelectorAll("*")]);
   from.forEach((node, k) => {

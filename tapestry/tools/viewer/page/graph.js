@@ -1,5 +1,5 @@
 // Picture 1: the graph, folded by repeated structure, coloured by what is cut; the width of an edge is what travels on it.
-import { NONE, bytes, count, h, picture, s, short, tail, text } from "./elements.js";
+import { NONE, PALETTE, bold, bytes, clamp, count, h, hint, picture, s, short, tail, text } from "./elements.js";
 import { cursor, move } from "./cursor.js";
 import { NODE, place, seen } from "./layout.js";
 
@@ -14,17 +14,17 @@ export function setOpen(group, repetition) {
 
 // The drawing of a build's graph; `only` are operations to be marked (what differs between two builds).
 export function graph(build, { select, selected, open, marked = new Set() }) {
-  const laid = place(seen(build, open));
+  const shown = seen(build, open);
+  const laid = place(shown);
   const svg = picture("graph", laid.width, laid.height + 8);
   for (const f of laid.frames) svg.append(frame(build, f, open));
   const most = Math.max(1, ...laid.edges.map((e) => e.moved));
   for (const e of laid.edges) svg.append(edge(e, most));
-  const { nodes } = seen(build, open);
-  for (const n of nodes) {
+  for (const n of shown.nodes) {
     const at = laid.nodes.get(n.id);
     svg.append(n.input ? input(n, at) : n.ops ? operation(build, n.ops[0], at, { select, selected, marked }) : group(build, n, at, { open, selected, marked }));
   }
-  return { svg, laid, nodes };
+  return { svg, laid };
 }
 
 function frame(build, f, open) {
@@ -46,13 +46,13 @@ function edge(e, most) {
   const names = [...e.tensors.keys()];
   const what = `${names.slice(0, 4).join(", ")}${names.length > 4 ? ` and ${names.length - 4} more` : ""}\n` +
     (moved ? `${kinds}: ${count(e.moved)} bytes on the wire` : `stays where it is: ${count(e.held)} bytes, none move`);
-  return s("g", { class: moved ? "edge moved" : "edge", "data-from": e.from, "data-to": e.to }, s("title", {}, what),
+  return s("g", { class: moved ? "edge moved" : "edge", "data-from": e.from, "data-to": e.to }, hint(what),
     s("path", { d, "stroke-width": width.toFixed(2) }), s("path", { d, class: "wide", "stroke-width": 10 }),
     text(middle.x + 6, middle.y + 4, label, { class: "edge-name" }));
 }
 
 function input(n, at) {
-  return s("g", { class: "input" }, s("title", {}, n.input), s("rect", { x: at.x - 60, y: at.y - 12, width: 120, height: 24, rx: 12 }),
+  return s("g", { class: "input" }, hint(n.input), s("rect", { x: at.x - 60, y: at.y - 12, width: 120, height: 24, rx: 12 }),
     text(at.x, at.y + 4, short(n.input, 17), { "text-anchor": "middle" }));
 }
 
@@ -63,11 +63,11 @@ function operation(build, i, at, { select, selected, marked }) {
   const title = [build.called(i), `writes ${row.outs.join(", ")}`, `from ${row.nodes.join(", ")}`, `split ${row.split}`].join("\n");
   const [x, y] = [at.x - NODE.width / 2, at.y - NODE.height / 2];
   const classes = ["op", i === selected && "selected", marked.has(i) && "marked"].filter(Boolean).join(" ");
-  return s("g", { class: classes, "data-op": i, role: "button", onclick: () => select(i) }, s("title", {}, title),
+  return s("g", { class: classes, "data-op": i, role: "button", onclick: () => select(i) }, hint(title),
     s("rect", { x, y, width: NODE.width, height: NODE.height, rx: 7, class: "card" }),
     s("path", { d: `M${x + 7},${y}h3v${NODE.height}h-3a7,7 0 0 1 -7,-7v-${NODE.height - 14}a7,7 0 0 1 7,-7z`, fill: build.colourOf(i) }),
     text(x + 18, y + 18, tail(build.called(i), 20), { class: "name" }), text(x + 18, y + 33, short(second, 25), { class: "note" }),
-    merged.length > 0 && text(x + NODE.width - 8, y + 18, "⊕", { class: "merge", "text-anchor": "end" }, s("title", {}, merged.join(", "))));
+    merged.length > 0 && text(x + NODE.width - 8, y + 18, "⊕", { class: "merge", "text-anchor": "end" }, hint(merged.join(", "))));
 }
 
 function group(build, n, at, { open, selected, marked }) {
@@ -84,16 +84,16 @@ function group(build, n, at, { open, selected, marked }) {
   const toggle = () => setOpen(n.group, n.rest ? (rest[0] > (open.get(n.group) ?? 0) ? rest[0] : rest[1]) : 0);
   const differs = [...marked].some((i) => build.groupOf[i] === n.group);
   return s("g", { class: ["group", inside && "selected", differs && "marked"].filter(Boolean).join(" "), "data-group": n.group, role: "button", tabindex: 0, onclick: toggle, onkeydown: (e) => e.key === "Enter" && toggle() },
-    s("title", {}, `${name}: click to open`), s("rect", { x: x + 4, y: y + 4, width: NODE.width, height: NODE.height, rx: 7, class: "card under" }),
+    hint(`${name}: click to open`), s("rect", { x: x + 4, y: y + 4, width: NODE.width, height: NODE.height, rx: 7, class: "card under" }),
     s("rect", { x, y, width: NODE.width, height: NODE.height, rx: 7, class: "card" }), text(x + 12, y + 17, `▸ ${name}`, { class: "name" }),
     text(x + 12, y + 31, note, { class: "note" }), bar);
 }
 
 // What the colours stand for.
 export function legend(build) {
-  const shown = build.cuts.filter((c) => !c.other).slice(0, 8);
-  const item = (colour, label, n) => h("span", { class: "key" }, s("svg", { width: 10, height: 10 }, s("rect", { width: 10, height: 10, rx: 2, fill: colour })), `${label} `, h("b", {}, count(n)));
-  const rest = build.cuts.filter((c) => c.other).reduce((n, c) => n + c.n, 0);
+  const shown = build.cuts.slice(0, PALETTE.length);
+  const item = (colour, label, n) => h("span", { class: "key" }, s("svg", { width: 10, height: 10 }, s("rect", { width: 10, height: 10, rx: 2, fill: colour })), `${label} `, bold(count(n)));
+  const rest = build.cuts.slice(PALETTE.length).reduce((n, c) => n + c.n, 0);
   return h("div", { class: "legend" }, shown.map((c) => item(c.colour, c.split, c.n)), item(NONE, rest ? "not cut, and other cuts" : "not cut", build.uncut + rest));
 }
 
@@ -109,13 +109,13 @@ export function movable(svg, laid, holder) {
   };
   const fit = () => {
     const { clientWidth: w, clientHeight: t } = holder;
-    view.scale = Math.min(1.1, Math.max(0.7, Math.min(w / laid.width, t / laid.height)));
+    view.scale = clamp(Math.min(w / laid.width, t / laid.height), 0.7, 1.1);
     view.x = laid.width / 2 - w / 2 / view.scale;
     view.y = Math.min(0, (laid.height - t / view.scale) / 2);
     apply();
   };
   const zoom = (factor, px, py) => {
-    const scale = Math.min(4, Math.max(0.04, view.scale * factor));
+    const scale = clamp(view.scale * factor, 0.04, 4);
     view.x += px / view.scale - px / scale;
     view.y += py / view.scale - py / scale;
     view.scale = scale;

@@ -1,13 +1,13 @@
 // Picture 7: the source of a kernel beside the block that made it; what one speaks of lights up in the other.
-import { boxText, h } from "./elements.js";
+import { bold, boxText, h, quiet, remark } from "./elements.js";
 import { cursor, move } from "./cursor.js";
 
 export function kernels(build, i) {
   const names = build.ops[i].kernels;
-  if (!names.length) return h("p", { class: "quiet" }, "No generated kernel computes this operation: ", build.rows[i].opaque_because ?? "an opaque node, or nothing that Triton can express", ".");
+  if (!names.length) return remark("No generated kernel computes this operation: ", build.rows[i].opaque_because ?? "an opaque node, or nothing that Triton can express", ".");
   const name = names.includes(cursor.kernel) ? cursor.kernel : names[0];
   const kernel = build.kernels[name];
-  const shape = build.shapes[build.ops[i].shape];
+  const shape = build.shapeOf(i);
   const source = h("pre", { class: "source", "data-kernel": name }, kernel.source.split("\n").map((line, n) => h("div", { "data-line": n + 1 }, line || " ")));
   const block = h("pre", { class: "source block" }, marked(build.ops[i].text));
   for (const [from, to] of [[source, block], [block, source]]) {
@@ -15,7 +15,7 @@ export function kernels(build, i) {
     from.addEventListener("pointerleave", () => [from, to].forEach(dark));
   }
   const tabs = names.map((k) => h("button", { "aria-pressed": String(k === name), onclick: () => move({ kernel: k }) }, k));
-  return h("div", {}, h("div", { class: "controls" }, tabs, h("span", { class: "quiet" }, `${kernel.mode} of block ${boxText(kernel.block)}; ${sharers(build, name)} operation(s) use it`)), h("div", { class: "kernel" }, h("div", {}, h("b", {}, "the block"), block), h("div", {}, h("b", {}, name), source)));
+  return h("div", {}, h("div", { class: "controls" }, tabs, quiet(`${kernel.mode} of block ${boxText(kernel.block)}; ${sharers(build, name)} operation(s) use it`)), h("div", { class: "kernel" }, h("div", {}, bold("the block"), block), h("div", {}, bold(name), source)));
 }
 
 const sharers = (build, name) => build.ops.filter((op) => op.kernels.includes(name)).length;
@@ -41,7 +41,7 @@ function spoken(build, i, shape) {
 }
 
 // Whether an identifier of the kernel is of a name: the name, or that with an ending such as _ptr, _desc or _0; or without its first parts.
-export function speaks(identifier, code) {
+function speaks(identifier, code) {
   const stem = identifier.replace(/(_ptr|_desc|_in|_first|_\d+)+$/, "");
   return stem === code || identifier === code || (stem.length > 3 && code.endsWith(`_${stem}`)) || (code.length <= 2 && stem.split("_").includes(code));
 }

@@ -1,5 +1,5 @@
 // Picture 4: what every device does when, simulated and, beside it, measured; memory over time. Devices that do the same share a lane.
-import { HALO, bytes, count, errorColour, h, picture, s, seconds, short, text } from "./elements.js";
+import { HALO, axisText, button, bytes, clamp, count, errorColour, h, hint, picture, remark, s, scrolled, seconds, short, text } from "./elements.js";
 import { cursor, move } from "./cursor.js";
 import { kindColour } from "./tensors.js";
 import { ranges } from "./model.js";
@@ -17,7 +17,7 @@ export function zoomBy(factor, at = 0.5) {
   const [a, b] = cursor.zoom ? cursor.zoom.split(":").map(Number) : [0, 1];
   const middle = a + (b - a) * at;
   const half = Math.min(1, (b - a) * factor);
-  const low = Math.max(0, Math.min(1 - half, middle - half * at));
+  const low = clamp(middle - half * at, 0, 1 - half);
   move({ zoom: half >= 1 ? "" : `${low.toFixed(5)}:${(low + half).toFixed(5)}` });
 }
 
@@ -32,9 +32,9 @@ export function lanes(build, width) {
   const rows = build.lanes.steps;
   classes.forEach((devices, k) => {
     const top = LANE.top + k * each;
-    svg.append(text(4, top + 11, `device ${short(ranges(devices), 9)}`, { class: "name" }, ));
+    svg.append(text(4, top + 11, `device ${short(ranges(devices), 9)}`, { class: "name" }));
     if (devices.length > 1) svg.append(text(4, top + 25, `${devices.length} alike`, { class: "note" }));
-    STREAMS.forEach((name, n) => svg.append(text(LANE.left - 6, top + 11 + n * (LANE.row + 1), name, { class: "axis", "text-anchor": "end" })));
+    STREAMS.forEach((name, n) => svg.append(axisText(LANE.left - 6, top + 11 + n * (LANE.row + 1), name, "end")));
     bars(svg, build, rows, k, { top, x, from, to });
     if (build.measured) measured(svg, build, rows, k, { top: top + 2 * (LANE.row + 1), x, from, to });
     memory(svg, build, devices[0], { top: top + each - LANE.memory - 10, x, from, to });
@@ -43,10 +43,10 @@ export function lanes(build, width) {
     if (!e.ctrlKey && !e.shiftKey) return;
     e.preventDefault();
     const box = svg.getBoundingClientRect();
-    zoomBy(Math.exp((e.deltaY || e.deltaX) / 300), Math.max(0, Math.min(1, (e.clientX - box.left - LANE.left) / (box.width - LANE.left - 10))));
+    zoomBy(Math.exp((e.deltaY || e.deltaX) / 300), clamp((e.clientX - box.left - LANE.left) / (box.width - LANE.left - 10), 0, 1));
   }, { passive: false });
   const hidden = build.lanes.classes.length - classes.length;
-  return h("div", {}, head(build, total), h("div", { class: "scroll" }, svg), hidden > 0 && h("p", { class: "quiet" }, `${hidden} more kinds of devices are not drawn`));
+  return h("div", {}, head(build, total), scrolled(svg), hidden > 0 && remark(`${hidden} more kinds of devices are not drawn`));
 }
 
 function head(build, total) {
@@ -55,8 +55,8 @@ function head(build, total) {
   const words = [`simulated ${seconds(total)}`, `the busiest device computes for ${seconds(sim.compute_s[busiest])}`, `sends for ${seconds(sim.transfer_s[busiest])}`, `waits for ${seconds(sim.exposed_s[busiest])}`];
   const real = build.measured;
   if (real) words.push(`measured ${seconds(real.measured_s)} (${real.error >= 0 ? "+" : "−"}${Math.abs(real.error * 100).toFixed(0)} %)`);
-  return h("div", { class: "controls" }, h("span", { "data-lanes": "" }, words.join(" · ")), h("button", { onclick: () => zoomBy(0.5), title: "zoom in" }, "+"), h("button", { onclick: () => zoomBy(2), title: "zoom out" }, "−"),
-    h("button", { onclick: () => move({ zoom: "" }) }, "all"), build.lane.has(stepOf(build)) && h("button", { onclick: () => toStep(build, total) }, "to the cursor"));
+  return h("div", { class: "controls" }, h("span", { "data-lanes": "" }, words.join(" · ")), button("+", () => zoomBy(0.5), "zoom in"), button("−", () => zoomBy(2), "zoom out"),
+    button("all", () => move({ zoom: "" })), build.lane.has(stepOf(build)) && button("to the cursor", () => toStep(build, total)));
 }
 
 const stepOf = (build) => (cursor.step >= 0 ? cursor.step : build.launches[cursor.op]?.[0]);
@@ -74,7 +74,7 @@ function ticks(svg, from, to, x, bottom) {
   const power = 10 ** Math.floor(Math.log10(raw));
   const step = [1, 2, 5, 10].map((m) => m * power).find((v) => v >= raw);
   for (let t = Math.ceil(from / step) * step; t <= to + step / 1e6; t += step) {
-    svg.append(s("line", { x1: x(t), x2: x(t), y1: 14, y2: bottom, class: "tick" }), text(x(t), 10, seconds(t), { class: "axis", "text-anchor": "middle" }));
+    svg.append(s("line", { x1: x(t), x2: x(t), y1: 14, y2: bottom, class: "tick" }), axisText(x(t), 10, seconds(t), "middle"));
   }
 }
 
@@ -92,8 +92,8 @@ function bars(svg, build, rows, k, { top, x, from, to }) {
     const fill = row.stream === 0 ? build.colourOf(row.op ?? kind[1]) : kindColour(kind[1]);
     const what = row.stream === 0 ? build.called(row.op ?? kind[1]) : `${kind[1]} for ${row.op === null ? "an output" : build.called(row.op)}`;
     svg.append(s("rect", { x: a, y: top + row.stream * (LANE.row + 1), width: Math.max(0.8, b - a), height: LANE.row, fill, class: chosen ? "bar selected" : "bar", "data-step": row.step, onclick: () => move({ op: row.op ?? cursor.op, step: row.step }) },
-      s("title", {}, `step ${row.step}: ${what}\n${seconds(end - begin)} from ${seconds(begin)}${row.by ? `, ${row.by}` : ""}`)));
-    if (b - a > 46) svg.append(text(a + 4, top + 11 + row.stream * (LANE.row + 1), ((b - a) / 6.6 >= what.length ? what : what.split(" for ")[0].slice(0, Math.floor((b - a) / 6.6))), { class: "on-bar" }));
+      hint(`step ${row.step}: ${what}\n${seconds(end - begin)} from ${seconds(begin)}${row.by ? `, ${row.by}` : ""}`)));
+    if (b - a > 46) svg.append(text(a + 4, top + 11 + row.stream * (LANE.row + 1), (b - a) / 6.6 >= what.length ? what : what.split(" for ")[0].slice(0, Math.floor((b - a) / 6.6)), { class: "on-bar" }));
     last[row.stream] = { x: b, chosen };
   }
 }
@@ -101,7 +101,7 @@ function bars(svg, build, rows, k, { top, x, from, to }) {
 // Beside the simulated bars of a trace's steps: their measured length, coloured by how far the estimate is off.
 function measured(svg, build, rows, k, { top, x, from, to }) {
   const real = new Map(build.measured.steps.map((r) => [r.step, r]));
-  svg.append(text(LANE.left - 6, top + 11, "measured", { class: "axis", "text-anchor": "end" }));
+  svg.append(axisText(LANE.left - 6, top + 11, "measured", "end"));
   for (const row of rows) {
     const r = real.get(row.step);
     const begin = row.begin[k];
@@ -109,7 +109,7 @@ function measured(svg, build, rows, k, { top, x, from, to }) {
     const ratio = r.estimated_s > 0 ? r.measured_s / r.estimated_s : 1;
     const a = Math.max(x(begin), LANE.left);
     svg.append(s("rect", { x: a, y: top, width: Math.max(0.8, x(row.end[k]) - a), height: LANE.row, fill: errorColour(ratio), class: "bar error", "data-ratio": ratio.toFixed(2), onclick: () => move({ op: row.op ?? cursor.op, step: row.step }) },
-      s("title", {}, `step ${row.step}: ${r.what}\n${seconds(r.measured_s)} measured, ${seconds(r.estimated_s)} estimated (×${ratio.toFixed(2)}), ${seconds(r.waited_s)} waited`)));
+      hint(`step ${row.step}: ${r.what}\n${seconds(r.measured_s)} measured, ${seconds(r.estimated_s)} estimated (×${ratio.toFixed(2)}), ${seconds(r.waited_s)} waited`)));
   }
 }
 
@@ -131,8 +131,8 @@ function memory(svg, build, device, { top, x, from, to }) {
   points.push([x(Math.min(to, build.explain.simulated.seconds)), points[points.length - 1][1]]);
   const path = points.map(([a, b], n) => `${n ? `H${a.toFixed(1)}V` : `M${a.toFixed(1)},`}${b.toFixed(1)}`).join("");
   const peak = build.explain.memory.peak_bytes[device];
-  svg.append(s("path", { d: `${path}V${top + LANE.memory}H${points[0][0].toFixed(1)}Z`, class: "memory" }, s("title", {}, `at most ${count(peak)} bytes`)));
-  svg.append(text(LANE.left - 6, top + 12, "memory", { class: "axis", "text-anchor": "end" }), text(LANE.left - 6, top + 26, bytes(peak), { class: "note", "text-anchor": "end" }));
+  svg.append(s("path", { d: `${path}V${top + LANE.memory}H${points[0][0].toFixed(1)}Z`, class: "memory" }, hint(`at most ${count(peak)} bytes`)));
+  svg.append(axisText(LANE.left - 6, top + 12, "memory", "end"), text(LANE.left - 6, top + 26, bytes(peak), { class: "note", "text-anchor": "end" }));
   const allowed = build.explain.memory.allowed_bytes;
   if (allowed < most * 1.02) svg.append(s("line", { x1: LANE.left, x2: x(to), y1: y(allowed), y2: y(allowed), stroke: HALO }));
 }

@@ -1,5 +1,5 @@
 // The page: one header, the graph, the panels about the selected operation, the lanes; keys, links and export.
-import { bytes, count, h, preferred, saveSvg, seconds, short } from "./elements.js";
+import { bold, button, bytes, clamp, count, h, preferred, quiet, remark, saveSvg, seconds, short } from "./elements.js";
 import { cursor, move, onMove, restore } from "./cursor.js";
 import { Build, unpack } from "./model.js";
 import { graph, legend, movable, openGroups, setOpen } from "./graph.js";
@@ -33,7 +33,7 @@ function select(i, patch = {}) {
 
 function header(build) {
   const r = build.report;
-  const fact = (label, value, title) => h("span", { class: "fact", title }, h("span", { class: "quiet" }, `${label} `), h("b", {}, value));
+  const fact = (label, value, title) => h("span", { class: "fact", title }, quiet(`${label} `), bold(value));
   const mesh = build.mesh.map(([n, size]) => `${n}=${size}`).join(" ");
   const moved = r.transfers.reduce((n, t) => n + t.bytes, 0);
   const find = h("input", { type: "search", placeholder: "find an operation  /", "aria-label": "find an operation", list: "found", onkeydown: (e) => e.key === "Enter" && search(e.target.value), oninput: (e) => suggest(e.target.value) });
@@ -41,7 +41,7 @@ function header(build) {
   const builds = page.builds.length > 1 && h("span", { class: "builds" }, page.builds.map((b, k) => h("button", { "aria-pressed": String(k === cursor.build), onclick: () => other(k) }, b.name)));
   return h("header", {}, h("h1", { title: build.model }, short(build.model.split("/").pop(), 40)), builds, h("div", { class: "facts" }, fact("devices", `${build.devices} (${mesh || "one"})`), fact("nodes", count(r.nodes)), fact("operations", count(r.ops)), fact("objective", seconds(r.objective_s), `${r.objective_s} s`),
     fact("gap", `${(r.gap * 100).toFixed(2)}%`), fact("peak", bytes(Math.max(...r.peak_bytes)), `${count(Math.max(...r.peak_bytes))} bytes`), fact("moved", bytes(moved), `${count(moved)} bytes, all senders`)),
-  h("div", { class: "tools" }, find, page.parts.found, h("button", { onclick: theme, title: "light or dark (t)" }, "◐"), h("button", { onclick: help, title: "keys (?)" }, "?")));
+  h("div", { class: "tools" }, find, page.parts.found, button("◐", theme, "light or dark (t)"), button("?", help, "keys (?)")));
 }
 
 function suggest(words) {
@@ -77,16 +77,23 @@ function other(k) {
 
 const panels = {
   graph: () => null,
-  space: (b) => title(b, space(b, cursor.op)), tensors: (b) => title(b, tensors(b, cursor.op)), choices: (b) => title(b, choices(b, cursor.op, say)), kernel: (b) => title(b, kernels(b, cursor.op)),
-  rewrites: (b) => rewrites(b), certificate: (b) => certificate(b), lanes: () => null,
+  space: titled(space), tensors: titled(tensors), choices: titled(choices), kernel: titled(kernels), rewrites, certificate, lanes: () => null,
   compare: () => compare(page.builds, page.diff, (name) => select(now().makers.get(name) ?? cursor.op)),
 };
+
+// A panel about the selected operation, below what it is called.
+function titled(panel) {
+  return (build) => title(build, panel(build, cursor.op, say));
+}
 
 function title(build, body) {
   const row = build.rows[cursor.op];
   const words = [row.kind, `split ${row.split}`, `block ${row.block.join("×") || "()"}`, `kernels ${seconds(row.seconds)}`, row.transfer_seconds > 0 && `fetching ${seconds(row.transfer_seconds)}`].filter(Boolean).join(" · ");
-  return h("div", {}, h("h2", { "data-op": cursor.op }, build.called(cursor.op)), h("p", { class: "words" }, words), h("p", { class: "quiet" }, `writes ${row.outs.join(", ")}`, row.nodes.length > 0 && `, from ${row.nodes.slice(0, 6).join(", ")}${row.nodes.length > 6 ? ` and ${row.nodes.length - 6} more` : ""}`), body);
+  return h("div", {}, h("h2", { "data-op": cursor.op }, build.called(cursor.op)), h("p", { class: "words" }, words), remark(`writes ${row.outs.join(", ")}`, row.nodes.length > 0 && `, from ${row.nodes.slice(0, 6).join(", ")}${row.nodes.length > 6 ? ` and ${row.nodes.length - 6} more` : ""}`), body);
 }
+
+const whole = () => page.graphs.forEach((g) => g.hand.whole());
+const zoom = (factor) => () => page.graphs.forEach((g) => g.hand.zoom(factor, 200, 150));
 
 function drawGraphs() {
   const holder = page.parts.graph;
@@ -101,7 +108,7 @@ function drawGraphs() {
   }));
   page.graphs = [...holder.children].map((box) => ({ ...box.drawn, hand: movable(box.drawn.svg, box.drawn.laid, box) }));
   page.graphs.forEach((g) => g.hand.fit());
-  page.parts.legend.replaceChildren(legend(now()), h("span", { class: "controls" }, h("button", { onclick: () => page.graphs.forEach((g) => g.hand.whole()), title: "the whole graph (f)" }, "⤢"), h("button", { onclick: () => page.graphs.forEach((g) => g.hand.zoom(1.3, 200, 150)) }, "+"), h("button", { onclick: () => page.graphs.forEach((g) => g.hand.zoom(1 / 1.3, 200, 150)) }, "−"), saver(() => page.graphs[0]?.svg)));
+  page.parts.legend.replaceChildren(legend(now()), h("span", { class: "controls" }, button("⤢", whole, "the whole graph (f)"), button("+", zoom(1.3)), button("−", zoom(1 / 1.3)), saver(() => page.graphs[0]?.svg)));
 }
 
 function drawPanel() {
@@ -180,11 +187,11 @@ function mark() {
 
 function movePoint(rows, cols) {
   const b = now();
-  const shape = b.shapes[b.ops[cursor.op].shape];
+  const shape = b.shapeOf(cursor.op);
   const { row, col } = chosen(b, cursor.op);
   const at = pointAt(shape);
   const step = (k, by) => {
-    if (k !== undefined) at[k] = Math.max(0, Math.min(shape.dims[k][1] - 1, at[k] + by * Math.max(1, Math.floor(shape.dims[k][1] / 64))));
+    if (k !== undefined) at[k] = clamp(at[k] + by * Math.max(1, Math.floor(shape.dims[k][1] / 64)), 0, shape.dims[k][1] - 1);
   };
   step(row, rows);
   step(col, cols);
@@ -195,13 +202,14 @@ function keys(e) {
   if (e.target.matches("input, select, textarea")) return e.key === "Escape" && e.target.blur();
   if (e.ctrlKey || e.metaKey || e.altKey) return undefined;
   const b = now();
-  const next = (by) => select(Math.max(0, Math.min(b.ops.length - 1, cursor.op + by)));
+  const next = (by) => select(clamp(cursor.op + by, 0, b.ops.length - 1));
+  const device = (by) => move({ device: clamp(cursor.device + by, -1, b.devices - 1) });
   const k = b.groupOf[cursor.op];
   const acts = {
     j: () => next(1), k: () => next(-1), ArrowDown: () => (e.shiftKey ? movePoint(1, 0) : next(1)), ArrowUp: () => (e.shiftKey ? movePoint(-1, 0) : next(-1)), ArrowRight: () => movePoint(0, 1), ArrowLeft: () => movePoint(0, -1),
-    "]": () => move({ device: Math.min(b.devices - 1, cursor.device + 1) }), "[": () => move({ device: Math.max(-1, cursor.device - 1) }),
+    "]": () => device(1), "[": () => device(-1),
     o: () => (openGroups().has(k) ? setOpen(k, null) : reveal(cursor.op)),
-    f: () => page.graphs.forEach((g) => g.hand.whole()), "/": () => page.parts.find.focus(), t: theme, "?": help, "+": () => zoomBy(0.5), "-": () => zoomBy(2),
+    f: whole, "/": () => page.parts.find.focus(), t: theme, "?": help, "+": () => zoomBy(0.5), "-": () => zoomBy(2),
     b: () => page.builds.length > 1 && other(1 - cursor.build), s: () => saveSvg(page.parts.panel.querySelector("svg.picture") ?? page.graphs[0].svg), Escape: () => ((page.parts.help.hidden = true), move({ at: "", device: -1 })),
   };
   const tab = Number(e.key) > 0 && [...page.parts.tabs.children].filter((t) => t.offsetParent)[Number(e.key) - 1];
@@ -221,9 +229,9 @@ async function start() {
   if (page.diff) cursor.tab = "compare";
   if (refused >= 0) openRefused(refused);
   restore(location.hash);
-  cursor.build = Math.max(0, Math.min(page.builds.length - 1, cursor.build));
-  cursor.op = Math.max(0, Math.min(now().ops.length - 1, cursor.op));
-  cursor.device = Math.max(-1, Math.min(now().devices - 1, cursor.device));
+  cursor.build = clamp(cursor.build, 0, page.builds.length - 1);
+  cursor.op = clamp(cursor.op, 0, now().ops.length - 1);
+  cursor.device = clamp(cursor.device, -1, now().devices - 1);
   if (!panels[cursor.tab] || (cursor.tab === "compare" && page.builds.length < 2)) cursor.tab = "space";
   if (narrow() && !location.hash && !page.diff && refused < 0) cursor.tab = "graph";
   if (!location.hash && refused < 0) cursor.op = heaviest(now());

@@ -46,6 +46,10 @@ export class Build {
     return this.ops[i].name;
   }
 
+  shapeOf(i) {
+    return this.shapes[this.ops[i].shape];
+  }
+
   find(words) {
     const wanted = words.toLowerCase();
     const hit = (i) => [this.called(i), ...this.rows[i].outs, ...this.rows[i].nodes, ...this.ops[i].ins].some((n) => n.toLowerCase().includes(wanted));
@@ -64,7 +68,7 @@ export class Build {
     for (const row of [this, ...others].flatMap((b) => b.rows)) counts.set(row.split, (counts.get(row.split) ?? 0) + 1);
     counts.delete("none");
     const order = [...counts].sort((a, b) => b[1] - a[1]);
-    this.cuts = order.map(([split, n], k) => ({ split, n, colour: PALETTE[k] ?? NONE, other: k >= PALETTE.length }));
+    this.cuts = order.map(([split, n], k) => ({ split, n, colour: PALETTE[k] ?? NONE }));
     this.colours = new Map(this.cuts.map((c) => [c.split, c.colour]));
     this.uncut = this.rows.filter((r) => r.split === "none").length;
   }
@@ -113,20 +117,14 @@ export class Build {
   }
 
   buffer(name) {
-    const [tensor, list, dtype, field, width] = this.program.buffers[name];
-    return { name, tensor, dtype, field, width, list, boxes: this.list(list) };
+    const [, list, , field, width] = this.program.buffers[name];
+    return { name, field, width, boxes: this.list(list) };
   }
 
   // The buffer that a transferred one was filled from, back to one that was computed or loaded.
   origin(name) {
-    const via = [];
-    let step = this.program.steps[this.made.get(name)];
-    while (step && step[0] === "transfer") {
-      via.unshift(this.made.get(name));
-      name = step[2];
-      step = this.program.steps[this.made.get(name)];
-    }
-    return { name, via };
+    const step = this.program.steps[this.made.get(name)];
+    return step?.[0] === "transfer" ? this.origin(step[2]) : name;
   }
 
   links(step) {

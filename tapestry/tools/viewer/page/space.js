@@ -1,16 +1,16 @@
 // Picture 2: the index space of an operation: its box, the cut, each device's tile, and the cells that a point or a tile reads.
-import { HALO, boxText, bytes, count, deviceColour, h, picture, s, short, text } from "./elements.js";
+import { HALO, axisText, boxText, bytes, clamp, count, deviceColour, h, hint, onTile, picture, quiet, remark, s, scrolled, short } from "./elements.js";
 import { cursor, move } from "./cursor.js";
-import { cells, clip, footprint, holds, names, size, whole } from "./affine.js";
+import { cells, clip, footprint, holds, size, whole, within } from "./affine.js";
 import { ranges } from "./model.js";
 import { tree } from "./tree.js";
 
 const FACE = { left: 64, top: 14, most: 300, least: 26 };
-const lengthOf = (n, most) => Math.max(FACE.least, Math.min(most, 26 + 38 * Math.log2(Math.max(1, n)) * 0.72));
+const lengthOf = (n, most) => clamp(26 + 38 * Math.log2(Math.max(1, n)) * 0.72, FACE.least, most);
 
 // The dimensions that the picture shows: rows, columns, and the depth; those that are cut come first, then the longest.
 export function chosen(build, i) {
-  const shape = build.shapes[build.ops[i].shape];
+  const shape = build.shapeOf(i);
   const cut = new Set(build.ops[i].cut.filter((d) => d !== null));
   const rank = ([name, n, role]) => (cut.has(name) ? 1e15 : 0) + (role === "inner" ? n / 1e6 : n);
   const byName = (name) => shape.dims.findIndex(([d]) => d === name);
@@ -18,35 +18,30 @@ export function chosen(build, i) {
   const maps = shape.dims.map((d, k) => ({ d, k })).filter(({ d }) => d[2] === "map");
   const others = shape.dims.map((d, k) => ({ d, k })).filter(({ d }) => d[2] !== "map");
   const order = [...maps].sort((a, b) => rank(b.d) - rank(a.d)).slice(0, others.length ? 2 : 3).map(({ k }) => k);
-  const masked = shape.dims.map((_, k) => k).filter((k) => shape.skips.some((g) => names({ index: [g[0]] }, k)));
+  const masked = shape.dims.map((_, k) => k).filter((k) => shape.skips.some((g) => within(g[0], k)));
   const shown = masked.length === 2;
   const [row, col] = shown ? masked : order.slice(0, 2).sort((a, b) => a - b);
   const deep = shown ? order.find((k) => !masked.includes(k)) : [...others].sort((a, b) => rank(b.d) - rank(a.d))[0]?.k ?? order[2];
   return { row: pick(cursor.row, row), col: pick(cursor.col, col), depth: pick(cursor.depth, deep) };
 }
 
-// Devices by tile: those that compute the same are one.
-export function tiles(build, i) {
-  return [...byBox(build.blocks(i))].map(([key, devices]) => ({ box: JSON.parse(key), devices }));
-}
-
 // The point under the pointer, or that the keys have moved; -1 where a dimension is not set.
 export function pointAt(shape) {
   const given = cursor.at.split(".").map(Number);
-  return shape.dims.map(([, n], k) => Math.max(0, Math.min(n - 1, Number.isInteger(given[k]) ? given[k] : 0)));
+  return shape.dims.map(([, n], k) => clamp(Number.isInteger(given[k]) ? given[k] : 0, 0, n - 1));
 }
 
 export function space(build, i) {
-  const shape = build.shapes[build.ops[i].shape];
-  if (!shape.dims.length) return h("p", { class: "quiet" }, "One point: nothing can be cut.", operands(build, i, shape, [], null, null));
+  const shape = build.shapeOf(i);
+  if (!shape.dims.length) return remark("One point: nothing can be cut.", operands(build, i, shape, [], null, null));
   const axes = chosen(build, i);
   const point = pointAt(shape);
-  const all = tiles(build, i);
+  const all = byBox(build.blocks(i)); // devices that compute the same share a tile
   const tile = all.find((t) => t.devices.includes(cursor.device)) ?? null;
   const scene = face(build, i, shape, axes, all, tile, point);
   const svg = picture("index-space", scene.width, scene.height, scene.parts);
   const lit = cursor.at !== "" ? { point } : null;
-  return h("div", {}, controls(shape, axes), h("div", { class: "scroll" }, svg), reading(build, i, shape, all, tile, lit),
+  return h("div", {}, controls(shape, axes), scrolled(svg), reading(build, i, shape, all, tile, lit),
     operands(build, i, shape, all, tile, lit), tree(build, i));
 }
 
@@ -75,7 +70,7 @@ function face(build, i, shape, { row, col, depth }, all, tile, point) {
     const [[r0, r1], [c0, c1], [d0, d1]] = [span(t.box, row), span(t.box, col), span(t.box, depth)];
     const attributes = { class: t === tile ? "tile selected" : "tile", fill: deviceColour(t.devices[0]), "data-device": t.devices[0] };
     const at = (v, w, d) => [x(v) + z(d), y(w) - z(d) * 0.62];
-    const g = s("g", { role: "button", onclick: () => move({ device: t === tile ? -1 : t.devices[0], at: "" }) }, s("title", {}, `device ${ranges(t.devices)}: ${boxText(t.box)}`));
+    const g = s("g", { role: "button", onclick: () => move({ device: t === tile ? -1 : t.devices[0], at: "" }) }, hint(`device ${ranges(t.devices)}: ${boxText(t.box)}`));
     const top = [at(c0, r0, d0), at(c1, r0, d0), at(c1, r0, d1), at(c0, r0, d1)];
     const right = [at(c1, r0, d0), at(c1, r1, d0), at(c1, r1, d1), at(c1, r0, d1)];
     if (depth !== undefined && r0 === 0) g.append(quad(top, attributes), quad(top, { class: "shade", fill: "#ffffff", "fill-opacity": 0.3 }));
@@ -83,8 +78,8 @@ function face(build, i, shape, { row, col, depth }, all, tile, point) {
     g.append(quad([at(c0, r0, d0), at(c1, r0, d0), at(c1, r1, d0), at(c0, r1, d0)], attributes));
     parts.push(g);
     const [lx, ly] = [(right[0][0] + right[2][0]) / 2, (right[0][1] + right[2][1]) / 2];
-    if (d0 > 0 && z(d1) - z(d0) > 12) parts.push(text(lx, ly + 4, label(t), { class: "on-tile", "text-anchor": "middle" }));
-    if (d0 === 0 && !shape.skips.length && x(c1) - x(c0) > 22 && y(r1) - y(r0) > 13) parts.push(text((x(c0) + x(c1)) / 2, (y(r0) + y(r1)) / 2 + 4, label(t), { class: "on-tile", "text-anchor": "middle" }));
+    if (d0 > 0 && z(d1) - z(d0) > 12) parts.push(onTile(lx, ly + 4, label(t)));
+    if (d0 === 0 && !shape.skips.length && x(c1) - x(c0) > 22 && y(r1) - y(r0) > 13) parts.push(onTile((x(c0) + x(c1)) / 2, (y(r0) + y(r1)) / 2 + 4, label(t)));
   }
   parts.push(...skipped(shape, { row, col, depth }, point, { x, y, z, n }));
   parts.push(...names_(shape, { row, col, depth }, { ox, oy, width, height, deep }));
@@ -103,7 +98,7 @@ const label = (t) => (t.devices.length > 1 ? `${t.devices[0]}…×${t.devices.le
 
 function place(e, over, shape, { row, col }, point) {
   const box = over.getBoundingClientRect();
-  const share = (v, low, length) => Math.max(0, Math.min(0.999999, (v - low) / length));
+  const share = (v, low, length) => clamp((v - low) / length, 0, 0.999999);
   const out = [...point];
   if (col !== undefined) out[col] = Math.floor(share(e.clientX, box.left, box.width) * shape.dims[col][1]);
   if (row !== undefined) out[row] = Math.floor(share(e.clientY, box.top, box.height) * shape.dims[row][1]);
@@ -119,9 +114,9 @@ function pick(e, over, shape, axes, all) {
 function names_(shape, { row, col, depth }, { ox, oy, width, height, deep }) {
   const words = (k) => `${shape.dims[k][0]}: ${count(shape.dims[k][1])}${shape.dims[k][2] === "map" ? "" : ` (${shape.kind === "map" ? "inner" : shape.dims[k][2] === "inner" ? "inner" : shape.kind})`}`;
   const out = [];
-  if (col !== undefined) out.push(text(ox + width / 2, oy + height + 18, words(col), { "text-anchor": "middle", class: "axis" }));
-  if (row !== undefined) out.push(text(ox - 8, oy + height / 2, words(row), { "text-anchor": "middle", class: "axis", transform: `rotate(-90 ${ox - 14} ${oy + height / 2})` }));
-  if (depth !== undefined) out.push(text(ox + width + deep + 8, oy + height - deep * 0.31 - height / 2, words(depth), { class: "axis" }));
+  if (col !== undefined) out.push(axisText(ox + width / 2, oy + height + 18, words(col), "middle"));
+  if (row !== undefined) out.push(axisText(ox - 8, oy + height / 2, words(row), "middle", { transform: `rotate(-90 ${ox - 14} ${oy + height / 2})` }));
+  if (depth !== undefined) out.push(axisText(ox + width + deep + 8, oy + height - deep * 0.31 - height / 2, words(depth)));
   return out;
 }
 
@@ -129,7 +124,7 @@ function names_(shape, { row, col, depth }, { ox, oy, width, height, deep }) {
 const GRID = 64;
 
 function skipped(shape, { row, col, depth }, point, { x, y, z, n }) {
-  const plane = [[row, col, "front"], [row, depth, "side"]].find(([a, b]) => a !== undefined && b !== undefined && shape.skips.some((g) => [a, b].every((k) => names({ index: [g[0]] }, k))));
+  const plane = [[row, col, "front"], [row, depth, "side"]].find(([a, b]) => a !== undefined && b !== undefined && shape.skips.some((g) => [a, b].every((k) => within(g[0], k))));
   if (!plane) return [];
   const [a, b, which] = plane;
   const [rows, cols] = [Math.min(GRID, n(a)), Math.min(GRID, n(b))];
@@ -185,17 +180,24 @@ function drawnAxes(dims) {
   return order.length === 2 ? order : order.length === 1 ? [undefined, order[0]] : [undefined, undefined];
 }
 
+// Where a box lies along an axis of a tensor that is drawn so long; on all of it, where no axis is.
+export const spanOf = (dims, box, k, length) => (k === undefined ? [0, length] : box[k].map((v) => (v / dims[k]) * length));
+
 function sheet(name, dims) {
   const [row, col] = drawnAxes(dims);
-  const length = (k) => (k === undefined ? MINI.least * 2 : Math.max(MINI.least * 2, Math.min(MINI.most, lengthOf(dims[k], MINI.most) * 0.75)));
+  const length = (k) => (k === undefined ? MINI.least * 2 : clamp(lengthOf(dims[k], MINI.most) * 0.75, MINI.least * 2, MINI.most));
   const [width, height] = [length(col), length(row)];
-  const spanOf = (box, k, total) => (k === undefined ? [0, total] : box[k].map((v) => (v / dims[k]) * total));
   const rect = (box, attributes) => {
-    const [[x0, x1], [y0, y1]] = [spanOf(box, col, width), spanOf(box, row, height)];
+    const [[x0, x1], [y0, y1]] = [spanOf(dims, box, col, width), spanOf(dims, box, row, height)];
     return s("rect", { x: MINI.margin + x0, y: MINI.margin + y0, width: Math.max(1, x1 - x0), height: Math.max(1, y1 - y0), ...attributes });
   };
   const svg = picture(`tensor-${name}`, width + 2 * MINI.margin, height + 2 * MINI.margin);
   return { svg, rect };
+}
+
+// The outlines of what devices hold.
+function hold(buffer, { svg, rect }) {
+  for (const { box, devices } of byBox(buffer.boxes)) svg.append(rect(box, { class: "held", stroke: deviceColour(devices[0]) }));
 }
 
 function operand(build, i, shape, { read, pos, buffer, block, tile, lit }) {
@@ -203,9 +205,9 @@ function operand(build, i, shape, { read, pos, buffer, block, tile, lit }) {
   const dims = read.type[1];
   const own = whole(dims);
   const { svg, rect } = sheet(`${pos}`, dims);
-  const origin = buffer ? build.buffer(build.origin(buffer).name) : null;
+  const origin = buffer ? build.buffer(build.origin(buffer)) : null;
   svg.append(rect(own, { class: "ground" }));
-  if (origin) for (const [key, ds] of byBox(origin.boxes)) svg.append(rect(JSON.parse(key), { class: "held", stroke: deviceColour(ds[0]) }));
+  if (origin) hold(origin, { svg, rect });
   const notes = [];
   if (lit) {
     const found = cells(read, lit.point, shape, block);
@@ -252,7 +254,7 @@ function written(build, shape, { name, type, block, tile, lit }) {
   const dims = type[1];
   svg.append(rect(whole(dims), { class: "ground" }));
   const buffers = (build.holders.get(name) ?? []).map((b) => build.buffer(b)).filter((b) => b.field === null);
-  if (buffers.length) for (const [key, ds] of byBox(buffers[0].boxes)) svg.append(rect(JSON.parse(key), { class: "held", stroke: deviceColour(ds[0]) }));
+  if (buffers.length) hold(buffers[0], { svg, rect });
   const notes = [];
   if (dims.length === shape.dims.filter(([, , r]) => r === "map").length && (tile || lit)) {
     const box = dims.map((_, k) => (lit ? [lit.point[k], lit.point[k] + 1] : block[k]));
@@ -264,18 +266,19 @@ function written(build, shape, { name, type, block, tile, lit }) {
 
 const inside = (cell, dims) => cell.every((v, k) => v >= 0 && v < dims[k]);
 
+// The boxes of a list of one for every device or null, each once, with its devices.
 export function byBox(boxes) {
   const out = new Map();
   boxes.forEach((box, d) => {
     if (box === null) return;
     const key = JSON.stringify(box);
-    if (!out.has(key)) out.set(key, []);
-    out.get(key).push(d);
+    if (!out.has(key)) out.set(key, { box, devices: [] });
+    out.get(key).devices.push(d);
   });
-  return out;
+  return [...out.values()];
 }
 
 function card(kind, tensor, title, type, notes, svg) {
-  return h("figure", { class: `operand ${kind}`, "data-tensor": tensor }, h("figcaption", {}, h("b", { title }, `${kind === "read" ? "reads" : "writes"} ${short(title, 44)}`), h("span", { class: "quiet" }, type)), svg,
+  return h("figure", { class: `operand ${kind}`, "data-tensor": tensor }, h("figcaption", {}, h("b", { title }, `${kind === "read" ? "reads" : "writes"} ${short(title, 44)}`), quiet(type)), svg,
     notes.map((n) => h("div", { class: "note" }, n)));
 }

@@ -1,7 +1,7 @@
 // Picture 3: who holds what of a tensor, what moved and from whom; and who sends how much to whom.
-import { NONE, PALETTE, boxText, bytes, count, deviceColour, h, picture, s, seconds, shapeText, table, text } from "./elements.js";
+import { NONE, PALETTE, amount, axisText, bold, boxText, bytes, cell, clamp, count, deviceColour, h, hint, picture, quiet, remark, s, scrolled, seconds, shapeText, table } from "./elements.js";
 import { cursor, move } from "./cursor.js";
-import { byBox } from "./space.js";
+import { byBox, spanOf } from "./space.js";
 import { size } from "./affine.js";
 import { ranges } from "./model.js";
 
@@ -17,33 +17,34 @@ export function tensors(build, i) {
 function matrix(build, name, steps, caption) {
   const cells = build.traffic(steps);
   const n = build.devices;
-  const cell = Math.max(3, Math.min(28, 260 / n));
+  const side = clamp(260 / n, 3, 28);
+  const inner = side > 6 ? side - 1 : side;
   const [left, top] = [34, 26];
-  const svg = picture(name, left + n * cell + 8, top + n * cell + 8);
+  const svg = picture(name, left + n * side + 8, top + n * side + 8);
   const most = Math.max(1, ...cells.map((r) => Math.max(...r)));
   let total = 0;
-  svg.append(s("rect", { x: left, y: top, width: n * cell, height: n * cell, class: "ground" }));
+  svg.append(s("rect", { x: left, y: top, width: n * side, height: n * side, class: "ground" }));
   for (let a = 0; a < n; a++) {
     for (let b = 0; b < n; b++) {
       total += cells[a][b];
       if (!cells[a][b]) continue;
-      const where = { x: left + b * cell, y: top + a * cell, width: cell - (cell > 6 ? 1 : 0), height: cell - (cell > 6 ? 1 : 0) };
+      const where = { x: left + b * side, y: top + a * side, width: inner, height: inner };
       const marked = a === cursor.device || b === cursor.device;
       svg.append(s("rect", { ...where, class: marked ? "flow marked" : "flow", "fill-opacity": (0.15 + 0.85 * (cells[a][b] / most)).toFixed(3), onclick: () => move({ device: a }) },
-        s("title", {}, `device ${a} to ${b}: ${count(Math.round(cells[a][b]))} bytes`)));
+        hint(`device ${a} to ${b}: ${count(Math.round(cells[a][b]))} bytes`)));
     }
   }
   const every = n > 16 ? 8 : n > 8 ? 2 : 1;
   for (let d = 0; d < n; d += every) {
-    svg.append(text(left - 5, top + (d + 0.5) * cell + 4, d, { "text-anchor": "end", class: "axis" }), text(left + (d + 0.5) * cell, top - 6, d, { "text-anchor": "middle", class: "axis" }));
+    svg.append(axisText(left - 5, top + (d + 0.5) * side + 4, d, "end"), axisText(left + (d + 0.5) * side, top - 6, d, "middle"));
   }
-  return h("figure", {}, h("figcaption", {}, h("b", {}, caption), h("span", { class: "quiet", "data-total": Math.round(total) }, `${count(Math.round(total))} bytes, rows send, columns receive`)), h("div", { class: "scroll" }, svg));
+  return h("figure", {}, h("figcaption", {}, bold(caption), h("span", { class: "quiet", "data-total": Math.round(total) }, `${count(Math.round(total))} bytes, rows send, columns receive`)), scrolled(svg));
 }
 
 function moves(build, steps) {
   const rows = steps.map((k) => build.transfers.get(k)).filter(Boolean).map((r) => h("tr", { "data-step": r.step, class: r.step === cursor.step ? "selected" : "", onclick: () => move({ step: r.step }) },
-    h("td", {}, r.kind), h("td", {}, r.tensor), h("td", { class: "n" }, count(r.bytes)), h("td", { class: "n" }, count(r.payload_bytes)), h("td", { class: "n" }, seconds(r.seconds)), h("td", {}, r.algorithm ?? "")));
-  if (!rows.length) return h("p", { class: "quiet" }, "Nothing: every device holds what it reads, or loads it from the host.");
+    cell(r.kind), cell(r.tensor), amount(count(r.bytes)), amount(count(r.payload_bytes)), amount(seconds(r.seconds)), cell(r.algorithm ?? "")));
+  if (!rows.length) return remark("Nothing: every device holds what it reads, or loads it from the host.");
   return table(["kind", "tensor", "bytes, all senders", "largest", "takes", "priced as"], rows);
 }
 
@@ -52,15 +53,15 @@ function tensor(build, name) {
   const buffers = (build.holders.get(name) ?? []).map((b) => build.buffer(b));
   const rows = buffers.map((b) => holder(build, b, shape));
   const type = about || `${dtype} ${shapeText(shape)}, ${bytes(total)}`;
-  return h("section", { class: "tensor", "data-tensor": name }, h("h4", {}, name, " ", h("span", { class: "quiet" }, `${what ? `${what}, ` : ""}${type}`)), rows.slice(0, 6),
-    rows.length > 6 && h("p", { class: "quiet" }, `and ${rows.length - 6} more buffers`));
+  return h("section", { class: "tensor", "data-tensor": name }, h("h4", {}, name, " ", quiet(`${what ? `${what}, ` : ""}${type}`)), rows.slice(0, 6),
+    rows.length > 6 && remark(`and ${rows.length - 6} more buffers`));
 }
 
 const BAR = 150;
 
 // A buffer: how it was made, and its parts by device along the axis that is cut.
 function holder(build, b, shape) {
-  const groups = [...byBox(b.boxes)].map(([key, ds]) => ({ box: JSON.parse(key), ds }));
+  const groups = byBox(b.boxes);
   const at = build.made.get(b.name);
   const step = build.program.steps[at];
   const row = build.transfers.get(at);
@@ -69,15 +70,14 @@ function holder(build, b, shape) {
   const svg = picture(`holders-${b.name}`, BAR, 52);
   const cut = shape.map((_, k) => k).filter((k) => new Set(groups.map((g) => g.box[k].join())).size > 1);
   const [col, line] = [cut[0], cut[1]];
-  const span = (box, k, length) => (k === undefined ? [0, length] : box[k].map((v) => (v / shape[k]) * length));
   for (const g of groups) {
-    const [[x0, x1], [y0, y1]] = [span(g.box, col, BAR - 2), span(g.box, line, 50)];
-    svg.append(s("rect", { x: 1 + x0, y: 1 + y0, width: Math.max(0.8, x1 - x0), height: Math.max(0.8, y1 - y0), fill: groups.length > 1 ? deviceColour(g.ds[0]) : NONE, class: g.ds.includes(cursor.device) ? "held selected" : "held" },
-      s("title", {}, `device ${ranges(g.ds)}: ${boxText(g.box)}`)));
+    const [[x0, x1], [y0, y1]] = [spanOf(shape, g.box, col, BAR - 2), spanOf(shape, g.box, line, 50)];
+    svg.append(s("rect", { x: 1 + x0, y: 1 + y0, width: Math.max(0.8, x1 - x0), height: Math.max(0.8, y1 - y0), fill: groups.length > 1 ? deviceColour(g.devices[0]) : NONE, class: g.devices.includes(cursor.device) ? "held selected" : "held" },
+      hint(`device ${ranges(g.devices)}: ${boxText(g.box)}`)));
   }
   const each = groups.length ? Math.max(...groups.map((g) => size(g.box))) * b.width : 0;
-  const held = groups.length === 1 ? `whole on ${groups[0].ds.length} device(s)` : `${groups.length} parts${groups[0].ds.length > 1 ? `, each on ${groups[0].ds.length} devices` : ""}`;
-  return h("div", { class: "holder", "data-buffer": b.name }, svg, h("div", {}, h("b", {}, b.name), ` ${how}${b.field === null ? "" : `, field ${b.field} of a state`}`, h("div", { class: "quiet" }, `${held}, at most ${bytes(each)}${row ? `; ${count(row.bytes)} bytes moved` : ""}`),
+  const held = groups.length === 1 ? `whole on ${groups[0].devices.length} device(s)` : `${groups.length} parts${groups[0].devices.length > 1 ? `, each on ${groups[0].devices.length} devices` : ""}`;
+  return h("div", { class: "holder", "data-buffer": b.name }, svg, h("div", {}, bold(b.name), ` ${how}${b.field === null ? "" : `, field ${b.field} of a state`}`, h("div", { class: "quiet" }, `${held}, at most ${bytes(each)}${row ? `; ${count(row.bytes)} bytes moved` : ""}`),
     from.length > 0 && h("div", { class: "quiet" }, `device ${cursor.device} has ${from.slice(0, 8).map(([a, , n]) => `${bytes(n)} from ${a}`).join(", ")}`)));
 }
 

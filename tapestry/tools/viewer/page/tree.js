@@ -1,5 +1,5 @@
 // How partial states become one: a tree with a leaf for every device of a group, in the order in which they are merged.
-import { boxText, bytes, count, deviceColour, h, picture, s, text } from "./elements.js";
+import { axisText, bold, boxText, bytes, count, deviceColour, h, hint, onTile, picture, s, scrolled, text } from "./elements.js";
 import { cursor } from "./cursor.js";
 
 const LEAF = { width: 46, height: 24, gap: 8, level: 38 };
@@ -13,13 +13,13 @@ function one(build, i, k) {
   const all = build.program.groups[groups];
   const group = all.find((g) => g.includes(cursor.device)) ?? all.find((g) => g.length > 1) ?? all[0];
   const row = build.transfers.get(k);
-  const shape = build.shapes[build.ops[i].shape];
+  const shape = build.shapeOf(i);
   const blocks = build.blocks(i);
   const reduced = shape.dims.map((d, n) => [d, n]).filter(([d]) => d[2] === "reduce");
   const own = (d) => (blocks[d] ? boxText(reduced.map(([, n]) => blocks[d][n])) : "");
   const caption = `${kind} in ${all.length} group(s) of ${group.length}: ${count(moved)} bytes on the wire, ${bytes(row?.payload_bytes ?? 0)} each` +
     `${row?.algorithm ? `, priced as ${row.algorithm}` : ""}; states of '${shape.kind}' merge in this order`;
-  return h("figure", { class: "tree", "data-step": k }, h("figcaption", {}, h("b", {}, `⊕ ${caption}`)), h("div", { class: "scroll" }, drawing(group, own, kind, reduced.map(([d]) => d[0]).join(", "))));
+  return h("figure", { class: "tree", "data-step": k }, h("figcaption", {}, bold(`⊕ ${caption}`)), scrolled(drawing(group, own, kind, reduced.map(([d]) => d[0]).join(", "))));
 }
 
 // Merged from left to right, as every executor does: the first with the second, then each next one.
@@ -37,10 +37,10 @@ function drawing(group, own, kind, dims) {
     [px, py] = [mx, my];
   }
   for (let j = 0; j < n; j++) {
-    svg.append(s("g", {}, s("title", {}, `device ${group[j]}: ${dims} ${own(group[j])}`), s("rect", { x: x(j) - LEAF.width / 2, y: 20, width: LEAF.width, height: LEAF.height, rx: 5, fill: deviceColour(group[j]), class: "leaf" }),
-      text(x(j), 37, group[j], { class: "on-tile", "text-anchor": "middle" })));
+    svg.append(s("g", {}, hint(`device ${group[j]}: ${dims} ${own(group[j])}`), s("rect", { x: x(j) - LEAF.width / 2, y: 20, width: LEAF.width, height: LEAF.height, rx: 5, fill: deviceColour(group[j]), class: "leaf" }),
+      onTile(x(j), 37, group[j])));
   }
-  if (group.length > n) svg.append(text(x(n - 1) + 32, 37, `… ${group.length}`, {}));
-  svg.append(s("path", { d: `M${px},${py}V${height - 26}`, class: "branch" }), text(Math.max(px, 60), height - 10, kind === "all_reduce" ? "to every device" : "a part to each", { "text-anchor": "middle", class: "axis" }));
+  if (group.length > n) svg.append(text(x(n - 1) + 32, 37, `… ${group.length}`));
+  svg.append(s("path", { d: `M${px},${py}V${height - 26}`, class: "branch" }), axisText(Math.max(px, 60), height - 10, kind === "all_reduce" ? "to every device" : "a part to each", "middle"));
   return svg;
 }
