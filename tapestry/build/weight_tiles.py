@@ -17,7 +17,7 @@ import numpy as np
 
 from tapestry.errors import damaged
 from tapestry.ir.graph import Graph
-from tapestry.ir.kernel import Box
+from tapestry.ir.kernel import Box, slices
 from tapestry.ir.types import Array, itemsize
 
 TILE = 1 << 20  # bytes, at most
@@ -63,7 +63,7 @@ def digests(array: Array) -> bytes:
     """The hashes of all tiles of a weight."""
     whole = tuple((0, s) for s in array.shape)
     tiles = touched(array.shape, array.itemsize, whole)
-    return b"".join(digest(array[tuple(slice(lo, hi) for lo, hi in box)]) for _, box in tiles)
+    return b"".join(digest(array[slices(box)]) for _, box in tiles)
 
 
 def root(tiles: bytes) -> str:

@@ -8,9 +8,9 @@ from typing import Any, overload
 import numpy as np
 
 from tapestry.errors import TapestryError
-from tapestry.interop.tile_changes import exact, naive, received, slices
+from tapestry.interop.tile_changes import exact, naive, received
 from tapestry.interop.tile_patterns import SUPPRESSED, Tiling, parse
-from tapestry.ir.kernel import Box, shape
+from tapestry.ir.kernel import Box, shape, slices
 
 Instances = Sequence[int] | None
 

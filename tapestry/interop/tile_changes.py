@@ -9,7 +9,7 @@ import numpy as np
 
 from tapestry.errors import TapestryError
 from tapestry.interop.tile_patterns import Tiling
-from tapestry.ir.kernel import Box, inside, intersect, size
+from tapestry.ir.kernel import Box, inside, intersect, size, slices, slices_within, whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +41,9 @@ def naive(before: Tiling, after: Tiling, shape: tuple[int, ...]) -> Change:
     """
     if before == after or before.tiles(shape) == after.tiles(shape):
         return Change("none", ())
-    whole: Box = tuple((0, n) for n in shape)
     kind = "broadcast" if before.count == 1 else "all-gather"
     kind += " + tile" if after.count != 1 else ""
-    wanted = dict.fromkeys(after.tiles(shape), whole)
+    wanted = dict.fromkeys(after.tiles(shape), whole(shape))
     return Change(kind, tuple(_sends(before.tiles(shape), wanted)))
 
 
@@ -91,18 +90,12 @@ def received(
     held = before.tiles(shape)
     out: dict[int, np.ndarray] = {}
     for i, box in after.tiles(shape).items():
-        whole = np.empty(shape, next(iter(tiles.values())).dtype)
+        tensor = np.empty(shape, next(iter(tiles.values())).dtype)
         written = np.zeros(shape, bool)
         pieces = [(i, held[i])] if i in held else []
         for src, part in [*pieces, *((s.src, s.box) for s in change.sends if s.dst == i)]:
-            local = tuple(slice(lo - o, hi - o) for (lo, hi), (o, _) in zip(part, held[src], strict=True))
-            whole[slices(part)] = tiles[src][local]
+            tensor[slices(part)] = tiles[src][slices_within(part, held[src])]
             written[slices(part)] = True
         assert written[slices(box)].all(), f"instance {i} was not sent all of its tile"
-        out[i] = np.array(whole[slices(box)])
+        out[i] = np.array(tensor[slices(box)])
     return out
-
-
-def slices(box: Box) -> tuple[slice, ...]:
-    """A box as an index of an array."""
-    return tuple(slice(lo, hi) for lo, hi in box)

@@ -6,6 +6,7 @@ whole tensor or index space; a buffer is a contiguous row-major array of exactly
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 
@@ -56,6 +57,16 @@ def inside(a: Box, b: Box) -> bool:
 def whole(extents: tuple[int, ...]) -> Box:
     """The box of a whole tensor."""
     return tuple((0, n) for n in extents)
+
+
+def slices(box: Iterable[tuple[int, int]]) -> tuple[slice, ...]:
+    """A box as an index of an array of the whole."""
+    return tuple(slice(lo, hi) for lo, hi in box)
+
+
+def slices_within(box: Iterable[tuple[int, int]], held: Iterable[tuple[int, int]]) -> tuple[slice, ...]:
+    """A box as an index of an array that holds another box."""
+    return tuple(slice(lo - first, hi - first) for (lo, hi), (first, _) in zip(box, held, strict=True))
 
 
 def cut(extent: int, parts: int, k: int) -> tuple[int, int]:

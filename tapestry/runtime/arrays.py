@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
-from tapestry.ir.kernel import Box, shape
+from tapestry.ir.kernel import Box, shape, slices_within
 from tapestry.ir.types import DTYPES, HOST, STORED
 from tapestry.onnx_eval.opaque_node import HostValue
 from tapestry.runtime.target_protocol import Array
-
-if TYPE_CHECKING:
-    from tapestry.ir.kernel import Box
 
 
 def torch_dtype(dtype: str) -> torch.dtype:
@@ -24,7 +20,7 @@ def torch_dtype(dtype: str) -> torch.dtype:
 
 def part(array: Array, box: Box, origin: Box) -> Array:
     """A view of a box of an array that holds ``origin``."""
-    return array[tuple(slice(lo - o, hi - o) for (lo, hi), (o, _) in zip(box, origin, strict=True))]
+    return array[slices_within(box, origin)]
 
 
 def assemble(box: Box, dtype: str, pieces: Sequence[tuple[Box, Array]], device: torch.device) -> torch.Tensor:

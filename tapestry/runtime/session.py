@@ -15,7 +15,7 @@ import numpy as np
 from tapestry.build.store import Build
 from tapestry.errors import BuildError, TapestryError
 from tapestry.ir.graph import Graph
-from tapestry.ir.kernel import Box
+from tapestry.ir.kernel import Box, slices
 from tapestry.ir.program import Program
 from tapestry.ir.types import DTYPES, Array, Tensor, Weight, itemsize, numpy_dtype
 from tapestry.lift.file.weight_data import read_checked
@@ -119,7 +119,7 @@ class Session:
         if self.build.plan.graph.weights[tensor].file == "":
             offset, length = self.build.constants[tensor]
             data = np.frombuffer(self.constants[offset : offset + length], numpy_dtype(t.dtype)).reshape(t.shape)
-            return self.source.from_numpy(np.array(data[_slices(box)]))
+            return self.source.from_numpy(np.array(data[slices(box)]))
         return self.source.from_numpy(self.slices(tensor, box))
 
     def run(self, feeds: Mapping[str, Any], progress: Progress = lambda done, total: None) -> Result:
@@ -164,7 +164,7 @@ class _Feeds:
     def __call__(self, tensor: str, box: Box) -> Any:
         """A box as it is where its elements lie in a row, which nobody writes; else a copy."""
         value = self.arrays[tensor]
-        return self.source.from_numpy(value if isinstance(value, HostValue) else value[_slices(box)])
+        return self.source.from_numpy(value if isinstance(value, HostValue) else value[slices(box)])
 
 
 def memory_limits(build: Build) -> list[int]:
@@ -282,7 +282,3 @@ def largest_constant(build: Build) -> int:
     if bad:
         raise BuildError(f"constant '{bad[0]}' has another size than its tensor")
     return max(sizes, default=0)
-
-
-def _slices(box: Box) -> tuple[slice, ...]:
-    return tuple(slice(lo, hi) for lo, hi in box)

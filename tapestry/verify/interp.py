@@ -19,7 +19,7 @@ from tapestry.errors import LawError
 from tapestry.ir.expr import Acc, Arg, Call, Const, Expr, Index, Let
 from tapestry.ir.graph import Block, Dim, Graph, Guard, Inner, Op, Opaque, Read
 from tapestry.ir.index import Aff, bounds, evaluate
-from tapestry.ir.kernel import Box, cut
+from tapestry.ir.kernel import Box, cut, slices
 from tapestry.ir.laws import where
 from tapestry.ir.monoid import MONOIDS
 from tapestry.ir.types import HOST, Array, numpy_dtype
@@ -329,7 +329,7 @@ class _Boxes(Arrays):
         for box in itertools.product(*_ways(op, op.dims)):
             made = self.values(op, meshed({}, op.dims, box))
             for out, value in zip(outs, made, strict=True):
-                out[tuple(slice(lo, hi) for lo, hi in box)] = value
+                out[slices(box)] = value
         return outs
 
 

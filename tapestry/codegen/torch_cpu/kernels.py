@@ -36,7 +36,7 @@ from tapestry.ir import canonical_parts
 from tapestry.ir.expr import Expr, arg_positions
 from tapestry.ir.footprint import read_box
 from tapestry.ir.graph import Block, Graph, Op, Opaque
-from tapestry.ir.kernel import Box, Kernel, shape, size
+from tapestry.ir.kernel import Box, Kernel, shape, size, slices_within
 from tapestry.ir.monoid import parts_of
 from tapestry.ir.recognition.contraction import only_sums, part, sides
 from tapestry.ir.recognition.running_state import as_scan
@@ -552,9 +552,9 @@ class _Part:
         for k, own in enumerate(kernel.ins):
             want = None if own is None else read_box(op, graph, k, block)
             boxes.append(want)
-            self.takes.append(None if want is None or own is None else (_slices_within(want, own), want))
+            self.takes.append(None if want is None or own is None else (slices_within(want, own), want))
         self.outs = [_out_box(op, n, block, box) for n, box in enumerate(kernel.outs)]
-        self.places = [_slices_within(box, whole) for box, whole in zip(self.outs, kernel.outs, strict=True)]
+        self.places = [slices_within(box, whole) for box, whole in zip(self.outs, kernel.outs, strict=True)]
         inner = Kernel(op=kernel.op, mode="full", block=block, ins=tuple(boxes), outs=tuple(self.outs))
         self.kernel = build(graph, inner)
 
@@ -583,7 +583,3 @@ def _out_box(op: Op, n: int, block: Box, whole: Box) -> Box:
         if axis is not None:
             box[axis] = block[i]
     return tuple(box)
-
-
-def _slices_within(box: Box, outer: Box) -> tuple[slice, ...]:
-    return tuple(slice(lo - o, hi - o) for (lo, hi), (o, _) in zip(box, outer, strict=True))

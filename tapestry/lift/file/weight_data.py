@@ -18,6 +18,7 @@ from onnx import TensorProto, numpy_helper
 
 from tapestry.build import weight_tiles
 from tapestry.errors import BuildError, ModelError, refusing
+from tapestry.ir.kernel import slices, slices_within
 from tapestry.ir.types import PACKED, Tensor, Weight, numpy_dtype
 from tapestry.lift.file.external_data import check_inline, open_inside
 from tapestry.lift.file.protos import is_standard
@@ -45,7 +46,7 @@ def read_weight(
         whole = constants[tensor.name]
     else:
         whole = _whole(model, weight, tensor)
-    part = whole if box is None else whole[tuple(slice(a, b) for a, b in box)]
+    part = whole if box is None else whole[slices(box)]
     return np.require(part, requirements=["C", "A"]).reshape(part.shape)
 
 
@@ -62,7 +63,7 @@ def read_checked(model: Path, weight: Weight, tensor: Tensor, box: Box, honest: 
     whole = _whole(model, weight, tensor)
     out = np.empty([hi - lo for lo, hi in box], whole.dtype)
     for number, tile in weight_tiles.touched(tensor.shape, whole.itemsize, box):
-        part = whole[tuple(slice(lo, hi) for lo, hi in tile)]
+        part = whole[slices(tile)]
         if (weight, number) not in honest:
             part = np.ascontiguousarray(part).reshape(part.shape)  # what is checked is what is used
             at = number * weight_tiles.DIGEST
@@ -75,8 +76,7 @@ def read_checked(model: Path, weight: Weight, tensor: Tensor, box: Box, honest: 
                 )
             honest.add((weight, number))
         common = [(max(a, lo), min(b, hi)) for (a, b), (lo, hi) in zip(tile, box, strict=True)]
-        there = tuple(slice(a - lo, b - lo) for (a, b), (lo, _) in zip(common, box, strict=True))
-        out[there] = part[tuple(slice(a - lo, b - lo) for (a, b), (lo, _) in zip(common, tile, strict=True))]
+        out[slices_within(common, box)] = part[slices_within(common, tile)]
         _let_go(whole)
     return out
 

@@ -15,7 +15,7 @@ from onnx import checker as onnx_checker
 from tapestry.build.store import Build
 from tapestry.errors import BuildError, TapestryError
 from tapestry.ir.graph import Op
-from tapestry.ir.kernel import Box
+from tapestry.ir.kernel import Box, slices
 from tapestry.ir.types import numpy_dtype
 from tapestry.runtime.session import NO_WEIGHTS, ModelFiles
 from tapestry.tools.exports.nodes.onnx_nodes import Nodes, NotExpressible, Value, live, onnx_type, stored_array
@@ -43,7 +43,7 @@ def weights_of(build: Build, constants: bytes) -> WeightData:
             return files(tensor, box)
         t, (offset, length) = graph.tensors[tensor], build.constants[tensor]
         data = np.frombuffer(constants[offset : offset + length], numpy_dtype(t.dtype)).reshape(t.shape)
-        return np.array(data[tuple(slice(lo, hi) for lo, hi in box)])
+        return np.array(data[slices(box)])
 
     return read
 

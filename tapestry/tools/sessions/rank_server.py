@@ -25,7 +25,7 @@ from tapestry import api, launch
 from tapestry.build.sized_builds import SizedBuild
 from tapestry.build.store import Build
 from tapestry.errors import RunError, TapestryError
-from tapestry.ir.kernel import Box
+from tapestry.ir.kernel import Box, slices
 from tapestry.onnx_eval.opaque_node import HostValue
 from tapestry.runtime.session import MakeExecutor, Session
 from tapestry.runtime.sized_sessions import SizedSessions
@@ -135,7 +135,7 @@ def _step(session: Session, request: Request, places: SharedPlaces) -> Answer:
 
     def put(name: str, box: Box, array: Any) -> None:
         part = session.target.to_numpy(array, tensors[name].dtype)
-        np.copyto(there[name][tuple(slice(lo, hi) for lo, hi in box)], part)
+        np.copyto(there[name][slices(box)], part)
 
     executor.put = put
     feeds: dict[str, Any] = {n: places.part(a, tensors[n].shape) for n, a in places.inputs.items()}

@@ -18,7 +18,7 @@ from tapestry.codegen.torch_cpu.base.local_view import Local
 from tapestry.codegen.torch_cpu.base.strided_reads import Frame
 from tapestry.ir.graph import Block
 from tapestry.ir.index import bounds, evaluate
-from tapestry.ir.kernel import Box
+from tapestry.ir.kernel import Box, slices_within
 from tapestry.ir.recognition.convolution import Conv, Window, convolution
 
 Tensor = torch.Tensor
@@ -235,7 +235,7 @@ def _window_cut(op: Block, c: Conv, frame: Frame, x_box: Box, w_box: Box, x_shap
     both = [_axis(v, at, x_box[k + 2], x_shape[k + 2]) for k, v in enumerate(c.windows)]
     b0, b1 = at[c.batch]
     w_axes = [at[n] if n else (0, 1) for n in (c.feature, c.channel, *(v.window for v in c.windows))]
-    w_take = tuple(slice(a - lo, b - lo) for (a, b), (lo, _) in zip(w_axes, w_box, strict=True))
+    w_take = slices_within(w_axes, w_box)
     rows = slice(b0 - x_box[0][0], b1 - x_box[0][0])
     return [t for t, _ in both], [p for _, p in both], rows, w_take, _groups(op, c, at)
 

@@ -12,7 +12,7 @@ from tapestry.codegen.torch_cpu.base.point_values import Expressions, Run
 from tapestry.codegen.torch_cpu.base.strided_reads import Frame, Tensor
 from tapestry.ir.expr import Call, Const, Expr, Index, walk
 from tapestry.ir.graph import Block, Graph
-from tapestry.ir.kernel import Box, Kernel, shape
+from tapestry.ir.kernel import Box, Kernel, shape, slices_within
 
 
 def pieces(op: Block, graph: Graph, kernel: Kernel) -> Run | None:
@@ -22,7 +22,7 @@ def pieces(op: Block, graph: Graph, kernel: Kernel) -> Run | None:
         return None
     runs: list[tuple[tuple[slice, ...], Expressions]] = []
     for box, body in found:
-        place = tuple(slice(lo - o, hi - o) for (lo, hi), (o, _) in zip(box, kernel.block, strict=True))
+        place = slices_within(box, kernel.block)
         part = replace(kernel, block=box)
         runs.append((place, Expressions(op, graph, part, body, Frame(op.dims, box))))
     extents = shape(kernel.block)

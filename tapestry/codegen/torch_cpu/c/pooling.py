@@ -16,7 +16,7 @@ from tapestry.codegen.torch_cpu.c.conv_c import Tensor, available, last
 from tapestry.ir.expr import Acc, Arg
 from tapestry.ir.graph import Block, Graph, Guard, Read
 from tapestry.ir.index import Aff, Floor, Mod
-from tapestry.ir.kernel import Box, Kernel
+from tapestry.ir.kernel import Box, Kernel, slices_within
 from tapestry.ir.recognition.contraction import factors
 from tapestry.ir.recognition.convolution import plain_read, window
 
@@ -222,7 +222,7 @@ def _transposed_part(
         first.append(a.stride * lo + a.dilation * r0 + a.first - o0)
         lengths.append((hi - lo - 1) * a.stride + a.dilation * (r1 - r0 - 1) + 1)
     some = all(p <= lo < hi <= q for (lo, hi), (p, q) in zip(wanted, x_box, strict=True))
-    x = tuple(slice(lo - p, hi - p) for (lo, hi), (p, _) in zip(wanted, x_box, strict=True))
+    x = slices_within(wanted, x_box)
     weight = tuple(slice(at[str(e)][0] - p, at[str(e)][1] - p) for e, (p, _) in zip(w.index, w_box, strict=True))
     shape = tuple(at[d.name][1] - at[d.name][0] for d in op.dims)
     return _Part(x if some else (), weight, shape, tuple(first), tuple(lengths))
