@@ -1,5 +1,5 @@
 // Pictures 8 and 9: the laws that a plan was held to, or the one that refuses it and where; two builds beside each other.
-import { amount, bold, boxText, button, bytes, cell, count, h, quiet, remark, seconds, signed, table } from "./elements.js";
+import { amount, bold, boxText, button, bytes, cell, count, div, h, quiet, remark, seconds, signed, table } from "./elements.js";
 import { move } from "./cursor.js";
 
 export function certificate(build) {
@@ -8,7 +8,7 @@ export function certificate(build) {
   const rows = Object.entries(laws).map(([law, n]) => h("tr", { "data-law": law, class: refused?.law === law ? "broken" : "" }, cell(law), amount(count(n)), cell(refused?.law === law ? "✗" : "✓")));
   const head = refused ? h("div", { class: "refused" }, bold(refused.what), h("p", {}, `at ${refused.where}`), refused.why && h("p", {}, `because ${refused.why}`), witness(build, refused))
     : h("p", { "data-checks": total }, `${count(total)} checks of ${Object.keys(laws).length} laws; the program was checked again when this page was made`);
-  return h("div", {}, head, table(["law", "checks", ""], rows), h("h3", {}, "Evidence"), evidence.length ? evidence.map(compared) : remark("The certificate says nothing of the model."), rewritten(build));
+  return div(head, table(["law", "checks", ""], rows), h("h3", {}, "Evidence"), evidence.length ? evidence.map(compared) : remark("The certificate says nothing of the model."), rewritten(build));
 }
 
 function witness(build, refused) {
@@ -34,6 +34,6 @@ export function compare(builds, diff, select) {
   const total = (r, k) => r.seconds[k] + r.transfer_seconds[k];
   const rows = diff.operations.slice(0, 200).map((r) => h("tr", { "data-op-name": r.name, role: "button", onclick: () => select(r.name) }, cell(r.name), cell(r.split[0]), cell(r.split[1]), amount(signed(total(r, 1) - total(r, 0)))));
   const alone = ["first", "second"].map((w) => diff[`only_in_${w}`].length > 0 && remark(`only in the ${w}: ${diff[`only_in_${w}`].join(", ")}`));
-  return h("div", {}, table(["", builds[0].name, builds[1].name, "change"], facts), h("p", { "data-differ": diff.operations.length }, `${count(diff.matched)} operations in both, ${count(diff.operations.length)} of them differ`), alone,
+  return div(table(["", builds[0].name, builds[1].name, "change"], facts), h("p", { "data-differ": diff.operations.length }, `${count(diff.matched)} operations in both, ${count(diff.operations.length)} of them differ`), alone,
     table(["operation", `split in ${builds[0].name}`, `split in ${builds[1].name}`, "more time"], rows));
 }

@@ -1,12 +1,12 @@
 // Pictures 5 and 6b: what else an operation could be and what that costs; the search: incumbent, bound, and the Pareto front.
-import { amount, axisText, bytes, cell, h, hint, picture, quiet, remark, s, scrolled, seconds, signed, table } from "./elements.js";
+import { amount, axisText, bytes, cell, div, h, hint, picture, quiet, remark, s, scrolled, seconds, signed, table } from "./elements.js";
 
 export function choices(build, i, say) {
   const row = build.rows[i];
   const own = h("tr", { class: "selected" }, cell(row.split), amount("chosen"), cell(pins(build.ops[i].pins, say)));
   const rows = build.ops[i].others.map((o) => h("tr", { "data-more": o.seconds_more, onclick: () => copy(o.pins, say) }, cell(o.split), amount(signed(o.seconds_more)), cell(pins(o.pins, say))));
   const best = row.next_best;
-  return h("div", {}, h("p", {}, row.split_words ?? ""), table(["split", "whole plan", "a click copies"], [own, ...rows], { class: "choices" }), best ? because(best) : remark("No other split is possible."),
+  return div(h("p", {}, row.split_words ?? ""), table(["split", "whole plan", "a click copies"], [own, ...rows], { class: "choices" }), best ? because(best) : remark("No other split is possible."),
     h("h3", {}, "The search"), search(build), h("h3", {}, "Latency against memory"), front(build, say));
 }
 
@@ -57,7 +57,7 @@ function search(build) {
   };
   svg.append(s("path", { d: steps(1, report.objective_s), class: "incumbent" }), s("path", { d: steps(2, report.lower_bound_s), class: "bound" }));
   for (const [w, t] of history) svg.append(s("circle", { cx: x(w), cy: y(t), r: 3, class: "incumbent-point" }, hint(seconds(t))));
-  return h("div", {}, h("p", { "data-search": "" }, words), scrolled(svg), remark(`bound of ${report.bound_of ?? "the plan's form"}`));
+  return div(h("p", { "data-search": "" }, words), scrolled(svg), remark(`bound of ${report.bound_of ?? "the plan's form"}`));
 }
 
 function front(build, say) {
@@ -71,7 +71,7 @@ function front(build, say) {
   axes(svg, x, y, [[mLow, bytes(mLow)], [mHigh, bytes(mHigh)]], [tLow, tHigh], "seconds against peak bytes");
   all.forEach((p, k) => svg.append(s("circle", { cx: x(p.peak_bytes), cy: y(p.objective_s), r: 5, class: p.name ? "incumbent-point" : "pareto-point", "data-point": k, onclick: () => say(`${seconds(p.objective_s)}, ${bytes(p.peak_bytes)}: ${p.moves.map(String).join(", ") || "no further moves"}`) },
     hint(`${p.name ?? "a point of the front"}: ${seconds(p.objective_s)}, ${bytes(p.peak_bytes)}`))));
-  return h("div", {}, scrolled(svg), others(build));
+  return div(scrolled(svg), others(build));
 }
 
 function others(build) {

@@ -1,6 +1,6 @@
 // The equivalent forms of a graph and the rewrites between them (`tapestry rules --derive`): how many, how deep, what each costs,
 // what was not followed. A form that is selected shows its text and how it was made.
-import { amount, bold, bytes, cell, count, h, hint, picture, preferred, quiet, remark, s, saveSvg, seconds, table, text } from "./elements.js";
+import { amount, bold, bytes, cell, count, div, h, hint, picture, preferred, quiet, rectangle, remark, s, saveSvg, seconds, table, text } from "./elements.js";
 
 const NODE = { width: 132, height: 40 };
 const SHOWN = 160; // forms that are drawn: the cheapest, and those that they were made of
@@ -48,7 +48,7 @@ function graph(data, select) {
     const { x, y } = g.node(f.form);
     const marks = [[fast, "#0072b2"], [small, "#e69f00"]].filter(([n]) => n === f.form);
     return s("g", { class: "op form", "data-form": f.form, tabindex: 0, role: "button", onclick: () => select(f.form), onkeydown: (e) => e.key === "Enter" && select(f.form) }, hint(f.by ?? "as written"),
-      s("rect", { class: "card", x: x - NODE.width / 2, y: y - NODE.height / 2, ...NODE, rx: 7 }), marks.map(([, fill], k) => s("rect", { x: x - 58 + 60 * k, y: y + 14, width: 56, height: 3, fill })),
+      s("rect", { class: "card", x: x - NODE.width / 2, y: y - NODE.height / 2, ...NODE, rx: 7 }), marks.map(([, fill], k) => rectangle(x - 58 + 60 * k, y + 14, 56, 3, { fill })),
       text(x - 58, y - 4, `${f.form}: ${seconds(f.seconds)}`, { class: "name" }), text(x - 58, y + 10, bytes(f.peak_bytes), { class: "note" }));
   });
   const { width, height } = g.graph();
@@ -61,7 +61,7 @@ function detail(data, number) {
   const made = f.by === null ? "as written" : `of form ${f.of} by ${f.by}`;
   const ways = data.again.filter((e) => e.form === number);
   const command = f.moves.length > 0 && h("pre", { class: "source block" }, `tapestry opt GRAPH.tap ${f.moves.map((m) => `-r '${m}'`).join(" ")}`);
-  return h("div", {}, h("h2", { "data-form": number }, `Form ${number}`), h("p", { class: "words" }, made), h("p", {}, `${seconds(f.seconds)} (${(f.seconds / from.seconds).toFixed(2)} of form 0), ${bytes(f.peak_bytes)}, ${count(f.depth)} moves`),
+  return div(h("h2", { "data-form": number }, `Form ${number}`), h("p", { class: "words" }, made), h("p", {}, `${seconds(f.seconds)} (${(f.seconds / from.seconds).toFixed(2)} of form 0), ${bytes(f.peak_bytes)}, ${count(f.depth)} moves`),
     ways.length > 0 && remark(`also ${ways.map((e) => `of ${e.of} by ${e.by}`).join("; ")}`), command, h("pre", { class: "source block" }, f.graph));
 }
 

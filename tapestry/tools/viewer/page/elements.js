@@ -15,6 +15,7 @@ function filled(node, attributes, children) {
 export const h = (tag, attributes, ...children) => filled(document.createElement(tag), attributes, children);
 export const s = (tag, attributes, ...children) => filled(document.createElementNS(SVG, tag), attributes, children);
 
+export const div = (...children) => h("div", {}, children);
 export const bold = (...children) => h("b", {}, children);
 export const quiet = (...children) => h("span", { class: "quiet" }, children);
 export const remark = (...children) => h("p", { class: "quiet" }, children);
@@ -33,6 +34,7 @@ export function picture(name, width, height, ...children) {
 }
 
 export const text = (x, y, content, attributes) => s("text", { x, y, ...attributes }, String(content));
+export const rectangle = (x, y, width, height, attributes, ...children) => s("rect", { x, y, width, height, ...attributes }, children);
 export const axisText = (x, y, content, anchor, attributes) => text(x, y, content, { class: "axis", "text-anchor": anchor, ...attributes });
 export const onTile = (x, y, content) => text(x, y, content, { class: "on-tile", "text-anchor": "middle" });
 
@@ -101,7 +103,7 @@ function standalone(svg) {
   });
   copy.setAttribute("xmlns", SVG);
   const { x, y, width, height } = svg.viewBox.baseVal;
-  copy.insertBefore(s("rect", { x, y, width, height, fill: getComputedStyle(document.body).backgroundColor }), copy.children[1] ?? null);
+  copy.insertBefore(rectangle(x, y, width, height, { fill: getComputedStyle(document.body).backgroundColor }), copy.children[1] ?? null);
   return new XMLSerializer().serializeToString(copy);
 }
 

@@ -1,5 +1,5 @@
 // Picture 1: the graph, folded by repeated structure, coloured by what is cut; the width of an edge is what travels on it.
-import { NONE, PALETTE, bold, bytes, clamp, count, h, hint, picture, s, short, tail, text } from "./elements.js";
+import { NONE, PALETTE, bold, bytes, clamp, count, h, hint, picture, rectangle, s, short, tail, text } from "./elements.js";
 import { cursor, move } from "./cursor.js";
 import { NODE, place, seen } from "./layout.js";
 
@@ -32,7 +32,7 @@ function frame(build, f, open) {
   const [x, y] = [f.x - f.width / 2 - 6, f.y - f.height / 2 - 14];
   const label = g.times > 1 ? `${g.label} ${open.get(f.group) + 1} of ${g.times}` : "part";
   const close = () => setOpen(f.group, null);
-  return s("g", { class: "frame" }, s("rect", { x, y, width: f.width + 12, height: f.height + 26, rx: 10 }),
+  return s("g", { class: "frame" }, rectangle(x, y, f.width + 12, f.height + 26, { rx: 10 }),
     text(x + 10, y + 14, `▾ ${label}`, { class: "frame-name", role: "button", tabindex: 0, onclick: close, "data-close": f.group }));
 }
 
@@ -52,9 +52,11 @@ function edge(e, most) {
 }
 
 function input(n, at) {
-  return s("g", { class: "input" }, hint(n.input), s("rect", { x: at.x - 60, y: at.y - 12, width: 120, height: 24, rx: 12 }),
+  return s("g", { class: "input" }, hint(n.input), rectangle(at.x - 60, at.y - 12, 120, 24, { rx: 12 }),
     text(at.x, at.y + 4, short(n.input, 17), { "text-anchor": "middle" }));
 }
+
+const card = (x, y, kind = "card") => rectangle(x, y, NODE.width, NODE.height, { rx: 7, class: kind });
 
 function operation(build, i, at, { select, selected, marked }) {
   const row = build.rows[i];
@@ -64,7 +66,7 @@ function operation(build, i, at, { select, selected, marked }) {
   const [x, y] = [at.x - NODE.width / 2, at.y - NODE.height / 2];
   const classes = ["op", i === selected && "selected", marked.has(i) && "marked"].filter(Boolean).join(" ");
   return s("g", { class: classes, "data-op": i, role: "button", onclick: () => select(i) }, hint(title),
-    s("rect", { x, y, width: NODE.width, height: NODE.height, rx: 7, class: "card" }),
+    card(x, y),
     s("path", { d: `M${x + 7},${y}h3v${NODE.height}h-3a7,7 0 0 1 -7,-7v-${NODE.height - 14}a7,7 0 0 1 7,-7z`, fill: build.colourOf(i) }),
     text(x + 18, y + 18, tail(build.called(i), 20), { class: "name" }), text(x + 18, y + 33, short(second, 25), { class: "note" }),
     merged.length > 0 && text(x + NODE.width - 8, y + 18, "⊕", { class: "merge", "text-anchor": "end" }, hint(merged.join(", "))));
@@ -80,12 +82,12 @@ function group(build, n, at, { open, selected, marked }) {
   const first = Array.from({ length: g.length }, (_, k) => g.first + k);
   const [x, y] = [at.x - NODE.width / 2, at.y - NODE.height / 2];
   const colours = first.map((i) => build.colourOf(i));
-  const bar = colours.map((c, k) => s("rect", { x: x + 10 + (k * (NODE.width - 20)) / colours.length, y: y + NODE.height - 7, width: (NODE.width - 20) / colours.length, height: 3, fill: c }));
+  const bar = colours.map((c, k) => rectangle(x + 10 + (k * (NODE.width - 20)) / colours.length, y + NODE.height - 7, (NODE.width - 20) / colours.length, 3, { fill: c }));
   const toggle = () => setOpen(n.group, n.rest ? (rest[0] > (open.get(n.group) ?? 0) ? rest[0] : rest[1]) : 0);
   const differs = [...marked].some((i) => build.groupOf[i] === n.group);
   return s("g", { class: ["group", inside && "selected", differs && "marked"].filter(Boolean).join(" "), "data-group": n.group, role: "button", tabindex: 0, onclick: toggle, onkeydown: (e) => e.key === "Enter" && toggle() },
-    hint(`${name}: click to open`), s("rect", { x: x + 4, y: y + 4, width: NODE.width, height: NODE.height, rx: 7, class: "card under" }),
-    s("rect", { x, y, width: NODE.width, height: NODE.height, rx: 7, class: "card" }), text(x + 12, y + 17, `▸ ${name}`, { class: "name" }),
+    hint(`${name}: click to open`), card(x + 4, y + 4, "card under"),
+    card(x, y), text(x + 12, y + 17, `▸ ${name}`, { class: "name" }),
     text(x + 12, y + 31, note, { class: "note" }), bar);
 }
 

@@ -1,5 +1,5 @@
 // Picture 4: what every device does when, simulated and, beside it, measured; memory over time. Devices that do the same share a lane.
-import { HALO, axisText, button, bytes, clamp, count, errorColour, h, hint, picture, remark, s, scrolled, seconds, short, text } from "./elements.js";
+import { HALO, axisText, button, bytes, clamp, count, div, errorColour, h, hint, picture, rectangle, remark, s, scrolled, seconds, short, text } from "./elements.js";
 import { cursor, move } from "./cursor.js";
 import { kindColour } from "./tensors.js";
 import { ranges } from "./model.js";
@@ -46,7 +46,7 @@ export function lanes(build, width) {
     zoomBy(Math.exp((e.deltaY || e.deltaX) / 300), clamp((e.clientX - box.left - LANE.left) / (box.width - LANE.left - 10), 0, 1));
   }, { passive: false });
   const hidden = build.lanes.classes.length - classes.length;
-  return h("div", {}, head(build, total), scrolled(svg), hidden > 0 && remark(`${hidden} more kinds of devices are not drawn`));
+  return div(head(build, total), scrolled(svg), hidden > 0 && remark(`${hidden} more kinds of devices are not drawn`));
 }
 
 function head(build, total) {
@@ -91,7 +91,7 @@ function bars(svg, build, rows, k, { top, x, from, to }) {
     const kind = build.program.steps[row.step];
     const fill = row.stream === 0 ? build.colourOf(row.op ?? kind[1]) : kindColour(kind[1]);
     const what = row.stream === 0 ? build.called(row.op ?? kind[1]) : `${kind[1]} for ${row.op === null ? "an output" : build.called(row.op)}`;
-    svg.append(s("rect", { x: a, y: top + row.stream * (LANE.row + 1), width: Math.max(0.8, b - a), height: LANE.row, fill, class: chosen ? "bar selected" : "bar", "data-step": row.step, onclick: () => move({ op: row.op ?? cursor.op, step: row.step }) },
+    svg.append(rectangle(a, top + row.stream * (LANE.row + 1), Math.max(0.8, b - a), LANE.row, { fill, class: chosen ? "bar selected" : "bar", "data-step": row.step, onclick: () => move({ op: row.op ?? cursor.op, step: row.step }) },
       hint(`step ${row.step}: ${what}\n${seconds(end - begin)} from ${seconds(begin)}${row.by ? `, ${row.by}` : ""}`)));
     if (b - a > 46) svg.append(text(a + 4, top + 11 + row.stream * (LANE.row + 1), (b - a) / 6.6 >= what.length ? what : what.split(" for ")[0].slice(0, Math.floor((b - a) / 6.6)), { class: "on-bar" }));
     last[row.stream] = { x: b, chosen };
@@ -108,7 +108,7 @@ function measured(svg, build, rows, k, { top, x, from, to }) {
     if (!r || begin === null || begin > to || row.end[k] < from) continue;
     const ratio = r.estimated_s > 0 ? r.measured_s / r.estimated_s : 1;
     const a = Math.max(x(begin), LANE.left);
-    svg.append(s("rect", { x: a, y: top, width: Math.max(0.8, x(row.end[k]) - a), height: LANE.row, fill: errorColour(ratio), class: "bar error", "data-ratio": ratio.toFixed(2), onclick: () => move({ op: row.op ?? cursor.op, step: row.step }) },
+    svg.append(rectangle(a, top, Math.max(0.8, x(row.end[k]) - a), LANE.row, { fill: errorColour(ratio), class: "bar error", "data-ratio": ratio.toFixed(2), onclick: () => move({ op: row.op ?? cursor.op, step: row.step }) },
       hint(`step ${row.step}: ${r.what}\n${seconds(r.measured_s)} measured, ${seconds(r.estimated_s)} estimated (×${ratio.toFixed(2)}), ${seconds(r.waited_s)} waited`)));
   }
 }

@@ -1,5 +1,5 @@
 // The page: one header, the graph, the panels about the selected operation, the lanes; keys, links and export.
-import { bold, button, bytes, clamp, count, h, preferred, quiet, remark, saveSvg, seconds, short } from "./elements.js";
+import { bold, button, bytes, clamp, count, div, h, preferred, quiet, remark, saveSvg, seconds, short } from "./elements.js";
 import { cursor, move, onMove, restore } from "./cursor.js";
 import { Build, unpack } from "./model.js";
 import { graph, legend, movable, openGroups, setOpen } from "./graph.js";
@@ -89,7 +89,7 @@ function titled(panel) {
 function title(build, body) {
   const row = build.rows[cursor.op];
   const words = [row.kind, `split ${row.split}`, `block ${row.block.join("×") || "()"}`, `kernels ${seconds(row.seconds)}`, row.transfer_seconds > 0 && `fetching ${seconds(row.transfer_seconds)}`].filter(Boolean).join(" · ");
-  return h("div", {}, h("h2", { "data-op": cursor.op }, build.called(cursor.op)), h("p", { class: "words" }, words), remark(`writes ${row.outs.join(", ")}`, row.nodes.length > 0 && `, from ${row.nodes.slice(0, 6).join(", ")}${row.nodes.length > 6 ? ` and ${row.nodes.length - 6} more` : ""}`), body);
+  return div(h("h2", { "data-op": cursor.op }, build.called(cursor.op)), h("p", { class: "words" }, words), remark(`writes ${row.outs.join(", ")}`, row.nodes.length > 0 && `, from ${row.nodes.slice(0, 6).join(", ")}${row.nodes.length > 6 ? ` and ${row.nodes.length - 6} more` : ""}`), body);
 }
 
 const whole = () => page.graphs.forEach((g) => g.hand.whole());

@@ -1,5 +1,5 @@
 // Picture 6: a slider over the rewrites: what a step replaced, and by what; the gain, and what shows that results stay the same.
-import { bold, button, bytes, clamp, count, h, hint, picture, quiet, remark, s, scrolled, text } from "./elements.js";
+import { bold, button, bytes, clamp, count, div, h, hint, picture, quiet, rectangle, remark, s, scrolled, text } from "./elements.js";
 import { cursor, move } from "./cursor.js";
 
 export function rewrites(build) {
@@ -10,9 +10,9 @@ export function rewrites(build) {
   const change = step.changes[Math.min(cursor.change, step.changes.length - 1)];
   const to = (n) => move({ rewrite: clamp(n, 0, steps.length - 1), change: 0 });
   const slider = h("input", { type: "range", min: 0, max: steps.length - 1, value: k, "aria-label": "rewrite", oninput: (e) => to(Number(e.target.value)) });
-  return h("div", {}, h("div", { class: "controls" }, button("‹", () => to(k - 1), "the one before"), slider,
+  return div(h("div", { class: "controls" }, button("‹", () => to(k - 1), "the one before"), slider,
     button("›", () => to(k + 1), "the next one"), h("b", { "data-rewrite": k }, `${k + 1} of ${steps.length}: ${step.by}`)),
-    facts(step), change && h("div", {}, picker(step), h("div", { class: "pair" }, side("before", change.before, change.bytes_before), side("after", change.after, change.bytes_after))), moves(build));
+    facts(step), change && div(picker(step), h("div", { class: "pair" }, side("before", change.before, change.bytes_before), side("after", change.after, change.bytes_after))), moves(build));
 }
 
 function facts(step) {
@@ -54,7 +54,7 @@ function side(name, ops, traffic) {
   sources.forEach((read, k) => read.forEach((from) => {
     svg.append(s("path", { class: "wire", d: `M${placed[from].x + BOX.width / 2},${tops[depth[from]] + placed[from].h}L${placed[k].x + BOX.width / 2},${tops[depth[k]]}` }));
   }));
-  ops.forEach((op, k) => svg.append(s("g", { class: "step-op" }, hint(op.text), s("rect", { x: placed[k].x, y: tops[depth[k]], width: BOX.width, height: placed[k].h, rx: 5, class: "card" }),
+  ops.forEach((op, k) => svg.append(s("g", { class: "step-op" }, hint(op.text), rectangle(placed[k].x, tops[depth[k]], BOX.width, placed[k].h, { rx: 5, class: "card" }),
     lines[k].map((l, n) => text(placed[k].x + 7, tops[depth[k]] + 14 + n * BOX.line, l, { class: n ? "code" : "code first" })))));
   return h("figure", {}, h("figcaption", {}, bold(name), quiet(`${ops.length} operation(s), ${bytes(traffic)} read and written`)), scrolled(svg));
 }

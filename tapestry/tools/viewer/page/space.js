@@ -1,5 +1,5 @@
 // Picture 2: the index space of an operation: its box, the cut, each device's tile, and the cells that a point or a tile reads.
-import { HALO, axisText, boxText, bytes, clamp, count, deviceColour, h, hint, onTile, picture, quiet, remark, s, scrolled, short } from "./elements.js";
+import { HALO, axisText, boxText, bytes, clamp, count, deviceColour, div, h, hint, onTile, picture, quiet, rectangle, remark, s, scrolled, short } from "./elements.js";
 import { cursor, move } from "./cursor.js";
 import { cells, clip, footprint, holds, size, whole, within } from "./affine.js";
 import { ranges } from "./model.js";
@@ -41,7 +41,7 @@ export function space(build, i) {
   const scene = face(build, i, shape, axes, all, tile, point);
   const svg = picture("index-space", scene.width, scene.height, scene.parts);
   const lit = cursor.at !== "" ? { point } : null;
-  return h("div", {}, controls(shape, axes), scrolled(svg), reading(build, i, shape, all, tile, lit),
+  return div(controls(shape, axes), scrolled(svg), reading(build, i, shape, all, tile, lit),
     operands(build, i, shape, all, tile, lit), tree(build, i));
 }
 
@@ -87,7 +87,7 @@ function face(build, i, shape, { row, col, depth }, all, tile, point) {
     const [px, py] = [x(col === undefined ? 0.5 : point[col] + 0.5), y(row === undefined ? 0.5 : point[row] + 0.5)];
     parts.push(s("circle", { cx: px, cy: py, r: 4, class: "point" }));
   }
-  const over = s("rect", { x: ox, y: oy, width, height, class: "hover", "data-face": "" });
+  const over = rectangle(ox, oy, width, height, { class: "hover", "data-face": "" });
   over.addEventListener("pointermove", (e) => move({ at: place(e, over, shape, { row, col }, point).join(".") }));
   over.addEventListener("click", (e) => pick(e, over, shape, { row, col }, all));
   parts.push(over);
@@ -140,7 +140,7 @@ function skipped(shape, { row, col, depth }, point, { x, y, z, n }) {
       else if (run !== null) {
         const [v0, v1] = [(run * n(b)) / cols, (c * n(b)) / cols];
         const [w0, w1] = [(r * n(a)) / rows, ((r + 1) * n(a)) / rows];
-        if (which === "front") out.push(s("rect", { x: x(v0), y: y(w0), width: x(v1) - x(v0), height: y(w1) - y(w0), class: "skip", fill: "url(#hatch-index-space)" }));
+        if (which === "front") out.push(rectangle(x(v0), y(w0), x(v1) - x(v0), y(w1) - y(w0), { class: "skip", fill: "url(#hatch-index-space)" }));
         else {
           const corner = (v, w) => `${(x(n(col)) + z(v)).toFixed(1)},${(y(w) - z(v) * 0.62).toFixed(1)}`;
           out.push(s("polygon", { points: [corner(v0, w0), corner(v1, w0), corner(v1, w1), corner(v0, w1)].join(" "), class: "skip", fill: "url(#hatch-index-space)" }));
@@ -177,7 +177,7 @@ const MINI = { most: 150, least: 8, margin: 12 };
 // Two axes of a tensor that are drawn: the longest ones, in their order.
 function drawnAxes(dims) {
   const order = dims.map((n, k) => [n, k]).sort((a, b) => b[0] - a[0] || a[1] - b[1]).slice(0, 2).map(([, k]) => k).sort((a, b) => a - b);
-  return order.length === 2 ? order : order.length === 1 ? [undefined, order[0]] : [undefined, undefined];
+  return [undefined, undefined, ...order].slice(-2);
 }
 
 // Where a box lies along an axis of a tensor that is drawn so long; on all of it, where no axis is.
@@ -189,7 +189,7 @@ function sheet(name, dims) {
   const [width, height] = [length(col), length(row)];
   const rect = (box, attributes) => {
     const [[x0, x1], [y0, y1]] = [spanOf(dims, box, col, width), spanOf(dims, box, row, height)];
-    return s("rect", { x: MINI.margin + x0, y: MINI.margin + y0, width: Math.max(1, x1 - x0), height: Math.max(1, y1 - y0), ...attributes });
+    return rectangle(MINI.margin + x0, MINI.margin + y0, Math.max(1, x1 - x0), Math.max(1, y1 - y0), attributes);
   };
   const svg = picture(`tensor-${name}`, width + 2 * MINI.margin, height + 2 * MINI.margin);
   return { svg, rect };

@@ -1,5 +1,5 @@
 // Picture 3: who holds what of a tensor, what moved and from whom; and who sends how much to whom.
-import { NONE, PALETTE, amount, axisText, bold, boxText, bytes, cell, clamp, count, deviceColour, h, hint, picture, quiet, remark, s, scrolled, seconds, shapeText, table } from "./elements.js";
+import { NONE, PALETTE, amount, axisText, bold, boxText, bytes, cell, clamp, count, deviceColour, div, h, hint, picture, quiet, rectangle, remark, s, scrolled, seconds, shapeText, table } from "./elements.js";
 import { cursor, move } from "./cursor.js";
 import { byBox, spanOf } from "./space.js";
 import { size } from "./affine.js";
@@ -9,7 +9,7 @@ export function tensors(build, i) {
   const mine = [...new Set([...build.ops[i].ins, ...build.rows[i].outs])];
   const steps = [...build.fetches[i].map((r) => r.step), ...build.reduces[i]];
   const all = build.explain.steps.map((r) => r.step);
-  return h("div", {}, h("h3", {}, "Who sends to whom"),
+  return div(h("h3", {}, "Who sends to whom"),
     h("div", { class: "pair" }, matrix(build, "matrix-all", all, "the whole plan"), matrix(build, "matrix-op", steps, `for ${build.called(i)}`)),
     h("h3", {}, "What moves for this operation"), moves(build, steps), h("h3", {}, "Who holds what"), mine.map((t) => tensor(build, t)));
 }
@@ -23,14 +23,13 @@ function matrix(build, name, steps, caption) {
   const svg = picture(name, left + n * side + 8, top + n * side + 8);
   const most = Math.max(1, ...cells.map((r) => Math.max(...r)));
   let total = 0;
-  svg.append(s("rect", { x: left, y: top, width: n * side, height: n * side, class: "ground" }));
+  svg.append(rectangle(left, top, n * side, n * side, { class: "ground" }));
   for (let a = 0; a < n; a++) {
     for (let b = 0; b < n; b++) {
       total += cells[a][b];
       if (!cells[a][b]) continue;
-      const where = { x: left + b * side, y: top + a * side, width: inner, height: inner };
       const marked = a === cursor.device || b === cursor.device;
-      svg.append(s("rect", { ...where, class: marked ? "flow marked" : "flow", "fill-opacity": (0.15 + 0.85 * (cells[a][b] / most)).toFixed(3), onclick: () => move({ device: a }) },
+      svg.append(rectangle(left + b * side, top + a * side, inner, inner, { class: marked ? "flow marked" : "flow", "fill-opacity": (0.15 + 0.85 * (cells[a][b] / most)).toFixed(3), onclick: () => move({ device: a }) },
         hint(`device ${a} to ${b}: ${count(Math.round(cells[a][b]))} bytes`)));
     }
   }
@@ -72,12 +71,12 @@ function holder(build, b, shape) {
   const [col, line] = [cut[0], cut[1]];
   for (const g of groups) {
     const [[x0, x1], [y0, y1]] = [spanOf(shape, g.box, col, BAR - 2), spanOf(shape, g.box, line, 50)];
-    svg.append(s("rect", { x: 1 + x0, y: 1 + y0, width: Math.max(0.8, x1 - x0), height: Math.max(0.8, y1 - y0), fill: groups.length > 1 ? deviceColour(g.devices[0]) : NONE, class: g.devices.includes(cursor.device) ? "held selected" : "held" },
+    svg.append(rectangle(1 + x0, 1 + y0, Math.max(0.8, x1 - x0), Math.max(0.8, y1 - y0), { fill: groups.length > 1 ? deviceColour(g.devices[0]) : NONE, class: g.devices.includes(cursor.device) ? "held selected" : "held" },
       hint(`device ${ranges(g.devices)}: ${boxText(g.box)}`)));
   }
   const each = groups.length ? Math.max(...groups.map((g) => size(g.box))) * b.width : 0;
   const held = groups.length === 1 ? `whole on ${groups[0].devices.length} device(s)` : `${groups.length} parts${groups[0].devices.length > 1 ? `, each on ${groups[0].devices.length} devices` : ""}`;
-  return h("div", { class: "holder", "data-buffer": b.name }, svg, h("div", {}, bold(b.name), ` ${how}${b.field === null ? "" : `, field ${b.field} of a state`}`, h("div", { class: "quiet" }, `${held}, at most ${bytes(each)}${row ? `; ${count(row.bytes)} bytes moved` : ""}`),
+  return h("div", { class: "holder", "data-buffer": b.name }, svg, div(bold(b.name), ` ${how}${b.field === null ? "" : `, field ${b.field} of a state`}`, h("div", { class: "quiet" }, `${held}, at most ${bytes(each)}${row ? `; ${count(row.bytes)} bytes moved` : ""}`),
     from.length > 0 && h("div", { class: "quiet" }, `device ${cursor.device} has ${from.slice(0, 8).map(([a, , n]) => `${bytes(n)} from ${a}`).join(", ")}`)));
 }
 

@@ -1,11 +1,11 @@
 // How partial states become one: a tree with a leaf for every device of a group, in the order in which they are merged.
-import { axisText, bold, boxText, bytes, count, deviceColour, h, hint, onTile, picture, s, scrolled, text } from "./elements.js";
+import { axisText, bold, boxText, bytes, count, deviceColour, div, h, hint, onTile, picture, rectangle, s, scrolled, text } from "./elements.js";
 import { cursor } from "./cursor.js";
 
 const LEAF = { width: 46, height: 24, gap: 8, level: 38 };
 
 export function tree(build, i) {
-  return h("div", {}, build.reduces[i].map((k) => one(build, i, k)));
+  return div(build.reduces[i].map((k) => one(build, i, k)));
 }
 
 function one(build, i, k) {
@@ -37,7 +37,7 @@ function drawing(group, own, kind, dims) {
     [px, py] = [mx, my];
   }
   for (let j = 0; j < n; j++) {
-    svg.append(s("g", {}, hint(`device ${group[j]}: ${dims} ${own(group[j])}`), s("rect", { x: x(j) - LEAF.width / 2, y: 20, width: LEAF.width, height: LEAF.height, rx: 5, fill: deviceColour(group[j]), class: "leaf" }),
+    svg.append(s("g", {}, hint(`device ${group[j]}: ${dims} ${own(group[j])}`), rectangle(x(j) - LEAF.width / 2, 20, LEAF.width, LEAF.height, { rx: 5, fill: deviceColour(group[j]), class: "leaf" }),
       onTile(x(j), 37, group[j])));
   }
   if (group.length > n) svg.append(text(x(n - 1) + 32, 37, `… ${group.length}`));
