@@ -411,7 +411,7 @@ def load(folder: str | Path, model: str | Path | None = None) -> Compiled:
             raise BuildError("constants.bin has another size than the plan says", where=str(folder))
         constants = {t: data[o : o + n] for t, (o, n) in build.constants.items()}
         kernels = {p.name: p.read_text() for p in sorted((Path(folder) / "kernels").glob("*.py"))}
-        rewrites = (Path(folder) / store.REWRITES).read_bytes() if (Path(folder) / store.REWRITES).is_file() else b""
+        rewrites = store.contents(Path(folder) / store.REWRITES)
         evidence = build.report.get("certificate", {}).get("evidence", ())
         return Compiled(
             build,

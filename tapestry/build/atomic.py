@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import json
 import os
 import shutil
 import tempfile
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from tapestry.errors import BuildError, TapestryError
 
@@ -40,6 +42,22 @@ def new_file(path: Path) -> Generator[Path]:
             os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file of text, whole or not at all."""
+    with new_file(path) as temporary:
+        temporary.write_text(text, "utf-8")
+
+
+def write_json(path: Path, document: Any) -> None:
+    """Write a document for people and programs, whole or not at all."""
+    write_text(path, json.dumps(document, indent=1) + "\n")
+
+
+def equal_sizes(a: Path, b: Path) -> bool:
+    """Whether both files are there and of one size."""
+    return a.is_file() and b.is_file() and a.stat().st_size == b.stat().st_size
 
 
 def check_place(folder: Path, mark: str) -> None:

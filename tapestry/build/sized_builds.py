@@ -267,7 +267,7 @@ def _region(folder: Path, path: Path, k: int, r: _Region, first: Build, symbols:
         places=places,
         plan=symbolic(build, places),
         about=r.about,
-        constants=constants.read_bytes() if constants.is_file() else b"",
+        constants=store.contents(constants),
         files=files,
     )
 

@@ -148,6 +148,11 @@ def check_beside(folder: Path, output: Path | None) -> None:
         raise BuildError("outputs do not go into a build", where=str(output), why=why, hint="a folder beside it")
 
 
+def contents(file: Path) -> bytes:
+    """What a file of a build holds; nothing where the build has none."""
+    return file.read_bytes() if file.is_file() else b""
+
+
 def write_files(folder: Path, files: Mapping[str, bytes], mark: str, copies: Mapping[str, Path] = {}) -> None:
     """Make a folder of exactly these files in one step; a folder in its place must hold the file ``mark``, or nothing.
 

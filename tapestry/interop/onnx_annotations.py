@@ -12,7 +12,7 @@ from typing import Any, cast
 from onnx import ModelProto, NodeProto, TensorProto, ValueInfoProto
 from onnx import checker as onnx_checker
 
-from tapestry.build.atomic import new_file
+from tapestry.build.atomic import equal_sizes, new_file
 from tapestry.errors import PlanError, TapestryError
 from tapestry.interop import tile_metadata
 from tapestry.interop.sharding_specs import (
@@ -214,15 +214,11 @@ def _relocate(model: ModelProto, here: Path, there: Path, copy: bool) -> dict[Pa
                     hint="write beside the original model, or --copy-data",
                 )
             new = there / Path(entry.value).name
-            if new.exists() and not _same_file(new, data):
+            if new.exists() and not equal_sizes(new, data):
                 raise TapestryError("the external data's place is taken", where=str(new), hint="an empty folder for -o")
             copies[data] = new
             entry.value = new.name
     return copies
-
-
-def _same_file(a: Path, b: Path) -> bool:
-    return a.is_file() and b.is_file() and a.stat().st_size == b.stat().st_size
 
 
 def _accepted(path: Path, source: Path) -> None:

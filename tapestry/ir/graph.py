@@ -257,6 +257,11 @@ class Opaque:
 Op = Block | Opaque
 
 
+def reduced_names(op: Op) -> set[str]:
+    """The dimensions that an operation merges; an opaque one merges none."""
+    return {d.name for d in op.reduce} if isinstance(op, Block) else set[str]()
+
+
 def once(op: Block, what: str, of: Callable[[Block], T]) -> T:
     """What a function says of an operation, worked out when it is first asked for: operations never change."""
     found = op.known.get(what)

@@ -163,6 +163,11 @@ def transfer_bytes(step: Transfer | Reduce, program: Program) -> int:
     return total
 
 
+def moved_bytes(program: Program) -> int:
+    """Bytes that all devices together put on the wire in a program."""
+    return sum(transfer_bytes(s, program) for s in program.steps if isinstance(s, Transfer | Reduce))
+
+
 def payload_bytes(step: Transfer | Reduce, program: Program) -> int:
     """Largest buffer that one device contributes or receives: what profilers call the size of the collective."""
     if isinstance(step, Transfer):

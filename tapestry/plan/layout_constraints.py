@@ -9,7 +9,7 @@ from math import prod
 from tapestry.errors import PlanError
 from tapestry.interop.placement import layout_of_boxes
 from tapestry.ir.canonical_parts import may_cut
-from tapestry.ir.graph import Block, Graph, Op
+from tapestry.ir.graph import Block, Graph, Op, reduced_names
 from tapestry.ir.index import dims_of
 from tapestry.ir.plan import Layout, Mesh, Strategy
 from tapestry.plan.strategy import Pin, footprints, out_layout
@@ -39,7 +39,7 @@ class Sayable:
         cut = {d.name: [a.size for a, n in zip(mesh, s.dims, strict=True) if n == d.name] for d in op.space}
         ends = [[a.size for a, k in zip(mesh, s.out, strict=True) if k == n] for n in range(len(op.dims))]
         sizes = [(op.ranges[d], n) for d, n in cut.items()] + [(d.size, n) for d, n in zip(op.dims, ends, strict=True)]
-        summed = {d.name for d in op.reduce} if isinstance(op, Block) else set[str]()
+        summed = reduced_names(op)
         if any(size % prod(parts) for size, parts in sizes):
             return False
         if self.dims is not None and not {d for d in s.dims if d is not None} <= self.dims:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from tapestry.errors import some
-from tapestry.ir.graph import Block, Graph, Op
+from tapestry.ir.graph import Block, Graph, Op, reduced_names
 from tapestry.ir.plan import Mesh, Plan, Strategy
 from tapestry.ir.program import Free, Launch, Load, Program, Reduce, Step, Transfer
 from tapestry.ir.provenance import operation_names, parts
@@ -110,7 +110,7 @@ def shape_text(extents: tuple[int, ...]) -> str:
 
 def split_text(op: Op, s: Strategy, mesh: Mesh) -> str:
     """``h/8@d0+d1, m/4@d2 (reduce_scatter to o)`` as ``--pin`` writes it, with what becomes of partial results."""
-    reduced = {d.name for d in op.reduce} if isinstance(op, Block) else set[str]()
+    reduced = reduced_names(op)
     axes: dict[tuple[str, str], list[int]] = {}
     for a, (d, out) in enumerate(zip(s.dims, s.out, strict=True)):
         if d is not None:
@@ -128,7 +128,7 @@ def split_text(op: Op, s: Strategy, mesh: Mesh) -> str:
 
 def split_words(op: Op, s: Strategy, mesh: Mesh) -> str:
     """What every device does of an operation, in words."""
-    reduced = {d.name for d in op.reduce} if isinstance(op, Block) else set[str]()
+    reduced = reduced_names(op)
     own = dict.fromkeys(f"'{d}'" for d in s.dims if d is not None and d not in reduced)
     partial = dict.fromkeys(
         (f"'{d}'", "an all_reduce completes" if o is None else f"a reduce_scatter along '{op.dims[o].name}' completes")

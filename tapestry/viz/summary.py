@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from tapestry.build.store import Build
-from tapestry.ir.graph import Block, Graph, Op
+from tapestry.ir.graph import Block, Graph, Op, reduced_names
 from tapestry.ir.index import dims_of
 from tapestry.ir.plan import Plan
 from tapestry.ir.provenance import operation_names
@@ -68,7 +68,7 @@ def _carried(graph: Graph) -> Callable[[int, str, int], str]:
     """What a dimension of an operation is that a product with a weight only carries, and that is cut into parts."""
     runs, tokens, windows = input_axes(graph), set[tuple[str, int]](), set[tuple[str, int]]()
     for op, along in zip(graph.ops, runs, strict=True):
-        summed = {d.name for d in op.reduce} if isinstance(op, Block) else set[str]()
+        summed = reduced_names(op)
         if isinstance(op, Block) and exponential(op.monoid):
             tokens.update(*(along.get(d, ()) for d in summed))
         for dims in (dims_of(index) for r in op.reads for index in r.index) if isinstance(op, Block) else ():

@@ -11,6 +11,7 @@ import pytest
 
 import tapestry
 from tapestry.build import store
+from tapestry.build.atomic import write_text
 from tapestry.ir import space
 from tapestry.ir.kernel import size
 from tapestry.tools.viewer import saved
@@ -45,7 +46,7 @@ def folder(tmp_path_factory) -> Path:
         ("two", ["halo", "free"], None),
         ("causal", ["causal"], None),
     ):
-        saved.write_page(at / f"{name}.html", saved.page([at / b for b in builds], trace))
+        write_text(at / f"{name}.html", saved.page([at / b for b in builds], trace))
     return at
 
 

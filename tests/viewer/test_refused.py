@@ -11,6 +11,7 @@ from onnx import helper
 
 import tapestry
 from tapestry.build import store
+from tapestry.build.atomic import write_text
 from tapestry.errors import TapestryError
 from tapestry.ir.program import Launch
 from tapestry.tools.viewer import build_data, saved
@@ -39,7 +40,7 @@ def test_a_refused_plan_opens_at_its_witness(size, tmp_path):
     assert refused is not None
     assert (refused["law"], refused["op"], refused["step"], refused["device"]) == ("access_preserved", at, k, 1)
     assert refused["tensor"] == "r" and refused["cell"][2] == 17
-    saved.write_page(tmp_path / "p.html", saved.of_sources([build_data.Source(build=broken, name="broken", laws=made.laws)]))
+    write_text(tmp_path / "p.html", saved.of_sources([build_data.Source(build=broken, name="broken", laws=made.laws)]))
     with chromium.browser() as tab:
         tab.size = size
         tab.open(tmp_path / "p.html")

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from tapestry.build import store
-from tapestry.build.atomic import new_file
+from tapestry.build.atomic import write_json
 from tapestry.errors import BuildError, TapestryError, some
 from tapestry.interop.sharding_specs import OURS
 from tapestry.ir.plan import Strategy
@@ -48,14 +47,13 @@ def export(
         TapestryError: it cannot be written there; NotExpressible: the format cannot say the plan.
     """
     build, _ = store.read(folder)
-    constants = (folder / "constants.bin").read_bytes() if (folder / "constants.bin").is_file() else b""
+    constants = store.contents(folder / "constants.bin")
     if len(constants) != max((o + n for o, n in build.constants.values()), default=0):
         raise BuildError("constants.bin has another size than the plan says", where=str(folder))
-    log = (folder / store.REWRITES).read_bytes() if (folder / store.REWRITES).is_file() else b""
     asked = Asked(
         build=build,
         constants=constants,
-        rewrites=log,
+        rewrites=store.contents(folder / store.REWRITES),
         target=target,
         nearest=nearest,
         copy=copy,
@@ -129,8 +127,7 @@ def _history(a: Asked) -> dict[str, Any]:
     if not a.rewrites:
         raise TapestryError("the build has no log of rewrites", where="--format history", hint="compile the model again")
     document = history.to_document(rewrite_log.read(a.rewrites, store.REWRITES), a.build.plan.graph)
-    with new_file(a.target) as path:
-        path.write_text(json.dumps(document, indent=1) + "\n")
+    write_json(a.target, document)
     return {"file": str(a.target), "steps": len(document["steps"]), "end_sha256": document["end_sha256"]}
 
 

@@ -4,7 +4,6 @@ the files with the model's own weights must be within reach of it.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from dataclasses import replace
@@ -14,7 +13,7 @@ from typing import Any
 import numpy as np
 from onnx import numpy_helper
 
-from tapestry.build.atomic import new_file
+from tapestry.build.atomic import equal_sizes, new_file, write_json, write_text
 from tapestry.build.store import Build
 from tapestry.errors import TapestryError
 from tapestry.ir.graph import Graph
@@ -36,8 +35,7 @@ def export_ir(build: Build, constants: bytes, target: Path, *, copy: bool) -> di
     """
     graph = build.plan.graph
     if target.suffix != TEXT:
-        with new_file(target) as path:
-            path.write_text(json.dumps(ir_document.to_document(graph), indent=1) + "\n")
+        write_json(target, ir_document.to_document(graph))
         return {"file": str(target), "operations": len(graph.ops), "beside": [], "absent": []}
     files = _files(build, target)
     beside, data = f"{target.stem}.constants.bin", bytearray()
@@ -55,8 +53,7 @@ def export_ir(build: Build, constants: bytes, target: Path, *, copy: bool) -> di
     if data:
         with new_file(target.parent / beside) as path:
             path.write_bytes(data)
-    with new_file(target) as path:
-        path.write_text(to_text(replace(graph, weights=refs)))
+    write_text(target, to_text(replace(graph, weights=refs)))
     needed = sorted(set(files.values())) + ([beside] if data else [])
     return {"file": str(target), "operations": len(graph.ops), "beside": needed, "absent": absent}
 
@@ -76,9 +73,12 @@ def _files(build: Build, target: Path) -> dict[str, str]:
 
 
 def _bring(build: Build, files: dict[str, str], folder: Path, *, copy: bool) -> list[str]:
-    """The files that are not where the text looks for them; none once they have been copied."""
+    """The files that are not where the text looks for them; none once they have been copied.
+
+    One of the same size is taken for it: what is inside is held to its hash when the text is compiled.
+    """
     here = Path(build.model).parent
-    absent = {file: name for file, name in files.items() if not _equal_sizes(folder / name, here / file)}
+    absent = {file: name for file, name in files.items() if not equal_sizes(folder / name, here / file)}
     if not copy:
         return [*absent.values()]
     if taken := next((name for name in absent.values() if (folder / name).exists()), None):
@@ -89,11 +89,6 @@ def _bring(build: Build, files: dict[str, str], folder: Path, *, copy: bool) -> 
             with new_file(folder / name) as path, path.open("wb") as copied:
                 shutil.copyfileobj(source, copied)
     return []
-
-
-def _equal_sizes(a: Path, b: Path) -> bool:
-    """Whether both are there and of one size; what is inside is held to its hash when the text is compiled."""
-    return a.is_file() and b.is_file() and a.stat().st_size == b.stat().st_size
 
 
 def _stored(build: Build, constants: bytes, graph: Graph, name: str) -> bytes:

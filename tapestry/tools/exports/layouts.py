@@ -8,23 +8,22 @@ once) the nearest layout holds that and more, and the bytes that devices hold be
 from __future__ import annotations
 
 import itertools
-import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import prod
 from pathlib import Path
 from typing import Any
 
-from tapestry.build.atomic import new_file
+from tapestry.build.atomic import write_json
 from tapestry.build.store import Build
 from tapestry.interop.placement import held, layout_of_boxes
-from tapestry.ir.graph import Block, Graph, Op
+from tapestry.ir.graph import Block, Graph, Op, reduced_names
 from tapestry.ir.kernel import Box, inside, size
 from tapestry.ir.monoid import primitive_of
 from tapestry.ir.plan import Layout, Mesh, Strategy
-from tapestry.ir.program import Buffer, Launch, Load, Reduce, Transfer, transfer_bytes
+from tapestry.ir.program import Buffer, Launch, Load, Reduce, Transfer, moved_bytes, transfer_bytes
 from tapestry.ir.provenance import dim_names, operation_names, tensor_names
 from tapestry.ir.types import itemsize
 from tapestry.plan.layout_constraints import Sayable
@@ -145,9 +144,9 @@ def export_json(build: Build, target: Path) -> dict[str, Any]:
                   **({"order": a.order} if a.order else {})} for a in mesh],
         "stages": stages, "tensors": tensors, "operations": operations, "moved": moved,
     }  # fmt: skip
-    _write(target, document)
-    total = sum(transfer_bytes(s, build.program) for s in build.program.steps if isinstance(s, Transfer | Reduce))
-    return {"file": str(target), "tensors": len(tensors), "operations": len(operations), "plan_bytes": total}
+    write_json(target, document)
+    counts = {"tensors": len(tensors), "operations": len(operations)}
+    return {"file": str(target), **counts, "plan_bytes": moved_bytes(build.program)}
 
 
 def _held(boxes: Boxes, shape: tuple[int, ...], mesh: Mesh) -> dict[str, Any]:
@@ -158,7 +157,7 @@ def _held(boxes: Boxes, shape: tuple[int, ...], mesh: Mesh) -> dict[str, Any]:
 
 def _operation(build: Build, op: Op, s: Strategy, name: str) -> dict[str, Any]:
     better = dim_names(op, build.plan.graph)
-    reduced = {d.name for d in op.reduce} if isinstance(op, Block) else set[str]()
+    reduced = reduced_names(op)
     return {
         "name": name,
         "writes": op.outs,
@@ -174,9 +173,6 @@ def _operation(build: Build, op: Op, s: Strategy, name: str) -> dict[str, Any]:
 
 
 # a place for each tensor, in others' words
-
-Say = Callable[[Layout, int, Mesh], list[Any]]
-"""A layout of a tensor of so many axes, as the format says it."""
 
 
 def as_placements(layout: Layout, rank: int, mesh: Mesh) -> list[Any]:
@@ -198,17 +194,21 @@ def export_places(build: Build, target: Path, form: str, *, nearest_will_do: boo
         NotExpressible: some tensor has none, and the nearest is not asked for; the plan has stages, or an order of devices.
     """
     graph, mesh, say = build.plan.graph, build.plan.mesh, as_placements if form == "dtensor" else as_partition_spec
+
+    def said_of(tensor: str, layout: Layout) -> list[Any]:
+        return say(layout, len(graph.tensors[tensor].shape), mesh)
+
     found, names = places(build, form, nearest_will_do=nearest_will_do), tensor_names(build.plan.graph)
     said: dict[str, dict[str, Any]] = {"parameters": {}, "constants": {}, "inputs": {}, "outputs": {}, "activations": {}}
     for t, layout in found.first.items():
         kind = "parameters" if t in graph.weights else "inputs" if t in graph.inputs else "activations"
         kind = "constants" if t in build.constants or (t in graph.weights and FOLDED.fullmatch(t)) else kind
-        said[kind][names[t] if kind == "activations" else t] = say(layout, len(graph.tensors[t].shape), mesh)
-    said["outputs"] = {t: say(layout, len(graph.tensors[t].shape), mesh) for t, layout in found.last.items()}
+        said[kind][names[t] if kind == "activations" else t] = said_of(t, layout)
+    said["outputs"] = {t: said_of(t, layout) for t, layout in found.last.items()}
     called = operation_names(graph)
     reads: dict[str, dict[str, Any]] = {}
     for (k, t), layout in found.reads.items():
-        reads.setdefault(called[k], {})[names[t]] = say(layout, len(graph.tensors[t].shape), mesh)
+        reads.setdefault(called[k], {})[names[t]] = said_of(t, layout)
     sizes = [a.size for a in mesh]
     axis_names = [a.name for a in mesh]
     axes = {"dim_names": axis_names, "shape": sizes} if form == "dtensor" else {"axis_names": axis_names, "axis_sizes": sizes}
@@ -218,7 +218,7 @@ def export_places(build: Build, target: Path, form: str, *, nearest_will_do: boo
         document["written"] = _partial(build)
     else:
         document["padded"] = found.padded
-    _write(target, document)
+    write_json(target, document)
     return {"file": str(target), **{k: len(v) for k, v in said.items()}, **more}
 
 
@@ -332,8 +332,3 @@ def _partial(build: Build) -> dict[str, list[str]]:
         ]
         out |= {names[t]: placed for t in op.outs}
     return out
-
-
-def _write(target: Path, document: Mapping[str, Any]) -> None:
-    with new_file(target) as path:
-        path.write_text(json.dumps(document, indent=1) + "\n")

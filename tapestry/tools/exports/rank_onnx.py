@@ -17,15 +17,15 @@ from onnx import ModelProto
 
 from tapestry.build.atomic import check_place, new_folder
 from tapestry.build.store import Build
-from tapestry.interop.placement import layout_of_boxes
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.kernel import Box, Kernel, shape, size, whole
 from tapestry.ir.monoid import MONOIDS, ByPrimitive, Monoid, Product
 from tapestry.ir.plan import Mesh
-from tapestry.ir.program import Free, Launch, Load, Program, Reduce, Transfer, transfer_bytes
+from tapestry.ir.program import Free, Launch, Load, Program, Reduce, Transfer, moved_bytes
 from tapestry.ir.provenance import operation_names
 from tapestry.ir.types import itemsize
 from tapestry.plan.layout_constraints import Sayable
+from tapestry.tools.exports.layouts import as_partition_spec, layout_of
 from tapestry.tools.exports.nodes.blocks import launch, opset_of
 from tapestry.tools.exports.nodes.onnx_nodes import COLLECTIVE, Nodes, NotExpressible, Value, relative
 from tapestry.tools.exports.onnx_files import DataFile, checked, model_of, refused, stored, weights_of
@@ -74,7 +74,7 @@ def export_ranks(build: Build, constants: bytes, target: Path, *, nearest: bool)
     extra = {
         k: round(sum(r.exchange.extra.get(k, 0) for r in ranks)) for k in sorted({k for r in ranks for k in r.exchange.extra})
     }
-    planned = sum(transfer_bytes(s, build.program) for s in build.program.steps if isinstance(s, Transfer | Reduce))
+    planned = moved_bytes(build.program)
     return {
         "folder": str(target),
         "ranks": len(ranks),
@@ -255,16 +255,10 @@ def input_places(build: Build) -> dict[str, Places]:
 def said_boxes(build: Build, boxes: tuple[Box | None, ...], extents: tuple[int, ...]) -> list[Any] | None:
     """Boxes as mesh axes that cut each axis into equal parts; None where they are none."""
     mesh = build.plan.mesh
-    present = tuple(b for b in boxes if b is not None)
-    if len(present) < len(boxes) or any(a.weights or a.order for a in mesh):
+    layout = None if any(a.weights or a.order for a in mesh) else layout_of(boxes, extents, mesh)
+    if layout is None or len({shape(b) for b in boxes if b is not None}) > 1:
         return None
-    layout = layout_of_boxes(present, extents, mesh)
-    if layout is None:
-        return None
-    axes = [[mesh[a].name for a, k in enumerate(layout) if k == axis and mesh[a].size > 1] for axis in range(len(extents))]
-    if len({shape(b) for b in present}) > 1:
-        return None
-    return [None if not names else names[0] if len(names) == 1 else names for names in axes]
+    return as_partition_spec(layout, len(extents), mesh)
 
 
 def program_document(build: Build, ranks: list[RankFile]) -> dict[str, Any]:

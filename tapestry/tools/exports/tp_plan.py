@@ -8,7 +8,6 @@ the result of the layer before is gathered. All layers of one pattern (``layers.
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
@@ -19,14 +18,13 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from tapestry.build.atomic import new_file
+from tapestry.build.atomic import write_json
 from tapestry.build.store import Build
 from tapestry.ir.expr import Index, distinct
-from tapestry.ir.footprint import Boxes
-from tapestry.ir.graph import Block, Graph, Op, Read
+from tapestry.ir.graph import Block, Graph, Op, Read, reduced_names
 from tapestry.ir.index import Aff, dim, dims_of, evaluate, substitute
 from tapestry.ir.plan import Mesh, MeshAxis, Strategy
-from tapestry.ir.program import Launch, Reduce, Transfer, transfer_bytes
+from tapestry.ir.program import Launch, moved_bytes
 from tapestry.ir.provenance import PARAMETER, operation_names, parts
 from tapestry.ir.recognition.contraction import only_sums
 from tapestry.ir.recognition.selection_sum import selection
@@ -87,13 +85,12 @@ def export_tp_plan(build: Build, target: Path, *, nearest: bool) -> dict[str, An
     parts = maker.parts()
     styles = {p: next(iter(s)) for p, s in sorted(parts.styles.items())}
     different = maker.differences(parts)
-    planned = sum(transfer_bytes(s, build.program) for s in build.program.steps if isinstance(s, Transfer | Reduce))
+    planned = moved_bytes(build.program)
     if different and not nearest:
         name, why = different[0]
         hint = f"--nearest: {parts.moved:,} bytes are moved then, {planned:,} by the plan"
         raise NotExpressible("no tp_plan style does what the plan does", where=f"operation '{name}'", why=why, hint=hint)
-    with new_file(target) as path:
-        path.write_text(json.dumps(styles, indent=1) + "\n")
+    write_json(target, styles)
     return {
         "file": str(target),
         "ranks": maker.ranks,
@@ -261,7 +258,7 @@ class _Maker:
                 axis = 0
             if axis is not None and shape[axis] % self.ranks:
                 return False
-            held = _held(shape, axis, self.mesh)
+            held = tensor_boxes(shape, (axis,), self.mesh)
             if (boxes[..., 0] < held[..., 0]).any() or (boxes[..., 1] > held[..., 1]).any():
                 return False
             if not _is_moved(op.reads[k], d, op.ranges, self.ranks, {} if axis is None else {axis: shape[axis] // self.ranks}):
@@ -328,8 +325,7 @@ class _Maker:
         for op, s, d, name, layers in rows:
             patterns = {self.pattern(x.module) for x in layers}
             mine = s.dims[self.at]
-            reduced = {x.name for x in op.reduce} if isinstance(op, Block) else set[str]()
-            scattered = mine in reduced and s.out[self.at] is not None
+            scattered = mine in reduced_names(op) and s.out[self.at] is not None
             if mine != d:
                 out.append((name, f"the plan cuts {mine or 'nothing'}, transformers would cut {d or 'nothing'}"))
             elif scattered:
@@ -357,10 +353,6 @@ def _called_apart(layers: list[list[Layer]], scopes: Sequence[str]) -> list[list
         [replace(x, module=scope) if x.weight in tied else x for x in found if x.weight not in unknown]
         for found, scope in zip(layers, scopes, strict=True)
     ]
-
-
-def _held(shape: tuple[int, ...], axis: int | None, mesh: Mesh) -> Boxes:
-    return tensor_boxes(shape, (axis,), mesh)
 
 
 def _counted(op: Block) -> set[str]:

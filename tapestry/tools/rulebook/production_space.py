@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from tapestry.errors import TapestryError
-from tapestry.ir.graph import Block, Graph, with_ops
+from tapestry.ir.graph import Graph, reduced_names, with_ops
 from tapestry.ir.syntax.printer import to_text
 from tapestry.plan.algebra import LATER, WORSE, Book
 from tapestry.plan.search.priced_plan import PricedPlan, peak, priced_plan
@@ -133,7 +133,7 @@ class ProductionSpace:
         if not any(op.splits for op in graph.ops):
             yield from self._rewrites(graph)
             for op in graph.ops:
-                reduced = {d.name for d in op.reduce} if isinstance(op, Block) else set[str]()
+                reduced = reduced_names(op)
                 for d in op.space:
                     where = op.outs[0], (("dim", d.name),)
                     trees = TREES if d.name in reduced else ()

@@ -17,6 +17,7 @@ from tapestry.cli.outcome import Outcome, bar
 def view(args: argparse.Namespace) -> Outcome:
     """``tapestry view``: a build, or two beside each other, as one HTML file."""
     from tapestry.build import store
+    from tapestry.build.atomic import write_text
     from tapestry.tools.viewer import saved
 
     folders = [f for f in (args.build, args.other) if f is not None]
@@ -25,7 +26,7 @@ def view(args: argparse.Namespace) -> Outcome:
         store.check_beside(folder, output)
     with bar(args, "view") as advance:
         page = saved.page(folders, args.trace, lambda what: advance(None, None, what))
-    saved.write_page(output, page)
+    write_text(output, page)
     if args.open:
         webbrowser.open(output.resolve().as_uri())
     document = {"page": str(output), "bytes": len(page.encode()), "builds": [str(f) for f in folders]}

@@ -7,9 +7,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tapestry.build.atomic import new_file
+from tapestry.build.atomic import write_text
 from tapestry.build.store import Build
 from tapestry.ir.kernel import Box
+from tapestry.viz.format import together
 
 PALETTE = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#8566c9", "#7d8a2e")
 """Okabe and Ito's colours, which colour-blind people tell apart, as on the viewer's page."""
@@ -37,8 +38,7 @@ class Drawing(str):
 
     def save(self, file: str | Path) -> Path:
         """Write it, whole or not at all."""
-        with new_file(Path(file)) as temporary:
-            temporary.write_text(self, "utf-8")
+        write_text(Path(file), self)
         return Path(file)
 
 
@@ -112,11 +112,7 @@ def ranges(devices: Sequence[int]) -> str:
 
 def by_box(boxes: Sequence[Box | None]) -> dict[Box, list[int]]:
     """The devices of each box, of those that have one."""
-    out: dict[Box, list[int]] = {}
-    for d, box in enumerate(boxes):
-        if box is not None:
-            out.setdefault(box, []).append(d)
-    return out
+    return {box: devices for box, devices in together(range(len(boxes)), boxes.__getitem__).items() if box is not None}
 
 
 def tail(text: str, most: int) -> str:

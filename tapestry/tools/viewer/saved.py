@@ -9,7 +9,6 @@ from typing import Any
 import msgspec
 
 from tapestry.build import store
-from tapestry.build.atomic import new_file
 from tapestry.errors import BuildError, TapestryError
 from tapestry.tools.viewer import build_data
 from tapestry.tools.viewer.build_data import Source
@@ -52,8 +51,7 @@ def page(folders: Sequence[Path], trace: Path | None = None, say: build_data.Say
         names = list(map(str, folders))
     for folder, name in zip(folders, names, strict=True):
         build, laws = store.read(folder)
-        log = folder / store.REWRITES
-        rewrites = log.read_bytes() if log.is_file() else b""
+        rewrites = store.contents(folder / store.REWRITES)
         evidence = build.report.get("certificate", {}).get("evidence", ())
         real = measured(trace, build) if trace is not None and not sources else None
         sources.append(Source(build=build, name=name, laws=laws, evidence=evidence, rewrites=rewrites, measured=real))
@@ -69,12 +67,6 @@ def of_sources(sources: Sequence[Source], say: build_data.Say = lambda what: Non
         diff = build_diff.compare(first, second, documents[0]["explain"], documents[1]["explain"])
     title = " and ".join(Path(s.build.model).name for s in sources)
     return assemble({"builds": documents, "diff": diff}, f"{title} · Tapestry")
-
-
-def write_page(file: Path, text: str) -> None:
-    """Write a page, whole or not at all."""
-    with new_file(file) as temporary:
-        temporary.write_text(text, "utf-8")
 
 
 def measured(file: Path, build: store.Build) -> dict[str, Any]:

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tapestry.build.atomic import write_text
 from tapestry.build.store import Build
 from tapestry.tools.viewer.build_data import Source
 from tapestry.tools.viewer.html_page import assemble
-from tapestry.tools.viewer.saved import of_sources, write_page
+from tapestry.tools.viewer.saved import of_sources
 
 Parts = tuple[Build, Mapping[str, int], Sequence[Mapping[str, Any]], bytes]
 """A build with the laws and the evidence of its certificate, and its log of rewrites."""
@@ -27,7 +28,7 @@ class Page:
 
     def save(self, file: str | Path) -> Path:
         """Write it, whole or not at all."""
-        write_page(Path(file), self.html)
+        write_text(Path(file), self.html)
         return Path(file)
 
     def open(self) -> Path:
