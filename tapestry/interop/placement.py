@@ -152,9 +152,14 @@ def _intervals(size: int, shards: list[tuple[int, int]], digits: list[int]) -> I
 # layouts
 
 
+def _cutters(layout: Layout, axis: int) -> tuple[int, ...]:
+    """The mesh axes that cut an axis of a tensor."""
+    return tuple(a for a, t in enumerate(layout) if t == axis)
+
+
 def held(layout: Layout, shape: tuple[int, ...], mesh: Mesh) -> tuple[Box, ...]:
     """What each device holds of a tensor in a layout."""
-    cutters = [tuple(a for a, t in enumerate(layout) if t == k) for k in range(len(shape))]
+    cutters = [_cutters(layout, k) for k in range(len(shape))]
     return tuple(tuple(interval(n, mesh, by, c) for n, by in zip(shape, cutters, strict=True)) for c in coordinates(mesh))
 
 
@@ -163,7 +168,7 @@ def spec_of(tensor: str, layout: Layout, rank: int, mesh: Mesh) -> ShardingSpec:
     dims: list[ShardedDim] = []
     axes: list[tuple[int, ...]] = []
     for k in range(rank):
-        by = tuple(a for a, t in enumerate(layout) if t == k)
+        by = _cutters(layout, k)
         parts = prod(mesh[a].size for a in by)
         if parts > 1:
             axes.append(by)
@@ -196,7 +201,7 @@ def stating(
     for d in spec.dims:
         assert d.axis is not None
         symbol = declared[d.axis] if d.axis < len(declared) else None
-        by = tuple(a for a, k in enumerate(layout) if k == d.axis)
+        by = _cutters(layout, d.axis)
         count = d.shards[0].num_shards or 1
         where = {part(mesh, by, c)[1]: interval(shape[d.axis], mesh, by, c) for c in coordinates(mesh)}
         unequal = shape[d.axis] % count or any(mesh[a].weights for a in by)
@@ -208,7 +213,7 @@ def stating(
 
 def tiling_of_layout(layout: Layout, shape: tuple[int, ...], mesh: Mesh, first: int = 0) -> Tiling | None:
     """A layout as a tile pattern; ``None`` where a tile would be on several instances but not on all, or parts have shares."""
-    by = [tuple(a for a, t in enumerate(layout) if t == k) for k in range(len(shape))]
+    by = [_cutters(layout, k) for k in range(len(shape))]
     counts = [prod(mesh[a].size for a in axes) for axes in by]
     n = device_count(mesh)
     if prod(counts) == 1:
@@ -237,7 +242,7 @@ def grown(tensor: str, boxes: tuple[Box, ...], shape: tuple[int, ...], mesh: Mes
     for layout in itertools.product([None, *cut_axes], repeat=len(mesh)):
         dims: list[ShardedDim] = []
         for k in cut_axes:
-            by = tuple(a for a, t in enumerate(layout) if t == k)
+            by = _cutters(layout, k)
             seen: dict[int, set[tuple[int, int]]] = {}
             for c, b in zip(coords, boxes, strict=True):
                 seen.setdefault(part(mesh, by, c)[1], set()).add(b[k])

@@ -17,6 +17,12 @@ KEYS: tuple[Callable[[Op], Sequence[object]], ...] = (
     lambda op: op.source,
 )
 """What two operations have in common that are one and the same, the surest first."""
+SAID: Mapping[str, Callable[[Any], str]] = {
+    "mesh": str,
+    "moves": lambda moves: "; ".join(moves_text(moves)),
+    "requests": lambda asked: ", ".join(str(i) for v in asked.values() for i in v),
+}
+"""Facts in words, which are shown where they differ."""
 
 
 def compare(a: Build, b: Build, found_a: Document | None = None, found_b: Document | None = None) -> Document:
@@ -117,12 +123,10 @@ def _lines(d: Document) -> Iterator[str]:
     ):
         x, y = d[key]
         yield f"{name:<14} {unit(x)} → {unit(y)}{f' ({y / x - 1:+.2%})' if x and x != y else ''}"
-    if d["mesh"][0] != d["mesh"][1]:
-        yield from _row_text("mesh", *d["mesh"])
-    if d["moves"][0] != d["moves"][1]:
-        yield from _row_text("moves", *("; ".join(moves_text(m)) or "none" for m in d["moves"]))
-    if d["requests"][0] != d["requests"][1]:
-        yield from _row_text("requests", *(", ".join(str(i) for v in r.values() for i in v) or "none" for r in d["requests"]))
+    for name, said in SAID.items():
+        x, y = d[name]
+        if x != y:
+            yield from wrapped(f"{name:<14} {said(x) or 'none'} → {said(y) or 'none'}", " " * 15)
     for r in d["transfers"]:
         (m, n), (x, y) = r["count"], r["bytes"]
         yield f"{r['kind']:<14} {m} times, {human(x)} → {n} times, {human(y)}"
@@ -137,10 +141,6 @@ def _lines(d: Document) -> Iterator[str]:
         names = d[f"only_in_{which}"]
         if names:
             yield from wrapped(f"only in the {which}: {listed(names)}")
-
-
-def _row_text(name: str, first: str, second: str) -> list[str]:
-    return wrapped(f"{name:<14} {first} → {second}", " " * 15)
 
 
 def _counterparts_text(rows: Sequence[Document]) -> Iterator[str]:

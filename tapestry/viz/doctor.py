@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from tapestry.errors import some
-from tapestry.ir.graph import Graph, Op, Opaque
+from tapestry.ir.graph import Graph, Op, Opaque, reduced_names
 from tapestry.lift.examine import Examined
 from tapestry.rewrites.core.driver import simplify
 from tapestry.rewrites.splitting.split import splittable
+from tapestry.viz.format import together
 
 Document = dict[str, Any]
 SHOWN = 12  # rows of a long list on a terminal
@@ -48,7 +49,7 @@ def _unbound(examined: Examined) -> list[Document]:
 
 
 def _operation_row(op: Op) -> Document:
-    reduced = set[str]() if isinstance(op, Opaque) else {d.name for d in op.reduce}
+    reduced = reduced_names(op)
     dims = [{"name": d.name, "size": d.size, "kind": "monoid" if d.name in reduced else "map"} for d in splittable(op)]
     row: Document = {"output": op.outs[0], "nodes": list(op.source), "class": _class(op), "dims": dims}
     return {**row, "operator": op.kind, "why": op.why} if isinstance(op, Opaque) else row
@@ -96,11 +97,11 @@ def _lines(facts: Mapping[str, Any], all_nodes: bool) -> Iterator[str]:
     if facts["host_values"]:
         yield "  kept on the host, as the size is known only at run time:"
         yield from _first_rows([f"    {name}: {about}" for name, about in facts["host_values"].items()], all_nodes)
-    alike: dict[str, list[str]] = {}
-    for o in facts["operations"]:
-        if o["class"] == "affine" and o["dims"]:
-            alike.setdefault(_dims_line(o), []).append(_node_name(o))
-    rows = [f"    {dims} – {', '.join(n[:3])}{f' and {len(n) - 3} more' if len(n) > 3 else ''}" for dims, n in alike.items()]
+    alike = together((o for o in facts["operations"] if o["class"] == "affine" and o["dims"]), _dims_line)
+    rows = [
+        f"    {dims} – {', '.join(map(_node_name, n[:3]))}{f' and {len(n) - 3} more' if len(n) > 3 else ''}"
+        for dims, n in alike.items()
+    ]
     yield from ["  can be split; (monoid) marks reduced dimensions:", *_first_rows(rows, all_nodes)] if rows else []
 
 

@@ -50,6 +50,7 @@ from tapestry.viz.format import (
     split_text,
     split_words,
     step_text,
+    together,
     wrapped,
 )
 from tapestry.viz.size_map import size_map_lines
@@ -89,7 +90,15 @@ def document(build: Build, *, why: bool = False, timed: Schedule | None = None) 
         "operations": _operation_rows(build, timed, why),
         "steps": _transfers(build, timed),
         "memory": _memory(build),
-        "simulated": _simulated(build, timed),
+        "simulated": {
+            "seconds": timed.total,
+            "objective_s": build.report["objective_s"],
+            "compute_s": timed.busy(COMPUTE).tolist(),
+            "transfer_s": timed.busy(TRANSFER).tolist(),
+            "exposed_s": timed.exposed().tolist(),
+            "beside_s": max(0.0, sum(t.seconds for t in timed.timed) - timed.total),
+            "assumption": timed.assumption,
+        },
         "critical_path": _critical(build, timed),
         "nodes_run_whole": nodes_run_whole(build, timed),
     }
@@ -97,13 +106,12 @@ def document(build: Build, *, why: bool = False, timed: Schedule | None = None) 
 
 def nodes_run_whole(build: Build, timed: Schedule) -> Document:
     """The opaque nodes, which onnxruntime runs where it can: how many by operator, and their share of the estimated compute."""
-    kinds, seconds = Counter[str](), [0.0, 0.0]
+    ops, seconds = build.plan.graph.ops, [0.0, 0.0]
     for t in timed.timed:
         step = build.program.steps[t.step]
         if isinstance(step, Launch):
-            op = build.plan.graph.ops[step.op]
-            seconds[isinstance(op, Opaque)] += t.seconds
-    kinds.update(op.kind for op in build.plan.graph.ops if isinstance(op, Opaque))
+            seconds[isinstance(ops[step.op], Opaque)] += t.seconds
+    kinds = Counter(op.kind for op in ops if isinstance(op, Opaque))
     return {"operators": dict(kinds), "share": seconds[1] / sum(seconds) if sum(seconds) else 0.0}
 
 
@@ -185,7 +193,7 @@ def _transfers(build: Build, timed: Schedule) -> list[Document]:
         if isinstance(step, Launch | Load | Free):
             continue
         merge = step if isinstance(step, Reduce) else None
-        name = program.buffers[step.srcs[0] if isinstance(step, Reduce) else step.src].tensor
+        name = program.buffers[step.src if isinstance(step, Transfer) else step.srcs[0]].tensor
         sent = {merge.sent_as or program.buffers[b].dtype for b in merge.sent} if merge else set[str]()
         out.append(
             {
@@ -219,9 +227,9 @@ def placed(plan: Plan, program: Program) -> dict[str, dict[str, int]]:
     out: dict[str, dict[str, int]] = {}
     for t, b in first.items():
         boxes = tuple(box for box in b.boxes if box is not None)
-        layout = layout_of_boxes(boxes, plan.graph.tensors[t].shape, plan.mesh)
-        if layout is not None and any(k is not None for k in layout):
-            out[names[t]] = {a.name: k for a, k in zip(plan.mesh, layout, strict=True) if k is not None}
+        layout = layout_of_boxes(boxes, plan.graph.tensors[t].shape, plan.mesh) or ()
+        if cut := {a.name: k for a, k in zip(plan.mesh, layout, strict=False) if k is not None}:
+            out[names[t]] = cut
     return out
 
 
@@ -256,35 +264,19 @@ def _memory(build: Build) -> Document:
     }
 
 
-def _simulated(build: Build, timed: Schedule) -> Document:
-    return {
-        "seconds": timed.total,
-        "objective_s": build.report["objective_s"],
-        "compute_s": timed.busy(COMPUTE).tolist(),
-        "transfer_s": timed.busy(TRANSFER).tolist(),
-        "exposed_s": timed.exposed().tolist(),
-        "beside_s": max(0.0, sum(t.seconds for t in timed.timed) - timed.total),
-        "assumption": timed.assumption,
-    }
-
-
 def _critical(build: Build, timed: Schedule) -> list[Document]:
-    total = timed.total or 1.0
-    out: list[Document] = []
-    for hop in critical_path(timed):
-        step = build.program.steps[hop.timed.step]
-        out.append(
-            {
-                "step": hop.timed.step,
-                "what": step_text(step, build.program, build.plan.graph.ops),
-                "kind": step.kind if isinstance(step, Transfer | Reduce) else "compute",
-                "device": hop.device,
-                "start_s": float(hop.timed.start[hop.device]),
-                "seconds": hop.seconds,
-                "share": hop.seconds / total,
-            }
-        )
-    return out
+    return [
+        {
+            "step": hop.timed.step,
+            "what": step_text(step := build.program.steps[hop.timed.step], build.program, build.plan.graph.ops),
+            "kind": step.kind if isinstance(step, Transfer | Reduce) else "compute",
+            "device": hop.device,
+            "start_s": float(hop.timed.start[hop.device]),
+            "seconds": hop.seconds,
+            "share": hop.seconds / (timed.total or 1.0),
+        }
+        for hop in critical_path(timed)
+    ]
 
 
 # text
@@ -320,9 +312,8 @@ def trace_text(written: Mapping[str, Any]) -> str:
 
 def chosen_text(rows: Sequence[Mapping[str, Any]], graph: Graph) -> str:
     """What computes each operation, alike ones once; below, what comes before that in the table, and why it does not."""
-    names, alike = tensor_names(graph), dict[tuple[str, tuple[tuple[str, str], ...]], list[Mapping[str, Any]]]()
-    for row in rows:
-        alike.setdefault((row["way"], tuple((t["way"], t["why"]) for t in row["tried"])), []).append(row)
+    names = tensor_names(graph)
+    alike = together(rows, lambda row: (str(row["way"]), tuple((t["way"], t["why"]) for t in row["tried"])))
     lines = ["", f"kernels of {some(len(rows), 'distinct block')} on this machine, and what was tried before each:"]
     for (way, tried), same in alike.items():
         of = listed([names.get(r["kernel"]) or r["kernel"] for r in same])
@@ -541,10 +532,10 @@ def _memory_text(memory: Mapping[str, Any]) -> Iterator[str]:
 def _critical_text(facts: Document) -> Iterator[str]:
     total = facts["simulated"]["seconds"]
     yield f"critical path, {duration(total)} (assumed: {facts['simulated']['assumption']})"
-    kinds: dict[str, float] = {}
+    kinds = Counter[str]()
     for hop in facts["critical_path"]:
-        kinds[hop["kind"]] = kinds.get(hop["kind"], 0.0) + hop["share"]
-    yield "  " + ", ".join(f"{k} {v:.1%}" for k, v in sorted(kinds.items(), key=lambda kv: -kv[1]))
+        kinds[hop["kind"]] += hop["share"]
+    yield "  " + ", ".join(f"{k} {v:.1%}" for k, v in kinds.most_common())
     for hop in facts["critical_path"]:
         where = f"step {hop['step']:>4}, device {hop['device']}"
         yield f"  {hop['share']:>6.1%} {duration(hop['seconds']):>9}  {where}: {hop['what']}"

@@ -57,7 +57,8 @@ def _moved_text(head: str, rows: Sequence[Row]) -> list[str]:
 def _operation_text(head: str, rows: Sequence[Row]) -> Iterator[str]:
     one = rows[0]
     split = "" if one["split"] == "none" else f"  split {one['split']}"
-    dims = f"[{_dims_text(rows)}] {one['kind']}{_stage(one)}"
+    at = f" in stage {one['stage']}" if "stage" in one else ""
+    dims = f"[{_dims_text(rows)}] {one['kind']}{at}"
     yield from wrapped(f"{head}{one['alike']}{split} {dims}", INDENT)
     if not one["part"] and len(rows) == 1 and one["nodes"] not in ([], [one["name"]]):
         yield from wrapped(f"{INDENT}from {', '.join(one['nodes'])}", INDENT)
@@ -66,10 +67,6 @@ def _operation_text(head: str, rows: Sequence[Row]) -> Iterator[str]:
     pins = dict.fromkeys(pin for row in rows for pin in row["pins"])
     if pins:
         yield from wrapped(f"{INDENT}pinned by {', '.join(pins)}", INDENT)
-
-
-def _stage(row: Row) -> str:
-    return f" in stage {row['stage']}" if "stage" in row else ""
 
 
 def _dims_text(rows: Sequence[Row]) -> str:

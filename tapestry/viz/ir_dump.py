@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import cast
 
 import onnx.printer
 
 from tapestry.ir.graph import Graph
-from tapestry.ir.plan import Plan
-from tapestry.ir.program import Program, Reduce, Transfer, peak_bytes, transfer_bytes
+from tapestry.ir.program import moved_bytes, peak_bytes
 from tapestry.ir.syntax.printer import to_text
 from tapestry.lift.nodes import Prepared
 from tapestry.lift.onnx_to_graph import Lifted, ModelSource
@@ -79,22 +78,16 @@ def _own_sizes(value: object) -> Sizes:
         case Candidate():
             return _own_sizes(value.result)
         case PricedPlan():
-            return _program_sizes(value.plan, value.program)
+            wire, peak = moved_bytes(value.program), max(peak_bytes(value.program)[0])
+            return {"devices": value.plan.devices, "steps": len(value.program.steps), "wire_bytes": wire, "peak_bytes": peak}
         case list():
             problems = [p for p in cast("list[object]", value) if isinstance(p, Problem)]
             return {"strategies": sum(sum(p.sizes) for p in problems), "topologies": len(problems)} if problems else {}
         case dict():
-            return _table_sizes(list(cast("dict[str, object]", value).values()))
+            rows = [*cast("dict[str, object]", value).values()]  # kernels, as text, or counts of checks by law
+            texts, counts = [r for r in rows if isinstance(r, str)], [r for r in rows if isinstance(r, int)]
+            return (
+                {"kernels": len(texts), "bytes": sum(map(len, texts))} if texts else {"checks": sum(counts)} if counts else {}
+            )
         case _:
             return {}
-
-
-def _table_sizes(rows: Sequence[object]) -> Sizes:
-    """Of kernels how many and how long, of laws how many checks."""
-    texts, counts = [r for r in rows if isinstance(r, str)], [r for r in rows if isinstance(r, int)]
-    return {"kernels": len(texts), "bytes": sum(map(len, texts))} if texts else {"checks": sum(counts)} if counts else {}
-
-
-def _program_sizes(plan: Plan, program: Program) -> Sizes:
-    wire = sum(transfer_bytes(s, program) for s in program.steps if isinstance(s, Transfer | Reduce))
-    return {"devices": plan.devices, "steps": len(program.steps), "wire_bytes": wire, "peak_bytes": max(peak_bytes(program)[0])}

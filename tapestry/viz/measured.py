@@ -121,12 +121,8 @@ def overlap(slices: Slices) -> Row:
 def analysis(build: Build, slices: Slices, seconds: Sequence[float]) -> Row:
     """Rows, totals by kind, and how far the cost model is off."""
     steps = rows(build, slices)
-    kinds: dict[str, Row] = {}
-    for r in steps:
-        k = kinds.setdefault(r["kind"], {"steps": 0, "estimated_s": 0.0, "measured_s": 0.0, "waited_s": 0.0})
-        k["steps"] += 1
-        for key in ("estimated_s", "measured_s", "waited_s"):
-            k[key] += r[key]
+    by_kind = together(steps, lambda r: str(r["kind"]))
+    kinds = {kind: {"steps": len(same), **_column_sums(same)} for kind, same in by_kind.items()}
     ratios = [abs(math.log(r["measured_s"] / r["estimated_s"])) for r in steps if r["measured_s"] > 0 and r["estimated_s"] > 0]
     total = statistics.median(list(seconds)[1:] or seconds)
     simulated = explain.schedule(build).total
@@ -144,10 +140,11 @@ def analysis(build: Build, slices: Slices, seconds: Sequence[float]) -> Row:
 def text(facts: Row) -> str:
     """The analysis as a person reads it, counterparts in different layers once."""
     out = [f"measured on {facts['processes']} processes of {facts['threads']} threads, beside what the plan estimates", ""]
-    out.append(f"{'×':>5} {'estimated':>9} {'measured':>9} {'ratio':>7} {'waited':>9}  what")
+    head = f"{'×':>5} {'estimated':>9} {'measured':>9} {'ratio':>7} {'waited':>9} "
+    out.append(f"{head} what")
     for what, same in together(facts["steps"], lambda r: template(r["what"].replace("'", ""))).items():
         out += wrapped(f"{len(same):>5} {_row_times(_column_sums(same))}  {what}", " " * 46)
-    out += ["", f"{'×':>5} {'estimated':>9} {'measured':>9} {'ratio':>7} {'waited':>9}  kind"]
+    out += ["", f"{head} kind"]
     out += [f"{k['steps']:>5} {_row_times(k)}  {kind}" for kind, k in facts["kinds"].items()]
     way = facts["overlap"]
     if way["on_the_way_s"]:
@@ -156,16 +153,12 @@ def text(facts: Row) -> str:
             "",
             f"messages were on their way for {duration(way['on_the_way_s'])} (all ranks), {share:.0%} of it beside kernels",
         ]
+    hint = " (tapestry calibrate -o FILE.json measures this machine, compile --topology FILE.json uses it)"
+    mend = hint if abs(facts["error"]) > 0.5 else ""
     both = f"{duration(facts['measured_s'])} measured, {duration(facts['simulated_s'])} simulated"
     step = f"a step is off by a factor of {facts['step_error']:.2f} on (geometric) average"
-    out += ["", *wrapped(f"in all {both}: error of the cost model {facts['error']:+.0%}{_mend(facts['error'])}; {step}")]
+    out += ["", *wrapped(f"in all {both}: error of the cost model {facts['error']:+.0%}{mend}; {step}")]
     return "\n".join(out) + "\n"
-
-
-def _mend(error: float) -> str:
-    """What makes estimates better, where they are far off."""
-    hint = " (tapestry calibrate -o FILE.json measures this machine, compile --topology FILE.json uses it)"
-    return hint if abs(error) > 0.5 else ""
 
 
 def _column_sums(rows: Sequence[Row]) -> Row:

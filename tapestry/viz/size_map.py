@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from tapestry.viz.format import duration, human
@@ -25,34 +25,26 @@ def size_map_lines(sizes: Mapping[str, Any]) -> Iterator[str]:
             own = f"a plan of its own {duration(row['best_s'])}"
             yield f"     at {_sizes_at(row['sizes'])}: {duration(row['objective_s'])}, gap {row['gap']:.1%}; {own}"
         yield f"     most memory: {', '.join(human(n) for n in dict.fromkeys(r['largest_peak_bytes']))} per device"
-    varying = [s for s in symbols if _end(regions, "low", s, min) < _end(regions, "high", s, max)]
-    if len(varying) == len(symbols) == 2:
-        yield from _map(varying, regions)
+    low = {s: min(r["low"][s] for r in regions) for s in symbols}
+    high = {s: max(r["high"][s] for r in regions) for s in symbols}
+    if len(symbols) == 2 and all(low[s] < high[s] for s in symbols):  # the first symbol grows upwards
+        up, right = symbols
+        columns = _scale(low[right], high[right], WIDE)
+        for n in reversed(_scale(low[up], high[up], TALL)):
+            yield f"  {n:>8,} {''.join(_region(regions, {up: n, right: m}) for m in columns)}"
+        yield f"  {up:>8.8} {columns[0]} … {columns[-1]:,} {right}"
 
 
 def _sizes_at(sizes: Mapping[str, int]) -> str:
     return ", ".join(f"{s} {n}" for s, n in sizes.items())
 
 
-def _end(regions: Sequence[Region], which: str, symbol: str, end: Callable[[Iterator[int]], int]) -> int:
-    return end(r[which][symbol] for r in regions)
-
-
 def _letter(k: int) -> str:
     return LETTERS[k % len(LETTERS)]
 
 
-def _map(symbols: Sequence[str], regions: Sequence[Region]) -> Iterator[str]:
-    """Letters of regions, both sizes on a scale of powers; the first symbol grows upwards."""
-    up, right = symbols
-    rows = _scale(_end(regions, "low", up, min), _end(regions, "high", up, max), TALL)
-    columns = _scale(_end(regions, "low", right, min), _end(regions, "high", right, max), WIDE)
-    for n in reversed(rows):
-        yield f"  {n:>8,} {''.join(_region(regions, {up: n, right: m}) for m in columns)}"
-    yield f"  {up:>8.8} {columns[0]} … {columns[-1]:,} {right}"
-
-
 def _scale(low: int, high: int, most: int) -> list[int]:
+    """Sizes on a scale of powers."""
     if high - low < most:
         return list(range(low, high + 1))
     return sorted({round(low * math.exp(math.log(high / low) * k / (most - 1))) for k in range(most)})

@@ -422,7 +422,7 @@ def sheets(tiling: Tiling, extents: tuple[int, ...]) -> list[Sheet]:
     parts = tiling.over(len(extents))
     order = sorted(range(len(extents)), key=lambda k: (parts[k] > 1, extents[k], k), reverse=True)
     flat = sorted(order[:2])
-    row, col = (flat[0], flat[1]) if len(flat) == 2 else (None, flat[0]) if flat else (None, None)
+    row, col = (None, None, *flat)[-2:]
     rest = [k for k in range(len(extents)) if k not in flat and parts[k] > 1]
     on: dict[int, list[int]] = {}
     for tile, instance in tiling.entries:

@@ -62,10 +62,9 @@ def document(source: Source, say: Say = lambda what: None) -> Row:
     kernels, launched = _kernels(build)
     say("check")
     out: Row = {
-        "name": source.name, "model": build.model, "target": build.target, "report": dict(build.report), "explain": facts,
+        "name": source.name, "model": build.model, "report": dict(build.report), "explain": facts,
         "mesh": [[a.name, a.size, list(a.weights), list(a.order)] for a in plan.mesh],
         "devices": program.devices, "shapes": shapes,
-        "stages": [[s.first, [[a.name, a.size] for a in s.mesh]] for s in plan.stages],
         "ops": _operations(build, of_op, launched), "tensors": _tensors(plan.graph),
         "program": tables(program), "edges": edges(program), "kernels": kernels,
         "lanes": lanes(timed), "memory": memory(program, dict(enumerate(build.peak_bytes))),
@@ -109,10 +108,7 @@ def _operations(build: Build, of_op: Sequence[int], launched: Mapping[int, Seque
                 "ins": ins,
                 "others": rows,
                 "cut": list(s.dims),
-                "ends": list(s.out),
-                "ring": list(s.ring),
                 "pins": _pins(name, s, mesh),
-                "stage": plan.stage_of[i] if plan.stages else 0,
                 "kernels": launched.get(i, ()),
             }
         )
@@ -146,7 +142,7 @@ def _kernels(build: Build) -> tuple[Row, dict[int, list[str]]]:
         assert isinstance(step, Launch)
         if key and files[key] not in of_op.setdefault(step.op, []):
             of_op[step.op].append(files[key])
-    sources = {n: {"source": t.source, "op": k.op, "mode": k.mode, "block": k.block} for n, (k, t) in made.items()}
+    sources = {n: {"source": t.source, "mode": k.mode, "block": k.block} for n, (k, t) in made.items()}
     return sources, of_op
 
 

@@ -39,7 +39,7 @@ MODULES = (
 )
 """In the order in which they need each other."""
 _IMPORT = re.compile(r'^import (\{[^}]*\}) from "\./(\w+)\.js";$', re.MULTILINE)
-_EXPORT = re.compile(r"^export ((?:async )?(?:function|const|class) (\w+))|^export (\{ \w+(?:, \w+)* \};)$", re.MULTILINE)
+_EXPORT = re.compile(r"^export ((?:async )?(?:function|const|class) (\w+))", re.MULTILINE)
 
 
 def assemble(data: dict[str, Any], title: str) -> str:
@@ -85,8 +85,8 @@ def _script() -> str:
 
 
 def _module(name: str, text: str) -> str:
-    names = [m.group(2) or m.group(3).strip("{ };") for m in _EXPORT.finditer(text)]
-    body = _EXPORT.sub(lambda m: m.group(1) or "", _IMPORT.sub(r"const \1 = \2_module;", text))
+    names = [m.group(2) for m in _EXPORT.finditer(text)]
+    body = _EXPORT.sub(r"\1", _IMPORT.sub(r"const \1 = \2_module;", text))
     return f"const {name}_module = (() => {{\n{body}return {{ {', '.join(names)} }};\n}})();"
 
 

@@ -8,7 +8,7 @@ from math import log2
 from tapestry.errors import TapestryError
 from tapestry.ir import space
 from tapestry.ir.graph import Block, Graph, Op
-from tapestry.ir.kernel import Box, cut, intersect, shape, size
+from tapestry.ir.kernel import Box, cut, intersect, shape, size, whole
 from tapestry.ir.program import Launch
 from tapestry.ir.provenance import operation_names
 from tapestry.tools.viewer.draw import Drawing, build_of, by_box, colour, drawing, polygon, rect, short, tag, words
@@ -61,7 +61,7 @@ def shown(op: Op, tiles: Tiles) -> tuple[int | None, int | None, int | None]:
     maps = sorted(range(len(op.dims)), key=lambda k: rank[k], reverse=True)
     rest = sorted(range(len(op.dims), len(op.space)), key=lambda k: rank[k], reverse=True)
     flat = sorted(maps[:2])
-    row, col = (flat[0], flat[1]) if len(flat) == 2 else (None, flat[0]) if flat else (None, None)
+    row, col = (None, None, *flat)[-2:]
     deep = rest[0] if rest else maps[2] if len(maps) > 2 else None
     return row, col, deep
 
@@ -140,7 +140,7 @@ def _reads(op: Block, graph: Graph, tile: Box, device: int | None) -> list[tuple
     for r in op.reads:
         t = graph.tensors[r.tensor]
         image = space.access(op, r, t.shape).image(tile)
-        box = intersect(image.hull(), tuple((0, n) for n in t.shape)) if image is not None else None
+        box = intersect(image.hull(), whole(t.shape)) if image is not None else None
         svg, w, h = sheet(t.shape, [(box, colour(device or 0))] if box is not None else [])
         note = "nothing" if box is None else f"{shape_text(shape(box))}, {human(size(box) * t.nbytes // max(1, t.size))}"
         text = f"{r.tensor}[{', '.join(map(str, r.index))}]"
@@ -152,7 +152,7 @@ def _reads(op: Block, graph: Graph, tile: Box, device: int | None) -> list[tuple
 def sheet(extents: Sequence[int], boxes: Sequence[tuple[Box, str]], held: Sequence[Box] = ()) -> tuple[str, float, float]:
     """A tensor by its two longest axes, with some of its boxes in colours; (elements, width, height)."""
     axes = sorted(sorted(range(len(extents)), key=lambda k: (-extents[k], k))[:2])
-    row, col = (axes[0], axes[1]) if len(axes) == 2 else (None, axes[0]) if axes else (None, None)
+    row, col = (None, None, *axes)[-2:]
     wide, tall = (16.0 if k is None else _length(extents[k], 130) * 0.8 for k in (col, row))
 
     def place(b: Box) -> tuple[float, float, float, float]:

@@ -24,7 +24,7 @@ def shape_of(op: Op, graph: Graph) -> Row:
     if not isinstance(op, Block):
         dims = [[d.name, d.size, "map"] for d in op.dims]
         reads = [_opaque_read(graph, t, axes) for t, axes in zip(op.ins, op.in_axes, strict=True) if t]
-        return {"kind": f"opaque {op.kind}", "dims": dims, "reads": reads, "outs": outs, "skips": [], "opaque": True}
+        return {"kind": f"opaque {op.kind}", "dims": dims, "reads": reads, "outs": outs, "skips": []}
     place = {d.name: k for k, d in enumerate(op.space)}
     roles = ["map"] * len(op.dims) + ["reduce"] * len(op.reduce) + ["inner"] * len(op.inner_dims)
     return {
@@ -32,7 +32,6 @@ def shape_of(op: Op, graph: Graph) -> Row:
         "dims": [[d.name, d.size, r] for d, r in zip(op.space, roles, strict=True)],
         "reads": [_read(r, alias, graph, place) for r, alias in zip(op.reads, aliases(op), strict=True)],
         "outs": outs,
-        "then": sorted(op.then_reads() - op.body_reads()),
         "skips": [_guard(g, place) for e in op.point for g in _conditions(e)],
     }
 

@@ -17,6 +17,7 @@ from tapestry.ir.program import Free, Launch, Program, Reduce, Step, Transfer, a
 from tapestry.ir.types import itemsize
 from tapestry.plan.simulate import Schedule
 from tapestry.tools.viewer.op_shapes import Row
+from tapestry.viz.format import together
 
 Links = dict[tuple[int, int], float]
 MOST_TIMES = 400_000  # numbers of a schedule: of more classes of devices only the first are written
@@ -70,7 +71,6 @@ def tables(program: Program) -> Row:
         "links": list(numbers),
         "steps": steps,
         "buffers": {b.name: [b.tensor, b.boxes, b.dtype, b.field, itemsize(b.dtype)] for b in packed.buffers},
-        "outputs": packed.outputs,
     }
 
 
@@ -133,16 +133,14 @@ def edges(program: Program) -> list[list[list[Any]]]:
 
 def alike(columns: np.ndarray) -> tuple[list[list[int]], list[int]]:
     """(devices that share a column, in order of their first; that first device of each class)."""
-    classes: dict[bytes, list[int]] = {}
-    for d in range(columns.shape[1]):
-        classes.setdefault(np.ascontiguousarray(columns[:, d]).tobytes(), []).append(d)
-    return list(classes.values()), [c[0] for c in classes.values()]
+    classes = list(together(range(columns.shape[1]), lambda d: columns[:, d].tobytes()).values())
+    return classes, [c[0] for c in classes]
 
 
 def lanes(timed: Schedule) -> Row:
     """When each step begins and ends, for every class of devices with equal times; null where it takes no part."""
     if not timed.timed:
-        return {"classes": [], "steps": [], "left_out": 0}
+        return {"classes": [], "steps": []}
     begin, end = (np.array([getattr(t, k) for t in timed.timed]) for k in ("start", "end"))
     classes, first = alike(np.concatenate([begin, end]))
     most = max(1, MOST_TIMES // (2 * len(timed.timed)))
@@ -152,7 +150,7 @@ def lanes(timed: Schedule) -> Row:
         times = {n: [None if x != x else x for x in a[k, shown].tolist()] for n, a in (("begin", begin), ("end", end))}
         row: Row = {"step": t.step, "op": t.op, "stream": t.stream, **times}
         steps.append(row | ({"by": t.by} if t.by else {}))
-    return {"classes": classes[:most], "steps": steps, "left_out": sum(map(len, classes[most:]))}
+    return {"classes": classes[:most], "steps": steps}
 
 
 def memory(program: Program, peak: Mapping[int, int]) -> Row:

@@ -1,5 +1,5 @@
 // Pictures 8 and 9: the laws that a plan was held to, or the one that refuses it and where; two builds beside each other.
-import { amount, bold, boxText, button, bytes, cell, count, div, h, quiet, remark, seconds, signed, table } from "./elements.js";
+import { amount, bold, boxText, button, bytes, cell, count, div, h, heading, quiet, remark, seconds, signed, table, tally } from "./elements.js";
 import { move } from "./cursor.js";
 
 export function certificate(build) {
@@ -8,7 +8,7 @@ export function certificate(build) {
   const rows = Object.entries(laws).map(([law, n]) => h("tr", { "data-law": law, class: refused?.law === law ? "broken" : "" }, cell(law), amount(count(n)), cell(refused?.law === law ? "✗" : "✓")));
   const head = refused ? h("div", { class: "refused" }, bold(refused.what), h("p", {}, `at ${refused.where}`), refused.why && h("p", {}, `because ${refused.why}`), witness(build, refused))
     : h("p", { "data-checks": total }, `${count(total)} checks of ${Object.keys(laws).length} laws; the program was checked again when this page was made`);
-  return div(head, table(["law", "checks", ""], rows), h("h3", {}, "Evidence"), evidence.length ? evidence.map(compared) : remark("The certificate says nothing of the model."), rewritten(build));
+  return div(head, table(["law", "checks", ""], rows), heading("Evidence"), evidence.length ? evidence.map(compared) : remark("The certificate says nothing of the model."), rewritten(build));
 }
 
 function witness(build, refused) {
@@ -23,7 +23,7 @@ function compared(row) {
 
 function rewritten(build) {
   const r = build.report.rewrites;
-  return r && h("p", {}, bold(`${count(r.steps)} rewrites`), ` of the lifted graph: ${Object.entries(r.shown).map(([what, n]) => `${count(n)} results by ${what}`).join(", ")}`);
+  return r && h("p", {}, bold(`${count(r.steps)} rewrites`), ` of the lifted graph: ${tally(r.shown, " results by ")}`);
 }
 
 // Two builds: what differs, the greatest change of time first.

@@ -1,5 +1,5 @@
 // Pictures 5 and 6b: what else an operation could be and what that costs; the search: incumbent, bound, and the Pareto front.
-import { amount, axisText, bytes, cell, div, h, hint, picture, quiet, remark, s, scrolled, seconds, signed, table } from "./elements.js";
+import { amount, axisText, bytes, cell, div, h, heading, hint, picture, quiet, remark, s, scrolled, seconds, signed, table } from "./elements.js";
 
 export function choices(build, i, say) {
   const row = build.rows[i];
@@ -7,7 +7,7 @@ export function choices(build, i, say) {
   const rows = build.ops[i].others.map((o) => h("tr", { "data-more": o.seconds_more, onclick: () => copy(o.pins, say) }, cell(o.split), amount(signed(o.seconds_more)), cell(pins(o.pins, say))));
   const best = row.next_best;
   return div(h("p", {}, row.split_words ?? ""), table(["split", "whole plan", "a click copies"], [own, ...rows], { class: "choices" }), best ? because(best) : remark("No other split is possible."),
-    h("h3", {}, "The search"), search(build), h("h3", {}, "Latency against memory"), front(build, say));
+    heading("The search"), search(build), heading("Latency against memory"), front(build, say));
 }
 
 const option = (pin) => `--pin '${pin}'`;

@@ -1,6 +1,6 @@
 // The equivalent forms of a graph and the rewrites between them (`tapestry rules --derive`): how many, how deep, what each costs,
 // what was not followed. A form that is selected shows its text and how it was made.
-import { amount, bold, bytes, cell, count, div, h, hint, picture, preferred, quiet, rectangle, remark, s, saveSvg, seconds, table, text } from "./elements.js";
+import { amount, bold, bytes, cell, count, div, h, hint, picture, preferred, quiet, rectangle, remark, s, saveSvg, seconds, table, tally, text } from "./elements.js";
 
 const NODE = { width: 132, height: 40 };
 const SHOWN = 160; // forms that are drawn: the cheapest, and those that they were made of
@@ -74,7 +74,7 @@ export function derivations(data, name) {
     panel.scrollTop = 0;
     for (const g of document.querySelectorAll("[data-form]")) g.classList.toggle("selected", Number(g.dataset.form) === number);
   }
-  const pruned = Object.entries(data.pruned).map(([why, n]) => `${count(n)} ${why}`).join(", ") || "nothing";
+  const pruned = tally(data.pruned, " ") || "nothing";
   const mesh = Object.entries(data.mesh).map(([n, size]) => `${n}=${size}`).join(" ");
   const facts = [["forms", count(data.forms.length)], ["moves, at most", count(data.deepest)], ["other ways", count(data.again.length)], ["not followed", pruned], ["devices", mesh]];
   const key = `blue: fastest, orange: least memory; dashed: another way to a form${left ? `; ${count(left)} dearer forms are in the list alone` : ""}`;

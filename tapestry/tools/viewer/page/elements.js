@@ -20,6 +20,8 @@ export const bold = (...children) => h("b", {}, children);
 export const quiet = (...children) => h("span", { class: "quiet" }, children);
 export const remark = (...children) => h("p", { class: "quiet" }, children);
 export const scrolled = (...children) => h("div", { class: "scroll" }, children);
+export const controls = (...children) => h("div", { class: "controls" }, children);
+export const heading = (words) => h("h3", {}, words);
 export const cell = (...children) => h("td", {}, children);
 export const amount = (figure) => h("td", { class: "n" }, figure);
 export const hint = (words) => s("title", {}, words);
@@ -68,6 +70,7 @@ export function seconds(t) {
 export const clamp = (value, low, high) => Math.max(low, Math.min(high, value));
 export const signed = (t) => (t >= 0 ? "+" : "−") + seconds(Math.abs(t));
 export const count = (n) => n.toLocaleString("en-US");
+export const tally = (counts, between) => Object.entries(counts).map(([what, n]) => `${count(n)}${between}${what}`).join(", ");
 export const shapeText = (shape) => (shape.length ? shape.join("×") : "()");
 export const boxText = (box) => `[${box.map(([a, b]) => `${a}:${b}`).join(", ")}]`;
 export const short = (name, most) => (name.length <= most ? name : `${name.slice(0, Math.ceil(most * 0.4))}…${name.slice(1 - Math.floor(most * 0.6))}`);

@@ -1,5 +1,5 @@
 // Picture 7: the source of a kernel beside the block that made it; what one speaks of lights up in the other.
-import { bold, boxText, div, h, quiet, remark } from "./elements.js";
+import { bold, boxText, controls, div, h, quiet, remark } from "./elements.js";
 import { cursor, move } from "./cursor.js";
 
 export function kernels(build, i) {
@@ -15,7 +15,7 @@ export function kernels(build, i) {
     from.addEventListener("pointerleave", () => [from, to].forEach(dark));
   }
   const tabs = names.map((k) => h("button", { "aria-pressed": String(k === name), onclick: () => move({ kernel: k }) }, k));
-  return div(h("div", { class: "controls" }, tabs, quiet(`${kernel.mode} of block ${boxText(kernel.block)}; ${sharers(build, name)} operation(s) use it`)), h("div", { class: "kernel" }, div(bold("the block"), block), div(bold(name), source)));
+  return div(controls(tabs, quiet(`${kernel.mode} of block ${boxText(kernel.block)}; ${sharers(build, name)} operation(s) use it`)), h("div", { class: "kernel" }, div(bold("the block"), block), div(bold(name), source)));
 }
 
 const sharers = (build, name) => build.ops.filter((op) => op.kernels.includes(name)).length;

@@ -1,5 +1,5 @@
 // Picture 4: what every device does when, simulated and, beside it, measured; memory over time. Devices that do the same share a lane.
-import { HALO, axisText, button, bytes, clamp, count, div, errorColour, h, hint, picture, rectangle, remark, s, scrolled, seconds, short, text } from "./elements.js";
+import { HALO, axisText, button, bytes, clamp, controls, count, div, errorColour, h, hint, picture, rectangle, remark, s, scrolled, seconds, short, text } from "./elements.js";
 import { cursor, move } from "./cursor.js";
 import { kindColour } from "./tensors.js";
 import { ranges } from "./model.js";
@@ -55,7 +55,7 @@ function head(build, total) {
   const words = [`simulated ${seconds(total)}`, `the busiest device computes for ${seconds(sim.compute_s[busiest])}`, `sends for ${seconds(sim.transfer_s[busiest])}`, `waits for ${seconds(sim.exposed_s[busiest])}`];
   const real = build.measured;
   if (real) words.push(`measured ${seconds(real.measured_s)} (${real.error >= 0 ? "+" : "−"}${Math.abs(real.error * 100).toFixed(0)} %)`);
-  return h("div", { class: "controls" }, h("span", { "data-lanes": "" }, words.join(" · ")), button("+", () => zoomBy(0.5), "zoom in"), button("−", () => zoomBy(2), "zoom out"),
+  return controls(h("span", { "data-lanes": "" }, words.join(" · ")), button("+", () => zoomBy(0.5), "zoom in"), button("−", () => zoomBy(2), "zoom out"),
     button("all", () => move({ zoom: "" })), build.lane.has(stepOf(build)) && button("to the cursor", () => toStep(build, total)));
 }
 

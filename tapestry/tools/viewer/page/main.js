@@ -92,6 +92,7 @@ function title(build, body) {
   return div(h("h2", { "data-op": cursor.op }, build.called(cursor.op)), h("p", { class: "words" }, words), remark(`writes ${row.outs.join(", ")}`, row.nodes.length > 0 && `, from ${row.nodes.slice(0, 6).join(", ")}${row.nodes.length > 6 ? ` and ${row.nodes.length - 6} more` : ""}`), body);
 }
 
+const refit = () => page.graphs.forEach((g) => (g.hand.fit(), centre(g, false)));
 const whole = () => page.graphs.forEach((g) => g.hand.whole());
 const zoom = (factor) => () => page.graphs.forEach((g) => g.hand.zoom(factor, 200, 150));
 
@@ -169,7 +170,7 @@ function redraw(changed) {
     drawGraphs();
     page.graphs.forEach((g) => centre(g, has("open")));
   } else if (has("op")) mark();
-  else if (has("tab") && narrow()) page.graphs.forEach((g) => (g.hand.fit(), centre(g, false)));
+  else if (has("tab") && narrow()) refit();
   if (has("build", "op", "tab", "device", "step", "rewrite", "change", "row", "col", "depth", "at", "kernel", "theme")) drawPanel();
   if (has("build", "op", "step", "zoom", "tab", "theme")) drawLanes();
 }
@@ -246,7 +247,7 @@ async function start() {
   page.graphs.forEach((g) => centre(g, false));
   onMove(redraw);
   addEventListener("keydown", keys);
-  addEventListener("resize", () => (page.graphs.forEach((g) => (g.hand.fit(), centre(g, false))), drawLanes()));
+  addEventListener("resize", () => (refit(), drawLanes()));
   addEventListener("hashchange", () => (restore(location.hash), redraw(new Set(Object.keys(cursor)))));
   requestAnimationFrame(() => setTimeout(() => document.documentElement.setAttribute("data-drawn", performance.now().toFixed(0))));
 }

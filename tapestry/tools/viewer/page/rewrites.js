@@ -1,5 +1,5 @@
 // Picture 6: a slider over the rewrites: what a step replaced, and by what; the gain, and what shows that results stay the same.
-import { bold, button, bytes, clamp, count, div, h, hint, picture, quiet, rectangle, remark, s, scrolled, text } from "./elements.js";
+import { bold, button, bytes, clamp, controls, count, div, h, hint, picture, quiet, rectangle, remark, s, scrolled, tally, text } from "./elements.js";
 import { cursor, move } from "./cursor.js";
 
 export function rewrites(build) {
@@ -10,14 +10,14 @@ export function rewrites(build) {
   const change = step.changes[Math.min(cursor.change, step.changes.length - 1)];
   const to = (n) => move({ rewrite: clamp(n, 0, steps.length - 1), change: 0 });
   const slider = h("input", { type: "range", min: 0, max: steps.length - 1, value: k, "aria-label": "rewrite", oninput: (e) => to(Number(e.target.value)) });
-  return div(h("div", { class: "controls" }, button("‹", () => to(k - 1), "the one before"), slider,
+  return div(controls(button("‹", () => to(k - 1), "the one before"), slider,
     button("›", () => to(k + 1), "the next one"), h("b", { "data-rewrite": k }, `${k + 1} of ${steps.length}: ${step.by}`)),
     facts(step), change && div(picker(step), h("div", { class: "pair" }, side("before", change.before, change.bytes_before), side("after", change.after, change.bytes_after))), moves(build));
 }
 
 function facts(step) {
   const gain = step.bytes[0] ? 1 - step.bytes[1] / step.bytes[0] : 0;
-  const shown = Object.entries(step.evidence).map(([what, n]) => `${count(n)} by ${what}`).join(", ");
+  const shown = tally(step.evidence, " by ");
   return h("p", { "data-facts": "" }, `${count(step.ops[0])} operations became ${count(step.ops[1])} in ${count(step.places)} place(s), ${count(step.distinct)} distinct; they read and write ${bytes(step.bytes[0])} before, ${bytes(step.bytes[1])} after `,
     bold(`(${gain >= 0 ? "−" : "+"}${Math.abs(gain * 100).toFixed(0)} %)`), h("br"), quiet(`same results: ${shown || "nothing to show"}${step.exact ? "; claims the same bits" : ""}`));
 }

@@ -1,5 +1,5 @@
 // Picture 3: who holds what of a tensor, what moved and from whom; and who sends how much to whom.
-import { NONE, PALETTE, amount, axisText, bold, boxText, bytes, cell, clamp, count, deviceColour, div, h, hint, picture, quiet, rectangle, remark, s, scrolled, seconds, shapeText, table } from "./elements.js";
+import { NONE, PALETTE, amount, axisText, bold, boxText, bytes, cell, clamp, count, deviceColour, div, h, heading, hint, picture, quiet, rectangle, remark, s, scrolled, seconds, shapeText, table } from "./elements.js";
 import { cursor, move } from "./cursor.js";
 import { byBox, spanOf } from "./space.js";
 import { size } from "./affine.js";
@@ -9,9 +9,9 @@ export function tensors(build, i) {
   const mine = [...new Set([...build.ops[i].ins, ...build.rows[i].outs])];
   const steps = [...build.fetches[i].map((r) => r.step), ...build.reduces[i]];
   const all = build.explain.steps.map((r) => r.step);
-  return div(h("h3", {}, "Who sends to whom"),
+  return div(heading("Who sends to whom"),
     h("div", { class: "pair" }, matrix(build, "matrix-all", all, "the whole plan"), matrix(build, "matrix-op", steps, `for ${build.called(i)}`)),
-    h("h3", {}, "What moves for this operation"), moves(build, steps), h("h3", {}, "Who holds what"), mine.map((t) => tensor(build, t)));
+    heading("What moves for this operation"), moves(build, steps), heading("Who holds what"), mine.map((t) => tensor(build, t)));
 }
 
 function matrix(build, name, steps, caption) {
