@@ -22,6 +22,7 @@ from tapestry.ir.program import Program, Reduce, Transfer
 from tapestry.ir.types import itemsize
 from tapestry.tools.exports.nodes.blocks import Merge, Merging
 from tapestry.tools.exports.nodes.onnx_nodes import COLLECTIVE, Nodes, NotExpressible, Value, relative
+from tapestry.viz.format import together
 
 _REDUCE = {"add": "SUM", "mul": "PROD", "max": "MAX", "min": "MIN"}
 Group = tuple[int, ...]
@@ -106,10 +107,6 @@ class Exchange:
             )
         self.extra[reason] = self.extra.get(reason, 0) + nbytes
 
-    def others(self, rank: int) -> list[int]:
-        """All ranks but one."""
-        return [d for d in range(self.program.devices) if d != rank]
-
     def first(self, x: Value, axis: int) -> Value:
         """An axis and the first one swapped."""
         turn = list(range(len(x.shape)))
@@ -131,10 +128,10 @@ def moved(x: Exchange, step: Transfer, source: Value | None) -> Value | None:
         if group is not None and source is not None and mine is not None:
             return _gathered(x, source, [src.boxes[d] for d in group], group, mine)
     else:
-        for (sender, box), receivers in _sent(step).items():
-            if x.rank in (sender, *receivers):
-                found = broadcast(x, source if sender == x.rank else None, held, box, (sender, *receivers), dst.dtype)
-                pieces[box] = found
+        for (sender, box), messages in together(step.messages, lambda m: (m.src, m.box)).items():
+            members = (sender, *(m.dst for m in messages))
+            if x.rank in members:
+                pieces[box] = broadcast(x, source if sender == x.rank else None, held, box, members, dst.dtype)
     if mine is None:
         return None
     if not size(mine):
@@ -145,25 +142,13 @@ def moved(x: Exchange, step: Transfer, source: Value | None) -> Value | None:
     return assembled(x.nodes, mine, kept, step.dst)
 
 
-def _sent(step: Transfer) -> dict[tuple[int, Box], list[int]]:
-    """Who gets each box, by sender: one broadcast for each."""
-    out: dict[tuple[int, Box], list[int]] = {}
-    for m in step.messages:
-        out.setdefault((m.src, m.box), []).append(m.dst)
-    return out
-
-
 def broadcast(x: Exchange, source: Value | None, held: Box | None, box: Box, members: Sequence[int], dtype: str) -> Value:
     """A box from the first of some ranks to the others; those give an array of zeros, which is not read."""
     if source is not None and held is not None:
         given = x.nodes.slice(source, relative(box, held))
     else:
         given = x.nodes.filled(shape(box), 0, dtype)
-    return x.collective("BROADCAST", _ranked(x, given), tuple(sorted(members)), root=members[0])
-
-
-def _ranked(x: Exchange, v: Value) -> Value:
-    return v if v.shape else x.nodes.reshape(v, (1,))
+    return x.collective("BROADCAST", x.nodes.ranked(given, 1), tuple(sorted(members)), root=members[0])
 
 
 def _gathered(x: Exchange, source: Value, boxes: Sequence[Box | None], group: Group, mine: Box) -> Value:
@@ -237,7 +222,7 @@ class _Merge(Merge):
         dtype, v = x.dtype, nodes.cast(x, "u8") if x.dtype == "bool" else x
         if whole or all(a == b for a, b in self._ends(at)):
             self._pays(at, v)
-            out = self.x.collective("ALL_REDUCE", _ranked(self.x, v), self.group, op=op)
+            out = self.x.collective("ALL_REDUCE", self.nodes.ranked(v, 1), self.group, op=op)
             return nodes.cast(nodes.reshape(out, v.shape), dtype)
         axis = self.axis(at)
         if axis is None:
@@ -261,7 +246,7 @@ class _Merge(Merge):
         for d, (src, dst) in zip(self.group, self._ends(field), strict=True):
             mine = self.x.nodes.slice(v, relative(dst, self._ends(field)[self.group.index(self.x.rank)][0]))
             assert intersect(src, dst) == dst
-            found = self.x.collective("REDUCE", _ranked(self.x, mine), self.group, op=op, root=d)
+            found = self.x.collective("REDUCE", self.nodes.ranked(mine, 1), self.group, op=op, root=d)
             out = self.x.nodes.reshape(found, mine.shape) if d == self.x.rank else out
         assert out is not None
         return out

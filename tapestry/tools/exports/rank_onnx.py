@@ -205,12 +205,12 @@ class RankFile:
 
     def _bring(self, output: str, name: str) -> None:
         """All of an output that ends in parts which cannot be said, from its holders to every rank."""
-        buffer = self.program.buffers[name]
+        buffer, n = self.program.buffers[name], self.program.devices
         everything, pieces = whole(self.graph.tensors[output].shape), dict[Box, Value]()
         for box, holder in {b: d for d, b in reversed(list(enumerate(buffer.boxes))) if b is not None}.items():
             given = self.values.get(name) if self.rank == holder else None
-            pieces[box] = broadcast(self.exchange, given, box, box, (holder, *self.exchange.others(holder)), buffer.dtype)
-            n = self.program.devices
+            members = (holder, *(d for d in range(n) if d != holder))
+            pieces[box] = broadcast(self.exchange, given, box, box, members, buffer.dtype)
             nbytes = (n - 1) * size(box) * itemsize(buffer.dtype) / n
             self.exchange.costs("an output in unequal parts, brought to every rank", nbytes, output)
         self.values[name] = assembled(self.nodes, everything, pieces, output)

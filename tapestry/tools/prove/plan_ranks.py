@@ -162,7 +162,7 @@ class _Rank:
         self._plain(node)
         self._collective("ALL_REDUCE", node.output[0], f"{result}.sum" if bias else result)
         if bias:
-            self._add(helper.make_node("Add", [f"{result}.sum", bias], [result]))
+            self._computed("Add", [f"{result}.sum", bias], result)
 
     def _bias(self, node: NodeProto) -> None:
         """The bias of a module that was written as a node of its own."""
@@ -186,16 +186,16 @@ class _Rank:
         zero, last = self._stored(f"{out}.zero", [0], of_ids), self._stored(f"{out}.rows", [rows], of_ids)
         first = self._stored(f"{out}.first", [self.rank * rows], of_ids)
         nothing = self._stored(f"{out}.nothing", [0], self.weights[table].data_type)
-        self._add(helper.make_node("Sub", [ids, first], [f"{out}.at"]))
-        self._add(helper.make_node("Less", [f"{out}.at", zero], [f"{out}.below"]))
-        self._add(helper.make_node("Less", [f"{out}.at", last], [f"{out}.under"]))
-        self._add(helper.make_node("Not", [f"{out}.below"], [f"{out}.from"]))
-        self._add(helper.make_node("And", [f"{out}.from", f"{out}.under"], [f"{out}.mine"]))
-        self._add(helper.make_node("Where", [f"{out}.mine", f"{out}.at", zero], [f"{out}.row"]))
-        self._add(helper.make_node("Gather", [table, f"{out}.row"], [f"{out}.any"]))
+        self._computed("Sub", [ids, first], f"{out}.at")
+        self._computed("Less", [f"{out}.at", zero], f"{out}.below")
+        self._computed("Less", [f"{out}.at", last], f"{out}.under")
+        self._computed("Not", [f"{out}.below"], f"{out}.from")
+        self._computed("And", [f"{out}.from", f"{out}.under"], f"{out}.mine")
+        self._computed("Where", [f"{out}.mine", f"{out}.at", zero], f"{out}.row")
+        self._computed("Gather", [table, f"{out}.row"], f"{out}.any")
         axis = self._stored(f"{out}.axis", [len(self._shape(ids))], TensorProto.INT64)
-        self._add(helper.make_node("Unsqueeze", [f"{out}.mine", axis], [f"{out}.wide"]))
-        self._add(helper.make_node("Where", [f"{out}.wide", f"{out}.any", nothing], [f"{out}.part"]))
+        self._computed("Unsqueeze", [f"{out}.mine", axis], f"{out}.wide")
+        self._computed("Where", [f"{out}.wide", f"{out}.any", nothing], f"{out}.part")
         self._collective("ALL_REDUCE", f"{out}.part", out)
 
     def _end(self, node: NodeProto, style: str, *, gemm: bool) -> None:
@@ -217,7 +217,7 @@ class _Rank:
         turn = [rank - 1, *range(1, rank - 1), 0] if rank > 1 else [0]
         self._add(helper.make_node("Transpose", [node.output[0]], [f"{result}.turned"], perm=turn))
         self._collective("ALL_GATHER", f"{result}.turned", f"{result}.all")
-        self._add(helper.make_node("Transpose", [f"{result}.all"], [result], perm=turn))
+        self._computed("Transpose", [f"{result}.all"], result, perm=turn)
 
     def _plain(self, node: NodeProto) -> None:
         """A node as it is, but for numbers that are sizes."""
@@ -327,7 +327,7 @@ class _Rank:
             return at
         numbers = [self.rank * (shape[-1] // self.ranks), (self.rank + 1) * (shape[-1] // self.ranks), len(shape) - 1]
         given = [self._stored(f"{at}{k}", [n], TensorProto.INT64) for k, n in enumerate(numbers)]
-        self._add(helper.make_node("Slice", [name, *given], [at]))
+        self._computed("Slice", [name, *given], at)
         return at
 
     def _collective(self, kind: str, source: str, target: str) -> None:
@@ -339,6 +339,10 @@ class _Rank:
         stated: dict[str, Any] = {"collective_operation": kind, "reduce_op": op, "nb_rank": self.ranks, "root": -1}
         self.nodes.append(helper.make_node("DistCollective", [source], [target], name=target, **stated))
         self.types[target] = helper.make_tensor_type_proto(t.elem_type, dims)
+
+    def _computed(self, kind: str, ins: Sequence[str], out: str, **attributes: Any) -> None:
+        """A node of the rank's own."""
+        self._add(helper.make_node(kind, ins, [out], **attributes))
 
     def _add(self, node: NodeProto) -> None:
         self._infer(node)

@@ -126,7 +126,7 @@ class Merging(Merge):
 
     def merged(self, monoid: Monoid, fields: Sequence[Value], at: int = 0, *, whole: bool = False) -> list[Value]:
         """The merged fields."""
-        fields = [self._ranked(f) for f in fields]
+        fields = [self.nodes.ranked(f, len(self.extents)) for f in fields]
         if 0 in self.extents[self.kept :]:
             zeros = monoid.zero(tuple(f.dtype for f in fields))
             return [self.nodes.filled(self._small(f), z.value, f.dtype) for f, z in zip(fields, zeros, strict=True)]
@@ -134,7 +134,7 @@ class Merging(Merge):
 
     def by(self, fn: str, x: Value, at: int, *, whole: bool = False) -> Value:
         """A reduction; in a sum, what does not vary along an axis counts as often as that has points."""
-        nodes, x = self.nodes, self._ranked(x)
+        nodes, x = self.nodes, self.nodes.ranked(x, len(self.extents))
         if x.dtype == "bool":
             return nodes.cast(nodes.reduce(REDUCE[fn], nodes.cast(x, "i32"), self.axes), "bool")
         if fn == "mul":
@@ -167,9 +167,6 @@ class Merging(Merge):
     def _every(self, x: Value, first: int, last: int) -> Value:
         box = [*((0, n) for n in x.shape[:-1]), (first, last)]
         return self.nodes.slice(x, box, [*(1 for _ in x.shape[:-1]), 2])
-
-    def _ranked(self, x: Value) -> Value:
-        return x if x.shape else self.nodes.reshape(x, (1,) * len(self.extents))
 
     def _wide(self, x: Value) -> tuple[int, ...]:
         """A value's shape with all that is reduced written out."""
@@ -241,8 +238,7 @@ class _Launch:
         box = shape(self.kernel.outs[k])
         if v.size == 0 or 0 in box:
             return self.nodes.filled(box, 0, v.dtype)
-        v = self.nodes.reshape(v, (1,) * len(box)) if not v.shape else v
-        return self.nodes.expand(v, box)
+        return self.nodes.expand(self.nodes.ranked(v, len(box)), box)
 
     def reader(self, frame: Frame) -> Callable[[int], Value]:
         """Values of reads over a frame, each once."""
@@ -268,12 +264,13 @@ class _Launch:
         both = products(op)
         if both is not None and not op.inner and 0 not in self.frame.extents:
             values = Expressions(self.nodes, self.frame, self.reader(self.frame))
-            out: list[Value] = []
-            for (a, b), e in zip(both, op.body, strict=True):
-                x, y = (self.nodes.cast(values(f), e.dtype) for f in (a, b))
-                out.append(contract(self.nodes, x, y, self.frame.extents, kept))
-            return out
+            return [self._product(values, pair, e.dtype, self.frame, kept) for pair, e in zip(both, op.body, strict=True)]
         return self.merged()
+
+    def _product(self, values: Expressions, factors: tuple[Expr, Expr], dtype: str, frame: Frame, kept: int) -> Value:
+        """A sum of products of two expressions over a frame."""
+        x, y = (self.nodes.cast(values(f), dtype) for f in factors)
+        return contract(self.nodes, x, y, frame.extents, kept)
 
     def merged(self) -> list[Value]:
         """States by the monoid's structure."""
@@ -291,7 +288,7 @@ class _Launch:
         op, kept = self.op, len(self.op.dims)
         score, value = values(op.body[0]), values(op.body[2])
         rank = len(self.frame.extents)
-        score = self.nodes.reshape(score, (1,) * rank) if not score.shape else score
+        score = self.nodes.ranked(score, rank)
         wide = self.nodes.expand(score, (*score.shape[:kept], *self.frame.extents[kept:]))
         weights = self.nodes.add("Softmax", [wide], wide.shape, wide.dtype, axis=rank - 1)
         return [contract(self.nodes, weights, value, self.frame.extents, kept)]
@@ -367,8 +364,7 @@ class _Launch:
         single = Block(outs=("",), dims=(), reduce=inner.dims, monoid=inner.monoid, body=(inner.body,))
         both = products(single)
         if both is not None and 0 not in frame.extents:
-            x, y = (self.nodes.cast(values(f), inner.body.dtype) for f in both[0])
-            return contract(self.nodes, x, y, frame.extents, kept)
+            return self._product(values, both[0], inner.body.dtype, frame, kept)
         (out,) = Merging(self.nodes, frame.extents, kept).merged(MONOIDS[inner.monoid], [values(inner.body)])
         return self.nodes.reshape(out, out.shape[:kept])
 

@@ -182,6 +182,10 @@ class Nodes:
             self._turned[out.name] = self._behind(v)
         return out
 
+    def ranked(self, v: Value, rank: int) -> Value:
+        """A number as one cell of so many axes."""
+        return v if v.shape else self.reshape(v, (1,) * rank)
+
     def transpose(self, v: Value, perm: Sequence[int]) -> Value:
         """Axes in another order; of a transposed value, what was transposed is, if only axes of one cell came between."""
         shape = tuple(v.shape[p] for p in perm)
