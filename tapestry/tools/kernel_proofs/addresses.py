@@ -76,7 +76,7 @@ class Conditions:
         text = " and ".join(self._text(c, names, True) for c in conditions) or "true"
         text = " and ".join([text, *self._leaves(names)])
         if any(n[0] == "#" and self._computed(int(n[1:])) for n in names):
-            return self._looked_for(conditions, sorted(self._variables(conditions)))
+            return self._looked_for(conditions, sorted({n for c in conditions if self._whole(c) for n in self.terms.free[c]}))
         ranges = {short: (0 if name[0] == "#" else self.terms.sizes[name]) for name, short in names.items()}
         try:
             with space.bounded(OPERATIONS):
@@ -109,9 +109,6 @@ class Conditions:
         return key[0] == "load" or any(
             self._loads(int(d[1:])) for d in dims_of(self.terms.aff(t)) if d[0] == "#" and int(d[1:]) != t
         )
-
-    def _variables(self, conditions: Sequence[int]) -> set[str]:
-        return set[str]().union(*(self.terms.free[c] for c in conditions if self._whole(c)))
 
     def _whole(self, c: int) -> bool:
         """Whether a condition is about integers alone."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
@@ -45,6 +46,10 @@ class Calls:
             return scalar(self.terms, x)
         raise Unsupported(f"a {type(x).__name__} where a number is needed")
 
+    def each(self, function: Callable[..., int], *values: Any) -> Tile:
+        """A function of terms, lane by lane."""
+        return each(self.terms, function, *map(self.tile, values))
+
     # arithmetic
     def operator(self, fn: str, a: Any, b: Any) -> Any:
         """A binary operator, of numbers, tiles and pointers."""
@@ -54,12 +59,11 @@ class Calls:
             if fn not in ("add", "sub"):
                 raise Unsupported(f"{fn} of a pointer")
             return Pointer(a.buffer, self.operator(fn, a.at, self.tile(b)))
-        terms = self.terms
         if fn in ("and", "or", "xor", "shl", "shr"):
-            return each(terms, partial(term_arithmetic_module.bits, terms, fn), self.tile(a), self.tile(b))
+            return self.each(partial(term_arithmetic_module.bits, self.terms, fn), a, b)
         if fn in ("lt", "le", "gt", "ge", "eq", "ne"):
-            return each(terms, partial(terms.compared, fn), self.tile(a), self.tile(b))
-        return each(terms, partial(term_arithmetic_module.arithmetic, terms, fn), self.tile(a), self.tile(b))
+            return self.each(partial(self.terms.compared, fn), a, b)
+        return self.each(partial(term_arithmetic_module.arithmetic, self.terms, fn), a, b)
 
     # makers
     def full(self, shape: Any, value: Any, kind: Kind) -> Tile:
@@ -84,15 +88,15 @@ class Calls:
 
     def where(self, c: Any, a: Any, b: Any) -> Tile:
         """``tl.where``."""
-        return each(self.terms, self.terms.where, self.tile(c), self.tile(a), self.tile(b))
+        return self.each(self.terms.where, c, a, b)
 
     def extreme(self, fn: str, a: Any, b: Any, propagate_nan: Any = None) -> Tile:
         """``tl.maximum`` and ``tl.minimum``."""
-        return each(self.terms, partial(term_arithmetic_module.extreme, self.terms, fn), self.tile(a), self.tile(b))
+        return self.each(partial(term_arithmetic_module.extreme, self.terms, fn), a, b)
 
     def real(self, fn: str, x: Any) -> Tile:
         """A function of one real number."""
-        return each(self.terms, partial(term_arithmetic_module.real, self.terms, fn), self.tile(x))
+        return self.each(partial(term_arithmetic_module.real, self.terms, fn), x)
 
     def fused(self, a: Any, b: Any, c: Any) -> Any:
         """``tl.fma``."""
@@ -205,6 +209,11 @@ class Return(Exception):
         self.value = value
 
 
+def parameters(function: ast.FunctionDef) -> list[str]:
+    """Names of what a function takes."""
+    return [a.arg for a in function.args.args]
+
+
 class Reading(ABC):
     """A launch read statement by statement.
 
@@ -226,7 +235,7 @@ class Reading(ABC):
     def statement(self, line: Any, env: dict[str, Any], /) -> None:
         """Read one statement."""
 
-    def started(self, parameters: Callable[[Any], list[str]], unrolled: bool) -> tuple[Any, dict[str, Any]]:
+    def started(self, unrolled: bool) -> tuple[Any, dict[str, Any]]:
         """The function that is launched, and its parameters by name with what each gets.
 
         Args:

@@ -16,7 +16,7 @@ from tapestry.ir.index import const
 from tapestry.tools.kernel_proofs import own_functions
 from tapestry.tools.kernel_proofs.kernel_text import Box, Buffer, KernelLaunch
 from tapestry.tools.kernel_proofs.lane_tiles import Pointer, Tile, each, folded, indexed, lane
-from tapestry.tools.kernel_proofs.program_reading import Program, Reading, Return, Steps
+from tapestry.tools.kernel_proofs.program_reading import Program, Reading, Return, Steps, parameters
 from tapestry.tools.kernel_proofs.term.term_arithmetic import Kind, applied, negative
 from tapestry.tools.kernel_proofs.term.terms import REDUCING, Terms, Unsupported
 from tapestry.tools.kernel_proofs.triton_calls import KINDS
@@ -55,13 +55,9 @@ def read_launch(
         Unsupported: the source has something that this reading does not know; says what, and the line.
     """
     found = _Reading(terms, functions(text), launch, buffers)
-    function, env = found.started(_parameters, unrolled)
+    function, env = found.started(unrolled)
     found.body(function.body, env)
     return found.program
-
-
-def _parameters(function: ast.FunctionDef) -> list[str]:
-    return [a.arg for a in function.args.args]
 
 
 class _Reading(Reading):
@@ -246,7 +242,7 @@ class _Reading(Reading):
     def said(self, name: str, args: list[Any]) -> Any:
         """What a function returns."""
         function = self.known[name]
-        env = dict(zip(_parameters(function), args, strict=True))
+        env = dict(zip(parameters(function), args, strict=True))
         try:
             self.body(function.body, env)
         except Return as done:
