@@ -35,13 +35,13 @@ class _PackedStep(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag_f
     """A step, told by its kind."""
 
 
-class PackedLoad(_PackedStep):
+class PackedLoad(_PackedStep, frozen=True):
     """A `Load`."""
 
     buffer: str
 
 
-class PackedLaunch(_PackedStep):
+class PackedLaunch(_PackedStep, frozen=True):
     """A `Launch`; ``blocks`` is the number of a list."""
 
     op: int
@@ -52,7 +52,7 @@ class PackedLaunch(_PackedStep):
     states: tuple[str, ...]
 
 
-class PackedTransfer(_PackedStep):
+class PackedTransfer(_PackedStep, frozen=True):
     """A `Transfer`; ``messages`` is a number."""
 
     kind: str
@@ -61,7 +61,7 @@ class PackedTransfer(_PackedStep):
     messages: int
 
 
-class PackedReduce(_PackedStep):
+class PackedReduce(_PackedStep, frozen=True):
     """A `Reduce`; ``groups`` is a number."""
 
     kind: str
@@ -73,7 +73,7 @@ class PackedReduce(_PackedStep):
     sent_as: str = ""
 
 
-class PackedFree(_PackedStep):
+class PackedFree(_PackedStep, frozen=True):
     """A `Free`."""
 
     buffers: tuple[str, ...]
