@@ -279,8 +279,8 @@ def stale_key_of_equal_operations(s: Swaps) -> None:
 
 @bug
 def phase_lost(s: Swaps) -> None:
-    """A strided window cut into phases leaves the last phase out."""
-    old = slice_strided._parts
+    """A strided or dilated window cut into phases leaves the last phase out."""
+    old = slice_strided.sliced
 
     def wrong(*args: Any) -> Any:
         plan = old(*args)
