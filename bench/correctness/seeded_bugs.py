@@ -304,7 +304,7 @@ def phases_shifted(s: Swaps) -> None:
 @bug
 def parts_of_time_overlap(s: Swaps) -> None:
     """Put together again, every part of a region run in time begins a cell late."""
-    old = tiled_region._choose
+    old = tiled_region.choose
     s.function(old, lambda place, starts, values: old(place, [v + (v > 0) for v in starts], values))
 
 
