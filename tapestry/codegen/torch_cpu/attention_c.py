@@ -119,8 +119,8 @@ NO_ATTENTION = Refusal("no values are weighted by a softmax")
 
 def attention_kernel(op: Block, graph: Graph, kernel: Kernel, how: How = PLAIN) -> CpuKernel | Refusal:
     """The values weighted by the softmax of scaled and biased scores."""
-    if conv_c.available(size(kernel.block)) is None:
-        return conv_c.MANY_PRODUCTS
+    if native.library() is None:
+        return conv_c.NO_LIBRARY
     roles = match(op) if len(op.then) == 1 else None
     normal, given = quotient(op.then[0]) if roles else (0, None)
     if roles is None or any(hi <= lo for lo, hi in kernel.block):

@@ -110,8 +110,8 @@ def scored(op: Block, graph: Graph, kernel: Kernel) -> CpuKernel | Refusal:
     a = attention(op) or weighed(op)
     if a is None:
         return NO_ATTENTION
-    if conv_c.available(size(kernel.block)) is None:
-        return conv_c.MANY_PRODUCTS
+    if native.library() is None:
+        return conv_c.NO_LIBRARY
     normal, given = quotient(op.then[0]) if len(op.then) == 1 else (0, None)
     if not normal or given is not None or any(hi <= lo for lo, hi in kernel.block):
         return Refusal("what follows is more than dividing by the sum of weights")

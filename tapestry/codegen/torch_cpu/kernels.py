@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tapestry.codegen.torch_cpu import sibling_sums
+from tapestry.codegen.torch_cpu import native, sibling_sums
 from tapestry.codegen.torch_cpu.attention_c import attention_kernel
 from tapestry.codegen.torch_cpu.attention_scores import scored
 from tapestry.codegen.torch_cpu.base import contract, grouped_rows, scalars, state_merges, tiled_sums
@@ -24,7 +24,7 @@ from tapestry.codegen.torch_cpu.base.strided_reads import Frame
 from tapestry.codegen.torch_cpu.base.tiled_sums import tiled_product
 from tapestry.codegen.torch_cpu.base.torch_api import tensor_of
 from tapestry.codegen.torch_cpu.base.ways import Chosen, Refusal, Way, first
-from tapestry.codegen.torch_cpu.c import conv_c, pooling, row_norms
+from tapestry.codegen.torch_cpu.c import pooling, row_norms
 from tapestry.codegen.torch_cpu.c.blocks_c import PLAIN, How, as_loops, mapped
 from tapestry.codegen.torch_cpu.c.c_calls import CpuKernel
 from tapestry.codegen.torch_cpu.pixel_view import pixels
@@ -115,7 +115,7 @@ def _by_rows(a: Asked) -> CpuKernel | Refusal:
 
 def _by_pixels(a: Asked) -> CpuKernel | Refusal:
     """The function in C of an operation on images, pixel by pixel."""
-    if conv_c.available() is None or a.how.any_size or seen(a.op, a.graph, a.kernel):
+    if native.library() is None or a.how.any_size or seen(a.op, a.graph, a.kernel):
         return Refusal("C is not built here, or it is a function for any size, or of a view")
     view = pixels(a.op, a.graph, a.kernel)
     if view is None:

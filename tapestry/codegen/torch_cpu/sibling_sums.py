@@ -11,7 +11,7 @@ from tapestry.codegen.torch_cpu.base.point_values import Expressions, Run
 from tapestry.codegen.torch_cpu.base.strided_reads import Frame, Tensor
 from tapestry.codegen.torch_cpu.base.torch_unary import added_first
 from tapestry.codegen.torch_cpu.base.ways import Refusal
-from tapestry.codegen.torch_cpu.c import conv_c, generated_c
+from tapestry.codegen.torch_cpu.c import generated_c
 from tapestry.codegen.torch_cpu.c.blocks_c import How
 from tapestry.codegen.torch_cpu.c.c_calls import CCall, CpuKernel, Ins, last, recorded, together
 from tapestry.codegen.torch_cpu.c.print_c import Writer, written
@@ -86,7 +86,7 @@ def _recorded(runs: Sequence[CpuKernel], then: tuple[Expr, ...], packed: Run, jo
         return CpuKernel(plain=packed)
     if then == tuple(Acc(k, "f32") for k in range(len(runs))):
         return together(ours)
-    lib = conv_c.available() if joined else None
+    lib = native.library() if joined else None
     linear = all(p.key[0] == "panels" and len(p.key) > 1 for r in runs for p in r.packs.values())
     if lib is None or not linear or len(then) != 1 or len(runs) > native.MOST_SUMS or arg_positions(then) or not written(then):
         return CpuKernel(plain=packed)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tapestry.codegen.torch_cpu import TorchCpu
-from tapestry.codegen.torch_cpu.c import conv_c
+from tapestry.codegen.torch_cpu import TorchCpu, native
 from tapestry.codegen.torch_cpu.kernels import build, from_numpy
 from tapestry.codegen.torch_cpu.views import seen
 from tapestry.ir.graph import Block
@@ -96,7 +95,7 @@ def test_convolutions_in_other_orders(text: str) -> None:
     for got in (run(ins, []), run.packed(packed, []), TorchCpu().kernel(graph, kernel)(ins, [])):
         assert tuple(got[0].shape) == want.shape
         np.testing.assert_allclose(got[0].numpy(), want, rtol=1e-5, atol=1e-5)
-    assert text == HALF or conv_c.available() is None or run.packed.bind
+    assert text == HALF or native.library() is None or run.packed.bind
     for recorder in TorchCpu().recorders({0: run.packed, 1: run.packed}).values():
         memory = from_numpy(np.zeros(want.size, np.float32))
         call = recorder.bind(packed, [memory])

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import tapestry
-from tapestry.codegen.torch_cpu import TorchCpu
-from tapestry.codegen.torch_cpu.c import conv_c, generated_c
+from tapestry.codegen.torch_cpu import TorchCpu, native
+from tapestry.codegen.torch_cpu.c import generated_c
 from tapestry.codegen.torch_cpu.c.blocks_c import How
 from tapestry.codegen.torch_cpu.kernels import build
 from tapestry.ir.graph import Block
@@ -54,7 +54,7 @@ y: f32[1, 58, 28, 27] = op [b: 1, c: 58, h: 28, w: 27]
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("name", CASES)
 def test_torch_has_no_operator_for_it(name: str) -> None:
-    if conv_c.available() is None:
+    if native.library() is None:
         pytest.skip("no compiler")
     graph = parse(f"graph g\n{CASES[name]}\noutput y")
     feeds = random_feeds(graph, np.random.default_rng(3))
@@ -168,7 +168,7 @@ y: f32[2, 71, 9, 6] = op [b: 2, c: 71, h: 9, w: 6]
 @pytest.mark.parametrize("laid", ["row-major", "by pixels"])
 @pytest.mark.parametrize("name", SIDE_BY_SIDE)
 def test_neighbours_side_by_side(name: str, laid: str) -> None:
-    if conv_c.available() is None:
+    if native.library() is None:
         pytest.skip("no compiler")
     graph = parse(f"graph g\n{SIDE_BY_SIDE[name]}\noutput y")
     feeds, op = random_feeds(graph, np.random.default_rng(5)), graph.ops[0]
@@ -190,7 +190,7 @@ def test_neighbours_side_by_side(name: str, laid: str) -> None:
 
 @pytest.mark.usefixtures("one_thread")
 def test_at_a_new_size_what_follows_a_product_is_torchs_where_nothing_was_compiled() -> None:
-    if conv_c.available() is None:
+    if native.library() is None:
         pytest.skip("no compiler")
     graph = parse("""graph g
 input x: f32[301, 700]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from tapestry.codegen.torch_cpu import native
 from tapestry.codegen.torch_cpu.attention_c import attention_kernel
 from tapestry.codegen.torch_cpu.attention_scores import scored
-from tapestry.codegen.torch_cpu.c import conv_c
 from tapestry.codegen.torch_cpu.kernels import build, from_numpy
 from tapestry.ir.graph import Block
 from tapestry.ir.kernel import Kernel, whole
@@ -72,7 +72,7 @@ y: f32[1, 5, 61, 19] = op [b: 1, h: 5, i: 61, n: 19 | m: 30 softsum]
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("name", CASES)
 def test_scores_of_any_kind(name: str) -> None:
-    if conv_c.available() is None:
+    if native.library() is None:
         pytest.skip("no compiler")
     graph = parse(f"graph g\n{CASES[name]}  {TAIL}")
     (op,) = graph.ops
@@ -120,7 +120,7 @@ output y
 @pytest.mark.usefixtures("one_thread")
 def test_a_bias_of_two_along_a_batch_of_one() -> None:
     """A dimension of one point, which the bias alone has, is no row."""
-    if conv_c.available() is None:
+    if native.library() is None:
         pytest.skip("no compiler")
     graph = parse(TWO_BIASES)
     (op,) = graph.ops

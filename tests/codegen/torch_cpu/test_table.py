@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tapestry.codegen.torch_cpu import kernels
+from tapestry.codegen.torch_cpu import kernels, native
 from tapestry.codegen.torch_cpu.base.ways import Chosen, Refusal, Way, first
 from tapestry.codegen.torch_cpu.c import conv_c
 from tapestry.ir.graph import Block
@@ -37,7 +37,7 @@ y: f32[1, 64, {n}, {n}] = op [b: 1, o: 64, h: {n}, v: {n} | c: 64 sum, r: {k} su
   body x * w
 output y
 """
-needs_c = pytest.mark.skipif(conv_c.available() is None, reason="the kernels in C are not built")
+needs_c = pytest.mark.skipif(native.library() is None, reason="the kernels in C are not built")
 
 
 def made(text: str) -> tuple[kernels.CpuKernel, np.ndarray, np.ndarray]:

@@ -12,8 +12,8 @@ import torch
 from onnx import TensorProto as T
 
 import tapestry
-from tapestry.codegen.torch_cpu import TorchCpu
-from tapestry.codegen.torch_cpu.c import conv_c, pooling
+from tapestry.codegen.torch_cpu import TorchCpu, native
+from tapestry.codegen.torch_cpu.c import pooling
 from tapestry.ir.graph import Block
 from tapestry.ir.kernel import Kernel, whole
 from tapestry.verify import interp
@@ -65,7 +65,7 @@ def test_pooling_of_any_block(pool: dict[str, object], tmp_path: Path) -> None:
         want = c.values["y"][tuple(slice(lo, hi) for lo, hi in cells)]
         somewhere = not np.isneginf(want).all()  # a block all of whose windows are padding is left to others
         assert bool(pooling.max_pool(c.op, k)) == somewhere
-        assert bool(pooling.pooled(c.op, k)) == (somewhere and conv_c.available() is not None)
+        assert bool(pooling.pooled(c.op, k)) == (somewhere and native.library() is not None)
         (got,) = TorchCpu().kernel(c.graph, k)(arrays, [])
         np.testing.assert_array_equal(got.numpy(), want)
         assert dense(got) and got.untyped_storage().nbytes() == got.nbytes

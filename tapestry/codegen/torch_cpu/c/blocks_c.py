@@ -17,13 +17,15 @@ from typing import Any
 
 import torch
 
+from tapestry.codegen.torch_cpu import native
 from tapestry.codegen.torch_cpu.base.piecewise import cut_pieces
 from tapestry.codegen.torch_cpu.base.point_values import Run, held
 from tapestry.codegen.torch_cpu.base.scalars import TORCH_DTYPES
 from tapestry.codegen.torch_cpu.base.ways import Refusal
 from tapestry.codegen.torch_cpu.c import conv_c, generated_c
 from tapestry.codegen.torch_cpu.c.c_calls import CCall, CpuKernel, Ins, row_major, shares
-from tapestry.codegen.torch_cpu.c.print_c import TYPES, Chosen, Piece, Writer, is_slow, literal, written
+from tapestry.codegen.torch_cpu.c.print_c import TYPES, Chosen, Piece, Writer, is_slow, literal, shared_loop, written
+from tapestry.codegen.torch_cpu.c.thread_parts import CELLS, Work
 from tapestry.ir.expr import Arg, Const, Expr, Index, Let, arg_positions, walk
 from tapestry.ir.expr import Call as Apply
 from tapestry.ir.graph import Block, Dim, Graph, Read
@@ -54,13 +56,12 @@ class How:
 
 
 PLAIN = How()
-NO_LIBRARY = Refusal("the kernels in C are not built here, or torch has several threads")
 
 
 def mapped(op: Block, graph: Graph, kernel: Kernel, plain: Run, how: How = PLAIN) -> CpuKernel | Refusal:
-    """A function in C that writes the operation row by row, where torch is to use one thread."""
-    if conv_c.available() is None:
-        return NO_LIBRARY
+    """A function in C that writes the operation row by row."""
+    if native.library() is None:
+        return conv_c.NO_LIBRARY
     found = _pieces(op, kernel) if kernel.mode == "full" and not op.inner else None
     out = kernel.block[: len(op.dims)]
     if not found:
@@ -79,11 +80,12 @@ def mapped(op: Block, graph: Graph, kernel: Kernel, plain: Run, how: How = PLAIN
     tensors = {k: graph.tensors[op.reads[k].tensor] for k in used}
     reads = {k: (op.reads[k], boxes[k], t.shape, t.dtype) for k, t in tensors.items()}
     writer = Writer(names, reads, out, given=[] if how.any_size else None)
+    exprs = [e for p in found for e in _exprs(p)]
     name = generated_c.register(writer.function(found), how.compiles)
     extents = shape(out)
     return CpuKernel(
         plain=plain,
-        bind=functools.partial(_record, name, used, writer.sizes()),
+        bind=functools.partial(_record, name, used, writer.sizes(), Work(writer.units, size(out) * _weight(exprs) / CELLS)),
         arrays=(lambda m: m.view(extents),),
         memory=((size(out), torch.float32),),
         functions=(name,),
@@ -131,6 +133,7 @@ def _image(op: Block, used: Sequence[int]) -> bool:
 Reads = Mapping[int, tuple[Read, Box, tuple[int, ...], str]]
 MOST_WORK = 1 << 18  # primitives: more take longer than torch's calls
 MOST_SUMS = 1 << 16  # in sums, which torch's matrix products are better at
+MOST_READ = 1 << 24  # in sums of what is read once, which is all that they take
 MOST_MERGES = 1 << 14  # in other reductions, which are a cell at a time
 SLOW = 32  # primitives that a call of the library takes as long as
 LANES = 64  # neighbours that are summed side by side
@@ -142,8 +145,8 @@ def as_loops(op: Block, graph: Graph, kernel: Kernel, plain: Run, is_dear: Calla
 
     One for any size is compiled where it is neither: at another size it may be.
     """
-    if conv_c.available() is None:
-        return NO_LIBRARY
+    if native.library() is None:
+        return conv_c.NO_LIBRARY
     if kernel.mode != "full" or any(hi <= lo for lo, hi in kernel.block):
         return Refusal("it is a part of a reduction, or has no points")
     if op.monoid is None and not op.inner and len(cut := cut_pieces(op.body, op, kernel.block)) == 1:
@@ -171,7 +174,7 @@ def as_loops(op: Block, graph: Graph, kernel: Kernel, plain: Run, is_dear: Calla
     memory = tuple((size(out), TORCH_DTYPES[graph.tensors[t].dtype]) for t in op.outs)
     return CpuKernel(
         plain=plain,
-        bind=functools.partial(_record, name, used, writer.sizes()),
+        bind=functools.partial(_record, name, used, writer.sizes(), Work(writer.units, work / CELLS)),
         arrays=tuple(arrays),
         memory=memory,
         functions=(name,),
@@ -184,7 +187,9 @@ def _most(op: Block) -> int:
     """Primitives that an operation may have."""
     if op.monoid is None or _plain_moments(op):
         return MOST_WORK
-    return MOST_SUMS if only_sums(op.monoid) else MOST_MERGES
+    if not only_sums(op.monoid):
+        return MOST_MERGES
+    return MOST_SUMS if len(arg_positions(op.point)) > 1 else MOST_READ
 
 
 def _outer(op: Block) -> frozenset[str]:
@@ -200,12 +205,12 @@ def _weight(exprs: Sequence[Expr]) -> int:
     return sum(SLOW if isinstance(x, Apply) and is_slow(x) else 1 for x in nodes)
 
 
-def _record(name: str, used: Sequence[int], sizes: Any, ins: Ins, memory: Sequence[Tensor]) -> CCall:
+def _record(name: str, used: Sequence[int], sizes: Any, work: Work, ins: Ins, memory: Sequence[Tensor]) -> CCall:
     function = generated_c.function(name)
     given = [row_major(held(ins[k])) for k in used]
     buffers = (ctypes.c_void_p * (len(given) + len(memory)))(*(x.data_ptr() for x in (*given, *memory)))
     fixed = all(shares(x, held(ins[k])) for x, k in zip(given, used, strict=True))
-    return CCall(function, sizes, buffers, (*given, *memory), fixed)
+    return CCall(function, sizes, buffers, (*given, *memory), fixed, work)
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,13 +230,14 @@ def each_cell(value: Expr) -> Cells | None:
     """An expression of what is in a cell alone, its `Acc`; ``None`` where it is more, or a call of the library for each."""
     if arg_positions((value,)) or any(isinstance(x, Index) for x in walk(value)) or value.dtype != "f32":
         return None
-    if conv_c.available() is None or not written((value,)):
+    if native.library() is None or not written((value,)):
         return None
     name = generated_c.register(Writer((), {}, ()).each_cell(value))
 
     def record(_: Ins, memory: Tensor) -> CCall:
         pointer = (ctypes.c_void_p * 1)(memory.data_ptr())
-        return CCall(generated_c.function(name), ctypes.c_int64(memory.numel()), pointer, (memory,), True)
+        work = Work(memory.numel(), memory.numel() * _weight((value,)) / CELLS)
+        return CCall(generated_c.function(name), ctypes.c_int64(memory.numel()), pointer, (memory,), True, work)
 
     return Cells(name, (), record)
 
@@ -242,7 +248,7 @@ def cells_of(op: Block, graph: Graph, kernel: Kernel, names: Sequence[str], valu
     box = tuple(at[n][1] for n in names)
     alone = Block(outs=op.outs[:1], dims=tuple(at[n][0] for n in names), reads=op.reads, body=(value,))
     found = _reads(alone, graph, kernel)
-    if conv_c.available() is None or found is None or value.dtype != "f32" or not written((value,), few=True):
+    if native.library() is None or found is None or value.dtype != "f32" or not written((value,), few=True):
         return None
     slow = any(isinstance(x, Apply) and is_slow(x) for x in walk(value))
     if (slow and size(box) * _weight((value,)) > MOST_WORK) or any(isinstance(x, Let) for x in walk(value)):
@@ -250,7 +256,8 @@ def cells_of(op: Block, graph: Graph, kernel: Kernel, names: Sequence[str], valu
     writer = BlockWriter(tuple(names), found, box, given=[] if how.any_size else None)
     name = generated_c.register(writer.block(alone, replace(kernel, block=box)), how.compiles)
     sizes, used = writer.sizes(), sorted(found)
-    return Cells(name, box, lambda ins, memory: _record(name, used, sizes, ins, [memory]))
+    work = Work(writer.units, size(box) * _weight((value,)) / CELLS)
+    return Cells(name, box, lambda ins, memory: _record(name, used, sizes, work, ins, [memory]))
 
 
 def _reads(op: Block, graph: Graph, kernel: Kernel) -> Reads | None:
@@ -291,7 +298,8 @@ class BlockWriter(Writer):
         if _side_by_side(op):
             lines += self._lanes(op, results)
             return "\n".join([*lines[:begin], *self._given(), *lines[begin:]])
-        lines += self._loop([d.name for d in op.dims if d.name in outer])
+        lines += [self._cut([i for i, d in enumerate(op.dims) if d.name in outer])]
+        lines += self._loop([d.name for d in op.dims if d.name in outer], shared=True)
         place = self._place(self.out, [f"(d{i} - {self._size(lo)})" for i, (lo, _) in enumerate(self.out)])
         acc = self._reduced(op, lines) if op.monoid else self._let(op, lines, place)
         lines += self._loop([d.name for d in op.dims if d.name not in outer])
@@ -309,7 +317,8 @@ class BlockWriter(Writer):
         zeros, steps, acc = self._side_steps(op, names, each)
         others = [d.name for d in op.dims if d.name != _last(op).name]
         return [
-            *self._loop([n for n in others if n in outer]),
+            self._cut([self.names.index(n) for n in others if n in outer]),
+            *self._loop([n for n in others if n in outer], shared=True),
             f"for (int64_t first = {low}; first < {high}; first += {LANES}) {{",
             f"const int64_t many = {high} - first < {LANES} ? {high} - first : {LANES};",
             *zeros,
@@ -338,9 +347,11 @@ class BlockWriter(Writer):
         merged = [f"a{k}[i] += ab{k};" for k in range(len(dtypes))] if sums else self._merged("a", op.monoid, dtypes, "[i]")
         return zeros, [*loops, each, *lifted, *merged, close], [f"((float)a{k}[i])" for k in range(len(dtypes))]
 
-    def _loop(self, names: Sequence[str]) -> list[str]:
+    def _loop(self, names: Sequence[str], *, shared: bool = False) -> list[str]:
         at = [(self.names.index(n), self.inner[n]) for n in names]
         ends = [(i, self._size(lo), self._size(hi + 1)) for i, (lo, hi) in at]
+        if shared:
+            return [shared_loop(*end) for end in ends]
         return [f"for (int64_t d{i} = {lo}; d{i} < {hi}; d{i}++) {{" for i, lo, hi in ends]
 
     def _let(self, op: Block, lines: list[str], place: str = "") -> list[str]:

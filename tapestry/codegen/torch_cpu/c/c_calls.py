@@ -13,6 +13,7 @@ from tapestry.codegen.torch_cpu import native
 from tapestry.codegen.torch_cpu.base.contract import is_finite
 from tapestry.codegen.torch_cpu.base.ways import Tried
 from tapestry.codegen.torch_cpu.c import generated_c
+from tapestry.codegen.torch_cpu.c.thread_parts import Work, threads, work_of
 
 Tensor = torch.Tensor
 Ins = Sequence[Tensor | None]
@@ -25,6 +26,7 @@ class CCall:
 
     Attributes:
         fixed: whether every address is that of an input or of the output, so that it may be called again on new data in them.
+        work: what it does; by default what one of the library's kernels does with these sizes.
     """
 
     function: Any
@@ -32,10 +34,15 @@ class CCall:
     buffers: Any
     kept: tuple[Any, ...]
     fixed: bool = True
+    work: Work | None = None
 
     def run(self) -> None:
         """Compute."""
-        self.function(ctypes.byref(self.sizes), ctypes.byref(self.buffers))
+        Calls((self,)).run()
+
+    def parts(self, threads: int) -> int:
+        """In how many parts so many threads do it."""
+        return (self.work or work_of(self.function.__name__, self.sizes)).parts(threads)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +63,9 @@ class Calls:
 
     def run(self) -> None:
         """Compute."""
-        for c in self.parts:
-            c.run()
+        lib: Any = native.library()
+        many = threads()
+        lib.tapestry_run(_table(self.parts, many), len(self.parts), many)
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,20 +215,21 @@ def moved(given: Ins, seen: Ins) -> bool:
 def batch(given: Sequence[CCall | Calls]) -> Callable[[], None]:
     """All calls, one after another, as one."""
     calls = Calls.of(*given).parts
-    if len(calls) == 1:
-        return calls[0].run
-    lib = native.library()
-    assert lib is not None
-    table = (native.Step * len(calls))(*(_native_step(c) for c in calls))
-    run, n = lib.tapestry_run, len(calls)
-    kept = tuple(calls)
+    lib: Any = native.library()
+    many, n = threads(), len(calls)
+    table, run = _table(calls, many), lib.tapestry_run
 
-    def together(_: Any = kept) -> None:  # the default keeps what the table points to
-        run(table, n)
+    def together(_: Any = calls) -> None:  # the default keeps what the table points to
+        run(table, n, many)
 
     return together
 
 
-def _native_step(c: CCall) -> native.Step:
-    function = ctypes.cast(c.function, ctypes.c_void_p).value
-    return native.Step(function, ctypes.addressof(c.sizes), ctypes.addressof(c.buffers))
+def _table(calls: Sequence[CCall], many: int) -> ctypes.Array[native.Step]:
+    """Calls as `tapestry_run` takes them."""
+
+    def step(c: CCall) -> native.Step:
+        function = ctypes.cast(c.function, ctypes.c_void_p).value
+        return native.Step(function, ctypes.addressof(c.sizes), ctypes.addressof(c.buffers), c.parts(many))
+
+    return (native.Step * len(calls))(*map(step, calls))

@@ -13,17 +13,17 @@ from math import prod
 
 import torch
 
+from tapestry.codegen.torch_cpu import native
 from tapestry.codegen.torch_cpu.base import contract
 from tapestry.codegen.torch_cpu.base.epilogue import Epilogue
 from tapestry.codegen.torch_cpu.base.ways import Refusal
 from tapestry.codegen.torch_cpu.c.c_calls import Calls, CCall, hold, shares
 from tapestry.codegen.torch_cpu.c.conv_c import (
-    MANY_PRODUCTS,
     MOST_PLANES,
+    NO_LIBRARY,
     ConvKernel,
     Convolve,
     Tensor,
-    available,
     caller,
     convolve,
     pack_convolution,
@@ -119,12 +119,12 @@ def _frames(parts: contract.Call, taps: int, frames: int) -> list[_Frames]:
 
 def _summed(parts: contract.Call, weight: Sequence[int], shape: Sequence[int], then: Epilogue) -> ConvKernel | Refusal:
     """The sum over the taps along the depth."""
-    lib = available(prod(shape) * prod(weight[1:]))
+    lib = native.library()
     images, features, frames, height, width = shape
     stride, pad, dilation, taps = parts.stride[0], parts.padding[0], parts.dilation[0], weight[2]
     found = _frames(parts, taps, frames)
     if lib is None:
-        return MANY_PRODUCTS
+        return NO_LIBRARY
     if any(f.tap == f.stop for f in found) or too_deep([weight[1], *weight[3:]]):
         return Refusal("a frame has no tap inside the image, or there are too many taps and channels")
     flat, pixel = (*weight[:2], *weight[3:]), height * width * features

@@ -25,9 +25,8 @@ DEEPEST = 1 << 20  # steps of a reduced dimension: their blocks are listed on th
 MOST_PLANES = 4  # channels of an image that our own loop makes adjacent
 MOST_REREAD = 1 << 14  # cells of a weight that may be read again for every few rows of an image
 FEW = 8  # rows: what they take is reading the weight
-ALONE = 1 << 24  # products: more are worth several threads, which oneDNN's kernels have
-MOST_LINEAR = 1 << 18  # cells of a weight; oneDNN is as fast on more, and faster on much more
-MANY_PRODUCTS = Refusal("the kernels in C are not built here, or there are products for more than one thread")
+MOST_LINEAR = 1 << 40  # cells of a weight
+NO_LIBRARY = Refusal("the kernels in C are not built here")
 
 
 @functools.cache
@@ -132,9 +131,9 @@ def convolve(parts: contract.Call, weight: Sequence[int], shape: Sequence[int], 
         weight: the weight's shape (features, channels of a group, height, width).
         shape: the output's shape (images, features, height, width).
     """
-    lib = available(prod(shape) * prod(weight[1:]))
+    lib = native.library()
     if lib is None:
-        return MANY_PRODUCTS
+        return NO_LIBRARY
     if too_deep(weight[1:]):
         return Refusal(f"{prod(weight[1:]):,} channels and taps are more than a kernel lists on its stack")
     found = first(CONVOLUTIONS, Convolution(parts, weight, shape, then, lib))
@@ -179,7 +178,7 @@ def _grouped(c: Convolution) -> ConvKernel | Refusal:
     if 2 * each < (lanes := c.lib.tapestry_lanes()):
         return Refusal(f"{each} features of a group leave most of {lanes} lanes empty")
     part = replace(parts, groups=1, input=(parts.input[0], weight[1], *parts.input[2:]))
-    one = caller(available().tapestry_conv, part, (each, *weight[1:]), (shape[0], each, *shape[2:]), then, weight[0])
+    one = caller(c.lib.tapestry_conv, part, (each, *weight[1:]), (shape[0], each, *shape[2:]), then, weight[0])
 
     def pack(w: Tensor) -> Tensor:
         return torch.cat([pack_convolution(w[i : i + each]) for i in range(0, weight[0], each)])
@@ -205,11 +204,6 @@ CONVOLUTIONS = (
     Way("convolution, winograd", _winograd, "fewer products than panels need, where its conditions hold"),
     Way("convolution, panels", _in_panels, "takes every convolution of one group, so it comes last"),
 )
-
-
-def available(products: int = 0) -> Any:
-    """The library, where so many products are as well done by one thread: our kernels know no more."""
-    return native.library() if torch.get_num_threads() == 1 or products <= ALONE else None
 
 
 def caller(
@@ -275,9 +269,9 @@ def _at(x: Tensor | None) -> int | None:
 
 def multiply(m: int, n: int, k: int, then: Epilogue) -> Convolve | Refusal:
     """Rows times packed weights: (m, k) and (m, n) residuals to (m, n)."""
-    lib = available(m * n * k)
+    lib = native.library()
     if lib is None:
-        return MANY_PRODUCTS
+        return NO_LIBRARY
     if k > DEEPEST or (n * k > MOST_LINEAR and m > FEW):
         return Refusal(f"oneDNN is as fast on {m} rows and {n * k:,} weights")
     rows = (m * n, m * n, n)

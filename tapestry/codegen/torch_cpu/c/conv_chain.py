@@ -9,6 +9,7 @@ from typing import Any
 
 from tapestry.codegen.torch_cpu import native
 from tapestry.codegen.torch_cpu.c.c_calls import CCall, CpuKernel
+from tapestry.codegen.torch_cpu.c.thread_parts import threads
 
 LEAST = 1 << 19  # bytes of an image that is not worth writing and reading again; less stays in the cache as it is
 CACHE = 3 << 16  # bytes that all kept rows may take, of a cache of half a megabyte
@@ -18,7 +19,7 @@ KINDS = ("tapestry_conv", "tapestry_planes", "tapestry_depthwise")  # as chain.c
 
 def follows(before: CpuKernel, after: CpuKernel) -> int | None:
     """The input of ``after`` that it may read while ``before`` makes it, where that pays."""
-    if not before.link or not after.link:
+    if not before.link or not after.link or threads() > 1:  # of several threads, each takes rows of one convolution
         return None
     return after.link.image if after.link.behind and before.link.nbytes >= LEAST else None
 

@@ -53,7 +53,7 @@ def register(body: str, compiles: bool = True) -> str:
 
 
 def _c_function(name: str, body: str) -> str:
-    return f"void {name}(const int64_t *sizes, void *const *p) {{\n{body}\n}}\n"
+    return f"void {name}(const int64_t *sizes, void *const *p, int64_t part, int64_t parts) {{\n{body}\n}}\n"
 
 
 def reads_under_conditions(body: str) -> bool:

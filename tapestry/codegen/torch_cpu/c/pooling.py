@@ -12,7 +12,7 @@ from tapestry.codegen.torch_cpu import native
 from tapestry.codegen.torch_cpu.base.point_values import held
 from tapestry.codegen.torch_cpu.base.ways import Refusal
 from tapestry.codegen.torch_cpu.c.c_calls import CCall, CpuKernel, Ins, recorded, shares
-from tapestry.codegen.torch_cpu.c.conv_c import Tensor, available, last
+from tapestry.codegen.torch_cpu.c.conv_c import Tensor, last
 from tapestry.ir.expr import Acc, Arg
 from tapestry.ir.graph import Block, Graph, Guard, Read
 from tapestry.ir.index import Aff, Floor, Mod
@@ -93,7 +93,7 @@ def max_pool(op: Block, kernel: Kernel) -> States | Refusal:
 
 def pooled(op: Block, kernel: Kernel) -> CpuKernel | Refusal:
     """A maximum over windows and nothing more, by our own kernel."""
-    lib: Any = available()
+    lib: Any = native.library()
     p = as_pool(op, kernel)
     if isinstance(p, Refusal):
         return p

@@ -25,6 +25,9 @@ PRELUDE = """
 #include <math.h>
 #include <stdint.h>
 #define INLINE static inline __attribute__((always_inline))
+/* Bounds of the loop over dimension i, of which this call does one of `parts` parts where it is the one that is cut. */
+#define FROM(i, low, high) (cut == i ? (low) + ((high) - (low)) * part / parts : (low))
+#define TO(i, low, high) (cut == i ? (low) + ((high) - (low)) * (part + 1) / parts : (high))
 INLINE float t_min(float a, float b) { return a != a || a < b ? a : b; }
 INLINE float t_max(float a, float b) { return a != a || a > b ? a : b; }
 /* exp: 2^n p(r), the polynomial of Cephes' expf (Moshier 1992); 2^n in two factors, so that the ends of the range are right. */
@@ -172,6 +175,15 @@ class Piece:
     chosen: Chosen | None = None
 
 
+MANY = 8  # points of a loop that are worth sharing out as it is, before a longer one within
+EACH_CELL = "for (int64_t i = sizes[0] * part / parts; i < sizes[0] * (part + 1) / parts; i++)"
+
+
+def shared_loop(i: int, low: str, high: str) -> str:
+    """The head of the loop over dimension i, of which a call may do a part."""
+    return f"for (int64_t d{i} = FROM({i}, {low}, {high}); d{i} < TO({i}, {low}, {high}); d{i}++) {{"
+
+
 @dataclass(slots=True)
 class Writer:
     """Writes functions; dimensions have the names ``d0``, ``d1``, … so that equal operations have equal text.
@@ -182,6 +194,7 @@ class Writer:
         out: the box of the output.
         given: sizes that a function takes as arguments, in order, where it takes them: functions of one operation at several
             sizes then have one text. Strides of 1 stay numbers, and so does what starts at 0.
+        units: how many parts the function may be called for: the extent of the loop that is cut.
         shifts: without those, by read, cells by which it is further into its buffer: steps of a recurrence then have one text.
     """
 
@@ -190,6 +203,7 @@ class Writer:
     out: Box
     given: list[int] | None = None
     shifts: dict[int, int] | None = None
+    units: int = 1
     slots: dict[int, int] = field(default_factory=dict[int, int])
     once: dict[Expr, str] = field(default_factory=dict[Expr, str])
 
@@ -199,8 +213,18 @@ class Writer:
         lines = [f"const {TYPES[self.reads[k][3]]} *restrict p{i} = p[{i}];" for k, i in self.slots.items()] + [
             f"float *restrict y = p[{len(self.slots)}];"
         ]
-        loops = [line for piece in pieces for line in self._loops(piece)]
+        loops = [self._cut(range(len(self.out))), *(line for piece in pieces for line in self._loops(piece))]
         return "\n".join([*lines, *self._given(), *loops])
+
+    def _cut(self, able: Sequence[int]) -> str:
+        """Says which loop is done in parts: the first with many points, of those whose results are nothing to each other."""
+        extents = {i: self.out[i][1] - self.out[i][0] for i in able}
+        many = next((i for i, n in extents.items() if n >= MANY and i + 1 < len(self.out)), None)
+        cut = max(extents, key=lambda i: extents[i], default=-1) if many is None else many
+        self.units = extents.get(cut, 1)
+        if self.given is not None:
+            self.given.append(cut)
+        return f"const int64_t cut = {cut if self.given is None else f's{len(self.given) - 1}'};"
 
     def _begin(self) -> None:
         """Number the buffers; what is written from here on may have arguments."""
@@ -242,16 +266,16 @@ class Writer:
         lines = [f"const float *restrict p{i} = p[{i}];" for i in range(fields)]
         acc = [f"p{i}[i]" for i in range(fields)]
         lines.append(f"float *restrict y = p[{fields}];")
-        return "\n".join([*lines, f"for (int64_t i = 0; i < sizes[0]; i++) y[i] = {self._expr(value, {}, acc)};"])
+        return "\n".join([*lines, EACH_CELL, f"y[i] = {self._expr(value, {}, acc)};"])
 
     def each_cell(self, value: Expr) -> str:
         """The body of a function of ``sizes[0]`` cells, each of which becomes an expression of itself."""
-        return f"float *y = p[0];\nfor (int64_t i = 0; i < sizes[0]; i++) y[i] = {self._expr(value, {}, ['y[i]'])};"
+        return "\n".join(["float *y = p[0];", EACH_CELL, f"y[i] = {self._expr(value, {}, ['y[i]'])};"])
 
     def _loops(self, piece: Piece) -> list[str]:
         inner = {n: (lo, hi - 1) for n, (lo, hi) in zip(self.names, piece.box, strict=True)}
         ends = [(self._size(lo), self._size(hi)) for lo, hi in piece.box]
-        lines = [f"for (int64_t d{i} = {lo}; d{i} < {hi}; d{i}++) {{" for i, (lo, hi) in enumerate(ends)]
+        lines = [shared_loop(i, lo, hi) for i, (lo, hi) in enumerate(ends)]
         acc: list[str] = []
         if piece.chosen:
             c = piece.chosen

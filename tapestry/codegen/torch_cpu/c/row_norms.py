@@ -6,7 +6,7 @@ from tapestry.codegen.torch_cpu import native
 from tapestry.codegen.torch_cpu.base.point_values import held
 from tapestry.codegen.torch_cpu.base.ways import Refusal
 from tapestry.codegen.torch_cpu.c import conv_c
-from tapestry.codegen.torch_cpu.c.blocks_c import NO_LIBRARY, Tensor
+from tapestry.codegen.torch_cpu.c.blocks_c import Tensor
 from tapestry.codegen.torch_cpu.c.c_calls import CCall, CpuKernel, Ins, recorded, shares
 from tapestry.ir.expr import Acc, Arg, Const, Expr
 from tapestry.ir.expr import Call as Apply
@@ -17,10 +17,10 @@ from tapestry.ir.kernel import Kernel, size, whole
 
 def rms_norm(op: Block, kernel: Kernel) -> CpuKernel | Refusal:
     """``scale * (x / sqrt(sum(x^2) / n + eps))`` over the last dimension, on whole rows."""
-    lib = conv_c.available()
+    lib = native.library()
     single = len(op.body) == len(op.reduce) == len(op.then) == 1
     if lib is None:
-        return NO_LIBRARY
+        return conv_c.NO_LIBRARY
     if op.monoid != "sum" or not single or op.inner or not op.dims:
         return Refusal("it is no sum over one dimension")
     square, found = op.body[0], _scaled(op.then[0])
@@ -78,9 +78,9 @@ def _scaled(e: Expr) -> tuple[int, int, float, float] | None:
 
 def mean(op: Block, kernel: Kernel) -> CpuKernel | Refusal:
     """Sums over the last two axes of images with adjacent channels, perhaps divided by a number."""
-    lib = conv_c.available()
+    lib = native.library()
     if lib is None:
-        return NO_LIBRARY
+        return conv_c.NO_LIBRARY
     if op.monoid != "sum" or len(op.body) != 1 or len(op.dims) != 2 or len(op.reduce) != 2 or op.inner:
         return Refusal("it is no sum over two axes of images")
     x, then = op.body[0], op.then[0] if len(op.then) == 1 else None

@@ -1,4 +1,4 @@
-"""Kernels in C for one thread: compiled once per machine with the compiler that is there, and kept in the user's cache.
+"""Kernels in C: compiled once per machine with the compiler that is there, and kept in the user's cache.
 
 They do what torch's operators do not: clamps that keep a NaN in the epilogue of a convolution, no set-up per call. Without a
 compiler (or with ``TAPESTRY_NATIVE=0``) everything runs on torch's operators instead.
@@ -23,7 +23,7 @@ from pathlib import Path
 
 from tapestry import flags
 
-FLAGS = ("-O3", "-march=native", "-std=gnu11", "-shared", "-fPIC", "-fno-math-errno")
+FLAGS = ("-O3", "-march=native", "-std=gnu11", "-shared", "-fPIC", "-fno-math-errno", "-pthread")
 TIMEOUT = 120  # seconds for the compiler
 _SOURCES = Path(__file__).parent
 _PLACE, _POINTER = ctypes.c_int64, ctypes.c_void_p
@@ -97,9 +97,9 @@ class Products(ctypes.Structure):
 
 
 class Step(ctypes.Structure):
-    """``Step`` of run.c: a kernel, and the addresses of its sizes and buffers."""
+    """``Step`` of run.c: a kernel, the addresses of its sizes and buffers, and in how many parts it is done."""
 
-    _fields_ = [("kernel", _POINTER), ("sizes", _POINTER), ("buffers", _POINTER)]
+    _fields_ = [("kernel", _POINTER), ("sizes", _POINTER), ("buffers", _POINTER), ("parts", _PLACE)]
 
 
 MOST_LINKS = 8
@@ -119,17 +119,17 @@ class Chain(ctypes.Structure):
 
 _CONVOLUTIONS = ("conv", "depthwise", "mean", "winograd", "planes", "max_pool")
 _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
-    **{f"tapestry_{name}": (None, (ctypes.POINTER(Conv), ctypes.POINTER(Buffers))) for name in _CONVOLUTIONS},
+    **{f"tapestry_{name}": (None, (ctypes.POINTER(Conv), ctypes.POINTER(Buffers), _PLACE, _PLACE)) for name in _CONVOLUTIONS},
     "tapestry_lanes": (_PLACE, ()),
     "tapestry_packed_size": (_PLACE, (_PLACE, _PLACE)),
     "tapestry_pack": (None, (_POINTER, _POINTER, _PLACE, _PLACE)),
-    "tapestry_attention": (None, (ctypes.POINTER(Attention), ctypes.POINTER(Heads))),
-    "tapestry_scored": (None, (ctypes.POINTER(Attention), ctypes.POINTER(Heads))),
-    "tapestry_attend": (None, (ctypes.POINTER(Attention), ctypes.POINTER(Heads))),
-    "tapestry_rms_norm": (None, (ctypes.POINTER(Rows), ctypes.POINTER(RowBuffers))),
-    "tapestry_several": (None, (ctypes.POINTER(Several), ctypes.POINTER(Products))),
-    "tapestry_run": (None, (ctypes.POINTER(Step), _PLACE)),
-    "tapestry_chain": (None, (ctypes.POINTER(Chain), _POINTER)),
+    "tapestry_attention": (None, (ctypes.POINTER(Attention), ctypes.POINTER(Heads), _PLACE, _PLACE)),
+    "tapestry_scored": (None, (ctypes.POINTER(Attention), ctypes.POINTER(Heads), _PLACE, _PLACE)),
+    "tapestry_attend": (None, (ctypes.POINTER(Attention), ctypes.POINTER(Heads), _PLACE, _PLACE)),
+    "tapestry_rms_norm": (None, (ctypes.POINTER(Rows), ctypes.POINTER(RowBuffers), _PLACE, _PLACE)),
+    "tapestry_several": (None, (ctypes.POINTER(Several), ctypes.POINTER(Products), _PLACE, _PLACE)),
+    "tapestry_run": (None, (ctypes.POINTER(Step), _PLACE, _PLACE)),
+    "tapestry_chain": (None, (ctypes.POINTER(Chain), _POINTER, _PLACE, _PLACE)),
 }
 
 

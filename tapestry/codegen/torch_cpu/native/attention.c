@@ -93,13 +93,18 @@ static void head(const Attention *a, const Heads *h, int64_t i, int64_t j, const
         int64_t rows = a->rows - r < ROWS ? a->rows - r : ROWS;
         float top[ROWS], sum[ROWS];
         Conv scores = product(rows, a->depth, padded, a->q[2], padded), weighted = product(rows, a->keys, columns(a), padded, a->out[2]);
-        if (h->q) tapestry_conv(&scores, &(Buffers){.x = q + r * a->q[2], .w = keys, .y = score});
-        if (h->score) h->reads[h->count] = score, h->score((int64_t[]){i, j, r, rows, padded}, h->reads);
+        if (h->q) tapestry_conv(&scores, &(Buffers){.x = q + r * a->q[2], .w = keys, .y = score}, 0, 1);
+        if (h->score) {
+            void *reads[h->count + 1];
+            for (int64_t k = 0; k < h->count; k++) reads[k] = h->reads[k];
+            reads[h->count] = score;
+            h->score((int64_t[]){i, j, r, rows, padded}, reads, 0, 1);
+        }
         for (int64_t k = 0; k < rows; k++) {
             const float *m = h->mask ? h->mask + i * a->mask[0] + j * a->mask[1] + (r + k) * a->mask[2] : 0;
             weigh(a, score + k * padded, m, padded, top + k, sum + k);
         }
-        tapestry_conv(&weighted, &(Buffers){.x = score, .w = values, .y = out + r * a->out[2]});
+        tapestry_conv(&weighted, &(Buffers){.x = score, .w = values, .y = out + r * a->out[2]}, 0, 1);
         for (int64_t k = 0; k < rows; k++)
             if (a->normal) {
                 float none = top[k] - top[k], *row = out + (r + k) * a->out[2];
@@ -112,14 +117,15 @@ static void head(const Attention *a, const Heads *h, int64_t i, int64_t j, const
 }
 
 /* q: outer x inner x rows x depth; k, v: outer x inner x keys x depth; the last dimension of each is adjacent. */
-void tapestry_attention(const Attention *a, const Heads *h) {
+void tapestry_attention(const Attention *a, const Heads *h, int64_t part, int64_t parts) {
     int64_t padded = (a->keys + VL - 1) / VL * VL, wide = (columns(a) + VL - 1) / VL * VL;
     float *keys = aligned_alloc(64, (size_t)((padded * a->depth + a->keys * wide + ROWS * padded) * 4 + 63) / 64 * 64);
     if (!keys) abort();
     float *values = keys + padded * a->depth, *score = values + a->keys * wide;
-    for (int64_t i = 0; i < a->outer; i++)
-        for (int64_t j = 0; j < a->inner; j++) {
-            if (j % a->group == 0) {
+    Range heads = share(a->outer * a->inner, part, parts);
+    for (int64_t n = heads.begin; n < heads.end; n++) {
+            int64_t i = n / a->inner, j = n % a->inner;
+            if (j % a->group == 0 || n == heads.begin) {
                 if (h->k) panel(h->k + i * a->k[0] + j / a->group * a->k[1], keys, a->keys, a->depth, a->k[2], !a->crossed);
                 panel(h->v + i * a->v[0] + j / a->group * a->v[1], values, columns(a), a->keys, a->v[2], (int)a->turned);
             }
@@ -129,7 +135,7 @@ void tapestry_attention(const Attention *a, const Heads *h) {
 }
 
 /* The same, of scores that are any function of the products; without q, of places alone. */
-void tapestry_scored(const Attention *a, const Heads *h) { tapestry_attention(a, h); }
+void tapestry_scored(const Attention *a, const Heads *h, int64_t part, int64_t parts) { tapestry_attention(a, h, part, parts); }
 
 INLINE float dot(const float *a, const float *b, int64_t n) {
     vec sums = {};
@@ -160,11 +166,13 @@ static void weighted(const float *w, const float *v, int64_t stride, int64_t row
 }
 
 /* The quotient for few rows: keys and values are read where they lie. */
-void tapestry_attend(const Attention *a, const Heads *h) {
+void tapestry_attend(const Attention *a, const Heads *h, int64_t part, int64_t parts) {
     int64_t padded = (a->keys + VL - 1) / VL * VL, most = a->group * a->rows;
     float *score = tapestry_scratch(most * padded);
-    for (int64_t i = 0; i < a->outer; i++)
-        for (int64_t j = 0; j < a->inner; j += a->group) { /* a part of a group may come last */
+    int64_t groups = (a->inner + a->group - 1) / a->group; /* a part of a group may come last */
+    Range of = share(a->outer * groups, part, parts);
+    for (int64_t g = of.begin; g < of.end; g++) {
+            int64_t i = g / groups, j = g % groups * a->group;
             int64_t alike = (a->inner - j < a->group ? a->inner - j : a->group) * a->rows;
             const float *k = h->k + i * a->k[0] + j / a->group * a->k[1], *v = h->v + i * a->v[0] + j / a->group * a->v[1];
             const float *q = h->q + i * a->q[0] + j * a->q[1];

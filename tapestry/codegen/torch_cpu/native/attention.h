@@ -17,8 +17,8 @@ typedef struct {
     const float *q, *k, *v, *mask;
     float *out, *top, *sum; /* top and sum: outer x inner x rows, unless the quotient is wanted */
     const float *other;
-    void (*score)(const int64_t *at, void *const *reads); /* for `tapestry_scored`: makes scores of products, in place */
-    void **reads; /* what it reads; scores are behind `count` of them */
+    void (*score)(const int64_t *at, void *const *reads, int64_t part, int64_t parts); /* for `tapestry_scored`: makes scores of products, in place */
+    void *const *reads; /* `count` arrays that it reads; it is given the scores behind them */
     int64_t count;
 } Heads;
 

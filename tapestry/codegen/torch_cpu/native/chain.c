@@ -35,7 +35,7 @@ static void make(const Link *l, const Conv *c, const Buffers *b, Rows r) {
     if (at.residual) at.residual += r.image * c->r_image + r.row * c->r_row;
     if (c->kernel_h == 1 && c->stride_h == 1 && !c->pad_h) part.in_h = part.out_h, at.x += r.row % r.held * c->x_row;
     else part.pad_h -= r.row * c->stride_h;
-    tapestry_conv(&part, &at);
+    tapestry_conv(&part, &at, 0, 1);
 }
 
 static void advance(const Chain *a, int64_t i, int64_t *done, int64_t image, int64_t end) {
@@ -61,8 +61,9 @@ static void advance(const Chain *a, int64_t i, int64_t *done, int64_t image, int
     }
 }
 
-void tapestry_chain(const Chain *a, const void *nothing) {
-    (void)nothing;
+/* One thread's: what lies between two of them is in one place. */
+void tapestry_chain(const Chain *a, const void *nothing, int64_t part, int64_t parts) {
+    (void)nothing, (void)part, (void)parts;
     int64_t last = a->links - 1, done[a->links], rows = a->link[last].sizes->out_h;
     for (int64_t image = 0; image < a->link[last].sizes->images; image++) {
         for (int64_t i = 0; i < a->links; i++) done[i] = 0;

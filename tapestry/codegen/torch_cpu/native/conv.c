@@ -192,8 +192,9 @@ static int is_matrix(const Conv *c, const Buffers *b) {
     return near && added && alone;
 }
 
-/* Blocks of rows, so that what is read of x stays in cache; in each, panels by blocks of the reduced dimension. */
-void tapestry_conv(const Conv *c, const Buffers *b) {
+/* Blocks of rows, so that what is read of x stays in cache; in each, panels by blocks of the reduced dimension. Of rows and panels
+ * those are shared out that leave less to read again: the weight for each part of the rows, the image for each of the panels. */
+void tapestry_conv(const Conv *c, const Buffers *b, int64_t part, int64_t parts) {
     int64_t rows = c->images * c->out_h * c->out_w, vectors = (c->features + VL - 1) / VL, sides = panels(vectors);
     int64_t taps = c->kernel_h * c->kernel_w, depth = taps * c->channels, deep = c->channels > DEPTH && rows * c->channels > 131072, wide = deep ? DEPTH : c->channels;
     Piece piece[taps * ((c->channels + DEPTH - 1) / DEPTH)];
@@ -201,14 +202,17 @@ void tapestry_conv(const Conv *c, const Buffers *b) {
     int64_t pieces = cut(c, piece), spans = blocks(piece, pieces, span);
     int matrix = is_matrix(c, b);
     int64_t high = (depth * vectors * VL < 65536 ? 8192 : 131072) / wide / 48 * 48 + 48;
-    for (int64_t m = 0; m < rows; m += high)
-        for (int64_t t = 0; t < sides * spans; t++) {
-            int64_t p = deep ? t % sides : t / spans, v0 = panel_start(vectors, p), nv = panel_start(vectors, p + 1) - v0;
-            const Span *s = span + (deep ? t / sides : t % spans);
+    int by_panels = sides >= parts && depth * c->features > c->images * c->in_h * c->in_w * c->channels;
+    Range m_of = share(rows, by_panels ? 0 : part, by_panels ? 1 : parts), p_of = share(sides, by_panels ? part : 0, by_panels ? parts : 1);
+    int64_t ours = p_of.end - p_of.begin;
+    for (int64_t m = m_of.begin; m < m_of.end; m += high)
+        for (int64_t t = 0; t < ours * spans; t++) {
+            int64_t p = p_of.begin + (deep ? t % ours : t / spans), v0 = panel_start(vectors, p), nv = panel_start(vectors, p + 1) - v0;
+            const Span *s = span + (deep ? t / ours : t % spans);
             const float *w = b->w + (v0 * depth + s->start * nv) * VL;
             int first = s == span && !c->onto, last = s == span + spans - 1;
-            int64_t length = t + 1 < sides * spans ? s->length * nv * VL : 0;
-            const float *ahead = deep && p + 1 < sides ? b->w + (v0 + nv) * depth * VL + s->start * nv * VL : w + length;
-            strip(c, b, piece, s, matrix, m, m + high < rows ? m + high : rows, v0 * VL, (int)nv, w, first, last, ahead, length);
+            int64_t length = t + 1 < ours * spans ? s->length * nv * VL : 0;
+            const float *ahead = deep && p + 1 < p_of.end ? b->w + (v0 + nv) * depth * VL + s->start * nv * VL : w + length;
+            strip(c, b, piece, s, matrix, m, m + high < m_of.end ? m + high : m_of.end, v0 * VL, (int)nv, w, first, last, ahead, length);
         }
 }

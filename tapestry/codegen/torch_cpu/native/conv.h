@@ -21,7 +21,11 @@ typedef struct {
     float *y;
 } Buffers;
 
-void tapestry_conv(const Conv *c, const Buffers *b);
+/* Every kernel does one of `parts` parts of its work, cut along what its results do not share (`run.c`). */
+typedef struct { int64_t begin, end; } Range;
+INLINE Range share(int64_t n, int64_t part, int64_t parts) { return (Range){n * part / parts, n * (part + 1) / parts}; }
+
+void tapestry_conv(const Conv *c, const Buffers *b, int64_t part, int64_t parts);
 
 /* The product of a matrix and weights as a convolution; its rows, and those of the result, are `x` and `y` floats apart. */
 INLINE Conv product(int64_t rows, int64_t depth, int64_t features, int64_t x, int64_t y) {

@@ -4,8 +4,9 @@
 #include "norm.h"
 
 /* y = scale * (x * (1 / sqrt(sum(x * x) / count + epsilon))) */
-void tapestry_rms_norm(const Rows *r, const RowBuffers *b) {
-    for (int64_t i = 0; i < r->rows; i++) {
+void tapestry_rms_norm(const Rows *r, const RowBuffers *b, int64_t part, int64_t parts) {
+    Range rows = share(r->rows, part, parts);
+    for (int64_t i = rows.begin; i < rows.end; i++) {
         const float *x = b->x + i * r->width;
         vec total = {};
         for (int64_t k = 0; k < r->width; k += VL) {

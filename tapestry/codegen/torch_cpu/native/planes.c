@@ -51,11 +51,16 @@ void tapestry_planes_rows(const Conv *c, const Buffers *b, int64_t image, int64_
         Buffers at = *b;
         at.x = pixels, at.y += image * c->y_image + row * c->y_row;
         if (at.residual) at.residual += image * c->r_image + row * c->r_row;
-        tapestry_conv(&part, &at);
+        tapestry_conv(&part, &at, 0, 1);
     }
 }
 
 /* x: planes row by row without gaps, `x_pixel` apart (of one image `x_image` may be anything); all else as in tapestry_conv. */
-void tapestry_planes(const Conv *c, const Buffers *b) {
-    for (int64_t image = 0; image < c->images; image++) tapestry_planes_rows(c, b, image, 0, c->out_h);
+void tapestry_planes(const Conv *c, const Buffers *b, int64_t part, int64_t parts) {
+    Range rows = share(c->images * c->out_h, part, parts);
+    for (int64_t row = rows.begin, end; row < rows.end; row = end) {
+        int64_t first = row / c->out_h * c->out_h;
+        end = first + c->out_h < rows.end ? first + c->out_h : rows.end;
+        tapestry_planes_rows(c, b, row / c->out_h, row - first, end - first);
+    }
 }

@@ -128,8 +128,13 @@ void tapestry_depthwise_rows(const Conv *given, const Buffers *buffers, int64_t 
 }
 
 /* w: taps x channels; every output channel reads the input channel of its number. */
-void tapestry_depthwise(const Conv *c, const Buffers *b) {
-    for (int64_t image = 0; image < c->images; image++) tapestry_depthwise_rows(c, b, image, 0, c->out_h, c->in_h);
+void tapestry_depthwise(const Conv *c, const Buffers *b, int64_t part, int64_t parts) {
+    Range rows = share(c->images * c->out_h, part, parts);
+    for (int64_t row = rows.begin, end; row < rows.end; row = end) {
+        int64_t first = row / c->out_h * c->out_h;
+        end = first + c->out_h < rows.end ? first + c->out_h : rows.end;
+        tapestry_depthwise_rows(c, b, row / c->out_h, row - first, end - first, c->in_h);
+    }
 }
 
 /* The larger number; a NaN, of either, wins. */
@@ -143,11 +148,11 @@ INLINE vec larger(vec best, vec v) {
 }
 
 /* Padding is never the maximum. */
-void tapestry_max_pool(const Conv *c, const Buffers *b) {
-    for (int64_t image = 0; image < c->images; image++)
-        for (int64_t oy = 0; oy < c->out_h; oy++)
+void tapestry_max_pool(const Conv *c, const Buffers *b, int64_t part, int64_t parts) {
+    Range rows = share(c->images * c->out_h, part, parts);
+    for (int64_t row = rows.begin; row < rows.end; row++)
             for (int64_t ox = 0; ox < c->out_w; ox++) {
-                int64_t ty0, ty1, tx0, tx1;
+                int64_t ty0, ty1, tx0, tx1, image = row / c->out_h, oy = row % c->out_h;
                 valid(oy, c->stride_h, c->pad_h, c->dilation_h, c->kernel_h, c->in_h, &ty0, &ty1);
                 valid(ox, c->stride_w, c->pad_w, c->dilation_w, c->kernel_w, c->in_w, &tx0, &tx1);
                 const float *x = b->x + image * c->x_image + (oy * c->stride_h - c->pad_h) * c->x_row +
@@ -169,10 +174,12 @@ void tapestry_max_pool(const Conv *c, const Buffers *b) {
 enum { ADDED = 64 }; /* pixels that are summed by themselves, as is each row: few of many small numbers are lost */
 
 /* Sums over whole images, divided by `high`. */
-void tapestry_mean(const Conv *c, const Buffers *b) {
+void tapestry_mean(const Conv *c, const Buffers *b, int64_t part, int64_t parts) {
     vec count = all(c->high);
-    for (int64_t image = 0; image < c->images; image++)
-        for (int64_t k = 0; k < c->channels; k += VL) {
+    int64_t vectors = (c->channels + VL - 1) / VL;
+    Range sums = share(c->images * vectors, part, parts);
+    for (int64_t i = sums.begin; i < sums.end; i++) {
+            int64_t image = i / vectors, k = i % vectors * VL;
             lanes some = first_lanes(c->channels - k);
             vec total = {};
             for (int64_t y = 0; y < c->in_h; y++) {

@@ -1,7 +1,7 @@
 /* 3 x 3 convolutions in 2 x 2 tiles of the output, F(2x2, 3x3) of Lavin and Gray (2015): 16 products where 36 would be.
  *
  * An output is made of the inputs of its own window alone, so that a NaN stays where it belongs; an infinity would become one.
- * Where anything is not finite the whole is computed again, plainly.
+ * Where anything is not finite all of a part is computed again, plainly.
  */
 #include <stdlib.h>
 
@@ -67,7 +67,7 @@ static vec backward(const Conv *c, const Buffers *b, int64_t n, int64_t ty, int6
 
 /* The convolution by its definition, with weights as they were before they were transformed: U = GgG' of columns of [1 0 0],
  * [1 1 1] / 2, [1 -1 1] / 2, [0 0 1]. */
-static void plainly(const Conv *c, const Buffers *b) {
+static void plainly(const Conv *c, const Buffers *b, Range lines) {
     int64_t size = (c->features + VL - 1) / VL * VL * c->channels;
     static const float back[3][4] = {{1, 0, 0, 0}, {0, 1, -1, 0}, {0, 0, 0, 1}};
     float *taps = malloc(9 * size * sizeof(float));
@@ -82,36 +82,47 @@ static void plainly(const Conv *c, const Buffers *b) {
                 taps[9 * v0 * VL * steps + tap * steps * width + k] = w;
             }
     }
-    Buffers plain = *b;
-    plain.w = taps;
-    tapestry_conv(c, &plain);
+    int64_t down = (c->out_h + 1) / 2;
+    for (int64_t line = lines.begin, end; line < lines.end; line = end) { /* image by image */
+        int64_t image = line / down, row = 2 * (line % down), rows;
+        end = (image + 1) * down < lines.end ? (image + 1) * down : lines.end;
+        rows = 2 * (end - line) < c->out_h - row ? 2 * (end - line) : c->out_h - row;
+        Conv part = *c;
+        part.images = 1, part.out_h = rows, part.pad_h -= row;
+        Buffers at = *b;
+        at.w = taps, at.x += image * c->x_image, at.y += image * c->y_image + row * c->y_row;
+        if (at.residual) at.residual += image * c->r_image + row * c->r_row;
+        tapestry_conv(&part, &at, 0, 1);
+    }
     free(taps);
 }
 
 /* w: 16 matrices features x channels, packed one after another; where they would not be finite, a NaN at the end, and the weight
  * itself at the beginning, packed for tapestry_conv. Channels and features are multiples of VL. */
-void tapestry_winograd(const Conv *c, const Buffers *b) {
-    int64_t across = (c->out_w + 1) / 2, down = (c->out_h + 1) / 2, tiles = c->images * across * down, most = at_once(c, tiles);
+void tapestry_winograd(const Conv *c, const Buffers *b, int64_t part, int64_t parts) {
+    int64_t across = (c->out_w + 1) / 2, down = (c->out_h + 1) / 2;
+    Range lines = share(c->images * down, part, parts);
+    int64_t from = lines.begin * across, tiles = lines.end * across, most = at_once(c, tiles - from);
     int64_t size = c->features * c->channels, wide = most * c->channels, out = most * c->features;
     if (b->w[POINTS * size - 1] != b->w[POINTS * size - 1]) {
-        tapestry_conv(c, b);
+        tapestry_conv(c, b, part, parts);
         return;
     }
     float *v = tapestry_scratch(POINTS * (wide + out)), *m = v + POINTS * wide;
     vec finite = {};
-    for (int64_t t0 = 0; t0 < tiles; t0 += most) {
+    for (int64_t t0 = from; t0 < tiles; t0 += most) {
         int64_t count = most < tiles - t0 ? most : tiles - t0;
         Conv each = product(count, c->channels, c->features, c->channels, c->features);
         for (int64_t i = 0, t = t0; i < count; i++, t++)
             forward(c, b, t / (across * down), t / across % down, t % across, v + i * c->channels, wide);
         for (int e = 0; e < POINTS; e++)
-            tapestry_conv(&each, &(Buffers){.x = v + e * wide, .w = b->w + e * size, .y = m + e * out});
+            tapestry_conv(&each, &(Buffers){.x = v + e * wide, .w = b->w + e * size, .y = m + e * out}, 0, 1);
         for (int64_t i = 0, t = t0; i < count; i++, t++)
             finite += backward(c, b, t / (across * down), t / across % down, t % across, m + i * c->features, out);
     }
     for (int i = 0; i < VL; i++)
         if (finite[i] != finite[i]) {
-            plainly(c, b);
+            plainly(c, b, lines);
             return;
         }
 }

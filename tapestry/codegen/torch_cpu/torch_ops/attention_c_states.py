@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tapestry.codegen.torch_cpu import native
 from tapestry.codegen.torch_cpu.c import conv_c
+from tapestry.codegen.torch_cpu.c.c_calls import CCall
 
 
 def states_by_our_kernel(
@@ -21,7 +22,7 @@ def states_by_our_kernel(
         mask: added to the scores; (outer, inner, rows, keys), 1 where it is the same throughout.
         scale: of the products of queries and keys.
     """
-    lib = conv_c.available()
+    lib = native.library()
     if lib is None or q.dtype != torch.float32 or max(k.shape[2], q.shape[3]) > conv_c.DEEPEST:
         return None
     outer, inner, rows, depth = q.shape
@@ -43,7 +44,7 @@ def states_by_our_kernel(
         scale,
     )
     at = (None if x is None else x.data_ptr() for x in (q, k, v, mask, out, top, total))
-    lib.tapestry_attention(ctypes.byref(sizes), ctypes.byref(native.Heads(*at)))
+    CCall(lib.tapestry_attention, sizes, native.Heads(*at), (q, k, v, mask, out, top, total)).run()
     return top, total, out
 
 

@@ -13,6 +13,7 @@ from math import prod
 
 import torch
 
+from tapestry.codegen.torch_cpu import native
 from tapestry.codegen.torch_cpu.base import contract, state_merges
 from tapestry.codegen.torch_cpu.base.epilogue import Epilogue, epilogue
 from tapestry.codegen.torch_cpu.base.local_view import localise
@@ -354,7 +355,7 @@ def _convolution(op: Block, graph: Graph, kernel: Kernel) -> _Dense | Refusal:
     here = localise(op, graph, kernel)
     found = contract.conv_of(here)
     point = sum(hi - lo > 1 for lo, hi in kernel.block[len(op.dims) :]) <= 1 and found and op.ranges.get(found.channel, 1) > 1
-    if point and not conv_c.available():
+    if point and not native.library():
         return Refusal("with one tap it is a linear layer, which has less to set up")
     if found is None or len(found.windows) not in (2, 3) or len(here.op.dims) != len(op.dims):
         return Refusal("no factor is read at windows of two or three axes")

@@ -1,0 +1,74 @@
+"""How many parts a kernel in C is done in, so that the threads of a run share it: its work against what sharing costs.
+
+A part is a share of the outermost dimension whose results have nothing to do with each other, as a device's share is; results
+are the same bits however many parts there are (`native/run.c`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tapestry.codegen.torch_cpu import native
+from tapestry.system import cores
+
+EACH = 4  # parts for each thread: one that comes late, or is put off by another process, leaves few to wait for
+LEAST = 4_000  # nanoseconds of a part: less is spent on taking it
+ALONE = 12_000  # nanoseconds of a kernel that the caller does alone: waking another thread takes as long
+PRODUCTS = 24  # products of a nanosecond, of one thread
+CELLS = 3  # other primitives of a nanosecond, where they are done in vectors
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a kernel does: ``units`` that may be shared out, and about how many nanoseconds all of them take one thread."""
+
+    units: int = 1
+    nanoseconds: float = 0.0
+
+    def parts(self, threads: int) -> int:
+        """How many parts so many threads take it in."""
+        if threads == 1 or self.nanoseconds < ALONE:
+            return 1
+        return max(1, min(self.units, EACH * threads, int(self.nanoseconds / LEAST)))
+
+
+def threads() -> int:
+    """How many threads a run has: as many as torch has been given, and no more than the process may use at a time."""
+    return min(torch.get_num_threads(), cores.quota())
+
+
+def work_of(kernel: str, sizes: Any) -> Work:
+    """The work of one of the library's kernels."""
+    match sizes:
+        case native.Conv():
+            return _of_images(kernel, sizes)
+        case native.Attention():
+            products = sizes.outer * sizes.inner * sizes.rows * sizes.keys * (sizes.depth + (sizes.columns or sizes.depth))
+            heads = sizes.outer * sizes.inner
+            return Work(-(-heads // sizes.group) if kernel == "tapestry_attend" else heads, products / PRODUCTS)
+        case native.Rows():
+            return Work(sizes.rows, sizes.rows * sizes.width * 4 / CELLS)
+        case native.Several():
+            one = _of_images("tapestry_conv", sizes.sum)
+            return Work(sizes.sum.in_w, one.nanoseconds * sizes.sums)
+        case _:
+            return Work()  # a chain: what lies between its convolutions is in one place
+
+
+def _of_images(kernel: str, c: native.Conv) -> Work:
+    rows, taps = c.images * c.out_h, c.kernel_h * c.kernel_w
+    match kernel.removeprefix("tapestry_"):
+        case "depthwise" | "max_pool":
+            return Work(rows, rows * c.out_w * c.channels * taps / CELLS)
+        case "mean":
+            return Work(c.images * -(-c.channels // 16), c.images * c.in_h * c.in_w * c.channels / CELLS)
+        case "winograd":
+            return Work(c.images * -(-c.out_h // 2), rows * c.out_w * c.features * c.channels * taps / 2 / PRODUCTS)
+        case "planes":
+            return Work(rows, rows * c.out_w * c.features * c.channels * taps / PRODUCTS)
+        case _:
+            units = max(rows * c.out_w // 8, -(-c.features // 64))
+            return Work(units, rows * c.out_w * c.features * c.channels * taps / PRODUCTS)
