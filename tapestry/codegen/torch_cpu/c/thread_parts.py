@@ -18,6 +18,7 @@ EACH = 4  # parts for each thread: one that comes late, or is put off by another
 LEAST = 4_000  # nanoseconds of a part: less is spent on taking it
 ALONE = 12_000  # nanoseconds of a kernel that the caller does alone: waking another thread takes as long
 PRODUCTS = 24  # products of a nanosecond, of one thread
+FEW_TILES, FEATURES = 512, 32  # tiles, as in winograd.c; and features of a part, where these are shared out
 CELLS = 3  # other primitives of a nanosecond, where they are done in vectors
 
 
@@ -66,7 +67,9 @@ def _of_images(kernel: str, c: native.Conv) -> Work:
         case "mean":
             return Work(c.images * -(-c.channels // 16), c.images * c.in_h * c.in_w * c.channels / CELLS)
         case "winograd":
-            return Work(c.images * -(-c.out_h // 2), rows * c.out_w * c.features * c.channels * taps / 2 / PRODUCTS)
+            lines = c.images * -(-c.out_h // 2)
+            units = lines if lines * -(-c.out_w // 2) >= FEW_TILES else -(-c.features // FEATURES)
+            return Work(units, rows * c.out_w * c.features * c.channels * taps / 2 / PRODUCTS)
         case "planes":
             return Work(rows, rows * c.out_w * c.features * c.channels * taps / PRODUCTS)
         case _:

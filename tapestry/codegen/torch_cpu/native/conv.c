@@ -192,18 +192,15 @@ static int is_matrix(const Conv *c, const Buffers *b) {
     return near && added && alone;
 }
 
-/* Blocks of rows, so that what is read of x stays in cache; in each, panels by blocks of the reduced dimension. Of rows and panels
- * those are shared out that leave less to read again: the weight for each part of the rows, the image for each of the panels. */
-void tapestry_conv(const Conv *c, const Buffers *b, int64_t part, int64_t parts) {
-    int64_t rows = c->images * c->out_h * c->out_w, vectors = (c->features + VL - 1) / VL, sides = panels(vectors);
+/* Blocks of rows, so that what is read of x stays in cache; in each, panels by blocks of the reduced dimension. */
+void tapestry_conv_range(const Conv *c, const Buffers *b, Range m_of, Range p_of) {
+    int64_t rows = c->images * c->out_h * c->out_w, vectors = (c->features + VL - 1) / VL;
     int64_t taps = c->kernel_h * c->kernel_w, depth = taps * c->channels, deep = c->channels > DEPTH && rows * c->channels > 131072, wide = deep ? DEPTH : c->channels;
     Piece piece[taps * ((c->channels + DEPTH - 1) / DEPTH)];
     Span span[taps * ((c->channels + DEPTH - 1) / DEPTH)];
     int64_t pieces = cut(c, piece), spans = blocks(piece, pieces, span);
     int matrix = is_matrix(c, b);
     int64_t high = (depth * vectors * VL < 65536 ? 8192 : 131072) / wide / 48 * 48 + 48;
-    int by_panels = sides >= parts && depth * c->features > c->images * c->in_h * c->in_w * c->channels;
-    Range m_of = share(rows, by_panels ? 0 : part, by_panels ? 1 : parts), p_of = share(sides, by_panels ? part : 0, by_panels ? parts : 1);
     int64_t ours = p_of.end - p_of.begin;
     for (int64_t m = m_of.begin; m < m_of.end; m += high)
         for (int64_t t = 0; t < ours * spans; t++) {
@@ -215,4 +212,14 @@ void tapestry_conv(const Conv *c, const Buffers *b, int64_t part, int64_t parts)
             const float *ahead = deep && p + 1 < p_of.end ? b->w + (v0 + nv) * depth * VL + s->start * nv * VL : w + length;
             strip(c, b, piece, s, matrix, m, m + high < m_of.end ? m + high : m_of.end, v0 * VL, (int)nv, w, first, last, ahead, length);
         }
+}
+
+/* Of rows and panels those are shared out that leave less to read again: the weight for each part of the rows, the image for each of
+ * the panels. */
+void tapestry_conv(const Conv *c, const Buffers *b, int64_t part, int64_t parts) {
+    Range rows = {0, c->images * c->out_h * c->out_w}, sides = {0, panels((c->features + VL - 1) / VL)};
+    int64_t weight = c->kernel_h * c->kernel_w * c->channels * c->features, image = c->images * c->in_h * c->in_w * c->channels;
+    if (sides.end >= parts && weight > image) sides = share(sides.end, part, parts);
+    else rows = share(rows.end, part, parts);
+    tapestry_conv_range(c, b, rows, sides);
 }

@@ -27,6 +27,9 @@ INLINE Range share(int64_t n, int64_t part, int64_t parts) { return (Range){n * 
 
 void tapestry_conv(const Conv *c, const Buffers *b, int64_t part, int64_t parts);
 
+/* Some rows (pixels of all images) and panels of features. */
+void tapestry_conv_range(const Conv *c, const Buffers *b, Range rows, Range sides);
+
 /* The product of a matrix and weights as a convolution; its rows, and those of the result, are `x` and `y` floats apart. */
 INLINE Conv product(int64_t rows, int64_t depth, int64_t features, int64_t x, int64_t y) {
     return (Conv){.images = 1, .channels = depth, .features = features, .in_h = 1, .in_w = rows, .out_h = 1, .out_w = rows,

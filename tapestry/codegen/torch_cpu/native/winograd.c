@@ -7,7 +7,7 @@
 
 #include "conv.h"
 
-enum { POINTS = 16 };
+enum { POINTS = 16, FEW_TILES = 512 }; /* tiles of all images that are not shared out: features are */
 
 /* How many tiles are transformed at once, of all that there are: what they take should stay in the second level of cache. */
 static int64_t at_once(const Conv *c, int64_t tiles) {
@@ -38,13 +38,13 @@ static void forward(const Conv *c, const Buffers *b, int64_t n, int64_t ty, int6
     }
 }
 
-/* A'mA of 16 places `apart`, to the up to 2 x 2 outputs of a tile; a NaN in what is returned if any is not finite. */
-static vec backward(const Conv *c, const Buffers *b, int64_t n, int64_t ty, int64_t tx, const float *from, int64_t apart) {
+/* A'mA of 16 places `apart`, to the up to 2 x 2 outputs of some features of a tile; a NaN in what is returned if any is not finite. */
+static vec backward(const Conv *c, const Buffers *b, int64_t n, int64_t ty, int64_t tx, const float *from, int64_t apart, Range features) {
     vec finite = {}, low = all(c->low), high = all(c->high);
     int64_t down = c->out_h - 2 * ty < 2 ? 0 : 1, right = c->out_w - 2 * tx < 2 ? 0 : 1;
     float *y = b->y + n * c->y_image + 2 * ty * c->y_row + 2 * tx * c->y_pixel;
     const float *r = b->residual ? b->residual + n * c->r_image + 2 * ty * c->r_row + 2 * tx * c->r_pixel : 0;
-    for (int64_t k = 0; k < c->features; k += VL) {
+    for (int64_t k = features.begin; k < features.end; k += VL) {
         vec t[8], out[4], bias = b->bias ? load(b->bias + k) : (vec){};
         UNROLL for (int j = 0; j < 4; j++) {
             const float *m = from + j * apart + k;
@@ -67,7 +67,7 @@ static vec backward(const Conv *c, const Buffers *b, int64_t n, int64_t ty, int6
 
 /* The convolution by its definition, with weights as they were before they were transformed: U = GgG' of columns of [1 0 0],
  * [1 1 1] / 2, [1 -1 1] / 2, [0 0 1]. */
-static void plainly(const Conv *c, const Buffers *b, Range lines) {
+static void plainly(const Conv *c, const Buffers *b, Range lines, Range sides) {
     int64_t size = (c->features + VL - 1) / VL * VL * c->channels;
     static const float back[3][4] = {{1, 0, 0, 0}, {0, 1, -1, 0}, {0, 0, 0, 1}};
     float *taps = malloc(9 * size * sizeof(float));
@@ -92,7 +92,7 @@ static void plainly(const Conv *c, const Buffers *b, Range lines) {
         Buffers at = *b;
         at.w = taps, at.x += image * c->x_image, at.y += image * c->y_image + row * c->y_row;
         if (at.residual) at.residual += image * c->r_image + row * c->r_row;
-        tapestry_conv(&part, &at, 0, 1);
+        tapestry_conv_range(&part, &at, (Range){0, rows * c->out_w}, sides);
     }
     free(taps);
 }
@@ -101,7 +101,11 @@ static void plainly(const Conv *c, const Buffers *b, Range lines) {
  * itself at the beginning, packed for tapestry_conv. Channels and features are multiples of VL. */
 void tapestry_winograd(const Conv *c, const Buffers *b, int64_t part, int64_t parts) {
     int64_t across = (c->out_w + 1) / 2, down = (c->out_h + 1) / 2;
-    Range lines = share(c->images * down, part, parts);
+    int64_t vectors = c->features / VL;
+    Range lines = {0, c->images * down}, sides = {0, panels(vectors)};
+    if (lines.end * across < FEW_TILES) sides = share(sides.end, part, parts); /* each weight is read by one thread */
+    else lines = share(lines.end, part, parts);
+    Range features = {panel_start(vectors, sides.begin) * VL, panel_start(vectors, sides.end) * VL};
     int64_t from = lines.begin * across, tiles = lines.end * across, most = at_once(c, tiles - from);
     int64_t size = c->features * c->channels, wide = most * c->channels, out = most * c->features;
     if (b->w[POINTS * size - 1] != b->w[POINTS * size - 1]) {
@@ -116,13 +120,13 @@ void tapestry_winograd(const Conv *c, const Buffers *b, int64_t part, int64_t pa
         for (int64_t i = 0, t = t0; i < count; i++, t++)
             forward(c, b, t / (across * down), t / across % down, t % across, v + i * c->channels, wide);
         for (int e = 0; e < POINTS; e++)
-            tapestry_conv(&each, &(Buffers){.x = v + e * wide, .w = b->w + e * size, .y = m + e * out}, 0, 1);
+            tapestry_conv_range(&each, &(Buffers){.x = v + e * wide, .w = b->w + e * size, .y = m + e * out}, (Range){0, count}, sides);
         for (int64_t i = 0, t = t0; i < count; i++, t++)
-            finite += backward(c, b, t / (across * down), t / across % down, t % across, m + i * c->features, out);
+            finite += backward(c, b, t / (across * down), t / across % down, t % across, m + i * c->features, out, features);
     }
     for (int i = 0; i < VL; i++)
         if (finite[i] != finite[i]) {
-            plainly(c, b, lines);
+            plainly(c, b, lines, sides);
             return;
         }
 }
