@@ -112,7 +112,14 @@ def one_thread() -> Iterator[None]:
     yield from _set(1)
 
 
-@pytest.fixture(params=[1, 2])
-def threads(request: pytest.FixtureRequest) -> Iterator[None]:
-    """One thread: our own kernels, where a compiler is; two: torch's."""
+@pytest.fixture(params=[1, 5])
+def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """One thread; or several, which share every kernel in C, however little it does."""
+    from tapestry.codegen.torch_cpu.c import thread_parts
+    from tapestry.system import cores
+
+    if request.param > 1:
+        monkeypatch.setattr(thread_parts, "ALONE", 0)
+        monkeypatch.setattr(thread_parts, "LEAST", 1e-9)
+        monkeypatch.setattr(cores, "quota", lambda: request.param)
     yield from _set(request.param)

@@ -28,7 +28,7 @@ from tests.support.attention.attention_cases import GUARDED, PLAIN, attention
 from tests.support.attention.attention_runs import run_ops
 from tests.support.small_models import N, f32, net
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("threads")
 needed = pytest.mark.usefixtures("c_compiler")
 
 
