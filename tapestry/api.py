@@ -548,8 +548,7 @@ def run_checked(
         if differ := [n for n, a in result.outputs.items() if not _same_bits(a, outs[n])]:
             document |= {"passed": False, "reason": f"run {k + 1} gave other bits than the first one for {', '.join(differ)}"}
             break
-    where = executor.described()
-    return result, document | ({"gpu": where} if where else {})
+    return result, document | executor.described()
 
 
 def _same_bits(a: Any, b: Any) -> bool:

@@ -26,6 +26,7 @@ from tapestry.runtime.processes import batches as batches_module
 from tapestry.runtime.processes.batches import Batch
 from tapestry.runtime.session import Result, hold, shapes_of
 from tapestry.runtime.target_protocol import Measured
+from tapestry.system import cores
 from tapestry.viz import measured
 
 Document = dict[str, Any]
@@ -114,7 +115,7 @@ def job_of(r: Request, world: int, batches: Sequence[Batch], compiled: api.Compi
         batches=tuple(batches),
         timeout=r.timeout,
         trace=r.trace is not None,
-        threads=r.threads or max(1, (os.cpu_count() or 1) // (here or world)),
+        threads=cores.share(here or world, r.threads),
         kernels={} if build.target != "torch-cpu" else {"those compiled from C": "there" if native.library() else "not there"},
     )
 

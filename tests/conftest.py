@@ -121,5 +121,5 @@ def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     if request.param > 1:
         monkeypatch.setattr(thread_parts, "ALONE", 0)
         monkeypatch.setattr(thread_parts, "LEAST", 1e-9)
-        monkeypatch.setattr(cores, "quota", lambda: request.param)
+        monkeypatch.setattr(cores, "usable", lambda: (request.param, ""))
     yield from _set(request.param)

@@ -173,6 +173,10 @@ class RecordingTarget(Protocol):
         """Calls one after another, as one function."""
         ...
 
+    def described(self) -> dict[str, Any]:
+        """What there is to say of where calls run, for the JSON of ``run``."""
+        ...
+
 
 class BindingTarget(Target, Protocol):
     """A target whose kernels are launched on buffers of fixed addresses (`runtime.one_process.gpu_devices`).

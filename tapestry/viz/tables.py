@@ -148,6 +148,8 @@ def ran(document: Mapping[str, Any]) -> RenderableType:
     verdict = f"{said} in {document['seconds']:.2f} s{f', compared with {checked}' if checked else ''}"
     panel = Panel(verdict, expand=False, style="green" if document["passed"] else "red")
     more = [f(document[k]) for k, f in (("gpu", on_gpu), ("schedule", in_any_order)) if k in document]
+    if "threads" in document:
+        more.append(f"{some(document['threads']['count'], 'thread')}: {document['threads']['why']}")
     if document.get("random_inputs"):
         more.append(f"{', '.join(document['random_inputs'])}: random (seed {document['seed']})")
     return Group(table, *more, panel)

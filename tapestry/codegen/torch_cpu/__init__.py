@@ -10,7 +10,7 @@ import torch
 from tapestry.codegen.torch_cpu import kernels
 from tapestry.codegen.torch_cpu import kernels as exact
 from tapestry.codegen.torch_cpu.base import state_merges
-from tapestry.codegen.torch_cpu.c import conv_chain
+from tapestry.codegen.torch_cpu.c import conv_chain, thread_parts
 from tapestry.codegen.torch_cpu.c.blocks_c import PLAIN, How
 from tapestry.codegen.torch_cpu.c.c_calls import Calls, CCall, CpuKernel, batch
 from tapestry.codegen.torch_cpu.c.generated_c import compile_waiting
@@ -49,6 +49,11 @@ class TorchCpu:
     def to_numpy(self, array: Any, dtype: str = "") -> Any:
         """The other way."""
         return kernels.to_numpy(array, dtype)
+
+    def described(self) -> dict[str, Any]:
+        """How many threads share a kernel, and what decides that; with ``exact`` each is one thread's."""
+        count, why = (1, "exact") if self.exact else (thread_parts.threads(), thread_parts.why_threads())
+        return {"threads": {"count": count, "why": why}}
 
     # calls on fixed addresses
 

@@ -23,6 +23,7 @@ from pathlib import Path
 from tapestry import flags
 from tapestry.plan.topology import topology
 from tapestry.plan.topology.measured_costs import BUSY, doubtful
+from tapestry.system.cores import usable
 from tapestry.system.processes import started
 
 log = logging.getLogger("tapestry")
@@ -34,7 +35,7 @@ AGAIN = 300  # seconds from one attempt to the next, where the figures are doubt
 
 def place(devices: int) -> tuple[Path, int]:
     """The file, in a folder that is there, for so many devices, and the number of processes that it is of."""
-    cores = os.cpu_count() or 1
+    cores = usable()[0]
     processes = max(1, min(devices, 2 * cores))  # more only wait for each other
     about = {**versions(), "processes": processes, "threads": max(1, cores // processes), "format": FORMAT}
     key = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:16]

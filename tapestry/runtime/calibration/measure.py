@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -16,6 +15,7 @@ from tapestry.runtime.calibration.kernel_clock import KernelClock
 from tapestry.runtime.calibration.probes import Probe, between, few_probes, probes, rates_by_dtype
 from tapestry.runtime.calibration.rate_fit import KernelPoint
 from tapestry.runtime.target_protocol import Target
+from tapestry.system import cores
 
 REPEATS, REPEATS_ALONE = 3, 2
 LONG_RUN = 4  # windows
@@ -42,7 +42,7 @@ class Task:
     def settled(self, samples: Sequence[float]) -> float:
         """Of repetitions the least, because what others do on the machine only adds; where the processes have to share
         cores, the median, because what they do to each other is to be measured."""
-        shares = self.here * self.threads > (os.cpu_count() or 1)
+        shares = self.here * self.threads > cores.usable()[0]
         return statistics.median(samples) if shares else min(samples)
 
 

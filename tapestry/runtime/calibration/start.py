@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
 import tempfile
 from collections.abc import Callable, Mapping
@@ -26,6 +25,7 @@ from tapestry.runtime.calibration.measure import Say, Task, measure
 from tapestry.runtime.processes.process_backend import BACKENDS, device_of
 from tapestry.runtime.processes.rendezvous import LOOPBACK, join
 from tapestry.runtime.target_protocol import Target
+from tapestry.system import cores
 
 mp: Any = torch.multiprocessing  # its types are known in part
 TIMEOUT = timedelta(seconds=120)
@@ -63,8 +63,7 @@ def calibrate(
     Raises:
         RunError: a process failed.
     """
-    each = threads or max(1, (os.cpu_count() or 1) // processes)
-    task = Task(processes=processes, here=processes, threads=each, seconds=seconds)
+    task = Task(processes=processes, here=processes, threads=cores.share(processes, threads), seconds=seconds)
     with tempfile.TemporaryDirectory(prefix="tapestry-calibrate-") as folder:
         _forked(make, task, given, Path(folder), say)
         return json.loads((Path(folder) / "document").read_text())
@@ -120,7 +119,7 @@ def on_rank(
         store.set(f"host/{rank}", socket.gethostname())
         hosts: list[bytes] = [store.get(f"host/{r}") for r in range(world)]
         here = hosts.count(hosts[rank])
-        each = threads or max(1, (os.cpu_count() or 1) // here)
+        each = cores.share(here, threads)
         task = Task(processes=world, here=here, threads=each, seconds=seconds, strided=world > 2)
         found = measure(rank, task, where, memory_bytes(), say)
         return document(found, {**versions(), "hosts": str(len({*hosts}))}, given) if rank == 0 else None

@@ -113,7 +113,7 @@ class GpuExecutor(Executor):
         """Where it runs, what is allocated there, and what is replayed: for the JSON of ``run``."""
         cuda = self.target.device.type == "cuda"
         done = [p for p in self.parts if p.graph is not None]
-        return {
+        gpu = {
             "device": torch.cuda.get_device_name(self.target.device) if cuda else "Triton's interpreter",
             "arena_bytes": self.arena_bytes,
             "copied_weights_bytes": self.measured.packed,
@@ -122,6 +122,7 @@ class GpuExecutor(Executor):
             "calls": sum(len(p.calls) for p in self.parts),
             "not_captured": self.reasons,
         }
+        return {"gpu": gpu}
 
     def array(self, device: int, name: str) -> Array:
         """A buffer's tensor inside its device's arena, or a value of the host."""

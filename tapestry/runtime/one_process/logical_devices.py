@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from functools import partial
 from threading import Lock
+from typing import Any
 
 import torch
 
@@ -204,6 +205,10 @@ class LocalExecutor(Executor):
         """Bytes of all weights that stay loaded, packed ones included."""
         packed = (a for p in self.packing for a in p.arrays.values())
         return sum(arrays.nbytes(a) for a in (*packed, *(a for held in self.weights_held for a in held.values())))
+
+    def described(self) -> dict[str, Any]:
+        """What the target says of itself."""
+        return self.target.described() if isinstance(self.target, RecordingTarget) else {}
 
     def load(self, name: str, device: int, box: Box) -> None:
         """A weight that is there, or a part of what the caller gives."""

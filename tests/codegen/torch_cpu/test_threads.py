@@ -38,7 +38,7 @@ def outputs(model: onnx.ModelProto, threads: int) -> dict[str, np.ndarray]:
 def test_the_bits_are_those_of_one_thread(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(thread_parts, "ALONE", 0)
     monkeypatch.setattr(thread_parts, "LEAST", 1e-9)
-    monkeypatch.setattr(cores, "quota", lambda: 7)
+    monkeypatch.setattr(cores, "usable", lambda: (7, ""))
     model = small_models.MODELS[name]()
     one, many = outputs(model, 1), outputs(model, 7)
     for t, a in one.items():
@@ -69,14 +69,14 @@ def test_a_quota_of_processor_time(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     (tmp_path / "outer" / "inner").mkdir(parents=True)
     monkeypatch.setattr(cores, "_folders", lambda: [tmp_path / "outer" / "inner", tmp_path / "outer", tmp_path])
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(64))
-    quota = cores.quota.__wrapped__
-    assert quota() == 64
+    usable = cores.usable.__wrapped__
+    assert usable()[0] == 64
     (tmp_path / "outer" / "cpu.max").write_text("350000 100000\n")
     (tmp_path / "outer" / "inner" / "cpu.max").write_text("max 100000\n")
-    assert quota() == 4
+    assert usable() == (4, "the control group has 3.5 cores' worth of time")
     (tmp_path / "cpu.cfs_quota_us").write_text("50000")
     (tmp_path / "cpu.cfs_period_us").write_text("100000")
-    assert quota() == 1
+    assert usable()[0] == 1
 
 
 def test_small_work_stays_with_the_caller() -> None:
@@ -125,7 +125,17 @@ def test_every_part_is_done_once_without_a_race(sanitizer: str, tmp_path: Path) 
     source, program = tmp_path / "driver.c", tmp_path / "driver"
     source.write_text(DRIVER)
     folder = Path(native.__file__).parent
-    command = ["cc", "-O1", "-g", "-std=gnu11", "-march=native", f"-fsanitize={sanitizer}", "-fwrapv", f"-I{folder}", "-pthread"]
+    command = [
+        "cc",
+        "-O1",
+        "-g",
+        "-std=gnu11",
+        "-march=native",
+        f"-fsanitize={sanitizer}",
+        "-fwrapv",
+        f"-I{folder}",
+        "-pthread",
+    ]
     made = subprocess.run([*command, "-o", str(program), str(source)], capture_output=True, text=True)
     if made.returncode and "tsan" in made.stderr:
         pytest.skip("the compiler has no such sanitizer")

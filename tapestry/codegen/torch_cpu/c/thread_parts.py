@@ -38,7 +38,13 @@ class Work:
 
 def threads() -> int:
     """How many threads a run has: as many as torch has been given, and no more than the process may use at a time."""
-    return min(torch.get_num_threads(), cores.quota())
+    return min(torch.get_num_threads(), cores.usable()[0])
+
+
+def why_threads() -> str:
+    """What decides that."""
+    most, why = cores.usable()
+    return why if most <= torch.get_num_threads() else "as torch was told (OMP_NUM_THREADS, or set_num_threads)"
 
 
 def work_of(kernel: str, sizes: Any) -> Work:
