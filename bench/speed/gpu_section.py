@@ -226,7 +226,7 @@ def whole_model(name: str, rows: Rows, mode: str) -> None:
                 "passed": off <= 2e-2,
                 "error": off,
                 "ops": len(ours.graph.ops),
-                "gpu": ours.executor.described(),
+                **ours.executor.described(),
                 "mode": mode,
             }
             if TINY:

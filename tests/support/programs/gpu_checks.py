@@ -90,7 +90,7 @@ def check_models() -> None:
             assert measured.transfers == planned_transfers(program), (name, mesh)
             assert all(a >= p for a, p in zip(m.arena_bytes, measured.peak, strict=True))
             if HERE.type == "cuda" and name != "opaques":
-                assert m.described()["graphs"] and not any("capture failed" in r for r in m.reasons), (name, m.reasons)
+                assert m.described()["gpu"]["graphs"] and not any("capture failed" in r for r in m.reasons), (name, m.reasons)
 
 
 def check_streamed() -> None:
@@ -249,7 +249,7 @@ def check_once() -> None:
         feeds = compiled.random_feeds()
         outs = [session.run(feeds).outputs["y"] for _ in range(2)]
     assert passes == ([1, 2, 2] if HERE.type == "cpu" else []), passes
-    assert session.executor.described()["copied_weights_bytes"] == [w.nbytes]
+    assert session.executor.described()["gpu"]["copied_weights_bytes"] == [w.nbytes]
     wanted = torch.conv2d(torch.from_numpy(feeds["x"]).double(), torch.from_numpy(w).double(), padding=1)
     assert all(np.abs(o - wanted.numpy()).max() < 2e-2 for o in outs) and np.array_equal(*outs)
 
