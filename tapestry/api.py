@@ -5,7 +5,6 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence, Sized
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import wraps
 from pathlib import Path
@@ -58,7 +57,9 @@ def _of_build(method: Callable[Concatenate[Compiled, P], R]) -> Callable[Concate
 
     @wraps(method)
     def held(self: Compiled, *args: P.args, **named: P.kwargs) -> R:
-        with unusable(self.folder) if self.folder else nullcontext():
+        if not self.folder:
+            return method(self, *args, **named)
+        with unusable(self.folder):
             return method(self, *args, **named)
 
     return held

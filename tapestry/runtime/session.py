@@ -15,7 +15,7 @@ import numpy as np
 from tapestry.build.store import Build
 from tapestry.errors import BuildError, TapestryError
 from tapestry.ir.graph import Graph
-from tapestry.ir.kernel import Box, slices
+from tapestry.ir.kernel import Box, slices, whole
 from tapestry.ir.program import Program
 from tapestry.ir.types import DTYPES, Array, Tensor, Weight, itemsize, numpy_dtype
 from tapestry.lift.file.weight_data import read_checked
@@ -110,7 +110,9 @@ class Session:
         if missing:
             raise BuildError(f"compiled without its weights ('{missing[0]}', …)", hint=NO_WEIGHTS)
         self.executor = make(build.plan.graph, build.program, target, self._weight, build.plan.streamed)
-        self.bounds = index_bounds(build.plan.graph)
+        self.bounds = tuple(index_bounds(build.plan.graph))
+        tensors = [build.plan.graph.tensors[t] for t in build.plan.graph.inputs]
+        self._plain = [(t.name, None if t.on_host else numpy_dtype(t.dtype), t.shape) for t in tensors]
         self.executor.room = [limit - peak for limit, peak in zip(memory_limits(build), build.peak_bytes, strict=True)]
 
     def _weight(self, tensor: str, box: Box) -> Any:
@@ -136,8 +138,10 @@ class Session:
         Raises:
             TapestryError: one is missing, unknown, or of another shape or dtype, or has an index outside its table.
         """
-        graph = self.build.plan.graph
-        checked = check_feeds(feeds, graph)
+        if len(feeds) == len(self._plain) and all(_is_plain(feeds.get(n), *as_is) for n, *as_is in self._plain):
+            checked = dict(feeds)
+        else:
+            checked = check_feeds(feeds, self.build.plan.graph)
         check_indices(checked, self.bounds)
         return checked
 
@@ -164,7 +168,13 @@ class _Feeds:
     def __call__(self, tensor: str, box: Box) -> Any:
         """A box as it is where its elements lie in a row, which nobody writes; else a copy."""
         value = self.arrays[tensor]
-        return self.source.from_numpy(value if isinstance(value, HostValue) else value[slices(box)])
+        everything = isinstance(value, HostValue) or box == whole(value.shape)
+        return self.source.from_numpy(value if everything else value[slices(box)])
+
+
+def _is_plain(value: Any, dtype: Any, shape: tuple[int, ...]) -> bool:
+    """Whether an input is numpy's, of the dtype and shape that are wanted: nothing has to be said of it, or done."""
+    return type(value) is np.ndarray and value.dtype == dtype and value.shape == shape
 
 
 def memory_limits(build: Build) -> list[int]:

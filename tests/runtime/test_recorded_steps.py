@@ -58,11 +58,12 @@ def executor_of(session: tapestry.Session) -> LocalExecutor:
 def unrecorded(session: tapestry.Session, given: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """What the same step gives operation by operation, on torch's operators where an operation has them."""
     executor = executor_of(session)
-    schedule, executor.schedule = executor.schedule, None
+    kept = executor.schedule, executor.counted, executor.repeated
+    executor.schedule = executor.counted = None
     try:
         return session.run(given)
     finally:
-        executor.schedule = schedule
+        executor.schedule, executor.counted, executor.repeated = kept
 
 
 def test_a_step_of_a_small_model_is_one_call() -> None:

@@ -127,7 +127,7 @@ class Segment:
             held.arrays[0][name] = array
             held.count(0, name, size)
 
-    def again(self, held: Held, feeds: Source) -> None:
+    def again(self, there: Mapping[str, Array], feeds: Source) -> None:
         """Do the steps where everything has been counted and is there."""
         self.run()
 
@@ -144,15 +144,14 @@ class BoundLaunch:
 
     def __call__(self, held: Held, feeds: Source) -> None:
         """Do the step."""
-        self.again(held, feeds)
+        self.again(held.arrays[0], feeds)
         for name, array, size in self.outs:
             held.arrays[0][name] = array
             held.count(0, name, size)
         held.reach(0)
 
-    def again(self, held: Held, feeds: Source) -> None:
+    def again(self, there: Mapping[str, Array], feeds: Source) -> None:
         """Do the step where everything has been counted and is there."""
-        there = held.arrays[0]
         self.recorder.bind([there[n] if n else None for n in self.ins], self.memory).run()
 
 
@@ -170,13 +169,13 @@ class StagedInput:
 
     def __call__(self, held: Held, feeds: Source) -> None:
         """Do the step."""
-        self.again(held, feeds)
+        self.again(held.arrays[0], feeds)
         if not self.early:
             held.arrays[0][self.name] = self.array
             held.count(0, self.name, self.size)
             held.reach(0)
 
-    def again(self, held: Held, feeds: Source) -> None:
+    def again(self, there: Mapping[str, Array], feeds: Source) -> None:
         """Do the step where everything has been counted and is there."""
         self.array.copy_(feeds(self.tensor, self.box))
 
