@@ -170,10 +170,11 @@ def _asked(
 ) -> list[Any]:
     """What an evaluator gives for a node's inputs, as `once` has it."""
     feeds, names = _values(given), _inputs(op.node)
+    bodies = len(_kinds(op.node)) > 1
 
     def compute(wide: Sequence[Any]) -> Sequence[Any]:
         values = {**feeds, **{n: a for n, a in zip(names, wide, strict=True) if n in feeds}}
-        types = tuple((n, *_type(values[n], isinstance(a, HostValue))) for n, a in given.items())
+        types = tuple((n, *_type(values[n], isinstance(a, HostValue), bodies)) for n, a in given.items())
         evaluate = make(op.node, op.opsets, types)
         return evaluate.apart(values) if alone and isinstance(evaluate, Guarded) else evaluate(values)
 
@@ -229,11 +230,12 @@ def _samples(node: bytes, regions: Array) -> float:
         return float(np.nan_to_num(np.prod(sides, axis=1), nan=0.0, posinf=np.inf).max())
 
 
-def _type(value: Any, on_host: bool) -> tuple[Any, tuple[int | None, ...] | None]:
-    """Element type and shape for an evaluator; what depends on the data is left open, so that sessions are shared."""
+def _type(value: Any, on_host: bool, bodies: bool) -> tuple[Any, tuple[int | None, ...] | None]:
+    """Element type and shape for an evaluator. What depends on the data is left open, so that sessions are shared; of a node
+    with bodies all is, because what is known of its inputs may not suit a branch that is not taken."""
     if not isinstance(value, np.ndarray):
         return np.dtype(object), None
-    return value.dtype, (None,) * value.ndim if on_host else value.shape
+    return value.dtype, None if bodies else (None,) * value.ndim if on_host else value.shape
 
 
 def _plain(x: Any) -> Any:

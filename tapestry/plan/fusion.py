@@ -35,6 +35,7 @@ _NONE = frozenset[str]()
 REACHED = 0.6  # of a preset's rate, by products in tiles: Triton's FA2 gets 471 of 790 TFLOP/s, H100 (pytorch/benchmark#2391)
 ROWS = 32  # of a tile that is worth a program: an estimate, twice the 16 that matrix units take at least
 PROGRAMS = 64  # an estimate, the power of two under half of an H100's 132 multiprocessors: with fewer, most of it is idle
+KEPT = 1 << 22  # bytes of a result of weights alone that are worth keeping rather than computing it in who reads it
 OPERATOR = 2e-6  # s, one of torch's operators on four numbers on one core: 2.1 (add) to 2.5 µs (exp, tanh) with torch 2.13
 
 
@@ -49,10 +50,11 @@ class Machine:
 def fused(graph: Graph, machine: Machine, disabled: frozenset[str] = _NONE) -> tuple[Graph, list[Move]]:
     """The graph with every fusion that pays, and the moves that lead there; ``disabled``: rules that are left out."""
     prices: dict[Block, float] = {}
+    once = _worked_out_once(graph) if machine.eager else _NONE
 
     def price(op: Block) -> float:
         if op not in prices:
-            prices[op] = seconds(graph, op, machine)
+            prices[op] = 0.0 if once.issuperset(op.outs) else seconds(graph, op, machine)
         return prices[op]
 
     def accept(old: Sequence[Op], new: Sequence[Op]) -> bool:
@@ -76,6 +78,16 @@ def fused(graph: Graph, machine: Machine, disabled: frozenset[str] = _NONE) -> t
             graph, moves = chosen(rule, graph, wanted)
             found += moves
     return (simplify(graph, disabled=disabled) if found else graph), found
+
+
+def _worked_out_once(graph: Graph) -> frozenset[str]:
+    """What follows from weights alone and is small: a run on CPUs finds it done (`runtime.one_process.weights_only`)."""
+    known, out = set(graph.weights), set[str]()
+    for op in graph.ops:
+        if known.issuperset(op.inputs) and isinstance(op, Block) and all(graph.tensors[t].nbytes <= KEPT for t in op.outs):
+            known.update(op.outs)
+            out.update(op.outs)
+    return frozenset(out)
 
 
 def _lays_out(graph: Graph, old: Sequence[Op], new: Sequence[Op]) -> bool:

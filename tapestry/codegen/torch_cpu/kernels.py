@@ -489,6 +489,8 @@ def from_numpy(a: Any) -> Any:
     """A tensor with the array's bits (it may share them); values of the host stay as they are."""
     if isinstance(a, opaque_node.HostValue):
         return a
+    if a.dtype.isbuiltin == 1 and (flags := a.flags).c_contiguous and flags.writeable:
+        return tensor_of(a)  # as torch has it
     a = np.ascontiguousarray(a).reshape(a.shape)  # numpy would make a scalar a vector
     if a.dtype.name == "bfloat16":
         return tensor_of(a.view(np.int16)).view(torch.bfloat16)

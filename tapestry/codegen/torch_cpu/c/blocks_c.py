@@ -32,7 +32,7 @@ from tapestry.ir.graph import Block, Dim, Graph, Read
 from tapestry.ir.index import dims_of
 from tapestry.ir.kernel import Box, Kernel, shape, size
 from tapestry.ir.monoid import MONOIDS, Moments
-from tapestry.ir.recognition.contraction import only_sums
+from tapestry.ir.recognition.contraction import only_sums, sides
 from tapestry.ir.recognition.selection_sum import selection
 from tapestry.ir.recognition.state import varies
 
@@ -90,6 +90,7 @@ def mapped(op: Block, graph: Graph, kernel: Kernel, plain: Run, how: How = PLAIN
         memory=((size(out), torch.float32),),
         functions=(name,),
         few=size(out) < LEAST,
+        operators=_operators(exprs),
         compiles=how.compiles,
     )
 
@@ -133,7 +134,7 @@ def _image(op: Block, used: Sequence[int]) -> bool:
 Reads = Mapping[int, tuple[Read, Box, tuple[int, ...], str]]
 MOST_WORK = 1 << 18  # primitives: more take longer than torch's calls
 MOST_SUMS = 1 << 16  # in sums, which torch's matrix products are better at
-MOST_READ = 1 << 24  # in sums of what is read once, which is all that they take
+MOST_READ = 1 << 24  # where what is read, or one of two factors, is not read again: torch would write it out
 MOST_MERGES = 1 << 14  # in other reductions, which are a cell at a time
 SLOW = 32  # primitives that a call of the library takes as long as
 LANES = 64  # neighbours that are summed side by side
@@ -179,17 +180,32 @@ def as_loops(op: Block, graph: Graph, kernel: Kernel, plain: Run, is_dear: Calla
         memory=memory,
         functions=(name,),
         few=not dear,
+        operators=_operators(exprs) + bool(op.monoid),
         compiles=how.compiles,
     )
 
 
 def _most(op: Block) -> int:
-    """Primitives that an operation may have."""
-    if op.monoid is None or _plain_moments(op):
+    """Primitives that an operation may have: as many as take no longer here than torch's operators for it."""
+    exprs = (*op.point, *op.then)
+    if any(isinstance(x, Apply) and is_slow(x) for e in exprs for x in walk(e)):
+        return MOST_WORK  # torch has them in vectors
+    if op.monoid is None:
+        return MOST_READ
+    if _plain_moments(op):
         return MOST_WORK
     if not only_sums(op.monoid):
         return MOST_MERGES
-    return MOST_SUMS if len(arg_positions(op.point)) > 1 else MOST_READ
+    return MOST_SUMS if _has_matrices(op) else MOST_READ
+
+
+def _has_matrices(op: Block) -> bool:
+    """Whether a sum is of products of which each factor is read again for other results, as matrix products have it."""
+    if (found := sides(op)) is None:
+        return False
+    *_, left, right = found
+    wide = {d.name for d in op.dims if d.size > 1}
+    return bool(wide & left - right and wide & right - left)
 
 
 def _outer(op: Block) -> frozenset[str]:
@@ -203,6 +219,11 @@ def _weight(exprs: Sequence[Expr]) -> int:
     if len(nodes) == MOST_TEXT:
         return MOST_WORK + 1
     return sum(SLOW if isinstance(x, Apply) and is_slow(x) else 1 for x in nodes)
+
+
+def _operators(exprs: Sequence[Expr]) -> int:
+    """How many of torch's operators expressions are."""
+    return max(1, len({x for e in exprs for x in walk(e) if isinstance(x, Apply)}))
 
 
 def _record(name: str, used: Sequence[int], sizes: Any, work: Work, ins: Ins, memory: Sequence[Tensor]) -> CCall:
@@ -316,10 +337,16 @@ class BlockWriter(Writer):
         each = f"#pragma omp simd\nfor (int64_t i = 0; i < many; i++) {{ {at}"
         zeros, steps, acc = self._side_steps(op, names, each)
         others = [d.name for d in op.dims if d.name != _last(op).name]
+        at = [self.names.index(n) for n in others if n in outer]
+        able = [i for i in at if self.out[i][1] - self.out[i][0] > 1]
+        cut = self._cut(able or [last])
+        self.units = self.units if able else -(-self.units // LANES)
         return [
-            self._cut([self.names.index(n) for n in others if n in outer]),
+            cut,
             *self._loop([n for n in others if n in outer], shared=True),
-            f"for (int64_t first = {low}; first < {high}; first += {LANES}) {{",
+            f"const int64_t lanes{last} = ({high} - {low} + {LANES - 1}) / {LANES};",
+            f"for (int64_t block = FROM({last}, 0, lanes{last}); block < TO({last}, 0, lanes{last}); block++) {{",
+            f"const int64_t first = {low} + block * {LANES};",
             f"const int64_t many = {high} - first < {LANES} ? {high} - first : {LANES};",
             *zeros,
             *steps,

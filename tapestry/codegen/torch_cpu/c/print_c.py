@@ -66,6 +66,27 @@ INLINE float t_erf(float x) {
     float far = copysignf(1.0f - t_exp(q * a - a), x);
     return a > 0.927734375f ? far : p * x + x;
 }
+/* log: Cephes' logf (Moshier 1992); what is too small for its exponent is scaled before. */
+INLINE float t_log(float x) {
+    int tiny = x < 1.17549435e-38f;
+    float scaled = tiny ? x * 8388608.0f : x, m;
+    int32_t bits;
+    __builtin_memcpy(&bits, &scaled, 4);
+    int32_t e = ((bits >> 23) & 255) - (tiny ? 149 : 126);
+    bits = (bits & 0x7fffff) | 0x3f000000;
+    __builtin_memcpy(&m, &bits, 4);
+    int low = m < 0.707106781f;
+    float n = (float)(low ? e - 1 : e);
+    m = low ? m + m - 1.0f : m - 1.0f;
+    float z = m * m, p = 7.0376836292e-2f * m - 1.1514610310e-1f;
+    p = p * m + 1.1676998740e-1f, p = p * m - 1.2420140846e-1f, p = p * m + 1.4249322787e-1f, p = p * m - 1.6668057665e-1f;
+    p = p * m + 2.0000714765e-1f, p = p * m - 2.4999993993e-1f, p = p * m + 3.3333331174e-1f;
+    p = p * m * z - 2.12194440e-4f * n - 0.5f * z;
+    float r = m + p + 0.693359375f * n;
+    float edge = x == 0.0f ? -__builtin_inff() : __builtin_nanf("");
+    r = x > 0.0f ? r : edge;
+    return x == __builtin_inff() ? x : r;
+}
 INLINE float t_square(float x) { return x * x; }
 INLINE float t_cube(float x) { return x * x * x; }
 INLINE float t_sign(float x) { return x != x ? x : (float)((x > 0) - (x < 0)); }
@@ -86,10 +107,10 @@ FLOAT: dict[str, str] = {
     "add": "({} + {})", "sub": "({} - {})", "mul": "({} * {})", "div": "({} / {})", "neg": "(-{})", "min": "t_min({}, {})",
     "max": "t_max({}, {})", "abs": "fabsf({})", "sqrt": "sqrtf({})", "exp": "t_exp({})", "sigmoid": "t_sigmoid({})",
     "sin": "sinf({})", "cos": "cosf({})", "floor": "floorf({})", "ceil": "ceilf({})",
-    "round": "rintf({})", "sign": "t_sign({})", "tanh": "t_tanh({})", "erf": "t_erf({})",
+    "round": "rintf({})", "sign": "t_sign({})", "tanh": "t_tanh({})", "erf": "t_erf({})", "log": "t_log({})",
 }  # fmt: skip
 LIBRARY: dict[str, str] = {  # calls, a cell at a time: torch is faster where there are many
-    "log": "logf({})", "tan": "tanf({})", "asin": "asinf({})", "acos": "acosf({})",
+    "tan": "tanf({})", "asin": "asinf({})", "acos": "acosf({})",
     "atan": "atanf({})", "sinh": "sinhf({})", "cosh": "coshf({})", "asinh": "asinhf({})", "acosh": "acoshf({})",
     "atanh": "atanhf({})", "log1p": "log1pf({})", "expm1": "expm1f({})", "pow": "powf({}, {})", "fmod": "fmodf({}, {})",
     "mod": "t_mod({}, {})",
