@@ -40,6 +40,4 @@ def nbytes(array: Array) -> int:
     """Bytes of the storage of a tensor, which is more than it needs where it is a view; a host value is on no device."""
     if isinstance(array, HostValue):
         return 0
-    if array.is_mkldnn:
-        return torch.ops.mkldnn._nbytes(array)
     return array.untyped_storage().nbytes()

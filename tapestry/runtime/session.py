@@ -138,7 +138,7 @@ class Session:
         Raises:
             TapestryError: one is missing, unknown, or of another shape or dtype, or has an index outside its table.
         """
-        if len(feeds) == len(self._plain) and all(_is_plain(feeds.get(n), *as_is) for n, *as_is in self._plain):
+        if len(feeds) == len(self._plain) and all(_is_plain(feeds.get(n), d, s) for n, d, s in self._plain):
             checked = dict(feeds)
         else:
             checked = check_feeds(feeds, self.build.plan.graph)
@@ -168,8 +168,9 @@ class _Feeds:
     def __call__(self, tensor: str, box: Box) -> Any:
         """A box as it is where its elements lie in a row, which nobody writes; else a copy."""
         value = self.arrays[tensor]
-        everything = isinstance(value, HostValue) or box == whole(value.shape)
-        return self.source.from_numpy(value if everything else value[slices(box)])
+        if isinstance(value, HostValue) or box == whole(value.shape):
+            return self.source.from_numpy(value)
+        return self.source.from_numpy(value[slices(box)])
 
 
 def _is_plain(value: Any, dtype: Any, shape: tuple[int, ...]) -> bool:

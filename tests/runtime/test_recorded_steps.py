@@ -15,6 +15,7 @@ from tapestry import api
 from tapestry.runtime.one_process.logical_devices import LocalExecutor
 from tapestry.runtime.one_process.static_schedule import Segment, StagedInput
 from tests.support.small_models import FOLDER, N, f32, i64, net
+from tests.support.unrecorded import unrecorded
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -55,15 +56,10 @@ def executor_of(session: tapestry.Session) -> LocalExecutor:
     return out
 
 
-def unrecorded(session: tapestry.Session, given: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+def operations(session: tapestry.Session, given: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """What the same step gives operation by operation, on torch's operators where an operation has them."""
-    executor = executor_of(session)
-    kept = executor.schedule, executor.counted, executor.repeated
-    executor.schedule = executor.counted = None
-    try:
+    with unrecorded(executor_of(session)):
         return session.run(given)
-    finally:
-        executor.schedule, executor.counted, executor.repeated = kept
 
 
 def test_a_step_of_a_small_model_is_one_call() -> None:
@@ -82,7 +78,7 @@ def test_steps_give_what_operations_give() -> None:
             if seed:
                 given["x"][0, :3] = np.nan, np.inf, -np.inf
                 given["x"][seed % 3] *= 10.0 ** (6 * seed)
-            for name, a in unrecorded(s, given).items():
+            for name, a in operations(s, given).items():
                 np.testing.assert_allclose(s.run(given)[name], a, rtol=1e-5, atol=1e-6, err_msg=name)
 
 

@@ -177,7 +177,7 @@ class LocalExecutor(Executor):
             plain = {b: (a, arrays.nbytes(a)) for b, a in self.weights_held[d].items()}
             plain |= {b: (a, self.buffers[b].nbytes(d)) for b, a in self.folded[d].arrays.items()}
             self.kept.append(plain | {b: (p.arrays[b], size) for b, size in sizes.items()})
-        self.schedule = self.scheduled()
+        self.schedule, self.counted = self.scheduled(), None
 
     def _ready(self, d: int) -> None:
         """Fold and pack what one device has of the weights."""

@@ -13,6 +13,7 @@ from onnx import TensorProto as T
 from tapestry import api
 from tapestry.codegen.torch_cpu.c import generated_c
 from tests.support.small_models import N, f32, i64, net
+from tests.support.unrecorded import unrecorded
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 needed = pytest.mark.usefixtures("c_compiler")
@@ -34,13 +35,10 @@ def compiled(model: onnx.ModelProto, folder: Path) -> tuple[api.Compiled, list[o
 def both(c: api.Compiled, feeds: dict[str, np.ndarray], tolerance: float) -> dict[str, np.ndarray]:
     """The outputs, equal to those of torch's operators."""
     executor = c.session.executor
-    ours, schedule = c.run(feeds), executor.schedule
-    assert schedule
-    try:
-        executor.schedule = None
+    ours = c.run(feeds)
+    assert executor.schedule
+    with unrecorded(executor):
         theirs = c.run(feeds)
-    finally:
-        executor.schedule = schedule
     for t, a in ours.items():
         np.testing.assert_array_equal(np.isnan(a), np.isnan(theirs[t]))
         np.testing.assert_allclose(a, theirs[t], rtol=tolerance, atol=tolerance if tolerance else 0)

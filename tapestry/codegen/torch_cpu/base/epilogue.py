@@ -30,13 +30,8 @@ class Epilogue:
         return self.low != -math.inf or self.high != math.inf
 
 
-def epilogue(op: Block, kernel: Kernel, columns: str, *, whole: bool) -> Epilogue:
-    """What of an operation's ``then`` may be done with the sum.
-
-    Args:
-        columns: the dimension along which a bias may vary.
-        whole: all of it, where it is no more than that; else a bias at most.
-    """
+def epilogue(op: Block, kernel: Kernel, columns: str) -> Epilogue:
+    """What of an operation's ``then`` is done with the sum: all of it, or a bias, which varies along ``columns`` at most."""
 
     def is_bias(k: int) -> bool:
         r = op.reads[k]
@@ -47,7 +42,7 @@ def epilogue(op: Block, kernel: Kernel, columns: str, *, whole: bool) -> Epilogu
         axes = sorted(str(e) if e.is_dim else "" for e in r.index)  # in any order: the kernel takes a view
         return axes == sorted(d.name for d in op.dims) and not r.when and r.other is None and box is not None
 
-    found = _all_of(op.then[0], is_bias, is_residual) if whole and len(op.then) == 1 else None
+    found = _all_of(op.then[0], is_bias, is_residual) if len(op.then) == 1 else None
     if found:
         return found
     bias = added_first(op.then, is_bias)

@@ -47,7 +47,7 @@ class Expressions:
         values = self.values(ins, states)
         if self.fresh and not kept and all(v.shape == self.size for v in values):
             return values
-        given = {t.data_ptr() for t in (*ins, *kept) if t is not None and not t.is_mkldnn}
+        given = {t.data_ptr() for t in (*ins, *kept) if t is not None}
         return [_own(v.expand(self.shape), given) for v in values]
 
 

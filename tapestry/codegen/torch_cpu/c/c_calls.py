@@ -65,7 +65,7 @@ class Calls:
         """Compute."""
         lib: Any = native.library()
         many = threads()
-        lib.tapestry_run(_table(self.parts, many), len(self.parts), many)
+        lib.tapestry_run(_native_steps(self.parts, many), len(self.parts), many)
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +218,7 @@ def batch(given: Sequence[CCall | Calls]) -> Callable[[], None]:
     calls = Calls.of(*given).parts
     lib: Any = native.library()
     many, n = threads(), len(calls)
-    table, run = _table(calls, many), lib.tapestry_run
+    table, run = _native_steps(calls, many), lib.tapestry_run
 
     def together(_: Any = calls) -> None:  # the default keeps what the table points to
         run(table, n, many)
@@ -226,7 +226,7 @@ def batch(given: Sequence[CCall | Calls]) -> Callable[[], None]:
     return together
 
 
-def _table(calls: Sequence[CCall], many: int) -> ctypes.Array[native.Step]:
+def _native_steps(calls: Sequence[CCall], many: int) -> ctypes.Array[native.Step]:
     """Calls as `tapestry_run` takes them."""
 
     def step(c: CCall) -> native.Step:

@@ -24,8 +24,6 @@ Convolve = Callable[[Tensor, Tensor, Tensor | None, Tensor | None, Tensor], CCal
 DEEPEST = 1 << 20  # steps of a reduced dimension: their blocks are listed on the stack
 MOST_PLANES = 4  # channels of an image that our own loop makes adjacent
 MOST_REREAD = 1 << 14  # cells of a weight that may be read again for every few rows of an image
-FEW = 8  # rows: what they take is reading the weight
-MOST_LINEAR = 1 << 40  # cells of a weight
 NO_LIBRARY = Refusal("the kernels in C are not built here")
 
 
@@ -175,7 +173,7 @@ def _grouped(c: Convolution) -> ConvKernel | Refusal:
     count, each = parts.groups, weight[0] // parts.groups
     if count == 1 or (weight[1] == 1 and count == weight[0]):
         return Refusal("it has one group, or groups of one channel and one feature")
-    if 2 * each < (lanes := c.lib.tapestry_lanes()):
+    if 4 * each < (lanes := c.lib.tapestry_lanes()):
         return Refusal(f"{each} features of a group leave most of {lanes} lanes empty")
     part = replace(parts, groups=1, input=(parts.input[0], weight[1], *parts.input[2:]))
     one = caller(c.lib.tapestry_conv, part, (each, *weight[1:]), (shape[0], each, *shape[2:]), then, weight[0])
@@ -272,8 +270,8 @@ def multiply(m: int, n: int, k: int, then: Epilogue) -> Convolve | Refusal:
     lib = native.library()
     if lib is None:
         return NO_LIBRARY
-    if k > DEEPEST or (n * k > MOST_LINEAR and m > FEW):
-        return Refusal(f"oneDNN is as fast on {m} rows and {n * k:,} weights")
+    if k > DEEPEST:
+        return Refusal(f"{k:,} products of a sum are more than a kernel lists on its stack")
     rows = (m * n, m * n, n)
     sizes = (1, k, n, 1, m, 1, m, *(1, 1), *(1, 1), *(0, 0), *(1, 1), m * k, m * k, k, *rows, *rows)
     conv = native.Conv(*sizes, int(then.clamped), then.low, then.high)

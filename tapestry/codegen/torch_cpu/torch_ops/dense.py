@@ -1,12 +1,7 @@
-"""Linear layers and convolutions on weights packed once, when they are loaded.
-
-What is packed is a whole weight buffer, for our own kernels (`images`) where there are some, else in oneDNN's blocked layouts.
-oneDNN's fused clamps drop a NaN, so only the bias is fused there; the rest of the epilogue runs in place on the result.
-"""
+"""Linear layers and convolutions by our kernels in C on weights packed once, when they are loaded: whole buffers, or parts."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -20,7 +15,7 @@ from tapestry.codegen.torch_cpu.base.local_view import localise
 from tapestry.codegen.torch_cpu.base.point_values import Expressions, Run, held
 from tapestry.codegen.torch_cpu.base.strided_reads import Frame, Remembered, Tensor
 from tapestry.codegen.torch_cpu.base.ways import Refusal, Tried
-from tapestry.codegen.torch_cpu.c import conv3d_c, conv_c, generated_c
+from tapestry.codegen.torch_cpu.c import conv3d_c, conv_c
 from tapestry.codegen.torch_cpu.c.blocks_c import LEAST, PLAIN, Cells, How, cells_of, each_cell
 from tapestry.codegen.torch_cpu.c.c_calls import Calls, CCall, CpuKernel, Ins, Link, Pack, hold, moved, recorded, shares
 from tapestry.codegen.torch_cpu.c.pooling import transposed
@@ -32,32 +27,26 @@ from tapestry.ir.index import bounds
 from tapestry.ir.kernel import Box, Kernel
 from tapestry.ir.recognition.contraction import sides
 
-States = Callable[[Ins, Tensor | None, Tensor | None], Tensor]
-"""From the buffers (the weight packed), the bias and the residual to the result of the epilogue, over the map dimensions."""
-
-PACKED_FOR = 128  # rows for which oneDNN lays a linear layer's weight out: one layout for all, which builds of any size share
+Record = Callable[[Ins, Tensor | None, Tensor | None, Tensor], CCall | Calls]
+"""From the buffers (the weight packed), the bias, the residual and flat memory to the call that writes the result there."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Dense:
-    """``run`` is torch's operator; or ``record`` our kernel, on flat memory that ``array`` makes the result of."""
+    """``record`` is our kernel, on flat memory that ``array`` makes the result of, over the map dimensions."""
 
     weight: int
     pack: Pack
     then: Epilogue
-    run: States | None = None
-    record: Callable[[Ins, Tensor | None, Tensor | None, Tensor], CCall | Calls] | None = None
-    array: Callable[[Tensor], Tensor] = lambda memory: memory
+    record: Record
+    array: Callable[[Tensor], Tensor]
     link: Link | None = None
     order: tuple[int, ...] = by_pixels(4)  # of the map dimensions in memory
-    name: str = "matrix product by oneDNN"
+    name: str = "matrix product in panels"
     tried: Tried = ()
 
     def __call__(self, ins: Ins, bias: Tensor | None, residual: Tensor | None, size: int) -> Tensor:
         """The result, in new memory."""
-        if self.run:
-            return self.run(ins, bias, residual)
-        assert self.record
         memory = torch.empty(size)
         self.record(ins, bias, residual, memory).run()
         return self.array(memory)
@@ -82,8 +71,10 @@ def _on_packed(
     op: Block, graph: Graph, kernel: Kernel, plain: Run, how: How, product: Callable[[Block, Graph, Kernel], _Dense | Refusal]
 ) -> CpuKernel | Refusal:
     """A product with what follows it: by our kernel alone, by torch's operators, or by a function in C."""
-    if not torch.backends.mkldnn.is_available() or any(hi <= lo for lo, hi in kernel.block):
-        return Refusal("it has no points, or torch has no oneDNN")
+    if native.library() is None:
+        return conv_c.NO_LIBRARY
+    if any(hi <= lo for lo, hi in kernel.block):
+        return Refusal("it has no points")
     if op.inner or op.monoid != "sum" or len(op.body) != 1 or op.body[0].dtype != "f32":
         return Refusal("it is no sum of f32")
     if transposed(op, graph, kernel):
@@ -103,16 +94,14 @@ def _on_packed(
     )
     alone, rest = then.rest == (Acc(0, "f32"),), then.rest if kernel.outs == (base.box,) else None
     after = _after(op, graph, kernel, rest[0], found.order, how) if rest and not alone else None
-    if found.record and (whole.tail is None or alone):
+    if whole.tail is None or alone:
         made = recorded(found.array, whole.record, whole.size, link=found.link)
     elif after is None:
         made = CpuKernel(plain=whole)
-    elif not found.record:
-        made = CpuKernel(plain=_Finished(whole, after, how.compiles))
     else:
         made = recorded(
             found.array,
-            _Finished(whole, after, how.compiles).record,
+            lambda ins, memory: Calls.of(whole.record(ins, memory), after.record(ins, memory)),
             whole.size,
             plain=whole,
             functions=(after.name,),
@@ -139,37 +128,10 @@ class _Whole:
 
     def record(self, ins: Ins, memory: Tensor) -> CCall | Calls:
         """The call of our kernel, which has no tail."""
-        assert self.product.record
         return self.product.record(ins, *self._added(ins), memory)
 
     def _added(self, ins: Ins) -> tuple[Tensor | None, Tensor | None]:
         return self.bias(ins) if self.bias else None, self.residual(ins) if self.residual else None
-
-
-@dataclass(frozen=True, slots=True)
-class _Finished:
-    """A product, and what follows by a function in C in the product's memory; by torch's operators without that function."""
-
-    whole: _Whole
-    after: Cells
-    compiles: bool
-
-    def __call__(self, ins: Ins, states: Sequence[Tensor]) -> list[Tensor]:
-        """Compute into new memory; the product by oneDNN, which takes no residual."""
-        if generated_c.function(self.after.name, self.compiles) is None:
-            return self.whole(ins, states)
-        product, bias = self.whole.product, self.whole.bias
-        assert product.run
-        out = product.run(ins, bias(ins) if bias else None, None)
-        dense = out.untyped_storage().nbytes() == out.nbytes
-        if not (out.permute(product.order).is_contiguous() if self.after.box else dense):
-            return self.whole(ins, states)
-        self.after.record(ins, out.as_strided((out.numel(),), (1,))).run()
-        return [out]
-
-    def record(self, ins: Ins, memory: Tensor) -> Calls:
-        """The calls of our kernel, and of the function."""
-        return Calls.of(self.whole.record(ins, memory), self.after.record(ins, memory))
 
 
 def _after(op: Block, graph: Graph, kernel: Kernel, value: Expr, order: tuple[int, ...], how: How) -> Cells | None:
@@ -266,8 +228,10 @@ def _product(
     wanted = [extent[d.name] for d in op.dims]
     back = [(*rows, *columns).index(d) for d in wide]
     sizes = [extent[d] for d in (*rows, *columns)]
-    then = epilogue(op, kernel, columns[0], whole=True)
+    then = epilogue(op, kernel, columns[0])
     ours = conv_c.multiply(m, n, k, then)
+    if not ours:
+        return None
 
     def matrix(value: Tensor) -> Tensor:
         return value.permute(axes).expand(full).reshape(m, k).contiguous()
@@ -281,14 +245,16 @@ def _product(
     def rows_of(ins: Ins) -> Tensor:
         return fetch(held(ins[at])) if fetch and at is not None else matrix(values.values(ins, [])[0])
 
-    lay = _Rows(w, at, rows_of, added, result)
-    pack = functools.partial(_pack_linear, take, [extent[d] for d in order], turn, 0 if ours else PACKED_FOR)
-    laid = _order(op, (*rows, *columns))
-    if isinstance(ours, Refusal):
-        then, tried = epilogue(op, kernel, columns[0], whole=False), (("matrix product in panels", ours.why),)
-        return _Dense(w, Pack(("linear", n, k, *turn, *cut), pack), then, lay.by_one_dnn, order=laid, tried=tried)
-    record, packed = functools.partial(lay.record, ours), Pack(("panels", *turn, *cut), pack)
-    return _Dense(w, packed, then, record=record, array=result, order=laid, name="matrix product in panels")
+    def pack(buffer: Tensor) -> Tensor:
+        return conv_c.pack_panels(buffer[take].reshape([extent[d] for d in order]).permute(turn).flatten(1))
+
+    def record(ins: Ins, bias: Tensor | None, residual: Tensor | None, memory: Tensor) -> CCall | Calls:
+        left, more = rows_of(ins), None if residual is None else added(residual)
+        call = ours(left, held(ins[w]), bias, more, memory)
+        copied = more is not None and residual is not None and not shares(more, residual)
+        return hold(call, at is not None and shares(left, held(ins[at])) and not copied)
+
+    return _Dense(w, Pack(("panels", *turn, *cut), pack), then, record, result, order=_order(op, (*rows, *columns)))
 
 
 def _order(op: Block, names: Sequence[str]) -> tuple[int, ...]:
@@ -297,37 +263,6 @@ def _order(op: Block, names: Sequence[str]) -> tuple[int, ...]:
     single = [i for i, d in enumerate(op.dims) if d.name not in names]
     at = {d.name: i for i, d in enumerate(op.dims)}
     return tuple(range(len(op.dims))) if wide == list(names) else (*single, *(at[n] for n in names))
-
-
-def _pack_linear(take: tuple[slice, ...], shape: list[int], turn: list[int], rows: int, buffer: Tensor) -> Tensor:
-    """A part of a weight for our kernel, or for oneDNN's on about so many rows."""
-    plain = buffer[take].reshape(shape).permute(turn).flatten(1).contiguous()
-    return torch.ops.mkldnn._reorder_linear_weight(plain, rows) if rows else conv_c.pack_panels(plain)
-
-
-@dataclass(frozen=True, slots=True)
-class _Rows:
-    """A linear layer as matrices: ``rows`` gives the left one, ``added`` a residual as one, ``result`` undoes that."""
-
-    weight: int
-    at: int | None
-    rows: Callable[[Ins], Tensor]
-    added: Callable[[Tensor], Tensor]
-    result: Callable[[Tensor], Tensor]
-
-    def by_one_dnn(self, ins: Ins, bias: Tensor | None, _: Tensor | None) -> Tensor:
-        """The result by oneDNN, with a bias."""
-        multiply = torch.ops.mkldnn._linear_pointwise.default
-        return self.result(multiply(self.rows(ins), held(ins[self.weight]), bias, "none", [], ""))
-
-    def record(
-        self, ours: conv_c.Convolve, ins: Ins, bias: Tensor | None, residual: Tensor | None, memory: Tensor
-    ) -> CCall | Calls:
-        """The call of our kernel."""
-        left, more = self.rows(ins), None if residual is None else self.added(residual)
-        call = ours(left, held(ins[self.weight]), bias, more, memory)
-        moved = more is not None and residual is not None and not shares(more, residual)
-        return hold(call, self.at is not None and shares(left, held(ins[self.at])) and not moved)
 
 
 def _plain_axes(
@@ -354,9 +289,6 @@ def _convolution(op: Block, graph: Graph, kernel: Kernel) -> _Dense | Refusal:
     """A convolution over two axes or three whose weight buffer is read whole, as one call."""
     here = localise(op, graph, kernel)
     found = contract.conv_of(here)
-    point = sum(hi - lo > 1 for lo, hi in kernel.block[len(op.dims) :]) <= 1 and found and op.ranges.get(found.channel, 1) > 1
-    if point and not native.library():
-        return Refusal("with one tap it is a linear layer, which has less to set up")
     if found is None or len(found.windows) not in (2, 3) or len(here.op.dims) != len(op.dims):
         return Refusal("no factor is read at windows of two or three axes")
     x, w = here.held[found.x], here.held[found.w]
@@ -368,28 +300,11 @@ def _convolution(op: Block, graph: Graph, kernel: Kernel) -> _Dense | Refusal:
     padded, fetch, at = any(parts.padding), Remembered(_image(x.take, parts)), found.x
     shape = [hi - lo for lo, hi in kernel.block[: len(op.dims)]]
     weight = [hi - lo for lo, hi in box or ()]
-    then = epilogue(op, kernel, found.feature, whole=True)
+    then = epilogue(op, kernel, found.feature)
     rank = len(shape)
     ours = (conv_c.convolve if rank == 4 else conv3d_c.convolve_3d)(parts, weight, shape, then)
     if not ours:
-        if parts.input[1] == 1:  # see `contract.channels_first`
-            return Refusal("oneDNN has wrong sums for some images of one channel")
-        tried = (("convolution of ours", ours.why),)
-        pack, convolve = _one_dnn(parts)
-        key = ("conv", *parts.padding, *parts.stride, *parts.dilation, parts.groups, *parts.input)
-
-        def run(ins: Ins, bias: Tensor | None, _: Tensor | None) -> Tensor:
-            return convolve(fetch(held(ins[at])), held(ins[found.w]), bias).reshape(shape)
-
-        return _Dense(
-            found.w,
-            Pack(key, pack, padded),
-            epilogue(op, kernel, found.feature, whole=False),
-            run,
-            order=by_pixels(rank),
-            name="convolution by oneDNN",
-            tried=tried,
-        )
+        return ours
     strides = (prod(shape[1:]), 1, *(shape[1] * prod(shape[k + 1 :]) for k in range(2, rank)))
 
     def record(ins: Ins, bias: Tensor | None, residual: Tensor | None, memory: Tensor) -> CCall | Calls:
@@ -421,18 +336,3 @@ def _image(read: tuple[slice | int, ...], cut: contract.Call) -> Callable[[Tenso
         return torch.nn.functional.pad(piece, cut.extra) if cut.extra else piece
 
     return image
-
-
-def _one_dnn(parts: contract.Call) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor, Tensor | None], Tensor]]:
-    """(how oneDNN packs a convolution's weight, its convolution with a bias)."""
-    stride, dilation, pads, count = list(parts.stride), list(parts.dilation), list(parts.padding), parts.groups
-    call = torch.ops.mkldnn._convolution_pointwise.default
-    last = torch.channels_last if len(parts.input) == 4 else torch.channels_last_3d
-
-    def pack(buffer: Tensor) -> Tensor:
-        return torch.ops.mkldnn._reorder_convolution_weight(buffer, pads, stride, dilation, count, list(parts.input))
-
-    def convolve(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
-        return call(x.contiguous(memory_format=last), w, bias, pads, stride, dilation, count, "none", [], "")
-
-    return pack, convolve
