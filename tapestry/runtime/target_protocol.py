@@ -161,14 +161,6 @@ class RecordingTarget(Protocol):
         """A program's kernels (by step) as such that write where they are told: those that can, where that pays."""
         ...
 
-    def follows(self, before: Recorder, after: Recorder) -> int | None:
-        """The input that ``after`` may read while ``before`` makes it, where that pays."""
-        ...
-
-    def chain(self, calls: Sequence[Call]) -> Call | None:
-        """Calls of which each follows the one before, as one; ``None`` where they cannot be that as they are bound."""
-        ...
-
     def batch(self, calls: Sequence[Call]) -> Callable[[], None]:
         """Calls one after another, as one function."""
         ...

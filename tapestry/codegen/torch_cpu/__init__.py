@@ -10,7 +10,7 @@ import torch
 from tapestry.codegen.torch_cpu import kernels
 from tapestry.codegen.torch_cpu import kernels as exact
 from tapestry.codegen.torch_cpu.base import state_merges
-from tapestry.codegen.torch_cpu.c import conv_chain, thread_parts
+from tapestry.codegen.torch_cpu.c import thread_parts
 from tapestry.codegen.torch_cpu.c.blocks_c import PLAIN, How
 from tapestry.codegen.torch_cpu.c.c_calls import Calls, CCall, CpuKernel, batch
 from tapestry.codegen.torch_cpu.c.generated_c import compile_waiting
@@ -62,16 +62,6 @@ class TorchCpu:
         ours = {at: run for at, run in runs.items() if isinstance(run, CpuKernel)}
         few = sum(r.few * r.operators for r in ours.values()) >= FEWEST
         return {at: found for at, r in ours.items() if (few or not r.few) and (found := r.recorder())}
-
-    def follows(self, before: object, after: object) -> int | None:
-        """The input that ``after`` may read while ``before`` makes it, where that pays."""
-        assert isinstance(before, CpuKernel) and isinstance(after, CpuKernel)
-        return conv_chain.follows(before, after)
-
-    def chain(self, calls: Sequence[object]) -> CCall | None:
-        """Calls of which each follows the one before, as one; ``None`` where they cannot be that as they are bound."""
-        ours = [c for c in calls if isinstance(c, CCall)]
-        return conv_chain.chain(ours) if len(ours) == len(calls) else None
 
     def batch(self, calls: Sequence[object]) -> Callable[[], None]:
         """Calls of recorders one after another, as one."""

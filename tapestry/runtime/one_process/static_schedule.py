@@ -8,8 +8,7 @@ program, as it does step by step: the first run counts it, and later ones hold t
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from operator import methodcaller
@@ -18,57 +17,12 @@ import torch
 
 from tapestry.ir.graph import Graph
 from tapestry.ir.kernel import Box, shape
-from tapestry.ir.program import Free, Launch, Load, Program, allocated, reads
+from tapestry.ir.program import Free, Launch, Load, Program, allocated
 from tapestry.ir.types import HOST
 from tapestry.runtime import arrays as arrays_module
 from tapestry.runtime.executor import Held
-from tapestry.runtime.one_process.arena import Slot, allocate, most_alive, slots
-from tapestry.runtime.one_process.launch_chains import Follows
+from tapestry.runtime.one_process.arena import allocate, most_alive, slots
 from tapestry.runtime.target_protocol import Array, Call, Recorder, RecordingTarget, Run, Source
-
-"""From two steps to the input of the second one that it may read so; ``None`` where it does not, or not with profit."""
-
-
-def chains(program: Program, may: Mapping[int, object], follows: Follows) -> list[tuple[int, ...]]:
-    """Launches (steps) that follow each other, nobody else reading what passes between them.
-
-    Args:
-        may: steps that may be part of a chain.
-    """
-    readers = Counter(b for step in program.steps for b in reads(step))
-    readers.update(program.outputs.values())
-    out: list[list[int]] = []
-    last: int | None = None
-    for i, step in enumerate(program.steps):
-        if isinstance(step, Free | Load):
-            continue
-        before = None if last is None else program.steps[last]
-        joined = False
-        if isinstance(step, Launch) and isinstance(before, Launch) and last is not None and last in may and i in may:
-            k = follows(last, i)
-            passed = before.outs[0] if len(before.outs) == 1 else ""
-            joined = k is not None and step.ins[k] == passed and readers[passed] == 1
-        if joined:
-            out[-1].append(i)
-        else:
-            out.append([i])
-        last = i
-    return [tuple(c) for c in out if len(c) > 1]
-
-
-def together(wanted: Sequence[Slot], program: Program, joined: Sequence[tuple[int, ...]]) -> list[Slot]:
-    """Slots where all that a chain reads and writes lives for as long as the whole chain runs."""
-    first: dict[str, int] = {}
-    last: dict[str, int] = {}
-    for chain in joined:
-        for i in chain:
-            step = program.steps[i]
-            assert isinstance(step, Launch)
-            first.update(dict.fromkeys(step.outs, chain[0]))
-            for name in (*step.ins, *step.outs):
-                last[name] = max(last.get(name, 0), chain[-1])
-    return [replace(s, first=min(s.first, first.get(s.name, s.first)), last=max(s.last, last.get(s.name, 0))) for s in wanted]
-
 
 COPIED = 1 << 18  # bytes: an output of no more is copied out of its position
 EARLY = 1 << 16  # bytes: an input of no more is copied to its position before the first step
@@ -217,18 +171,14 @@ def schedule(bound: BoundProgram) -> Schedule | None:
         views.update(zip(bound.launch(at).outs, recorder.arrays, strict=True))
     wanted = slots(program, 0, bound.resident)
     placed = [replace(s, first=0) if s.name in early else s for s in wanted]
-    together_at = chains(program, recorders, lambda i, j: bound.target.follows(recorders[i], recorders[j]))
-    for joined in (together_at, []) if together_at else ([],):  # apart, they take less where there is little room
-        arena = allocate([s for s in together(placed, program, joined) if s.name in views])
-        extra = max(0, arena.size + most_alive([s for s in wanted if s.name not in views]) - most_alive(wanted))
-        if extra <= bound.room:
-            break
-    else:
+    arena = allocate([s for s in placed if s.name in views])
+    extra = max(0, arena.size + most_alive([s for s in wanted if s.name not in views]) - most_alive(wanted))
+    if extra > bound.room:
         return None
     sizes = {s.name: s.nbytes for s in wanted if s.name in views}
     memory = _memory(program, {n: (arena.offsets[n], size) for n, size in sizes.items()}, arena.size)
     there = {n: (view(memory[n]), sizes[n]) for n, view in views.items()}
-    actions = tuple(_Steps(bound, recorders, memory, there, joined, early).actions())
+    actions = tuple(_Steps(bound, recorders, memory, there, early).actions())
     return Schedule(actions, {n: a for n, (a, _) in (*bound.kept.items(), *there.items())}, extra, recorders)
 
 
@@ -268,7 +218,6 @@ class _Steps:
     recorders: Mapping[int, Recorder]
     memory: Mapping[str, Array]
     arrays: Positioned
-    chains: Sequence[tuple[int, ...]]
     early: frozenset[str]
     out: list[Action] = field(default_factory=list[Action])
     now: list[tuple[int, Call | None]] = field(default_factory=list[tuple[int, Call | None]])
@@ -314,18 +263,6 @@ class _Steps:
             self.out.append(self._segment())
             self.now.clear()
 
-    def _calls(self) -> list[Call]:
-        """The calls of the segment, those of a chain as one."""
-        calls = dict[int, list[Call]]()
-        for at, c in self.now:
-            calls.setdefault(at, []).extend([] if c is None else [c])
-        for chain in self.chains:
-            if all(len(calls.get(at, ())) == 1 for at in chain):
-                one = self.bound.target.chain([calls[at][0] for at in chain])
-                if one is not None:
-                    calls |= {at: [one] if at == chain[0] else [] for at in chain}
-        return [c for found in calls.values() for c in found]
-
     def _segment(self) -> Segment:
         """Steps as one; sizes change as they would one by one."""
         alive, high, fixed = 0, 0, {**self.bound.kept, **self.arrays}
@@ -343,7 +280,7 @@ class _Steps:
                 born[name] = fixed[name]
                 alive += born[name][1]
             high = max(high, alive)
-        calls = self._calls()
+        calls = [c for _, c in self.now if c is not None]
         return Segment(self.now[-1][0], self.bound.target.batch(calls) if calls else _nothing, born, tuple(gone), high)
 
 

@@ -69,21 +69,6 @@ class Calls:
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
-    """A convolution that makes the rows of its output one after another.
-
-    Attributes:
-        nbytes: of the output, for one image.
-        behind: whether it may read its image from memory that has but some rows at a time.
-        image: which input that is.
-    """
-
-    nbytes: int
-    behind: bool
-    image: int = 0
-
-
-@dataclass(frozen=True, slots=True)
 class Pack:
     """How one weight is packed; equal keys make equal copies.
 
@@ -117,7 +102,6 @@ class CpuKernel:
         packs: how weights are packed that it may read packed, by position of the read; without room, they are not.
         on_packed: the kernel that reads all of ``packs`` packed.
         parts: the kernels of ours side by side that it is, one for each output, or the one whose sums it adds to what is given.
-        link: what it is to a chain, if it may be part of one.
         way: the row of the table that made it; ``tried``: the rows before, and why they refused.
     """
 
@@ -132,7 +116,6 @@ class CpuKernel:
     packs: Mapping[int, Pack] = field(default_factory=dict[int, Pack])
     on_packed: CpuKernel | None = None
     parts: tuple[CpuKernel, ...] = ()
-    link: Link | None = None
     way: str = ""
     tried: Tried = ()
 

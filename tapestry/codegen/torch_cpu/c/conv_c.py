@@ -14,7 +14,7 @@ from tapestry.codegen.torch_cpu import native
 from tapestry.codegen.torch_cpu.base import contract
 from tapestry.codegen.torch_cpu.base.epilogue import Epilogue
 from tapestry.codegen.torch_cpu.base.ways import Refusal, Tried, Way, first
-from tapestry.codegen.torch_cpu.c.c_calls import Calls, CCall, Link, shares
+from tapestry.codegen.torch_cpu.c.c_calls import Calls, CCall, shares
 
 Tensor = torch.Tensor
 
@@ -23,7 +23,6 @@ Convolve = Callable[[Tensor, Tensor, Tensor | None, Tensor | None, Tensor], CCal
 """From the image, the packed weight, the bias, the residual and flat memory for the result to the call that computes it."""
 DEEPEST = 1 << 20  # steps of a reduced dimension: their blocks are listed on the stack
 MOST_PLANES = 4  # channels of an image that our own loop makes adjacent
-MOST_REREAD = 1 << 14  # cells of a weight that may be read again for every few rows of an image
 NO_LIBRARY = Refusal("the kernels in C are not built here")
 
 
@@ -85,14 +84,12 @@ class ConvKernel:
     """A convolution with its epilogue, and how its weight is packed; equal keys make equal copies.
 
     Attributes:
-        link: what it is to a chain, if it may be part of one.
         tried: kernels that refused before it.
     """
 
     call: Convolve
     pack: Callable[[Tensor], Tensor]
     key: str
-    link: Link | None = None
     tried: Tried = ()
 
 
@@ -111,15 +108,9 @@ class Convolution:
     then: Epilogue
     lib: Any
 
-    @property
-    def single(self) -> bool:
-        """Whether a pixel of the result is made of one pixel at the same place."""
-        return tuple(self.weight[2:]) == self.parts.stride == (1, 1) and not any(self.parts.padding)
-
-    def kernel(self, call: Any, pack: Callable[[Tensor], Tensor], key: str, behind: bool) -> ConvKernel:
-        """A kernel of the library; ``behind``: whether it may read its image from memory that has but some rows at a time."""
-        link = Link(4 * prod(self.shape[1:]), behind) if prod(self.weight) <= MOST_REREAD else None
-        return ConvKernel(caller(call, self.parts, self.weight, self.shape, self.then), pack, key, link)
+    def kernel(self, call: Any, pack: Callable[[Tensor], Tensor], key: str) -> ConvKernel:
+        """A kernel of the library."""
+        return ConvKernel(caller(call, self.parts, self.weight, self.shape, self.then), pack, key)
 
 
 def convolve(parts: contract.Call, weight: Sequence[int], shape: Sequence[int], then: Epilogue) -> ConvKernel | Refusal:
@@ -142,14 +133,14 @@ def _in_panels(c: Convolution) -> ConvKernel | Refusal:
     """Taps of all channels in a row, times panels of features."""
     if c.parts.groups > 1:
         return Refusal(f"it has {c.parts.groups} groups")
-    return c.kernel(c.lib.tapestry_conv, pack_convolution, "panels", c.single)
+    return c.kernel(c.lib.tapestry_conv, pack_convolution, "panels")
 
 
 def _depthwise(c: Convolution) -> ConvKernel | Refusal:
     """Each channel by itself, neighbouring channels in a register."""
     if not 1 < c.parts.groups == c.weight[0] or c.weight[1] > 1:
         return Refusal("its groups are not of one channel and one feature each")
-    return c.kernel(c.lib.tapestry_depthwise, pack_depthwise, "taps", True)
+    return c.kernel(c.lib.tapestry_depthwise, pack_depthwise, "taps")
 
 
 def _winograd(c: Convolution) -> ConvKernel | Refusal:
@@ -164,7 +155,7 @@ def _winograd(c: Convolution) -> ConvKernel | Refusal:
         return Refusal(f"{channels} channels or {features} features leave a part of {lanes} lanes empty")
     if min(channels, features) < 32 or channels + features <= 64:  # measured: they are done with before they are transformed
         return Refusal(f"{channels} channels and {features} features are fewer than transforming an image pays for")
-    return replace(c.kernel(c.lib.tapestry_winograd, pack_winograd, "winograd", False), link=None)
+    return c.kernel(c.lib.tapestry_winograd, pack_winograd, "winograd")
 
 
 def _grouped(c: Convolution) -> ConvKernel | Refusal:

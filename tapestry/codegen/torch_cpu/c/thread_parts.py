@@ -62,7 +62,7 @@ def work_of(kernel: str, sizes: Any) -> Work:
             one = _of_images("tapestry_conv", sizes.sum)
             return Work(sizes.sum.in_w, one.nanoseconds * sizes.sums)
         case _:
-            return Work()  # a chain: what lies between its convolutions is in one place
+            return Work()
 
 
 def _of_images(kernel: str, c: native.Conv) -> Work:

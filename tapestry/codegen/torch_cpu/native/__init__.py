@@ -102,21 +102,6 @@ class Step(ctypes.Structure):
     _fields_ = [("kernel", _POINTER), ("sizes", _POINTER), ("buffers", _POINTER), ("parts", _PLACE)]
 
 
-MOST_LINKS = 8
-
-
-class Link(ctypes.Structure):
-    """``Link`` of chain.c: a convolution, which kernel's it is, and how many rows of its output are kept."""
-
-    _fields_ = [("sizes", _POINTER), ("buffers", _POINTER), ("kind", _PLACE), ("held", _PLACE)]
-
-
-class Chain(ctypes.Structure):
-    """``Chain`` of chain.c."""
-
-    _fields_ = [("links", _PLACE), ("rows", _PLACE), ("link", Link * MOST_LINKS)]
-
-
 _CONVOLUTIONS = ("conv", "depthwise", "mean", "winograd", "planes", "max_pool")
 _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     **{f"tapestry_{name}": (None, (ctypes.POINTER(Conv), ctypes.POINTER(Buffers), _PLACE, _PLACE)) for name in _CONVOLUTIONS},
@@ -129,7 +114,6 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "tapestry_rms_norm": (None, (ctypes.POINTER(Rows), ctypes.POINTER(RowBuffers), _PLACE, _PLACE)),
     "tapestry_several": (None, (ctypes.POINTER(Several), ctypes.POINTER(Products), _PLACE, _PLACE)),
     "tapestry_run": (None, (ctypes.POINTER(Step), _PLACE, _PLACE)),
-    "tapestry_chain": (None, (ctypes.POINTER(Chain), _POINTER, _PLACE, _PLACE)),
 }
 
 

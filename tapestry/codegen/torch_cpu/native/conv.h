@@ -37,10 +37,6 @@ INLINE Conv product(int64_t rows, int64_t depth, int64_t features, int64_t x, in
                   .x_pixel = x, .y_pixel = y};
 }
 
-/* Rows [row, end) of one image: of planes; and depthwise, of an input of which `held` rows are there, row r at r mod `held`. */
-void tapestry_planes_rows(const Conv *c, const Buffers *b, int64_t image, int64_t row, int64_t end);
-void tapestry_depthwise_rows(const Conv *c, const Buffers *b, int64_t image, int64_t row, int64_t end, int64_t held);
-
 /* Memory of this thread's own, for as long as it lives; the next caller takes the same. */
 float *tapestry_scratch(int64_t floats);
 

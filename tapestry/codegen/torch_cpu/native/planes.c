@@ -34,7 +34,8 @@ static void to_pixels(const float *restrict x, float *restrict y, int64_t channe
 
 static int64_t reach(const Conv *c, int64_t rows) { return (rows - 1) * c->stride_h + (c->kernel_h - 1) * c->dilation_h + 1; }
 
-void tapestry_planes_rows(const Conv *c, const Buffers *b, int64_t image, int64_t row, int64_t end) {
+/* Rows [row, end) of one image. */
+static void planes_rows(const Conv *c, const Buffers *b, int64_t image, int64_t row, int64_t end) {
     int64_t width = c->in_w * c->channels, most = end - row;
     if (c->kernel_h * c->kernel_w * c->channels * c->features < BAND)
         while (most > 1 && reach(c, most) * width > BAND) most = (most + 1) / 2;
@@ -61,6 +62,6 @@ void tapestry_planes(const Conv *c, const Buffers *b, int64_t part, int64_t part
     for (int64_t row = rows.begin, end; row < rows.end; row = end) {
         int64_t first = row / c->out_h * c->out_h;
         end = first + c->out_h < rows.end ? first + c->out_h : rows.end;
-        tapestry_planes_rows(c, b, row / c->out_h, row - first, end - first);
+        planes_rows(c, b, row / c->out_h, row - first, end - first);
     }
 }

@@ -3,12 +3,11 @@
 
 enum { WIDE = 4, WIDER = 8 }; /* pixels that are computed together: of 3 x 3 windows, at most of any other */
 
-/* A row of the output: the taps [ty0, ty1) read rows of the image, the first of which lies at `first` of a ring of `held` rows. */
-typedef struct { int64_t oy, ty0, ty1, first, held; } Row;
+/* A row of the output: the taps [ty0, ty1) read rows of the image, the first of which is `first`. */
+typedef struct { int64_t oy, ty0, ty1, first; } Row;
 
 INLINE const float *input(const Conv *c, const Buffers *b, const Row *r, int64_t ty) {
-    int64_t at = r->first + (ty - r->ty0) * c->dilation_h;
-    return b->x + (at < r->held ? at : at - r->held) * c->x_row;
+    return b->x + (r->first + (ty - r->ty0) * c->dilation_h) * c->x_row;
 }
 
 INLINE void put(const Conv *c, const Buffers *b, const Row *r, int64_t ox, int64_t k, vec out, lanes some) {
@@ -106,8 +105,8 @@ typedef void (*Near)(const Conv *, const Buffers *, const Row *, int64_t, int64_
 NEAR(1, 1) NEAR(2, 1) NEAR(3, 1) NEAR(1, 2) NEAR(2, 2) NEAR(3, 2)
 static const Near NEARS[4][3] = {{0}, {0, near_1_1, near_1_2}, {0, near_2_1, near_2_2}, {0, near_3_1, near_3_2}};
 
-void tapestry_depthwise_rows(const Conv *given, const Buffers *buffers, int64_t image, int64_t row, int64_t end, int64_t held) {
-    const Conv *c = given;
+/* Rows [row, end) of one image. */
+static void depthwise_rows(const Conv *c, const Buffers *buffers, int64_t image, int64_t row, int64_t end) {
     Buffers at = *buffers, *b = &at;
     int64_t left = (c->pad_w + c->stride_w - 1) / c->stride_w, reach = (c->kernel_w - 1) * c->dilation_w;
     int64_t right = c->in_w + c->pad_w > reach ? (c->in_w + c->pad_w - reach - 1) / c->stride_w + 1 : 0;
@@ -116,9 +115,9 @@ void tapestry_depthwise_rows(const Conv *given, const Buffers *buffers, int64_t 
     at.x += image * c->x_image, at.y += image * c->y_image;
     if (at.residual) at.residual += image * c->r_image;
     for (; row < end; row++) {
-        Row r = {.oy = row, .held = held};
+        Row r = {.oy = row};
         valid(row, c->stride_h, c->pad_h, c->dilation_h, c->kernel_h, c->in_h, &r.ty0, &r.ty1);
-        if (r.ty0 < r.ty1) r.first = (row * c->stride_h - c->pad_h + r.ty0 * c->dilation_h) % held;
+        if (r.ty0 < r.ty1) r.first = row * c->stride_h - c->pad_h + r.ty0 * c->dilation_h;
         Near run = usual && r.ty0 < r.ty1 ? NEARS[r.ty1 - r.ty0][c->stride_w] : 0;
         for (int64_t k = 0; k < c->channels; k += VL) {
             lanes some = first_lanes(c->channels - k);
@@ -133,7 +132,7 @@ void tapestry_depthwise(const Conv *c, const Buffers *b, int64_t part, int64_t p
     for (int64_t row = rows.begin, end; row < rows.end; row = end) {
         int64_t first = row / c->out_h * c->out_h;
         end = first + c->out_h < rows.end ? first + c->out_h : rows.end;
-        tapestry_depthwise_rows(c, b, row / c->out_h, row - first, end - first, c->in_h);
+        depthwise_rows(c, b, row / c->out_h, row - first, end - first);
     }
 }
 

@@ -17,7 +17,7 @@ from tapestry.codegen.torch_cpu.base.strided_reads import Frame, Remembered, Ten
 from tapestry.codegen.torch_cpu.base.ways import Refusal, Tried
 from tapestry.codegen.torch_cpu.c import conv3d_c, conv_c
 from tapestry.codegen.torch_cpu.c.blocks_c import LEAST, PLAIN, Cells, How, cells_of, each_cell
-from tapestry.codegen.torch_cpu.c.c_calls import Calls, CCall, CpuKernel, Ins, Link, Pack, hold, moved, recorded, shares
+from tapestry.codegen.torch_cpu.c.c_calls import Calls, CCall, CpuKernel, Ins, Pack, hold, moved, recorded, shares
 from tapestry.codegen.torch_cpu.c.pooling import transposed
 from tapestry.codegen.torch_cpu.pixel_view import order as by_pixels
 from tapestry.codegen.torch_cpu.pixel_view import pixels
@@ -40,7 +40,6 @@ class _Dense:
     then: Epilogue
     record: Record
     array: Callable[[Tensor], Tensor]
-    link: Link | None = None
     order: tuple[int, ...] = by_pixels(4)  # of the map dimensions in memory
     name: str = "matrix product in panels"
     tried: Tried = ()
@@ -95,7 +94,7 @@ def _on_packed(
     alone, rest = then.rest == (Acc(0, "f32"),), then.rest if kernel.outs == (base.box,) else None
     after = _after(op, graph, kernel, rest[0], found.order, how) if rest and not alone else None
     if whole.tail is None or alone:
-        made = recorded(found.array, whole.record, whole.size, link=found.link)
+        made = recorded(found.array, whole.record, whole.size)
     elif after is None:
         made = CpuKernel(plain=whole)
     else:
@@ -314,14 +313,12 @@ def _convolution(op: Block, graph: Graph, kernel: Kernel) -> _Dense | Refusal:
     def array(memory: Tensor) -> Tensor:
         return memory.as_strided(shape, strides)
 
-    link = ours.link and replace(ours.link, image=at)
     return _Dense(
         found.w,
         Pack((ours.key,), ours.pack, padded),
         then,
         record=record,
         array=array,
-        link=link,
         order=by_pixels(rank),
         name=f"convolution, {ours.key}",
         tried=ours.tried,
