@@ -21,7 +21,7 @@ import torch
 from rich.console import Console
 
 from bench.exporters.class_nets import CLASSES, net
-from bench.speed.cpu import Case, measure, table
+from bench.speed.cpu import Case, measure, table, threads
 from bench.support import record
 from bench.support.record import Row
 
@@ -40,10 +40,10 @@ def export(name: str, seed: int, path: Path) -> str:
 def summary(rows: list[Row]) -> Row:
     """Geometric mean and worst over the classes, for each number of threads."""
     out: Row = {}
-    for threads in sorted({r["threads"] for r in rows}):
-        ratios = [r["ratio"] for r in rows if r["threads"] == threads and "ratio" in r]
+    for count in sorted({r["threads"] for r in rows}):
+        ratios = [r["ratio"] for r in rows if r["threads"] == count and "ratio" in r]
         mean = statistics.geometric_mean(ratios) if ratios else None
-        out[f"threads {threads}"] = {"networks": len(ratios), "geometric_mean": mean, "worst": max(ratios, default=None)}
+        out[f"threads {count or 'all'}"] = {"networks": len(ratios), "geometric_mean": mean, "worst": max(ratios, default=None)}
     return out
 
 
@@ -53,7 +53,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", metavar="CLASS", choices=sorted(CLASSES))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--runs", type=int, default=11)
-    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--threads", type=threads, default=1, metavar="N|all")
     args = parser.parse_args()
     found = {(r["model"], r["seed"], r["threads"]): r for r in record.read("cpu_classes")}
     new: list[Row] = []

@@ -22,7 +22,7 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 from rich.console import Console
 
-from bench.speed.cpu import Case, measure, table
+from bench.speed.cpu import Case, measure, table, threads
 
 ROUNDED = 0.5  # of the largest result, of NET_qdq: a float sum on the edge between two quanta, and what layers make of that
 
@@ -146,7 +146,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", metavar="NET", default=[f"{n}{f}" for n in NETS for f in ("", "_qdq")])
     parser.add_argument("--runs", type=int, default=15)
-    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--threads", type=threads, default=1, metavar="N|all")
     args = parser.parse_args()
     rows = list[dict[str, object]]()
     with tempfile.TemporaryDirectory() as folder:

@@ -13,11 +13,11 @@ from tapestry.ir.expr import arg_positions
 from tapestry.ir.graph import Block, Graph, Read
 from tapestry.ir.index import dims_of
 from tapestry.ir.kernel import Kernel, shape
-from tapestry.ir.recognition.contraction import sides
+from tapestry.ir.recognition.contraction import has_matrices
 from tapestry.ir.recognition.convolution import convolution
 
 _T = TypeVar("_T")
-VIDEO = 5  # axes: fewer are an image's
+SIGNAL, VIDEO = 3, 5  # axes; four are an image's. Tensors of texts have three as well: a convolution tells
 
 
 def order(rank: int) -> tuple[int, ...]:
@@ -37,16 +37,16 @@ def pixels(op: Block, graph: Graph, kernel: Kernel, *, anyhow: bool = False) -> 
     """
     if kernel.mode != "full" or op.inner or not op.dims or any(b != kernel.outs[0] for b in kernel.outs):
         return None
-    if op.monoid is not None and len(op.body) == 1 and sides(op) is not None:
+    if op.monoid is not None and len(op.body) == 1 and has_matrices(op):
         return None
     pieces = cut_pieces(op.body, op, kernel.block) if op.monoid is None else [(kernel.block, (*op.point, *op.then))]
     used = sorted(arg_positions(tuple(e for _, body in pieces for e in body)))
     rank = len(op.dims)
     images = [k for k in used if _is_image(graph.tensors[op.reads[k].tensor].shape)]
-    if rank == VIDEO:
-        images = [k for k in images if len(op.reads[k].index) < VIDEO or anyhow or _is_video(graph, op.reads[k].tensor)]
-    else:
+    if rank != VIDEO:
         images = [k for k in images if len(op.reads[k].index) < VIDEO]
+    plain = (SIGNAL + 1, VIDEO) if anyhow else (SIGNAL + 1,)
+    images = [k for k in images if len(op.reads[k].index) in plain or _is_convolved(graph, op.reads[k].tensor)]
     if any(kernel.ins[k] is None for k in images):
         return None
     if images and all(_is_last(op, op.reads[k]) for k in images) and any(_is_channel(op, op.reads[k]) for k in images):
@@ -100,22 +100,28 @@ def _in_memory_order(axes: Sequence[_T]) -> tuple[_T, ...]:
 
 
 def _is_image(extents: Sequence[int]) -> bool:
-    return len(extents) in (4, VIDEO) and extents[1] > 1 and prod(extents[2:]) > 1
+    return SIGNAL <= len(extents) <= VIDEO and extents[1] > 1 and prod(extents[2:]) > 1
 
 
-def _is_video(graph: Graph, tensor: str) -> bool:
-    """Whether a tensor is what a convolution over three axes makes, or follows from that point by point."""
-    at, todo, seen = graph.producers(), [tensor], set[str]()
+def _is_convolved(graph: Graph, tensor: str) -> bool:
+    """Whether a tensor is what a convolution makes, or follows from that point by point."""
+    at, todo, seen, rank = graph.producers(), [tensor], set[str](), len(graph.tensors[tensor].shape)
     while todo:
         t = todo.pop()
-        op = graph.ops[at[t]] if t in at and len(graph.tensors[t].shape) == VIDEO else None
+        op = graph.ops[at[t]] if t in at and len(graph.tensors[t].shape) == rank else None
         if t in seen or not isinstance(op, Block):
             continue
         seen.add(t)
-        if op.monoid and convolution(op):
+        if op.monoid and (convolution(op) or (has_matrices(op) and _has_window(op))):
             return True
         todo += () if op.monoid else op.inputs
     return False
+
+
+def _has_window(op: Block) -> bool:
+    """Whether a reduction reads at a place that is along one of its own dimensions and one of the result's, in whatever rank."""
+    own, dims = {d.name for d in op.reduce}, {d.name for d in op.dims}
+    return any(own & at and dims & at for r in op.reads for at in map(dims_of, r.index))
 
 
 def _along(op: Block, r: Read) -> set[int] | None:

@@ -85,6 +85,15 @@ def sides(op: Nest) -> tuple[Expr, Expr, frozenset[str], frozenset[str]] | None:
     return None if pair is None else (*pair, dims_read(op, pair[0]), dims_read(op, pair[1]))
 
 
+def has_matrices(op: Block) -> bool:
+    """Whether a sum is of products of which each factor is read again for other results, as matrix products have it."""
+    if (found := sides(op)) is None:
+        return False
+    *_, left, right = found
+    wide = {d.name for d in op.dims if d.size > 1}
+    return bool(wide & left - right and wide & right - left)
+
+
 def only_sums(monoid: str | None) -> bool:
     """Whether a monoid is one sum, or several side by side."""
     structure = MONOIDS[monoid].structure if monoid in MONOIDS and monoid else None

@@ -32,7 +32,7 @@ from tapestry.ir.graph import Block, Dim, Graph, Read
 from tapestry.ir.index import dims_of
 from tapestry.ir.kernel import Box, Kernel, shape, size
 from tapestry.ir.monoid import MONOIDS, Moments
-from tapestry.ir.recognition.contraction import only_sums, sides
+from tapestry.ir.recognition.contraction import has_matrices, only_sums
 from tapestry.ir.recognition.selection_sum import selection
 from tapestry.ir.recognition.state import varies
 
@@ -196,16 +196,7 @@ def _most(op: Block) -> int:
         return MOST_WORK
     if not only_sums(op.monoid):
         return MOST_MERGES
-    return MOST_SUMS if _has_matrices(op) else MOST_READ
-
-
-def _has_matrices(op: Block) -> bool:
-    """Whether a sum is of products of which each factor is read again for other results, as matrix products have it."""
-    if (found := sides(op)) is None:
-        return False
-    *_, left, right = found
-    wide = {d.name for d in op.dims if d.size > 1}
-    return bool(wide & left - right and wide & right - left)
+    return MOST_SUMS if has_matrices(op) else MOST_READ
 
 
 def _outer(op: Block) -> frozenset[str]:
