@@ -11,6 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from onnx import TensorProto as T
+from onnx import helper
 
 import tapestry
 from tapestry.errors import ModelError
@@ -160,3 +161,17 @@ def test_a_result_whose_type_no_input_says_has_its_operators(dtype):
 
     found = reference_evaluator.once("LayerNormalization", 17, [x, x[0, 0]], normalised)
     assert [r.dtype for r in found] == [short, np.float32, np.float32]
+
+
+def test_a_branch_that_is_not_taken_need_not_suit_these_sizes():
+    """Its product is of other sizes, which onnxruntime would refuse if it were told those of the inputs."""
+    outs = [[helper.make_tensor_value_info(n, F, None)] for n in ("p", "q")]
+    taken = helper.make_graph([N("Add", ["x", "x"], ["p"])], "taken", [], outs[0])
+    other = helper.make_graph([N("MatMul", ["x", "x"], ["q"])], "other", [], outs[1])
+    made = N("If", ["c"], ["y"], then_branch=taken, else_branch=other)
+    op = Opaque(outs=("y",), ins=("c", "x"), kind="If", node=made.SerializeToString(), opsets=(("", 18),), source=("n",))
+    x, by = np.ones((2, 3), np.float32), Asked()
+    for note in (by, None):
+        (y,) = opaque_node.run(op, [np.array(True), x], [("f32", (2, 3))], names=("c", "x"), by=note)
+        np.testing.assert_array_equal(y, x + x)
+    assert by.libraries == ["onnxruntime"]

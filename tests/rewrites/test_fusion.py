@@ -363,3 +363,19 @@ def test_the_peer_computes_the_same_graph() -> None:
     assert inductor.calls(text + "    buf3 = reinterpret_tensor(buf2)\n") == (
         1, {"extern_kernels.mm": 1, "torch.ops.mkl._mkl_linear.default": 1},
     )  # fmt: skip
+
+
+def test_what_weights_alone_decide_is_not_computed_again_on_cpus() -> None:
+    """A table that a model writes down as a formula stays a table: a run finds it done."""
+    graph = parse("""graph g
+input x: f32[8, 16]
+weight a: f32[16] at "" 0 64 "" ""
+weight b: f32[32] at "" 64 128 "" ""
+t: f32[16, 32] = op [i: 16, n: 32]
+  reads a[i], b[n]
+  body sin((a * b)) + cos((a + b))
+y: f32[8, 32] = op [m: 8, n: 32 | i: 16 sum]
+  reads x[m, i], t[i, n]
+  body x * t
+output y""")
+    assert [op.outs[0] for op in fused(graph, CPU)[0].ops] == ["t", "y"]

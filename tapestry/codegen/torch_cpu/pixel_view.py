@@ -119,7 +119,7 @@ def _is_convolved(graph: Graph, tensor: str) -> bool:
 
 
 def _has_window(op: Block) -> bool:
-    """Whether a reduction reads at a place that is along one of its own dimensions and one of the result's, in whatever rank."""
+    """Whether a reduction reads at a place along one of its own dimensions and one of the result's, in whatever rank."""
     own, dims = {d.name for d in op.reduce}, {d.name for d in op.dims}
     return any(own & at and dims & at for r in op.reads for at in map(dims_of, r.index))
 

@@ -56,7 +56,7 @@ def values(seed: int, *shape: int) -> np.ndarray:
 @pytest.mark.parametrize(
     ("kind", "tolerance"),
     [(k, 0.0) for k in ("Neg", "Abs", "Sqrt", "Floor", "Ceil", "Relu", "Reciprocal", "Clip")]
-    + [(k, 1e-6) for k in ("Exp", "Sigmoid", "Sin", "Cos")],
+    + [(k, 1e-6) for k in ("Exp", "Sigmoid", "Sin", "Cos", "Log")],
 )
 def test_unary(kind: str, tolerance: float, tmp_path: Path) -> None:
     more = ["lo", "hi"] if kind == "Clip" else []
