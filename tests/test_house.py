@@ -104,7 +104,7 @@ def test_a_full_room_is_seen(tmp_path):
 
 WEIGH = SHARED / "tools" / "house" / "measure.py"
 BUDGET = {
-    "tokens": 925_700, "core_tokens": 739_100, "tools_tokens": 187_000, "circles": 0, "tool_strings": 0, "api_modules": 80, "loose_files": 12, "docs_words": 45_000,
+    "tokens": 925_000, "core_tokens": 738_400, "tools_tokens": 186_700, "circles": 0, "tool_strings": 0, "api_modules": 80, "loose_files": 12, "docs_words": 45_000,
     "results_lines": 15_000, "joined_subjects": 15,
 }  # fmt: skip
 """What was reached; a file of budgets beside `WEIGH` takes its place as soon as one is."""

@@ -14,8 +14,8 @@ import tapestry
 from tapestry import api
 from tapestry.runtime.one_process.logical_devices import LocalExecutor
 from tapestry.runtime.one_process.static_schedule import Segment, StagedInput
+from tests.support.programs.unrecorded import unrecorded
 from tests.support.small_models import FOLDER, N, f32, i64, net
-from tests.support.unrecorded import unrecorded
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),

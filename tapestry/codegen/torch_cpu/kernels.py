@@ -24,7 +24,7 @@ from tapestry.codegen.torch_cpu.base.strided_reads import Frame
 from tapestry.codegen.torch_cpu.base.tiled_sums import tiled_product
 from tapestry.codegen.torch_cpu.base.torch_api import tensor_of
 from tapestry.codegen.torch_cpu.base.ways import Chosen, Refusal, Way, first
-from tapestry.codegen.torch_cpu.c import pooling, row_norms
+from tapestry.codegen.torch_cpu.c import pooling
 from tapestry.codegen.torch_cpu.c.blocks_c import PLAIN, How, as_loops, mapped
 from tapestry.codegen.torch_cpu.c.c_calls import CpuKernel
 from tapestry.codegen.torch_cpu.pixel_view import pixels
@@ -101,9 +101,9 @@ def _by_rows(a: Asked) -> CpuKernel | Refusal:
     """The function in C of a norm of rows, one for any sizes."""
     if seen(a.op, a.graph, a.kernel) or not norms.by_rows(a.op):
         return Refusal("no row is reduced and then read again")
-    view = rows(a.op, a.graph, a.kernel) if not row_norms.rms_norm(a.op, a.kernel) else None
+    view = rows(a.op, a.graph, a.kernel)
     if view is None:
-        return Refusal("rows do not lie one after another, or the RMS norm of the library does it")
+        return Refusal("rows do not lie one after another")
     plain = _first(TABLES[a.kernel.mode], a)
     one = replace(a.how, any_size=True)  # the bits of a build are those at any of its sizes
     run = as_loops(view.op, view.graph, view.kernel, plain, lambda: True, one)
@@ -120,7 +120,7 @@ def _by_pixels(a: Asked) -> CpuKernel | Refusal:
     view = pixels(a.op, a.graph, a.kernel)
     if view is None:
         return Refusal("it reads no image that lies pixel by pixel")
-    if row_norms.mean(a.op, a.kernel) or pooling.pooled(a.op, a.kernel):
+    if pooling.pooled(a.op, a.kernel):
         return Refusal("a kernel of the library does it")
     of = Asked(view.op, view.graph, view.kernel, a.how, a.of)
     run = _first(TABLES[a.kernel.mode], of)
@@ -290,8 +290,6 @@ KERNELS: Kernels = (
     Way("attention", _attention, "torch would write all scores out; asked before what would take the scores for less"),
     Way("attention, scores in generated C", _scored, "takes any score, and is slower than the one above"),
     Way("layer norm by torch", _layer_norm, "one operator for what would be three passes"),
-    Way("RMS norm", lambda a: row_norms.rms_norm(a.op, a.kernel), "one pass over rows that are in cache"),
-    Way("mean of images", lambda a: row_norms.mean(a.op, a.kernel), "reads pixels as they lie"),
     Way("maximum pooling", lambda a: pooling.pooled(a.op, a.kernel), "reads pixels as they lie; torch's moves channels before"),
     Way("group by group", _regrouped, "statistics of a group are computed once, not for each of its channels"),
     Way("convolution of 8 bits on a packed weight", _eights, "sums in i32; the rows below know floats alone"),

@@ -37,7 +37,7 @@ def pixels(op: Block, graph: Graph, kernel: Kernel, *, anyhow: bool = False) -> 
     """
     if kernel.mode != "full" or op.inner or not op.dims or any(b != kernel.outs[0] for b in kernel.outs):
         return None
-    if op.monoid is not None and len(op.body) == 1 and has_matrices(op):
+    if op.monoid is not None and len(op.body) == 1 and (has_matrices(op) or convolution(op)):
         return None
     pieces = cut_pieces(op.body, op, kernel.block) if op.monoid is None else [(kernel.block, (*op.point, *op.then))]
     used = sorted(arg_positions(tuple(e for _, body in pieces for e in body)))

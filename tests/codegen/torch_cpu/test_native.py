@@ -26,8 +26,8 @@ from tapestry.runtime.one_process.static_schedule import Segment
 from tapestry.verify import interp
 from tests.support.attention.attention_cases import GUARDED, PLAIN, attention
 from tests.support.attention.attention_runs import run_ops
+from tests.support.programs.unrecorded import unrecorded
 from tests.support.small_models import N, f32, net
-from tests.support.unrecorded import unrecorded
 
 pytestmark = pytest.mark.usefixtures("threads")
 needed = pytest.mark.usefixtures("c_compiler")

@@ -12,8 +12,8 @@ from onnx import TensorProto as T
 
 from tapestry import api
 from tapestry.codegen.torch_cpu.c import generated_c
+from tests.support.programs.unrecorded import unrecorded
 from tests.support.small_models import N, f32, i64, net
-from tests.support.unrecorded import unrecorded
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 needed = pytest.mark.usefixtures("c_compiler")

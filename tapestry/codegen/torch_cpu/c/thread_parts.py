@@ -56,8 +56,6 @@ def work_of(kernel: str, sizes: Any) -> Work:
             products = sizes.outer * sizes.inner * sizes.rows * sizes.keys * (sizes.depth + (sizes.columns or sizes.depth))
             heads = sizes.outer * sizes.inner
             return Work(-(-heads // sizes.group) if kernel == "tapestry_attend" else heads, products / PRODUCTS)
-        case native.Rows():
-            return Work(sizes.rows, sizes.rows * sizes.width * 4 / CELLS)
         case native.Several():
             one = _of_images("tapestry_conv", sizes.sum)
             return Work(sizes.sum.in_w, one.nanoseconds * sizes.sums)
@@ -70,8 +68,6 @@ def _of_images(kernel: str, c: native.Conv) -> Work:
     match kernel.removeprefix("tapestry_"):
         case "depthwise" | "max_pool":
             return Work(rows, rows * c.out_w * c.channels * taps / CELLS)
-        case "mean":
-            return Work(c.images * -(-c.channels // 16), c.images * c.in_h * c.in_w * c.channels / CELLS)
         case "winograd":
             lines = c.images * -(-c.out_h // 2)
             units = lines if lines * -(-c.out_w // 2) >= FEW_TILES else -(-c.features // FEATURES)

@@ -69,18 +69,6 @@ class Heads(ctypes.Structure):
     ]  # fmt: skip
 
 
-class Rows(ctypes.Structure):
-    """``Rows`` of norm.c."""
-
-    _fields_ = [("rows", _PLACE), ("width", _PLACE), ("count", ctypes.c_float), ("epsilon", ctypes.c_float)]
-
-
-class RowBuffers(ctypes.Structure):
-    """``RowBuffers`` of norm.c: addresses."""
-
-    _fields_ = [(name, _POINTER) for name in ("x", "scale", "y")]
-
-
 MOST_SUMS = 4
 
 
@@ -102,7 +90,7 @@ class Step(ctypes.Structure):
     _fields_ = [("kernel", _POINTER), ("sizes", _POINTER), ("buffers", _POINTER), ("parts", _PLACE)]
 
 
-_CONVOLUTIONS = ("conv", "depthwise", "mean", "winograd", "planes", "max_pool")
+_CONVOLUTIONS = ("conv", "depthwise", "winograd", "planes", "max_pool")
 _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     **{f"tapestry_{name}": (None, (ctypes.POINTER(Conv), ctypes.POINTER(Buffers), _PLACE, _PLACE)) for name in _CONVOLUTIONS},
     "tapestry_lanes": (_PLACE, ()),
@@ -111,7 +99,6 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "tapestry_attention": (None, (ctypes.POINTER(Attention), ctypes.POINTER(Heads), _PLACE, _PLACE)),
     "tapestry_scored": (None, (ctypes.POINTER(Attention), ctypes.POINTER(Heads), _PLACE, _PLACE)),
     "tapestry_attend": (None, (ctypes.POINTER(Attention), ctypes.POINTER(Heads), _PLACE, _PLACE)),
-    "tapestry_rms_norm": (None, (ctypes.POINTER(Rows), ctypes.POINTER(RowBuffers), _PLACE, _PLACE)),
     "tapestry_several": (None, (ctypes.POINTER(Several), ctypes.POINTER(Products), _PLACE, _PLACE)),
     "tapestry_run": (None, (ctypes.POINTER(Step), _PLACE, _PLACE)),
 }

@@ -169,28 +169,3 @@ void tapestry_max_pool(const Conv *c, const Buffers *b, int64_t part, int64_t pa
                 }
             }
 }
-
-enum { ADDED = 64 }; /* pixels that are summed by themselves, as is each row: few of many small numbers are lost */
-
-/* Sums over whole images, divided by `high`. */
-void tapestry_mean(const Conv *c, const Buffers *b, int64_t part, int64_t parts) {
-    vec count = all(c->high);
-    int64_t vectors = (c->channels + VL - 1) / VL;
-    Range sums = share(c->images * vectors, part, parts);
-    for (int64_t i = sums.begin; i < sums.end; i++) {
-            int64_t image = i / vectors, k = i % vectors * VL;
-            lanes some = first_lanes(c->channels - k);
-            vec total = {};
-            for (int64_t y = 0; y < c->in_h; y++) {
-                vec row = {};
-                for (int64_t x = 0; x < c->in_w;) {
-                    vec few = {};
-                    for (int64_t end = x + ADDED < c->in_w ? x + ADDED : c->in_w; x < end; x++)
-                        few += load_some(b->x + image * c->x_image + y * c->x_row + x * c->x_pixel + k, some);
-                    row += few;
-                }
-                total += row;
-            }
-            store_some(b->y + image * c->channels + k, total / count, some);
-        }
-}
