@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -137,8 +138,10 @@ def test_every_part_is_done_once_without_a_race(sanitizer: str, tmp_path: Path) 
         "-pthread",
     ]
     made = subprocess.run([*command, "-o", str(program), str(source)], capture_output=True, text=True)
-    if made.returncode and "tsan" in made.stderr:
+    if made.returncode and re.search(r"lib(t|ub)san", made.stderr):
         pytest.skip("the compiler has no such sanitizer")
     assert not made.returncode, made.stderr
     ran = subprocess.run([str(program)], capture_output=True, text=True, timeout=120)
+    if "unexpected memory mapping" in ran.stderr:
+        pytest.skip("the sanitizer does not know this kernel's addresses")
     assert not ran.returncode and not ran.stderr, ran.stderr[-2000:]
