@@ -14,6 +14,7 @@ import torch
 from tapestry.codegen.torch_cpu import native
 from tapestry.system import cores
 
+# Estimates, seen on two x86 cores with AVX2; what is computed does not depend on them.
 EACH = 4  # parts for each thread: one that comes late, or is put off by another process, leaves few to wait for
 LEAST = 4_000  # nanoseconds of a part: less is spent on taking it
 ALONE = 12_000  # nanoseconds of a kernel that the caller does alone: waking another thread takes as long
