@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 import tomllib
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from pathlib import Path
 from tapestry.errors import TapestryError
 
 STARTED = time.perf_counter()  # about when the process did: the package imports this first
+torch_spins = False  # whether torch was imported before it could be told to let its idle threads sleep (`before_torch`)
 
 
 def debug_level() -> int:
@@ -59,6 +61,8 @@ def before_torch() -> None:
     Idle OpenMP threads sleep: spinning ones on busy cores make small operators up to sixteen times slower. torch's network code
     does not warn of peers that are gone: we say who and why, once.
     """
+    global torch_spins
+    torch_spins |= "torch" in sys.modules and "OMP_WAIT_POLICY" not in os.environ
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -145,3 +146,31 @@ def test_every_part_is_done_once_without_a_race(sanitizer: str, tmp_path: Path) 
     if "unexpected memory mapping" in ran.stderr:
         pytest.skip("the sanitizer does not know this kernel's addresses")
     assert not ran.returncode and not ran.stderr, ran.stderr[-2000:]
+
+
+@pytest.mark.skipif(torch.get_num_threads() < 2, reason="torch has one thread")
+def test_torch_imported_first_does_not_spin() -> None:
+    """Its idle threads would take the cores from ours for milliseconds after each of its operators."""
+    program = """
+import time, torch
+x = torch.ones(1 << 17)
+
+def seconds():
+    start = time.process_time()
+    for _ in range(20):
+        x.add_(1)
+        time.sleep(0.01)
+    return time.process_time() - start
+
+seconds()
+before = seconds()
+from tapestry import flags
+flags.before_torch()
+from tapestry.codegen.torch_cpu.c import thread_parts
+thread_parts.quiet_torch()
+time.sleep(0.1)
+print(seconds() / before)
+"""
+    environment = {k: v for k, v in os.environ.items() if k != "OMP_WAIT_POLICY"}
+    ran = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    assert float(ran.stdout) < 0.5

@@ -13,7 +13,7 @@ from tapestry.codegen.torch_cpu import native
 from tapestry.codegen.torch_cpu.base.contract import is_finite
 from tapestry.codegen.torch_cpu.base.ways import Tried
 from tapestry.codegen.torch_cpu.c import generated_c
-from tapestry.codegen.torch_cpu.c.thread_parts import Work, threads, work_of
+from tapestry.codegen.torch_cpu.c.thread_parts import Work, quiet_torch, threads, work_of
 
 Tensor = torch.Tensor
 Ins = Sequence[Tensor | None]
@@ -211,6 +211,8 @@ def batch(given: Sequence[CCall | Calls]) -> Callable[[], None]:
 
 def _native_steps(calls: Sequence[CCall], many: int) -> ctypes.Array[native.Step]:
     """Calls as `tapestry_run` takes them."""
+    if many > 1:
+        quiet_torch()
 
     def step(c: CCall) -> native.Step:
         function = ctypes.cast(c.function, ctypes.c_void_p).value

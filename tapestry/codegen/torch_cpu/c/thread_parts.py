@@ -6,11 +6,15 @@ are the same bits however many parts there are (`native/run.c`).
 
 from __future__ import annotations
 
+import functools
+import os
+import threading
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from tapestry import flags
 from tapestry.codegen.torch_cpu import native
 from tapestry.system import cores
 
@@ -40,6 +44,28 @@ class Work:
 def threads() -> int:
     """How many threads a run has: as many as torch has been given, and no more than the process may use at a time."""
     return min(torch.get_num_threads(), cores.usable()[0])
+
+
+@functools.cache
+def quiet_torch() -> None:
+    """Have torch's idle threads sleep, also where torch was imported first: they spin for 10 ms on cores that ours want.
+
+    libgomp's do so until there are more of them than cores; those of a few more threads, which wait, see to that.
+    """
+    if not flags.torch_spins:
+        return
+    others = torch.get_num_threads() - 1
+    more = len(os.sched_getaffinity(0)) // others if hasattr(os, "sched_getaffinity") and others else 0
+    begun = threading.Barrier(more + 1)
+
+    def wait() -> None:
+        torch.ones(1 << 17).add_(1)
+        begun.wait()
+        threading.Event().wait()
+
+    for _ in range(more):
+        threading.Thread(target=wait, daemon=True).start()
+    begun.wait()
 
 
 def why_threads() -> str:
