@@ -13,7 +13,7 @@ from pathlib import Path
 from tapestry.errors import TapestryError
 
 STARTED = time.perf_counter()  # about when the process did: the package imports this first
-torch_spins = False  # whether torch was imported before it could be told to let its idle threads sleep (`before_torch`)
+torch_spins: bool = False  # whether torch was imported before it could be told to let its idle threads sleep (`before_torch`)
 
 
 def debug_level() -> int:

@@ -127,11 +127,6 @@ class PackableKernel(Protocol):
 class Call(Protocol):
     """A kernel with what it works on."""
 
-    @property
-    def fixed(self) -> bool:
-        """Whether it reads and writes the arrays that it was made for and nothing else, so that it may run again."""
-        ...
-
     def run(self) -> None:
         """Compute."""
         ...
@@ -150,6 +145,28 @@ class Recorder(Protocol):
         ...
 
 
+class Given(Protocol):
+    """The copy of an array, wherever it is, to one that stays where it is."""
+
+    @property
+    def call(self) -> Call:
+        """What copies."""
+        ...
+
+    def of(self, x: Array) -> Array:
+        """Take it from an array from now on; what has to stay until it is copied."""
+        ...
+
+
+class Scratch(Protocol):
+    """Memory that calls share for what they copy."""
+
+    @property
+    def nbytes(self) -> int:
+        """How much there is by now."""
+        ...
+
+
 @runtime_checkable
 class RecordingTarget(Protocol):
     """A target whose kernels can be bound to fixed addresses on the CPU (`runtime.one_process.static_schedule`).
@@ -159,6 +176,22 @@ class RecordingTarget(Protocol):
 
     def recorders(self, runs: Mapping[int, Run]) -> Mapping[int, Recorder]:
         """A program's kernels (by step) as such that write where they are told: those that can, where that pays."""
+        ...
+
+    def scratch(self, room: int) -> Scratch:
+        """Memory for what calls copy, of so many bytes at most."""
+        ...
+
+    def bind(self, recorder: Recorder, ins: Sequence[Array | None], memory: Sequence[Array], scratch: Any) -> Call | None:
+        """The call of a recorder that may run again on new data in the same arrays; ``None`` where there is none."""
+        ...
+
+    def given(self, to: Array) -> Given | None:
+        """Copies to an array; ``None`` where it has no cells."""
+        ...
+
+    def taken(self, arrays: Sequence[Array]) -> Callable[[], Sequence[Array]]:
+        """A function that gives new arrays, row-major, with what is in some that stay where they are."""
         ...
 
     def batch(self, calls: Sequence[Call]) -> Callable[[], None]:

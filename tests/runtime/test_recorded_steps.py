@@ -13,7 +13,7 @@ from onnx import TensorProto as T
 import tapestry
 from tapestry import api
 from tapestry.runtime.one_process.logical_devices import LocalExecutor
-from tapestry.runtime.one_process.static_schedule import Segment, StagedInput
+from tapestry.runtime.one_process.static_schedule import Inputs, Segment
 from tests.support.programs.unrecorded import unrecorded
 from tests.support.small_models import FOLDER, N, f32, i64, net
 
@@ -65,7 +65,7 @@ def operations(session: tapestry.Session, given: dict[str, np.ndarray]) -> dict[
 def test_a_step_of_a_small_model_is_one_call() -> None:
     with tapestry.Session(built()) as s:
         schedule = executor_of(s).schedule
-        assert schedule and [type(a) for a in schedule.actions] == [StagedInput, StagedInput, Segment]
+        assert schedule and [type(a) for a in schedule.actions] == [Inputs, Segment]
         for seed in range(3):  # the first run counts, the others do not
             peaks = s._engine.session.run(feeds(seed)).measured.peak  # type: ignore[union-attr]
             assert peaks == list(built().build.peak_bytes)

@@ -10,7 +10,7 @@ import torch
 from tapestry.codegen.torch_cpu import kernels
 from tapestry.codegen.torch_cpu import kernels as exact
 from tapestry.codegen.torch_cpu.base import state_merges
-from tapestry.codegen.torch_cpu.c import thread_parts
+from tapestry.codegen.torch_cpu.c import copies, thread_parts
 from tapestry.codegen.torch_cpu.c.blocks_c import PLAIN, How
 from tapestry.codegen.torch_cpu.c.c_calls import Calls, CCall, CpuKernel, batch
 from tapestry.codegen.torch_cpu.c.generated_c import compile_waiting
@@ -62,6 +62,25 @@ class TorchCpu:
         ours = {at: run for at, run in runs.items() if isinstance(run, CpuKernel)}
         few = sum(r.few * r.operators for r in ours.values()) >= FEWEST
         return {at: found for at, r in ours.items() if (few or not r.few) and (found := r.recorder())}
+
+    def scratch(self, room: int) -> copies.Scratch:
+        """Memory for what calls copy."""
+        return copies.Scratch(room)
+
+    def bind(
+        self, recorder: object, ins: Sequence[torch.Tensor | None], memory: Sequence[torch.Tensor], scratch: object
+    ) -> Calls | None:
+        """The call of a recorder on arrays that stay where they are; ``None`` where it has to be made at every run."""
+        assert isinstance(recorder, CpuKernel) and isinstance(scratch, copies.Scratch), "a recorder of another target"
+        return copies.bind(recorder, ins, memory, scratch)
+
+    def given(self, to: torch.Tensor) -> copies.Given | None:
+        """Copies of inputs to their position."""
+        return copies.Given.to_place(to)
+
+    def taken(self, arrays: Sequence[torch.Tensor]) -> copies.Taken:
+        """Copies of outputs from their positions."""
+        return copies.Taken(arrays)
 
     def batch(self, calls: Sequence[object]) -> Callable[[], None]:
         """Calls of recorders one after another, as one."""

@@ -16,7 +16,7 @@ from tapestry.codegen.torch_cpu.base.point_values import held
 from tapestry.codegen.torch_cpu.base.ways import Refusal
 from tapestry.codegen.torch_cpu.c import conv_c
 from tapestry.codegen.torch_cpu.c.blocks_c import PLAIN, Cells, How, cells_of
-from tapestry.codegen.torch_cpu.c.c_calls import Calls, CCall, CpuKernel, Ins, recorded, shares
+from tapestry.codegen.torch_cpu.c.c_calls import Calls, CCall, CpuKernel, Ins, recorded
 from tapestry.codegen.torch_cpu.torch_ops.attention_torch import Match, match
 from tapestry.ir.expr import Acc, Arg, Const, Expr
 from tapestry.ir.expr import Call as Apply
@@ -107,10 +107,9 @@ class _Kernel:
         places = [w.address(x) for w, x in zip(walks, given, strict=True)]
         instead = other.address(rest[0]) if other else None
         buffers = native.Heads(*places[:3], places[3] if plan.mask else None, memory.data_ptr(), None, None, instead)
-        fixed = all(w.pos < 0 or shares(x, held(ins[w.pos])) for w, x in zip(walks, given, strict=True))
         lib: Any = native.library()
         function = lib.tapestry_attend if self.counts[3] <= FEW else lib.tapestry_attention
-        call = CCall(function, sizes, buffers, (*given, *rest, memory), fixed)
+        call = CCall(function, sizes, buffers, (*given, *rest, memory))
         return Calls.of(*before, call) if before else call
 
 

@@ -27,7 +27,7 @@ from tapestry.codegen.torch_cpu.base.point_values import held
 from tapestry.codegen.torch_cpu.base.ways import Refusal
 from tapestry.codegen.torch_cpu.c import conv_c, generated_c
 from tapestry.codegen.torch_cpu.c.blocks_c import BlockWriter
-from tapestry.codegen.torch_cpu.c.c_calls import CCall, CpuKernel, Ins, recorded, shares
+from tapestry.codegen.torch_cpu.c.c_calls import CCall, CpuKernel, Ins, recorded
 from tapestry.codegen.torch_cpu.c.print_c import TYPES, is_slow, written
 from tapestry.ir.expr import Call as Apply
 from tapestry.ir.expr import Expr, Let, arg_positions, walk
@@ -96,10 +96,8 @@ class _Scored:
         table = (ctypes.c_void_p * (len(reads) + 1))(*(x.data_ptr() for x in reads))
         score = ctypes.cast(generated_c.function(self.name), ctypes.c_void_p).value
         buffers = native.Heads(*places, None, memory.data_ptr(), score=score, reads=ctypes.addressof(table), count=len(reads))
-        fixed = all(shares(x, held(ins[w.pos])) for w, x in zip(walks, given, strict=True))
-        fixed &= all(shares(x, held(ins[k])) for x, k in zip(reads, self.used, strict=True))
         lib: Any = native.library()
-        return CCall(lib.tapestry_scored, sizes, buffers, (*given, *reads, table, memory), fixed)
+        return CCall(lib.tapestry_scored, sizes, buffers, (*given, *reads, table, memory))
 
     def _crossed(self, w: Walk) -> bool:
         return w.steps.get(self.roles.key) == ((len(w.first) - 1, 1),)

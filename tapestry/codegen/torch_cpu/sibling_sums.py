@@ -13,7 +13,7 @@ from tapestry.codegen.torch_cpu.base.torch_unary import added_first
 from tapestry.codegen.torch_cpu.base.ways import Refusal
 from tapestry.codegen.torch_cpu.c import generated_c
 from tapestry.codegen.torch_cpu.c.blocks_c import How
-from tapestry.codegen.torch_cpu.c.c_calls import CCall, CpuKernel, Ins, last, recorded, together
+from tapestry.codegen.torch_cpu.c.c_calls import Calls, CCall, CpuKernel, Ins, recorded, together
 from tapestry.codegen.torch_cpu.c.print_c import Writer, written
 from tapestry.codegen.torch_cpu.torch_ops import dense
 from tapestry.codegen.torch_cpu.torch_ops.viewed import viewed
@@ -95,7 +95,7 @@ def _recorded(runs: Sequence[CpuKernel], then: tuple[Expr, ...], packed: Run, jo
     name = generated_c.register(Writer((), {}, ()).cells(then[0], len(runs)))
 
     def record(ins: Ins, memory: Tensor) -> CCall:
-        calls = [last(r.bind(ins, [memory])) for r in ours if r.bind]
+        calls = [Calls.of(r.bind(ins, [memory])).parts[-1] for r in ours if r.bind]
         first, then_at = calls[0], ctypes.cast(generated_c.function(name), ctypes.c_void_p).value
         sizes = native.Several(first.sizes, len(calls), then_at)
         pointers = ctypes.c_void_p * native.MOST_SUMS
@@ -106,7 +106,7 @@ def _recorded(runs: Sequence[CpuKernel], then: tuple[Expr, ...], packed: Run, jo
             memory.data_ptr(),
         )
         kept = tuple(x for c in calls for x in c.kept)
-        return CCall(lib.tapestry_several, sizes, buffers, kept, all(c.fixed for c in calls))
+        return CCall(lib.tapestry_several, sizes, buffers, kept)
 
     return recorded(ours[0].arrays[0], record, ours[0].memory[0][0], plain=packed, functions=(name,))
 

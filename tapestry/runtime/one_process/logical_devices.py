@@ -276,12 +276,10 @@ class LocalExecutor(Executor):
         """The outputs that are wanted (by default all); those with a position of their own are copied out of it."""
         if self.schedule is None:
             return super().outputs(wanted)
-        fixed = self.schedule.fixed
-        names = [t for t in self.program.outputs if wanted is None or t in wanted]
-        rest = [t for t in names if self.program.outputs[t] not in fixed]
-        other = super().outputs(rest) if rest else {}
-        as_is = torch.contiguous_format
-        return {t: other[t] if t in other else fixed[self.program.outputs[t]].clone(memory_format=as_is) for t in names}
+        names, taken = self.schedule.outputs
+        rest = [t for t in self.program.outputs if t not in names and (wanted is None or t in wanted)]
+        out = dict(zip(names, taken(), strict=True)) | (super().outputs(rest) if rest else {})
+        return {t: out[t] for t in self.program.outputs if wanted is None or t in wanted}
 
     def new_at_every_run(self, name: str) -> bool:
         """What is computed, but for what has a position of its own."""

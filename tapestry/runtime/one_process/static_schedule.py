@@ -8,8 +8,8 @@ program, as it does step by step: the first run counts it, and later ones hold t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from operator import methodcaller
 
@@ -22,10 +22,9 @@ from tapestry.ir.types import HOST
 from tapestry.runtime import arrays as arrays_module
 from tapestry.runtime.executor import Held
 from tapestry.runtime.one_process.arena import allocate, most_alive, slots
-from tapestry.runtime.target_protocol import Array, Call, Recorder, RecordingTarget, Run, Source
+from tapestry.runtime.target_protocol import Array, Call, Given, Recorder, RecordingTarget, Run, Scratch, Source
 
-COPIED = 1 << 18  # bytes: an output of no more is copied out of its position
-EARLY = 1 << 16  # bytes: an input of no more is copied to its position before the first step
+COPIED = 1 << 20  # bytes: an output of no more is copied out of its position, in any order; and any other, to be row-major
 Positioned = Mapping[str, tuple[Array, int]]
 """Arrays by buffer, with what they count as."""
 
@@ -109,32 +108,24 @@ class BoundLaunch:
         self.recorder.bind([there[n] if n else None for n in self.ins], self.memory).run()
 
 
-@dataclass(slots=True)
-class StagedInput:
-    """An input that is copied to its position; ``early``: before the first step, and counted where the program loads it."""
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """Where the inputs are that are copied to their positions, each by a call where the program loads it."""
 
     last: int
-    name: str
-    tensor: str
-    box: Box
-    array: Array
-    size: int
-    early: bool = False
+    given: Sequence[tuple[Given, str, Box]]
 
     def __call__(self, held: Held, feeds: Source) -> None:
-        """Do the step."""
+        """Say where they are."""
         self.again(held.arrays[0], feeds)
-        if not self.early:
-            held.arrays[0][self.name] = self.array
-            held.count(0, self.name, self.size)
-            held.reach(0)
 
-    def again(self, there: Mapping[str, Array], feeds: Source) -> None:
-        """Do the step where everything has been counted and is there."""
-        self.array.copy_(feeds(self.tensor, self.box))
+    def again(self, there: dict[str, Array], feeds: Source) -> None:
+        """Say where they are, and have them stay there for the run."""
+        for given, tensor, box in self.given:
+            there[f"given {tensor} {box}"] = given.of(feeds(tensor, box))
 
 
-Action = Segment | BoundLaunch | StagedInput | int
+Action = Segment | BoundLaunch | Inputs | int
 
 
 @dataclass(frozen=True)
@@ -145,12 +136,14 @@ class Schedule:
         fixed: arrays that are the same at every run: weights, and buffers with a position, where the next run writes again.
         extra: bytes beyond the plan's peak.
         recorders: by step, the kernels that are bound.
+        outputs: those of the model that have a position, and what copies them from there.
     """
 
     actions: tuple[Action, ...]
     fixed: Mapping[str, Array]
     extra: int
     recorders: Mapping[int, Recorder]
+    outputs: tuple[tuple[str, ...], Callable[[], Sequence[Array]]]
 
     @cached_property
     def loose(self) -> bool:
@@ -161,31 +154,40 @@ class Schedule:
 def schedule(bound: BoundProgram) -> Schedule | None:
     """How to run a program of one device; ``None`` where nothing is gained, or memory has no room for it."""
     program = bound.program
-    able = {at: run for at, (run, _) in bound.launches.items() if _may_be_copied(bound, at)}
-    recorders = bound.target.recorders(able)
+    recorders = bound.target.recorders({at: run for at, (run, _) in bound.launches.items()})
+    recorders = {at: r for at, r in recorders.items() if _may_be_copied(bound, at, r)}
     if not recorders:
         return None
     views = _inputs(bound, recorders)
-    early = frozenset(n for n in views if program.buffers[n].nbytes(0) <= EARLY)
     for at, recorder in recorders.items():
         views.update(zip(bound.launch(at).outs, recorder.arrays, strict=True))
     wanted = slots(program, 0, bound.resident)
-    placed = [replace(s, first=0) if s.name in early else s for s in wanted]
-    arena = allocate([s for s in placed if s.name in views])
+    arena = allocate([s for s in wanted if s.name in views])
     extra = max(0, arena.size + most_alive([s for s in wanted if s.name not in views]) - most_alive(wanted))
     if extra > bound.room:
         return None
     sizes = {s.name: s.nbytes for s in wanted if s.name in views}
     memory = _memory(program, {n: (arena.offsets[n], size) for n, size in sizes.items()}, arena.size)
     there = {n: (view(memory[n]), sizes[n]) for n, view in views.items()}
-    actions = tuple(_Steps(bound, recorders, memory, there, early).actions())
-    return Schedule(actions, {n: a for n, (a, _) in (*bound.kept.items(), *there.items())}, extra, recorders)
+    scratch = bound.target.scratch(bound.room - extra)
+    actions = tuple(_Steps(bound, recorders, memory, there, scratch).actions())
+    fixed = {n: a for n, (a, _) in (*bound.kept.items(), *there.items())}
+    outputs = tuple(t for t, n in program.outputs.items() if n in fixed)
+    taken = bound.target.taken([fixed[program.outputs[t]] for t in outputs])
+    return Schedule(actions, fixed, extra + scratch.nbytes, recorders, (outputs, taken))
 
 
-def _may_be_copied(bound: BoundProgram, at: int) -> bool:
-    """Whether no output of a launch is a large one of the model, which had better be where it can be handed out."""
-    large = (n for n in bound.launch(at).outs if bound.program.buffers[n].nbytes(0) > COPIED)
-    return not any(n in bound.program.outputs.values() for n in large)
+def _may_be_copied(bound: BoundProgram, at: int, recorder: Recorder) -> bool:
+    """Whether no output of a launch is a large one of the model that is row-major, which had better be handed out."""
+    program = bound.program
+
+    def handed_out(name: str, array: Callable[[Array], Array]) -> bool:
+        nbytes, dtype = program.buffers[name].nbytes(0), arrays_module.torch_dtype(program.buffers[name].dtype)
+        if nbytes <= COPIED or name not in program.outputs.values():
+            return False
+        return array(torch.empty(nbytes // dtype.itemsize, dtype=dtype, device="meta")).is_contiguous()
+
+    return not any(map(handed_out, bound.launch(at).outs, recorder.arrays))
 
 
 def _inputs(bound: BoundProgram, recorders: Mapping[int, Recorder]) -> dict[str, Callable[[Array], Array]]:
@@ -218,44 +220,49 @@ class _Steps:
     recorders: Mapping[int, Recorder]
     memory: Mapping[str, Array]
     arrays: Positioned
-    early: frozenset[str]
+    scratch: Scratch
     out: list[Action] = field(default_factory=list[Action])
     now: list[tuple[int, Call | None]] = field(default_factory=list[tuple[int, Call | None]])
+    given: list[tuple[Given, str, Box]] = field(default_factory=list[tuple[Given, str, Box]])
 
     def actions(self) -> list[Action]:
         """All of them."""
         fixed = {**self.bound.kept, **self.arrays}
-        first = [s for s in self.bound.program.steps if isinstance(s, Load) and s.buffer in self.early]
-        self.out += [replace(self._staged(-1, s), early=True) for s in first]
         for at, step in enumerate(self.bound.program.steps):
             quiet = isinstance(step, Free) and all(b in fixed for b in step.buffers)
             quiet = quiet or (isinstance(step, Launch) and at not in self.bound.launches)  # of weights alone: it is done
-            if quiet or (isinstance(step, Load) and (step.buffer in self.bound.kept or step.buffer in self.early)):
+            if quiet or (isinstance(step, Load) and step.buffer in self.bound.kept):
                 self.now.append((at, None))
+            elif isinstance(step, Load) and step.buffer in self.arrays:
+                self.now.append((at, self._copied(step)))
             elif at in self.recorders:
                 self._launch(at, fixed)
             else:
                 self._close()
-                self.out.append(self._staged(at, step) if isinstance(step, Load) and step.buffer in self.arrays else at)
+                self.out.append(at)
         self._close()
-        return self.out
+        return [Inputs(-1, self.given), *self.out] if self.given else self.out
 
     def _launch(self, at: int, fixed: Positioned) -> None:
         outs, ins = self.bound.launch(at).outs, self.bound.launches[at][1]
         memory, recorder = tuple(self.memory[n] for n in outs), self.recorders[at]
         if all(n in fixed for n in ins if n):
-            call = recorder.bind([fixed[n][0] if n else None for n in ins], memory)
-            if call.fixed:
+            call = self.bound.target.bind(recorder, [fixed[n][0] if n else None for n in ins], memory, self.scratch)
+            if call is not None:
                 self.now.append((at, call))
                 return
         self._close()
         self.out.append(BoundLaunch(at, recorder, ins, tuple((n, *self.arrays[n]) for n in outs), memory))
 
-    def _staged(self, at: int, step: Load) -> StagedInput:
-        buffer = self.bound.program.buffers[step.buffer]
+    def _copied(self, step: Load) -> Call | None:
+        """The call that copies an input to its position."""
+        buffer, given = self.bound.program.buffers[step.buffer], self.bound.target.given(self.memory[step.buffer])
+        if given is None:
+            return None
         box = buffer.boxes[0]
         assert box is not None
-        return StagedInput(at, step.buffer, buffer.tensor, box, *self.arrays[step.buffer])
+        self.given.append((given, buffer.tensor, box))
+        return given.call
 
     def _close(self) -> None:
         """End the segment that is open."""

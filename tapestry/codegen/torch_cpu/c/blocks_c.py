@@ -23,7 +23,7 @@ from tapestry.codegen.torch_cpu.base.point_values import Run, held
 from tapestry.codegen.torch_cpu.base.scalars import TORCH_DTYPES
 from tapestry.codegen.torch_cpu.base.ways import Refusal
 from tapestry.codegen.torch_cpu.c import conv_c, generated_c
-from tapestry.codegen.torch_cpu.c.c_calls import CCall, CpuKernel, Ins, row_major, shares
+from tapestry.codegen.torch_cpu.c.c_calls import CCall, CpuKernel, Ins, row_major
 from tapestry.codegen.torch_cpu.c.print_c import TYPES, Chosen, Piece, Writer, is_slow, literal, shared_loop, written
 from tapestry.codegen.torch_cpu.c.thread_parts import CELLS, Work
 from tapestry.ir.expr import Arg, Const, Expr, Index, Let, arg_positions, walk
@@ -221,8 +221,7 @@ def _record(name: str, used: Sequence[int], sizes: Any, work: Work, ins: Ins, me
     function = generated_c.function(name)
     given = [row_major(held(ins[k])) for k in used]
     buffers = (ctypes.c_void_p * (len(given) + len(memory)))(*(x.data_ptr() for x in (*given, *memory)))
-    fixed = all(shares(x, held(ins[k])) for x, k in zip(given, used, strict=True))
-    return CCall(function, sizes, buffers, (*given, *memory), fixed, work)
+    return CCall(function, sizes, buffers, (*given, *memory), work)
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,7 +248,7 @@ def each_cell(value: Expr) -> Cells | None:
     def record(_: Ins, memory: Tensor) -> CCall:
         pointer = (ctypes.c_void_p * 1)(memory.data_ptr())
         work = Work(memory.numel(), memory.numel() * _weight((value,)) / CELLS)
-        return CCall(generated_c.function(name), ctypes.c_int64(memory.numel()), pointer, (memory,), True, work)
+        return CCall(generated_c.function(name), ctypes.c_int64(memory.numel()), pointer, (memory,), work)
 
     return Cells(name, (), record)
 

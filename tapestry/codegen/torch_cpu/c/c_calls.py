@@ -25,7 +25,6 @@ class CCall:
     """A kernel with sizes and addresses, and what has to stay for as long as it may be called.
 
     Attributes:
-        fixed: whether every address is that of an input or of the output, so that it may be called again on new data in them.
         work: what it does; by default what one of the library's kernels does with these sizes.
     """
 
@@ -33,7 +32,6 @@ class CCall:
     sizes: Any
     buffers: Any
     kept: tuple[Any, ...]
-    fixed: bool = True
     work: Work | None = None
 
     def run(self) -> None:
@@ -55,11 +53,6 @@ class Calls:
     def of(cls, *calls: CCall | Calls) -> Calls:
         """All of them."""
         return cls(tuple(c for call in calls for c in (call.parts if isinstance(call, Calls) else (call,))))
-
-    @property
-    def fixed(self) -> bool:
-        """Whether all are."""
-        return all(c.fixed for c in self.parts)
 
     def run(self) -> None:
         """Compute."""
@@ -161,22 +154,6 @@ def together(parts: Sequence[CpuKernel]) -> CpuKernel:
     return CpuKernel(bind=bind, arrays=arrays, memory=memory, parts=tuple(parts))
 
 
-def hold(call: CCall | Calls, fixed: bool) -> CCall | Calls:
-    """The call, which is bound anew at every run unless it is ``fixed``."""
-    last(call).fixed &= fixed
-    return call
-
-
-def last(call: CCall | Calls) -> CCall:
-    """The call that writes the result."""
-    return call.parts[-1] if isinstance(call, Calls) else call
-
-
-def shares(a: Tensor, b: Tensor) -> bool:
-    """Whether a tensor is a view of another one's memory."""
-    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
-
-
 def row_major(x: Tensor) -> Tensor:
     """The tensor in row-major memory; channels of pixels are moved by tiles, as torch does it with matrices alone."""
     if x.is_contiguous():
@@ -189,11 +166,6 @@ def row_major(x: Tensor) -> Tensor:
     ):
         return x.contiguous()
     return flat.flatten(1).contiguous().view(x.shape)
-
-
-def moved(given: Ins, seen: Ins) -> bool:
-    """Whether some views of tensors are none, but copies."""
-    return any(a is not b and a is not None and b is not None and not shares(a, b) for a, b in zip(given, seen, strict=True))
 
 
 def batch(given: Sequence[CCall | Calls]) -> Callable[[], None]:

@@ -17,7 +17,7 @@ from tapestry.codegen.torch_cpu import native
 from tapestry.codegen.torch_cpu.base import contract
 from tapestry.codegen.torch_cpu.base.epilogue import Epilogue
 from tapestry.codegen.torch_cpu.base.ways import Refusal
-from tapestry.codegen.torch_cpu.c.c_calls import Calls, CCall, hold, shares
+from tapestry.codegen.torch_cpu.c.c_calls import Calls, CCall
 from tapestry.codegen.torch_cpu.c.conv_c import (
     MOST_PLANES,
     NO_LIBRARY,
@@ -87,8 +87,7 @@ def _folded(inner: ConvKernel | Refusal, weight: tuple[int, ...], image: View, a
 
     def call(x: Tensor, w: Tensor, bias: Tensor | None, residual: Tensor | None, out: Tensor) -> CCall | Calls:
         near, r = image(pixels(x)), None if residual is None else added(_channels_last(residual))
-        fixed = shares(near, x) and (r is None or residual is None or shares(r, residual))
-        return hold(inner.call(near, w, bias, r, out), fixed)
+        return inner.call(near, w, bias, r, out)
 
     return ConvKernel(call, lambda w: inner.pack(w.reshape(weight)), f"{inner.key} of 3 axes", tried=inner.tried)
 
@@ -146,9 +145,7 @@ def _summed(parts: contract.Call, weight: Sequence[int], shape: Sequence[int], t
             more = r[n, :, f.first : f.end].transpose(0, 1) if r is not None and t == f.stop - 1 else None
             own = bias if t == f.tap else None
             calls.append(run(source, w[t * size :], own, more, out[(n * frames + f.first) * pixel :]))
-        whole = Calls.of(*calls)
-        hold(whole, shares(x, image) and (r is None or residual is None or shares(r, residual)))
-        return whole
+        return Calls.of(*calls)
 
     def pack(w: Tensor) -> Tensor:
         return torch.cat([pack_convolution(w[:, :, t]) for t in range(taps)])

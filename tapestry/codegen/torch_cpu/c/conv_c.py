@@ -14,7 +14,7 @@ from tapestry.codegen.torch_cpu import native
 from tapestry.codegen.torch_cpu.base import contract
 from tapestry.codegen.torch_cpu.base.epilogue import Epilogue
 from tapestry.codegen.torch_cpu.base.ways import Refusal, Tried, Way, first
-from tapestry.codegen.torch_cpu.c.c_calls import Calls, CCall, shares
+from tapestry.codegen.torch_cpu.c.c_calls import Calls, CCall
 
 Tensor = torch.Tensor
 
@@ -180,8 +180,6 @@ def _grouped(c: Convolution) -> ConvKernel | Refusal:
             panel = w[g * (w.numel() // count) :]
             some = None if bias is None else bias[own], None if r is None else r[:, own]
             calls += Calls.of(one(x[:, g * weight[1] : (g + 1) * weight[1]], panel, *some, out[own.start :])).parts
-        moved = not shares(x, image) or (r is not None and residual is not None and not shares(r, residual))
-        calls[-1].fixed &= not moved
         return Calls(tuple(calls))
 
     return ConvKernel(call, pack, f"panels of {count} groups")
@@ -246,8 +244,7 @@ def caller(
         if strides not in known:
             known[strides] = layout(strides[:4], strides[4:], apart)
         given = (x, w, bias, r, nothing, out)
-        fixed = shares(x, image) and (r is None or residual is None or shares(r, residual))
-        return CCall(planes if apart else call, known[strides], native.Buffers(*map(_at, given)), given, fixed)
+        return CCall(planes if apart else call, known[strides], native.Buffers(*map(_at, given)), given)
 
     return record
 

@@ -11,7 +11,7 @@ import torch
 from tapestry.codegen.torch_cpu import native
 from tapestry.codegen.torch_cpu.base.point_values import held
 from tapestry.codegen.torch_cpu.base.ways import Refusal
-from tapestry.codegen.torch_cpu.c.c_calls import CCall, CpuKernel, Ins, recorded, shares
+from tapestry.codegen.torch_cpu.c.c_calls import CCall, CpuKernel, Ins, recorded
 from tapestry.codegen.torch_cpu.c.conv_c import Tensor, last
 from tapestry.ir.expr import Acc, Arg
 from tapestry.ir.graph import Block, Graph, Guard, Read
@@ -132,7 +132,7 @@ def pooled(op: Block, kernel: Kernel) -> CpuKernel | Refusal:
             0.0,
         )
         buffers = native.Buffers(x.data_ptr(), None, None, None, None, memory.data_ptr())
-        return CCall(lib.tapestry_max_pool, sizes, buffers, (x, memory), shares(x, buffer))
+        return CCall(lib.tapestry_max_pool, sizes, buffers, (x, memory))
 
     return recorded(lambda memory: memory.as_strided((b, c, h, w), strides), record, b * c * h * w)
 

@@ -84,6 +84,21 @@ class Products(ctypes.Structure):
     _fields_ = [("x", _POINTER), ("w", _POINTER * MOST_SUMS), ("bias", _POINTER * MOST_SUMS), ("y", _POINTER)]
 
 
+MOST_AXES = 6
+
+
+class Copy(ctypes.Structure):
+    """``Copy`` of copy.c: sizes, and strides in cells."""
+
+    _fields_ = [("rank", _PLACE), ("bytes", _PLACE), *((name, _PLACE * MOST_AXES) for name in ("extent", "from", "to"))]
+
+
+class Copied(ctypes.Structure):
+    """``Copied`` of copy.c: addresses."""
+
+    _fields_ = [("x", _POINTER), ("y", _POINTER), ("places", _POINTER * MOST_AXES)]
+
+
 class Step(ctypes.Structure):
     """``Step`` of run.c: a kernel, the addresses of its sizes and buffers, and in how many parts it is done."""
 
@@ -100,6 +115,7 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "tapestry_scored": (None, (ctypes.POINTER(Attention), ctypes.POINTER(Heads), _PLACE, _PLACE)),
     "tapestry_attend": (None, (ctypes.POINTER(Attention), ctypes.POINTER(Heads), _PLACE, _PLACE)),
     "tapestry_several": (None, (ctypes.POINTER(Several), ctypes.POINTER(Products), _PLACE, _PLACE)),
+    "tapestry_copy": (None, (ctypes.POINTER(Copy), ctypes.POINTER(Copied), _PLACE, _PLACE)),
     "tapestry_run": (None, (ctypes.POINTER(Step), _PLACE, _PLACE)),
 }
 

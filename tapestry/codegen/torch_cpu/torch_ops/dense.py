@@ -17,7 +17,7 @@ from tapestry.codegen.torch_cpu.base.strided_reads import Frame, Remembered, Ten
 from tapestry.codegen.torch_cpu.base.ways import Refusal, Tried
 from tapestry.codegen.torch_cpu.c import conv3d_c, conv_c
 from tapestry.codegen.torch_cpu.c.blocks_c import LEAST, PLAIN, Cells, How, cells_of, each_cell
-from tapestry.codegen.torch_cpu.c.c_calls import Calls, CCall, CpuKernel, Ins, Pack, hold, moved, recorded, shares
+from tapestry.codegen.torch_cpu.c.c_calls import Calls, CCall, CpuKernel, Ins, Pack, recorded
 from tapestry.codegen.torch_cpu.c.pooling import transposed
 from tapestry.codegen.torch_cpu.pixel_view import order as by_pixels
 from tapestry.codegen.torch_cpu.pixel_view import pixels
@@ -148,10 +148,7 @@ def _after(op: Block, graph: Graph, kernel: Kernel, value: Expr, order: tuple[in
 
     def record(ins: Ins, memory: Tensor) -> CCall:
         assert cells
-        seen = view.of(ins)
-        call = cells.record(seen, memory)
-        call.fixed &= not moved(ins, seen)
-        return call
+        return cells.record(view.of(ins), memory)
 
     return cells and replace(cells, record=record)
 
@@ -248,10 +245,7 @@ def _product(
         return conv_c.pack_panels(buffer[take].reshape([extent[d] for d in order]).permute(turn).flatten(1))
 
     def record(ins: Ins, bias: Tensor | None, residual: Tensor | None, memory: Tensor) -> CCall | Calls:
-        left, more = rows_of(ins), None if residual is None else added(residual)
-        call = ours(left, held(ins[w]), bias, more, memory)
-        copied = more is not None and residual is not None and not shares(more, residual)
-        return hold(call, at is not None and shares(left, held(ins[at])) and not copied)
+        return ours(rows_of(ins), held(ins[w]), bias, None if residual is None else added(residual), memory)
 
     return _Dense(w, Pack(("panels", *turn, *cut), pack), then, record, result, order=_order(op, (*rows, *columns)))
 
@@ -307,8 +301,7 @@ def _convolution(op: Block, graph: Graph, kernel: Kernel) -> _Dense | Refusal:
     strides = (prod(shape[1:]), 1, *(shape[1] * prod(shape[k + 1 :]) for k in range(2, rank)))
 
     def record(ins: Ins, bias: Tensor | None, residual: Tensor | None, memory: Tensor) -> CCall | Calls:
-        x = fetch(held(ins[at]))
-        return hold(ours.call(x, held(ins[found.w]), bias, residual, memory), shares(x, held(ins[at])))
+        return ours.call(fetch(held(ins[at])), held(ins[found.w]), bias, residual, memory)
 
     def array(memory: Tensor) -> Tensor:
         return memory.as_strided(shape, strides)

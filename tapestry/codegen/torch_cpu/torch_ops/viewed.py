@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tapestry.codegen.torch_cpu.base.point_values import Run
-from tapestry.codegen.torch_cpu.c.c_calls import Calls, CCall, CpuKernel, Ins, Pack, hold, moved
+from tapestry.codegen.torch_cpu.c.c_calls import Calls, CCall, CpuKernel, Ins, Pack
 from tapestry.codegen.torch_cpu.views import Seen, View
 
 
@@ -26,8 +26,7 @@ def viewed(run: CpuKernel, of: Seen, packed: Collection[int] = ()) -> CpuKernel:
     bind = run.bind
 
     def bound(ins: Ins, memory: Sequence[Tensor]) -> CCall | Calls:
-        seen = of.of(ins, packed)
-        return hold(bind(seen, memory), not moved(ins, seen))
+        return bind(of.of(ins, packed), memory)
 
     arrays = tuple(functools.partial(_back, of, array) for array in run.arrays)
     plain = run.plain and _plain_of(run.plain, of, packed)

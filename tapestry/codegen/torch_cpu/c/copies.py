@@ -1,0 +1,224 @@
+"""What torch copies while a call is bound to fixed addresses, as calls in C that come before it at every run.
+
+A kernel asks torch for its inputs as it needs them: of another order of axes, padded, or picked by index. Most of these are
+views; the others are copies, which are done anew at every run, without torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, cast
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tapestry.codegen.torch_cpu import native
+from tapestry.codegen.torch_cpu.c.c_calls import Calls, CCall, CpuKernel, Ins, batch
+from tapestry.codegen.torch_cpu.c.thread_parts import Work
+
+Tensor = torch.Tensor
+COPIED = 2  # cells of a nanosecond, of one thread: an estimate, as those of `thread_parts`
+
+
+@dataclass(slots=True)
+class Scratch:
+    """Memory that the copies of one call share with those of others, which run before it or after.
+
+    Attributes:
+        room: bytes that there may be.
+        slots: memory for the first copy of a call, for the second one, …; what was too small for a later one stays.
+        nbytes: of all that was taken.
+    """
+
+    room: int
+    slots: list[Tensor] = field(default_factory=list[Tensor])
+    nbytes: int = 0
+
+    def like(self, x: Tensor, at: int) -> Tensor | None:
+        """Memory for a tensor without gaps, in the order of its axes, that is copy number ``at`` of a call."""
+        if at == len(self.slots) or self.slots[at].numel() < x.nbytes:
+            if self.nbytes + x.nbytes > self.room:
+                return None
+            self.nbytes += x.nbytes
+            self.slots[at:] = [torch.empty(x.nbytes, dtype=torch.uint8), *self.slots[at + 1 :]]
+        return self.slots[at][: x.nbytes].view(x.dtype).as_strided(x.shape, x.stride())
+
+
+def bind(recorder: CpuKernel, ins: Ins, memory: Sequence[Tensor], scratch: Scratch) -> Calls | None:
+    """The call for inputs and outputs that stay where they are; ``None`` where torch computes on the way to it."""
+    assert recorder.bind
+    with _Watch(scratch) as seen:
+        call = recorder.bind(ins, memory)
+    return Calls.of(*seen.calls, call) if seen.copies_only else None
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """The copy of a row-major array, wherever it is, to one that stays where it is."""
+
+    to: Tensor
+    call: CCall
+
+    @classmethod
+    def to_place(cls, to: Tensor) -> Given | None:
+        """Copies to a row-major array; ``None`` where there is nothing to copy."""
+        call = copy(to, to)
+        return call and cls(to, call)
+
+    def of(self, x: Tensor) -> Tensor:
+        """Take it from an array, which has to stay until the call has run; that array, or what it was made."""
+        x = x.to(self.to.dtype).contiguous()
+        self.call.buffers.x = x.data_ptr()
+        return x
+
+
+class Taken:
+    """Arrays that stay where they are, copied to new ones in row-major order."""
+
+    def __init__(self, arrays: Sequence[Tensor]) -> None:
+        self.arrays = arrays
+        self.calls = [copy(torch.empty(x.shape, dtype=x.dtype), x) for x in arrays]
+        self.run = batch([c for c in self.calls if c])
+
+    def __call__(self) -> list[Tensor]:
+        """The new ones."""
+        out = [torch.empty(x.shape, dtype=x.dtype) for x in self.arrays]
+        for new, call in zip(out, self.calls, strict=True):
+            if call:
+                call.buffers.y = new.data_ptr()
+        self.run()
+        return out
+
+
+class _Watch(TorchDispatchMode):
+    """Sees each operator that torch runs: views and constants are as they are, copies become calls."""
+
+    def __init__(self, scratch: Scratch) -> None:
+        super().__init__()  # pyright: ignore[reportUnknownMemberType]
+        self.scratch, self.calls, self.copies_only, self.known = scratch, list[CCall](), True, dict[Any, Tensor]()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operator, and record it."""
+        out = func(*args, **(kwargs or {}))
+        given = [x for x in args if isinstance(x, Tensor)]
+        move = _MOVES.get(func)
+        if move is None or not isinstance(out, Tensor):
+            apart = given and not any(_shares(out, x) for x in given)
+            self.copies_only &= not (apart or func._schema.is_mutable)
+            return out
+        if func is not torch.ops.aten.copy_.default:
+            same = (func, _key(args), out.stride())
+            if same in self.known:
+                return self.known[same]
+            place = self.scratch.like(out, self.count) if out.dtype == given[0].dtype and not _has_gaps(out) else None
+            if place is None:
+                self.copies_only = False
+                return out
+            out = self.known[same] = place
+            self.count += 1
+        else:
+            self.known.clear()  # what was copied may be another one by now
+        for call in move(out, *args):
+            if call is None:
+                self.copies_only = False
+            else:
+                self.calls.append(call)
+        return out
+
+
+def _key(x: Any) -> Any:
+    """What makes two operators' arguments the same."""
+    if isinstance(x, list | tuple):
+        return tuple(_key(y) for y in cast(Sequence[Any], x))
+    return (x.data_ptr(), x.shape, x.stride(), x.dtype) if isinstance(x, Tensor) else x
+
+
+def _shares(a: Any, b: Tensor) -> bool:
+    return isinstance(a, Tensor) and a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+
+
+def _has_gaps(x: Tensor) -> bool:
+    return 0 in x.shape or sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)) + 1 != x.numel()
+
+
+Steps = Sequence[CCall | None]
+
+
+def _plain(out: Tensor, x: Tensor, *_: Any) -> Steps:
+    return [copy(out, x)]
+
+
+def _written(_: Tensor, out: Tensor, x: Tensor, *__: Any) -> Steps:
+    return [copy(out, x)]
+
+
+def _selected(out: Tensor, x: Tensor, axis: int, index: Tensor) -> Steps:
+    return [copy(out, x, axis % x.dim(), index)]
+
+
+def _gathered(out: Tensor, x: Tensor, index: Sequence[Tensor | None]) -> Steps:
+    """``x[index]`` of a flat tensor."""
+    only = index[0]
+    if x.dim() != 1 or len(index) != 1 or only is None or only.dtype != torch.int64 or not out.is_contiguous():
+        return [None]
+    return [copy(out.view(-1), x, 0, only.reshape(-1))]
+
+
+def _padded(out: Tensor, x: Tensor, pad: Sequence[int], value: float = 0) -> Steps:
+    inside = out
+    for k, (low, high) in enumerate(zip(pad[::2], pad[1::2], strict=True)):
+        if low < 0 or high < 0:
+            return [None]
+        inside = inside.narrow(-1 - k, low, x.shape[-1 - k])
+    return [copy(out, torch.full((1,) * out.dim(), value, dtype=out.dtype)), copy(inside, x)]
+
+
+_ATEN = torch.ops.aten
+_MOVES: dict[Any, Callable[..., Steps]] = {
+    _ATEN.clone.default: _plain,
+    _ATEN._to_copy.default: _plain,
+    _ATEN.copy_.default: _written,
+    _ATEN.index_select.default: _selected,
+    _ATEN.index.Tensor: _gathered,
+    _ATEN.constant_pad_nd.default: _padded,
+}
+
+
+def copy(out: Tensor, x: Tensor, axis: int = -1, index: Tensor | None = None) -> CCall | None:
+    """The copy of a tensor that broadcasts, or of places of one axis of it; ``None`` where there are too many axes.
+
+    Args:
+        index: (places), negative ones from the end.
+    """
+    if out.dtype != x.dtype or out.element_size() > 8 or out.numel() == 0:
+        return None
+    x = x if index is not None else x.expand(out.shape)
+    places = None if index is None else (torch.where(index < 0, index + x.shape[axis], index) * x.stride(axis)).contiguous()
+    axes = [(n, x.stride(k), out.stride(k), k == axis and places is not None) for k, n in enumerate(out.shape) if n > 1]
+    axes = _joined(sorted(axes, key=lambda a: -a[2]))
+    if len(axes) > 1:  # rows: what is adjacent in what is read, if cells are not
+        row = min(axes[:-1], key=lambda a: (a[3], a[1] == 0, a[1]))
+        axes = [*(a for a in axes[:-1] if a is not row), row, axes[-1]]
+    axes = [(1, 0, 0, False)] * (2 - len(axes)) + axes
+    if len(axes) > native.MOST_AXES:
+        return None
+    extents, steps, to = zip(*(a[:3] for a in axes), strict=True)
+    sizes = native.Copy(len(axes), x.element_size(), extents, steps, to)
+    listed = [None if places is None or not a[3] else places.data_ptr() for a in axes]
+    buffers = native.Copied(x.data_ptr(), out.data_ptr(), tuple(listed))
+    lib: Any = native.library()
+    return CCall(lib.tapestry_copy, sizes, buffers, (x, out, places), Work(prod(extents[:-1]), out.numel() / COPIED))
+
+
+def _joined(axes: Sequence[tuple[int, int, int, bool]]) -> list[tuple[int, int, int, bool]]:
+    """Axes (extent, stride there, stride here, whether places are listed), neighbours that are walked like one joined."""
+    out = list[tuple[int, int, int, bool]]()
+    for n, there, here, listed in axes:
+        if out and not listed and not out[-1][3] and out[-1][1] == there * n and out[-1][2] == here * n:
+            out[-1] = (out[-1][0] * n, there, here, False)
+        else:
+            out.append((n, there, here, listed))
+    return out

@@ -1,0 +1,72 @@
+/* A copy of cells from some strides to others; along an axis the places to read may be listed instead. */
+#include <string.h>
+
+#include "conv.h"
+
+enum { MOST_AXES = 6, TILE = 16 };
+
+/* Strides and places in cells; the last axis but one is that of rows. */
+typedef struct {
+    int64_t rank, bytes, extent[MOST_AXES], from[MOST_AXES], to[MOST_AXES];
+} Copy;
+
+typedef struct {
+    const char *x;
+    char *y;
+    const int64_t *places[MOST_AXES];
+} Copied;
+
+/* Rows of cells. Where neighbours of a column are neighbours in memory, a tile of rows is read by columns. */
+#define ROWS(T)                                                                                                   \
+    static void rows_##T(const Copy *c, const Copied *b, const T *restrict x, T *restrict y, Range rows) {        \
+        const int64_t r = c->rank - 2, n = c->extent[r + 1], *row = b->places[r], *cell = b->places[r + 1];       \
+        const int64_t fr = c->from[r], fc = c->from[r + 1], tr = c->to[r], tc = c->to[r + 1];                     \
+        if (!row && !cell && fr == 1 && fc != 1) {                                                                \
+            for (int64_t i = rows.begin; i < rows.end; i += TILE) {                                               \
+                const int64_t end = i + TILE < rows.end ? i + TILE : rows.end;                                    \
+                for (int64_t j = 0; j < n; j++)                                                                   \
+                    for (int64_t k = i; k < end; k++) y[k * tr + j * tc] = x[k + j * fc];                         \
+            }                                                                                                     \
+            return;                                                                                               \
+        }                                                                                                         \
+        for (int64_t i = rows.begin; i < rows.end; i++) {                                                         \
+            const T *from = x + (row ? row[i] : i * fr);                                                          \
+            T *to = y + i * tr;                                                                                   \
+            if (cell)                                                                                             \
+                for (int64_t j = 0; j < n; j++) to[j * tc] = from[cell[j]];                                       \
+            else if (fc == 1 && tc == 1)                                                                          \
+                memcpy(to, from, (size_t)n * sizeof(T));                                                          \
+            else                                                                                                  \
+                for (int64_t j = 0; j < n; j++) to[j * tc] = from[j * fc];                                        \
+        }                                                                                                         \
+    }
+ROWS(int8_t)
+ROWS(int16_t)
+ROWS(int32_t)
+ROWS(int64_t)
+
+void tapestry_copy(const Copy *c, const Copied *b, int64_t part, int64_t parts) {
+    const int64_t r = c->rank - 2, many = c->extent[r];
+    int64_t total = many;
+    for (int64_t i = 0; i < r; i++) total *= c->extent[i];
+    const Range mine = share(total, part, parts);
+    for (int64_t at = mine.begin; at < mine.end;) {
+        const int64_t first = at % many, left = mine.end - at;
+        const Range rows = {first, first + left < many ? first + left : many};
+        int64_t from = 0, to = 0;
+        for (int64_t i = r - 1, rest = at / many; i >= 0; rest /= c->extent[i], i--) {
+            const int64_t k = rest % c->extent[i];
+            from += b->places[i] ? b->places[i][k] : k * c->from[i];
+            to += k * c->to[i];
+        }
+        const char *x = b->x + from * c->bytes;
+        char *y = b->y + to * c->bytes;
+        switch (c->bytes) {
+            case 1: rows_int8_t(c, b, (const int8_t *)x, (int8_t *)y, rows); break;
+            case 2: rows_int16_t(c, b, (const int16_t *)x, (int16_t *)y, rows); break;
+            case 4: rows_int32_t(c, b, (const int32_t *)x, (int32_t *)y, rows); break;
+            default: rows_int64_t(c, b, (const int64_t *)x, (int64_t *)y, rows);
+        }
+        at += rows.end - rows.begin;
+    }
+}
