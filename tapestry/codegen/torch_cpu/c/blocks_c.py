@@ -13,11 +13,12 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from tapestry.codegen.torch_cpu import native
+from tapestry.codegen.torch_cpu.base.grouped_rows import regrouped
 from tapestry.codegen.torch_cpu.base.piecewise import cut_pieces
 from tapestry.codegen.torch_cpu.base.point_values import Run, held
 from tapestry.codegen.torch_cpu.base.scalars import TORCH_DTYPES
@@ -152,6 +153,9 @@ def as_loops(op: Block, graph: Graph, kernel: Kernel, plain: Run, is_dear: Calla
         return Refusal("it is a part of a reduction, or has no points")
     if op.monoid is None and not op.inner and len(cut := cut_pieces(op.body, op, kernel.block)) == 1:
         op = replace(op, body=cut[0][1])  # one side of a concatenation: the other is not read
+    extents = shape(kernel.outs[0])
+    if grouped := regrouped(op, graph, kernel):  # the same cells in the same order
+        (graph, kernel), op = grouped, cast(Block, grouped[0].ops[0])
     out, combined = kernel.block[: len(op.dims)], _combined(op)
     exprs = (*op.point, *op.then, *combined)
     inside = tuple(b for d, b in zip(op.space, kernel.block, strict=True) if d not in op.dims or d.name in _outer(op))
@@ -169,7 +173,6 @@ def as_loops(op: Block, graph: Graph, kernel: Kernel, plain: Run, is_dear: Calla
     name = generated_c.register(writer.block(op, kernel), how.compiles)
     if not (few or dear):
         return Refusal(f"{work:,} primitives take longer than calls of torch's operators; at another size it may be few")
-    extents = shape(out)
     arrays: list[Callable[[Tensor], Tensor]] = [lambda memory: memory.view(extents)] * len(op.outs)
     used = tuple(sorted(reads))
     memory = tuple((size(out), TORCH_DTYPES[graph.tensors[t].dtype]) for t in op.outs)
