@@ -27,6 +27,7 @@ from tapestry.codegen.torch_cpu.base.ways import Chosen, Refusal, Way, first
 from tapestry.codegen.torch_cpu.c import pooling
 from tapestry.codegen.torch_cpu.c.blocks_c import PLAIN, How, as_loops, mapped
 from tapestry.codegen.torch_cpu.c.c_calls import CpuKernel
+from tapestry.codegen.torch_cpu.c.recurrent_c import recurrent
 from tapestry.codegen.torch_cpu.pixel_view import pixels
 from tapestry.codegen.torch_cpu.row_view import rows
 from tapestry.codegen.torch_cpu.torch_ops import dense, integers, layers, norms
@@ -86,7 +87,9 @@ def build(graph: Graph, kernel: Kernel, how: How = PLAIN) -> CpuKernel:
     """What computes a block, by the tables below; nothing of its shape is worked out again when it runs."""
     op = graph.ops[kernel.op]
     if isinstance(op, Opaque):
-        return CpuKernel(plain=_opaque(op, graph, kernel), way=f"{node_library(op, graph)}, the node as the model has it")
+        plain = CpuKernel(plain=_opaque(op, graph, kernel), way=f"{node_library(op, graph)}, the node as the model has it")
+        ours = recurrent(op, graph, kernel, plain)
+        return replace(ours or plain, way="recurrence, in C" if ours else plain.way)
     return _first(AS_A_WHOLE, Asked(op, graph, kernel, how, (op, graph)))
 
 

@@ -104,6 +104,8 @@ class _Watch(TorchDispatchMode):
         """Run an operator, and record it."""
         out = func(*args, **(kwargs or {}))
         given = [x for x in args if isinstance(x, Tensor)]
+        if func is _ATEN.empty.memory_format:  # to work in: what is there is nothing to those that come after
+            out = self._placed(out)
         move = _MOVES.get(func)
         if move is None or not isinstance(out, Tensor):
             apart = given and not any(_shares(out, x) for x in given)
@@ -113,12 +115,10 @@ class _Watch(TorchDispatchMode):
             same = (func, _key(args), out.stride())
             if same in self.known:
                 return self.known[same]
-            place = self.scratch.like(out, self.count) if out.dtype == given[0].dtype and not _has_gaps(out) else None
-            if place is None:
+            if out.dtype != given[0].dtype:
                 self.copies_only = False
                 return out
-            out = self.known[same] = place
-            self.count += 1
+            out = self.known[same] = self._placed(out)
         else:
             self.known.clear()  # what was copied may be another one by now
         for call in move(out, *args):
@@ -127,6 +127,13 @@ class _Watch(TorchDispatchMode):
             else:
                 self.calls.append(call)
         return out
+
+    def _placed(self, x: Tensor) -> Tensor:
+        """A tensor in memory that is shared."""
+        place = None if _has_gaps(x) else self.scratch.like(x, self.count)
+        self.copies_only &= place is not None
+        self.count += 1
+        return x if place is None else place
 
 
 def _key(x: Any) -> Any:

@@ -99,6 +99,24 @@ class Copied(ctypes.Structure):
     _fields_ = [("x", _POINTER), ("y", _POINTER), ("places", _POINTER * MOST_AXES)]
 
 
+class Recurrence(ctypes.Structure):
+    """``Recurrence`` of recurrence.c."""
+
+    _fields_ = [
+        *((name, _PLACE) for name in ("steps", "ways", "batch", "hidden", "gates", "early")), ("packed", _PLACE * 2),
+        ("reversed", _PLACE), ("before", _POINTER), ("after", _POINTER),
+    ]  # fmt: skip
+
+
+class Sequences(ctypes.Structure):
+    """``Sequences`` of recurrence.c: addresses."""
+
+    _fields_ = [
+        (name, _POINTER)
+        for name in ("gates", "early", "late", "bias", "peepholes", "state", "cell", "shown", "last", "last_cell")
+    ]
+
+
 class Step(ctypes.Structure):
     """``Step`` of run.c: a kernel, the addresses of its sizes and buffers, and in how many parts it is done."""
 
@@ -116,6 +134,7 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "tapestry_attend": (None, (ctypes.POINTER(Attention), ctypes.POINTER(Heads), _PLACE, _PLACE)),
     "tapestry_several": (None, (ctypes.POINTER(Several), ctypes.POINTER(Products), _PLACE, _PLACE)),
     "tapestry_copy": (None, (ctypes.POINTER(Copy), ctypes.POINTER(Copied), _PLACE, _PLACE)),
+    "tapestry_recurrence": (None, (ctypes.POINTER(Recurrence), ctypes.POINTER(Sequences), _PLACE, _PLACE)),
     "tapestry_run": (None, (ctypes.POINTER(Step), _PLACE, _PLACE)),
 }
 
