@@ -1,7 +1,7 @@
 /* Channel by channel over windows: depthwise convolutions and maximum pooling of f32 images whose channels are adjacent. */
 #include "conv.h"
 
-enum { WIDE = 4, WIDER = 8 }; /* pixels that are computed together: of 3 x 3 windows, at most of any other */
+enum { WIDE = 8, TOGETHER = 4 }; /* pixels that are computed together; vectors of channels of a pixel that stands alone */
 
 /* A row of the output: the taps [ty0, ty1) read rows of the image, the first of which is `first`. */
 typedef struct { int64_t oy, ty0, ty1, first; } Row;
@@ -16,112 +16,116 @@ INLINE void put(const Conv *c, const Buffers *b, const Row *r, int64_t ox, int64
     store_some(b->y + r->oy * c->y_row + ox * c->y_pixel + k, out, some);
 }
 
-/* `n` pixels from `ox` on, any window; `inner`: these reach no padding to their sides. */
-INLINE void pixels(const int n, const int inner, const Conv *c, const Buffers *b, const Row *r, int64_t ox, int64_t k, lanes some) {
-    int64_t step = c->dilation_w * c->x_pixel, apart = c->stride_w * c->x_pixel;
-    vec acc[WIDER], bias = {};
-    if (b->bias) bias = load_some(b->bias + k, some);
+#define ALL _Pragma("GCC unroll 24")
+/* Where the pixels of a block are, in memory: a copy, since what is written might be a `Conv` as far as a compiler knows. */
+typedef struct {
+    const float *x, *w, *bias, *residual;
+    float *y;
+    int64_t tall, taps, channels, line, pixel, tap, apart, r_pixel, y_pixel;
+    int clamped;
+    float low, high;
+} Block;
+
+INLINE Block block_of(const Conv *c, const Buffers *b, const Row *r, int64_t ox) {
+    return (Block){
+        .x = input(c, b, r, r->ty0) + (ox * c->stride_w - c->pad_w) * c->x_pixel, .w = b->w + r->ty0 * c->kernel_w * c->channels,
+        .bias = b->bias, .residual = b->residual ? b->residual + r->oy * c->r_row + ox * c->r_pixel : 0,
+        .y = b->y + r->oy * c->y_row + ox * c->y_pixel, .tall = r->ty1 - r->ty0, .taps = c->kernel_w, .channels = c->channels,
+        .line = c->dilation_h * c->x_row, .pixel = c->x_pixel, .tap = c->dilation_w * c->x_pixel,
+        .apart = c->stride_w * c->x_pixel, .r_pixel = c->r_pixel, .y_pixel = c->y_pixel, .clamped = c->clamped != 0,
+        .low = c->low, .high = c->high};
+}
+
+/* `n` pixels, which reach no padding to their sides, and some channels; `wide`: taps of a row, 0 for any. */
+INLINE void lanes_of(const int n, const int wide, const int stride, const Block at, int64_t k, lanes some) {
+    vec acc[WIDE], bias = {};
+    if (at.bias) bias = load_some(at.bias + k, some);
     UNROLL for (int j = 0; j < n; j++) acc[j] = bias;
-    for (int64_t ty = r->ty0; ty < r->ty1; ty++) {
-        int64_t at = ox * c->stride_w - c->pad_w;
-        const float *x = input(c, b, r, ty) + at * c->x_pixel + k, *w = b->w + ty * c->kernel_w * c->channels + k;
-        for (int64_t t = 0; t < c->kernel_w; t++, x += step, w += c->channels, at += c->dilation_w) {
-            vec weight = load_some(w, some);
-            UNROLL for (int j = 0; j < n; j++)
-                if (inner || (uint64_t)(at + j * c->stride_w) < (uint64_t)c->in_w)
-                    acc[j] = fma_of(weight, load_some(x + j * apart, some), acc[j]);
-        }
-    }
-    UNROLL for (int j = 0; j < n; j++) put(c, b, r, ox + j, k, acc[j], some);
-}
-
-/* A row of any windows, of which pixels [left, right) reach no padding to their sides. */
-static void any_row(const Conv *c, const Buffers *b, const Row *r, int64_t left, int64_t right, int64_t k, lanes some) {
-#define PIXELS(N)                                                                  \
-    for (; ox + N <= c->out_w; ox += N) {                                          \
-        if (ox >= left && ox + N <= right) pixels(N, 1, c, b, r, ox, k, some);     \
-        else pixels(N, 0, c, b, r, ox, k, some);                                   \
-    }
-    int64_t ox = 0;
-    PIXELS(8)
-    PIXELS(4)
-    PIXELS(2)
-    PIXELS(1)
-}
-
-/* A row of `tall` rows of 3 neighbouring taps, weights in registers: on pixels [left, right) WIDE at a time, since these reach no
- * padding (the last may be some that are done, which are then made once more), else one by one. */
-INLINE void near(const int tall, const int stride, const Conv *c, const Buffers *b, const Row *r, int64_t left, int64_t right,
-                 int64_t k, lanes some) {
-    vec weight[3][3], bias = {}, low = all(c->low), high = all(c->high);
-    int64_t pixel = c->x_pixel, apart = c->y_pixel, further = c->r_pixel;
-    int clamped = c->clamped != 0;
-    const float *x[3], *residual = b->residual ? b->residual + r->oy * c->r_row + k : 0;
-    float *y = b->y + r->oy * c->y_row + k;
-    if (b->bias) bias = load_some(b->bias + k, some);
-    UNROLL for (int i = 0; i < tall; i++) {
-        x[i] = input(c, b, r, r->ty0 + i) - c->pad_w * c->x_pixel + k;
-        UNROLL for (int t = 0; t < 3; t++) weight[i][t] = load_some(b->w + ((r->ty0 + i) * 3 + t) * c->channels + k, some);
-    }
-    int64_t ended = right - left < WIDE ? 0 : right;
-    for (int64_t ox = 0; ox < c->out_w; ox++) {
-        if (ended && ox == left) ox = right;
-        if (ox == c->out_w) break;
-        int64_t at = ox * stride - c->pad_w;
-        vec acc = bias;
-        UNROLL for (int i = 0; i < tall; i++)
-            UNROLL for (int t = 0; t < 3; t++)
-                if ((uint64_t)(at + t) < (uint64_t)c->in_w)
-                    acc = fma_of(weight[i][t], load_some(x[i] + (ox * stride + t) * pixel, some), acc);
-        put(c, b, r, ox, k, acc, some);
-    }
-    for (int64_t at = left; at < ended; at += WIDE) {
-        int64_t ox = at + WIDE <= right ? at : right - WIDE;
-        vec acc[WIDE];
-        UNROLL for (int j = 0; j < WIDE; j++) acc[j] = bias;
-        UNROLL for (int i = 0; i < tall; i++) {
-            const float *from = x[i] + ox * stride * pixel;
-            UNROLL for (int p = 0; p < (WIDE - 1) * stride + 3; p++) {
-                vec v = load_some(from + p * pixel, some);
-                UNROLL for (int j = 0; j < WIDE; j++)
-                    if (p >= j * stride && p < j * stride + 3) acc[j] = fma_of(weight[i][p - j * stride], v, acc[j]);
+    const float *x = at.x + k, *w = at.w + k;
+    const float *next = x + (at.tall - 1) * at.line + n * at.apart; /* new to the next pixels: their lowest line alone */
+    for (int j = 0; j < n * (stride ? stride : 1); j++) __builtin_prefetch(next + j * at.pixel);
+    for (int64_t ty = 0; ty < at.tall; ty++, x += at.line) {
+        const float *from = x;
+        if (wide) {
+            vec weight[7];
+            UNROLL for (int t = 0; t < wide; t++, w += at.channels) weight[t] = load_some(w, some);
+            ALL for (int p = 0; p < (n - 1) * stride + wide; p++, from += at.pixel) {
+                vec v = load_some(from, some);
+                UNROLL for (int j = 0; j < n; j++)
+                    if (p >= j * stride && p < j * stride + wide) acc[j] = fma_of(weight[p - j * stride], v, acc[j]);
+            }
+        } else {
+            for (int64_t t = 0; t < at.taps; t++, from += at.tap, w += at.channels) {
+                vec weight = load_some(w, some);
+                UNROLL for (int j = 0; j < n; j++) acc[j] = fma_of(weight, load_some(from + j * at.apart, some), acc[j]);
             }
         }
-        UNROLL for (int j = 0; j < WIDE; j++) {
-            if (residual) acc[j] += load_some(residual + (ox + j) * further, some);
-            if (clamped) acc[j] = clamp(acc[j], low, high);
-            store_some(y + (ox + j) * apart, acc[j], some);
-        }
     }
+    if (at.residual) UNROLL for (int j = 0; j < n; j++) acc[j] += load_some(at.residual + j * at.r_pixel + k, some);
+    if (at.clamped) UNROLL for (int j = 0; j < n; j++) acc[j] = clamp(acc[j], all(at.low), all(at.high));
+    UNROLL for (int j = 0; j < n; j++) store_some(at.y + j * at.y_pixel + k, acc[j], some);
 }
 
-typedef void (*Near)(const Conv *, const Buffers *, const Row *, int64_t, int64_t, int64_t, lanes);
+typedef void (*Pixels)(const Conv *, const Buffers *, const Row *, int64_t);
 
-#define NEAR(TALL, STRIDE)                                                                                                      \
-    static void near_##TALL##_##STRIDE(const Conv *c, const Buffers *b, const Row *r, int64_t left, int64_t right, int64_t k, \
-                                       lanes some) {                                                                           \
-        near(TALL, STRIDE, c, b, r, left, right, k, some);                                                                     \
+/* All channels of these pixels: what is read lies in a row, which processors fetch ahead. */
+#define PIXELS(N, TAPS, STRIDE)                                                                               \
+    static void pixels_##N##_##TAPS##_##STRIDE(const Conv *c, const Buffers *b, const Row *r, int64_t ox) {   \
+        const Block at = block_of(c, b, r, ox);                                                               \
+        int64_t k = 0;                                                                                        \
+        for (; k + VL <= at.channels; k += VL) lanes_of(N, TAPS, STRIDE, at, k, first_lanes(VL));             \
+        if (k < at.channels) lanes_of(N, TAPS, STRIDE, at, k, first_lanes(at.channels - k));                  \
     }
-NEAR(1, 1) NEAR(2, 1) NEAR(3, 1) NEAR(1, 2) NEAR(2, 2) NEAR(3, 2)
-static const Near NEARS[4][3] = {{0}, {0, near_1_1, near_1_2}, {0, near_2_1, near_2_2}, {0, near_3_1, near_3_2}};
+#define BOTH(TAPS, STRIDE) PIXELS(8, TAPS, STRIDE) PIXELS(4, TAPS, STRIDE)
+BOTH(0, 0) BOTH(3, 1) BOTH(3, 2) BOTH(5, 1) BOTH(5, 2) BOTH(7, 1) BOTH(7, 2)
+#define OF(TAPS, STRIDE) {pixels_4_##TAPS##_##STRIDE, pixels_8_##TAPS##_##STRIDE}
+static const Pixels ANY[2] = OF(0, 0), USUAL[3][2][2] = {{OF(3, 1), OF(3, 2)}, {OF(5, 1), OF(5, 2)}, {OF(7, 1), OF(7, 2)}};
+
+/* A pixel that reaches padding to its sides: taps inside alone, several vectors of channels at a time. */
+static void alone(const Conv *c, const Buffers *b, const Row *r, int64_t ox) {
+    int64_t t0, t1, left = ox * c->stride_w - c->pad_w;
+    valid(ox, c->stride_w, c->pad_w, c->dilation_w, c->kernel_w, c->in_w, &t0, &t1);
+    for (int64_t k = 0; k < c->channels; k += TOGETHER * VL) {
+        vec acc[TOGETHER] = {{0}};
+        lanes some[TOGETHER];
+        const int64_t more = (c->channels - k + VL - 1) / VL, n = more < TOGETHER ? more : TOGETHER;
+        for (int64_t i = 0; i < n; i++) {
+            some[i] = first_lanes(c->channels - k - i * VL);
+            if (b->bias) acc[i] = load_some(b->bias + k + i * VL, some[i]);
+        }
+        for (int64_t ty = r->ty0; ty < r->ty1; ty++) {
+            const float *x = input(c, b, r, ty) + left * c->x_pixel + k, *w = b->w + ty * c->kernel_w * c->channels + k;
+            for (int64_t t = t0; t < t1; t++) {
+                const float *at = x + t * c->dilation_w * c->x_pixel, *own = w + t * c->channels;
+                if (c->channels - k >= TOGETHER * VL)
+                    UNROLL for (int i = 0; i < TOGETHER; i++) acc[i] = fma_of(load(own + i * VL), load(at + i * VL), acc[i]);
+                else
+                    for (int64_t i = 0; i < n; i++)
+                        acc[i] = fma_of(load_some(own + i * VL, some[i]), load_some(at + i * VL, some[i]), acc[i]);
+            }
+        }
+        for (int64_t i = 0; i < n; i++) put(c, b, r, ox, k + i * VL, acc[i], some[i]);
+    }
+}
 
 /* Rows [row, end) of one image. */
 static void depthwise_rows(const Conv *c, const Buffers *buffers, int64_t image, int64_t row, int64_t end) {
     Buffers at = *buffers, *b = &at;
     int64_t left = (c->pad_w + c->stride_w - 1) / c->stride_w, reach = (c->kernel_w - 1) * c->dilation_w;
     int64_t right = c->in_w + c->pad_w > reach ? (c->in_w + c->pad_w - reach - 1) / c->stride_w + 1 : 0;
-    int usual = c->kernel_w == 3 && c->kernel_h <= 3 && c->dilation_w == 1 && c->stride_w <= 2;
+    int usual = c->kernel_w >= 3 && c->kernel_w <= 7 && c->kernel_w % 2 && c->dilation_w == 1 && c->stride_w <= 2;
     if (right > c->out_w) right = c->out_w;
+    const int64_t n = right - left >= 8 ? 8 : right - left >= 4 ? 4 : 0; /* the last ones may be some that are done, done again */
+    const Pixels run = (usual ? USUAL[c->kernel_w / 2 - 1][c->stride_w - 1] : ANY)[n == 8];
     at.x += image * c->x_image, at.y += image * c->y_image;
     if (at.residual) at.residual += image * c->r_image;
     for (; row < end; row++) {
         Row r = {.oy = row};
         valid(row, c->stride_h, c->pad_h, c->dilation_h, c->kernel_h, c->in_h, &r.ty0, &r.ty1);
         if (r.ty0 < r.ty1) r.first = row * c->stride_h - c->pad_h + r.ty0 * c->dilation_h;
-        Near run = usual && r.ty0 < r.ty1 ? NEARS[r.ty1 - r.ty0][c->stride_w] : 0;
-        for (int64_t k = 0; k < c->channels; k += VL) {
-            lanes some = first_lanes(c->channels - k);
-            (run ? run : any_row)(c, b, &r, left, right, k, some);
+        for (int64_t ox = 0; ox < c->out_w;) {
+            if (!n || ox < left || ox >= right) alone(c, b, &r, ox++);
+            else run(c, b, &r, ox + n <= right ? ox : right - n), ox = ox + n <= right ? ox + n : right;
         }
     }
 }
