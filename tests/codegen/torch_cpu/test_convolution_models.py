@@ -108,3 +108,33 @@ def test_padding_meets_weights_that_are_not_finite(
     expected = convolved(x, w, pads, [1] * len(pads), groups)
     np.testing.assert_array_equal(np.isnan(got), np.isnan(expected))
     np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-4)
+
+
+# (channels, features, window, stride, groups, side): panels, those whose pixels are more than stay in cache, planes, taps, Winograd
+FOLLOWED = {
+    "panels": (17, 40, 3, 2, 1, 19), "many pixels": (16, 96, 1, 1, 1, 53), "planes": (3, 24, 3, 2, 1, 37),
+    "taps": (40, 40, 5, 1, 40, 15), "winograd": (64, 64, 3, 1, 1, 13), "winograd, by features": (64, 96, 3, 1, 1, 9),
+}  # fmt: skip
+
+
+@pytest.mark.usefixtures("c_compiler", "threads")
+@pytest.mark.parametrize("kind", FOLLOWED)
+def test_what_follows_is_done_once_to_each_cell(kind: str) -> None:
+    """Also where a value is not finite, and Winograd's tiles are computed again."""
+    channels, features, window, stride, groups, side = FOLLOWED[kind]
+    generator = torch.Generator().manual_seed(0)
+    layer = torch.nn.Conv2d(channels, features, window, stride, window // 2, groups=groups)
+    w, b = (torch.randn(p.shape, generator=generator) / 4 for p in (layer.weight, layer.bias))
+    nodes = [
+        N("Conv", ["x", "w", "b"], ["c"], strides=[stride] * 2, pads=[window // 2] * 4, group=groups),
+        N("Sigmoid", ["c"], ["s"]), N("Mul", ["c", "s"], ["m"]), N("Tanh", ["m"], ["y"]),
+    ]  # fmt: skip
+    example = np.zeros((2, channels, side, side + 2), np.float32)
+    made = tapestry.compile(model(nodes, example, ["y"], {"w": w.numpy(), "b": b.numpy()}), mesh="1")
+    for broken in (False, True):
+        x = torch.randn(2, channels, side, side + 2, generator=generator)
+        x[1, 0, 3, 5] = float("nan") if broken else 1.0
+        sums = torch.nn.functional.conv2d(x.double(), w.double(), b.double(), stride, window // 2, groups=groups)
+        got = torch.from_numpy(np.array(made.run({"x": x.numpy()})["y"]))
+        want = torch.tanh(sums * torch.sigmoid(sums)).float()
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5, equal_nan=True)

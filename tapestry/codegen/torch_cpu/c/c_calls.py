@@ -38,9 +38,14 @@ class CCall:
         """Compute."""
         Calls((self,)).run()
 
+    @property
+    def in_all(self) -> Work:
+        """What it does."""
+        return self.work or work_of(self.function.__name__, self.sizes)
+
     def parts(self, threads: int) -> int:
         """In how many parts so many threads do it."""
-        return (self.work or work_of(self.function.__name__, self.sizes)).parts(threads)
+        return self.in_all.parts(threads)
 
 
 @dataclass(frozen=True, slots=True)

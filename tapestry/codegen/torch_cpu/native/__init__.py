@@ -37,7 +37,7 @@ class Conv(ctypes.Structure):
             "images", "channels", "features", "in_h", "in_w", "out_h", "out_w", "kernel_h", "kernel_w", "stride_h", "stride_w",
             "pad_h", "pad_w", "dilation_h", "dilation_w", "x_image", "x_row", "x_pixel", "y_image", "y_row", "y_pixel",
             "r_image", "r_row", "r_pixel", "clamped",
-        )), ("low", ctypes.c_float), ("high", ctypes.c_float), ("onto", _PLACE),
+        )), ("low", ctypes.c_float), ("high", ctypes.c_float), ("onto", _PLACE), ("then", _POINTER),
     ]  # fmt: skip
 
 

@@ -192,6 +192,8 @@ static int is_matrix(const Conv *c, const Buffers *b) {
     return near && added && alone;
 }
 
+enum { SMALL = 1 << 14 }; /* cells of a result that are followed up while they are in cache */
+
 /* Blocks of rows, so that what is read of x stays in cache; in each, panels by blocks of the reduced dimension. */
 void tapestry_conv_range(const Conv *c, const Buffers *b, Range m_of, Range p_of) {
     int64_t rows = c->images * c->out_h * c->out_w, vectors = (c->features + VL - 1) / VL;
@@ -201,8 +203,10 @@ void tapestry_conv_range(const Conv *c, const Buffers *b, Range m_of, Range p_of
     int64_t pieces = cut(c, piece), spans = blocks(piece, pieces, span);
     int matrix = is_matrix(c, b);
     int64_t high = (depth * vectors * VL < 65536 ? 8192 : 131072) / wide / 48 * 48 + 48;
-    int64_t ours = p_of.end - p_of.begin;
-    for (int64_t m = m_of.begin; m < m_of.end; m += high)
+    int64_t ours = p_of.end - p_of.begin, few = SMALL / c->features / 48 * 48 + 48;
+    if (c->then && few < high) high = few;
+    for (int64_t m = m_of.begin; m < m_of.end; m += high) {
+        const int64_t end = m + high < m_of.end ? m + high : m_of.end;
         for (int64_t t = 0; t < ours * spans; t++) {
             int64_t p = p_of.begin + (deep ? t % ours : t / spans), v0 = panel_start(vectors, p), nv = panel_start(vectors, p + 1) - v0;
             const Span *s = span + (deep ? t / ours : t % spans);
@@ -210,8 +214,13 @@ void tapestry_conv_range(const Conv *c, const Buffers *b, Range m_of, Range p_of
             int first = s == span && !c->onto, last = s == span + spans - 1;
             int64_t length = t + 1 < ours * spans ? s->length * nv * VL : 0;
             const float *ahead = deep && p + 1 < p_of.end ? b->w + (v0 + nv) * depth * VL + s->start * nv * VL : w + length;
-            strip(c, b, piece, s, matrix, m, m + high < m_of.end ? m + high : m_of.end, v0 * VL, (int)nv, w, first, last, ahead, length);
+            strip(c, b, piece, s, matrix, m, end, v0 * VL, (int)nv, w, first, last, ahead, length);
         }
+        if (c->then) {
+            const int64_t f0 = panel_start(vectors, p_of.begin) * VL, f1 = panel_start(vectors, p_of.end) * VL;
+            follow(c, b->y, m, end - m, (Range){f0, f1 < c->features ? f1 : c->features});
+        }
+    }
 }
 
 /* Of rows and panels those are shared out that leave less to read again: the weight for each part of the rows, the image for each of

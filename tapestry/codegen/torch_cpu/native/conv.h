@@ -4,6 +4,9 @@
 
 #include "tile.h"
 
+/* A function of each of some cells, in place. */
+typedef void Cells(const int64_t *cells, void *const *arrays, int64_t part, int64_t parts);
+
 typedef struct {
     int64_t images, channels, features;
     int64_t in_h, in_w, out_h, out_w;
@@ -14,6 +17,7 @@ typedef struct {
     int64_t clamped;
     float low, high;
     int64_t onto; /* whether y holds a sum that this one is added to: no bias then */
+    Cells *then;  /* what becomes of each result, while it is in cache; pixels of the result then follow each other */
 } Conv;
 
 typedef struct {
@@ -29,6 +33,15 @@ void tapestry_conv(const Conv *c, const Buffers *b, int64_t part, int64_t parts)
 
 /* Some rows (pixels of all images) and panels of features. */
 void tapestry_conv_range(const Conv *c, const Buffers *b, Range rows, Range sides);
+
+/* Do what follows on some features of pixels, `m` the first of them. */
+INLINE void follow(const Conv *c, float *y, int64_t m, int64_t pixels, Range features) {
+    int64_t cells = features.end - features.begin, whole = cells == c->y_pixel, all = cells * pixels;
+    for (int64_t i = 0; i < (whole ? 1 : pixels); i++) {
+        void *at = y + (m + i) * c->y_pixel + features.begin;
+        c->then(whole ? &all : &cells, &at, 0, 1);
+    }
+}
 
 /* The product of a matrix and weights as a convolution; its rows, and those of the result, are `x` and `y` floats apart. */
 INLINE Conv product(int64_t rows, int64_t depth, int64_t features, int64_t x, int64_t y) {

@@ -5,14 +5,12 @@
 
 enum { MOST_GATES = 4, MOST_PEEPHOLES = 3, ARRAYS = 2 * MOST_GATES + 3 + MOST_PEEPHOLES + 1 };
 
-/* A function of cells: (what the input adds to each gate, what the state adds, state, cell, other, peepholes) to one more. */
-typedef void Cells(const int64_t *cells, void *const *arrays, int64_t part, int64_t parts);
-
 typedef struct {
     int64_t steps, ways, batch, hidden, gates;
     int64_t early;    /* gates whose product is of the state; that of the others is of `other`, which `before` works out */
     int64_t packed[2]; /* floats of a way's weights of those, and of the others' */
     int64_t reversed; /* whether the first way is from the end; the second always is */
+    /* Functions of (what the input adds to each gate, what the state adds, state, cell, other, peepholes) to one more: */
     Cells *before;    /* to `other`, which in an LSTM is the cell of this step; none where there is nothing */
     Cells *after;     /* to the state */
 } Recurrence;

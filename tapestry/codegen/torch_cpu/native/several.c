@@ -6,7 +6,7 @@ enum { MOST_SUMS = 4, CELLS = 1 << 18 };
 typedef struct {
     Conv sum; /* each of them: rows are the pixels of one line */
     int64_t sums;
-    void (*then)(const int64_t *cells, void *const *arrays, int64_t part, int64_t parts);
+    Cells *then;
 } Several;
 
 typedef struct {

@@ -127,6 +127,7 @@ static void depthwise_rows(const Conv *c, const Buffers *buffers, int64_t image,
             if (!n || ox < left || ox >= right) alone(c, b, &r, ox++);
             else run(c, b, &r, ox + n <= right ? ox : right - n), ox = ox + n <= right ? ox + n : right;
         }
+        if (c->then) follow(c, b->y, row * c->out_w, c->out_w, (Range){0, c->channels});
     }
 }
 

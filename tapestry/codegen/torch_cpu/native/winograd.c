@@ -97,6 +97,15 @@ static void plainly(const Conv *c, const Buffers *b, Range lines, Range sides) {
     free(taps);
 }
 
+/* What follows, on lines of tiles that are whole. */
+static void follow_lines(const Conv *c, float *y, Range lines, Range features) {
+    const int64_t down = (c->out_h + 1) / 2;
+    for (int64_t line = lines.begin; line < lines.end; line++) {
+        const int64_t row = 2 * (line % down), rows = row + 2 <= c->out_h ? 2 : 1;
+        follow(c, y, (line / down * c->out_h + row) * c->out_w, rows * c->out_w, features);
+    }
+}
+
 /* w: 16 matrices features x channels, packed one after another; where they would not be finite, a NaN at the end, and the weight
  * itself at the beginning, packed for tapestry_conv. Channels and features are multiples of VL. */
 void tapestry_winograd(const Conv *c, const Buffers *b, int64_t part, int64_t parts) {
@@ -114,6 +123,7 @@ void tapestry_winograd(const Conv *c, const Buffers *b, int64_t part, int64_t pa
     }
     float *v = tapestry_scratch(POINTS * (wide + out)), *m = v + POINTS * wide;
     vec finite = {};
+    int64_t done = lines.begin;
     for (int64_t t0 = from; t0 < tiles; t0 += most) {
         int64_t count = most < tiles - t0 ? most : tiles - t0;
         Conv each = product(count, c->channels, c->features, c->channels, c->features);
@@ -123,6 +133,9 @@ void tapestry_winograd(const Conv *c, const Buffers *b, int64_t part, int64_t pa
             tapestry_conv_range(&each, &(Buffers){.x = v + e * wide, .w = b->w + e * size, .y = m + e * out}, (Range){0, count}, sides);
         for (int64_t i = 0, t = t0; i < count; i++, t++)
             finite += backward(c, b, t / (across * down), t / across % down, t % across, m + i * c->features, out, features);
+        const int64_t whole = (t0 + count) / across;
+        if (c->then) follow_lines(c, b->y, (Range){done, whole}, features);
+        done = whole;
     }
     for (int i = 0; i < VL; i++)
         if (finite[i] != finite[i]) {

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
+from typing import Any
 
 import torch
 
@@ -19,6 +21,7 @@ from tapestry.codegen.torch_cpu.c import conv3d_c, conv_c
 from tapestry.codegen.torch_cpu.c.blocks_c import LEAST, PLAIN, Cells, How, cells_of, each_cell
 from tapestry.codegen.torch_cpu.c.c_calls import Calls, CCall, CpuKernel, Ins, Pack, recorded
 from tapestry.codegen.torch_cpu.c.pooling import transposed
+from tapestry.codegen.torch_cpu.c.thread_parts import Work
 from tapestry.codegen.torch_cpu.pixel_view import order as by_pixels
 from tapestry.codegen.torch_cpu.pixel_view import pixels
 from tapestry.ir.expr import Acc, Arg, Expr
@@ -100,7 +103,7 @@ def _on_packed(
     else:
         made = recorded(
             found.array,
-            lambda ins, memory: Calls.of(whole.record(ins, memory), after.record(ins, memory)),
+            lambda ins, memory: _followed(whole.record(ins, memory), after, ins, memory),
             whole.size,
             plain=whole,
             functions=(after.name,),
@@ -108,6 +111,18 @@ def _on_packed(
             compiles=how.compiles,
         )
     return CpuKernel(plain=plain, packs={found.weight: found.pack}, on_packed=made, way=found.name, tried=found.tried)
+
+
+def _followed(call: CCall | Calls, after: Cells, ins: Ins, memory: Tensor) -> CCall | Calls:
+    """A product and what follows it, which is done on results in cache where it is of each cell alone."""
+    lib: Any = native.library()
+    last = after.record(ins, memory)
+    able = (lib.tapestry_conv, lib.tapestry_planes, lib.tapestry_depthwise, lib.tapestry_winograd)
+    if after.box or not isinstance(call, CCall) or call.function not in able:
+        return Calls.of(call, last)
+    call.sizes.then = ctypes.cast(last.function, ctypes.c_void_p).value
+    work, more = call.in_all, last.in_all
+    return replace(call, work=Work(work.units, work.nanoseconds + more.nanoseconds))
 
 
 @dataclass(frozen=True, slots=True)
