@@ -25,7 +25,7 @@ from tapestry.codegen.torch_cpu.base.tiled_sums import tiled_product
 from tapestry.codegen.torch_cpu.base.torch_api import tensor_of
 from tapestry.codegen.torch_cpu.base.ways import Chosen, Refusal, Way, first
 from tapestry.codegen.torch_cpu.c import pooling
-from tapestry.codegen.torch_cpu.c.blocks_c import PLAIN, How, as_loops, mapped
+from tapestry.codegen.torch_cpu.c.blocks_c import LEAST, PLAIN, How, as_loops, mapped
 from tapestry.codegen.torch_cpu.c.c_calls import CpuKernel
 from tapestry.codegen.torch_cpu.c.recurrent_c import recurrent
 from tapestry.codegen.torch_cpu.pixel_view import pixels
@@ -206,7 +206,8 @@ def _scored(a: Asked) -> CpuKernel | Refusal:
 
 def _with_plain(a: Asked, made: CpuKernel | Refusal) -> CpuKernel | Refusal:
     """A kernel that calls generated functions with torch's operators behind it, where there is no compiler."""
-    return replace(made, plain=a.operators, few=True) if made and made.functions else made
+    few = size(a.kernel.block) < LEAST
+    return replace(made, plain=a.operators, few=few) if made and made.functions else made
 
 
 def _layer_norm(a: Asked) -> CpuKernel | Refusal:

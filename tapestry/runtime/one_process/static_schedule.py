@@ -137,6 +137,7 @@ class Schedule:
         extra: bytes beyond the plan's peak.
         recorders: by step, the kernels that are bound.
         outputs: those of the model that have a position, and what copies them from there.
+        alone: whether there is nothing else in a run.
     """
 
     actions: tuple[Action, ...]
@@ -144,6 +145,7 @@ class Schedule:
     extra: int
     recorders: Mapping[int, Recorder]
     outputs: tuple[tuple[str, ...], Callable[[], Sequence[Array]]]
+    alone: bool
 
     @cached_property
     def loose(self) -> bool:
@@ -174,7 +176,8 @@ def schedule(bound: BoundProgram) -> Schedule | None:
     fixed = {n: a for n, (a, _) in (*bound.kept.items(), *there.items())}
     outputs = tuple(t for t, n in program.outputs.items() if n in fixed)
     taken = bound.target.taken([fixed[program.outputs[t]] for t in outputs])
-    return Schedule(actions, fixed, extra + scratch.nbytes, recorders, (outputs, taken))
+    alone = len(outputs) == len(program.outputs) and all(isinstance(a, Segment | Inputs) for a in actions)
+    return Schedule(actions, fixed, extra + scratch.nbytes, recorders, (outputs, taken), alone)
 
 
 def _may_be_copied(bound: BoundProgram, at: int, recorder: Recorder) -> bool:

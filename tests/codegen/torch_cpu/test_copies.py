@@ -73,6 +73,18 @@ def test_calls_give_what_torch_gives(name: str, dtype: torch.dtype, parts: int) 
         assert there.dtype == dtype and torch.equal(bits(there), bits(MOVES[name](x)))
 
 
+@pytest.mark.parametrize("shape", [(1, 19, 5, 13), (2, 16, 33, 1), (40, 24, 1, 1), (3, 9, 16, 17)])
+def test_axes_in_another_order(shape: tuple[int, ...]) -> None:
+    """Also as squares of cells that lie in registers."""
+    x = torch.arange(0.0, torch.Size(shape).numel()).view(shape)
+    for move in (lambda x: x.permute(0, 2, 3, 1).contiguous(), lambda x: x.permute(3, 2, 1, 0).contiguous()):
+        calls, there = bound(move, x, Scratch(1 << 20)) or ([], x)
+        for c in calls:
+            for part in range(3):
+                c.function(c.sizes, c.buffers, part, 3)
+        assert torch.equal(there, move(x))
+
+
 def test_what_is_computed_is_no_copy() -> None:
     """Then the call has to be made at every run; as where there is no room, or a dtype changes."""
     x = torch.ones(4, 5)

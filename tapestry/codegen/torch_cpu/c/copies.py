@@ -19,6 +19,7 @@ from tapestry.codegen.torch_cpu.c.c_calls import Calls, CCall, CpuKernel, Ins, b
 from tapestry.codegen.torch_cpu.c.thread_parts import Work
 
 Tensor = torch.Tensor
+PIECE = 4096  # cells of a row that threads take pieces of
 COPIED = 2  # cells of a nanosecond, of one thread: an estimate, as those of `thread_parts`
 
 
@@ -217,7 +218,8 @@ def copy(out: Tensor, x: Tensor, axis: int = -1, index: Tensor | None = None) ->
     listed = [None if places is None or not a[3] else places.data_ptr() for a in axes]
     buffers = native.Copied(x.data_ptr(), out.data_ptr(), tuple(listed))
     lib: Any = native.library()
-    return CCall(lib.tapestry_copy, sizes, buffers, (x, out, places), Work(prod(extents[:-1]), out.numel() / COPIED))
+    units = prod(extents[:-1]) if prod(extents[:-1]) > 1 or any(listed) else out.numel() // PIECE
+    return CCall(lib.tapestry_copy, sizes, buffers, (x, out, places), Work(units, out.numel() / COPIED))
 
 
 def _joined(axes: Sequence[tuple[int, int, int, bool]]) -> list[tuple[int, int, int, bool]]:

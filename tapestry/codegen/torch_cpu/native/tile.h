@@ -50,9 +50,16 @@ INLINE void store_some(float *p, vec v, lanes m) { _mm512_mask_storeu_ps(p, m, (
 #else
 typedef int64_t lanes;
 INLINE lanes first_lanes(int64_t n) { return n < VL ? n : VL; }
+#if defined(__AVX2__)
+static const int32_t FIRST[2 * VL] = {-1, -1, -1, -1, -1, -1, -1, -1};
+INLINE __m256i first_of(lanes n) { return _mm256_loadu_si256((const __m256i *)(FIRST + VL - n)); }
+#endif
 INLINE vec load_some(const float *p, lanes n) {
-    vec v = {};
     if (n == VL) return load(p);
+#if defined(__AVX2__)
+    return (vec)_mm256_maskload_ps(p, first_of(n));
+#endif
+    vec v = {};
     for (int i = 0; i < n; i++) v[i] = p[i];
     return v;
 }

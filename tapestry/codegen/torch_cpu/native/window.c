@@ -74,7 +74,9 @@ typedef void (*Pixels)(const Conv *, const Buffers *, const Row *, int64_t);
         const Block at = block_of(c, b, r, ox);                                                               \
         int64_t k = 0;                                                                                        \
         for (; k + VL <= at.channels; k += VL) lanes_of(N, TAPS, STRIDE, at, k, first_lanes(VL));             \
-        if (k < at.channels) lanes_of(N, TAPS, STRIDE, at, k, first_lanes(at.channels - k));                  \
+        if (k == at.channels) return;                                                                         \
+        if (k) lanes_of(N, TAPS, STRIDE, at, at.channels - VL, first_lanes(VL)); /* some once more */         \
+        else lanes_of(N, TAPS, STRIDE, at, 0, first_lanes(at.channels));                                      \
     }
 #define BOTH(TAPS, STRIDE) PIXELS(8, TAPS, STRIDE) PIXELS(4, TAPS, STRIDE)
 BOTH(0, 0) BOTH(3, 1) BOTH(3, 2) BOTH(5, 1) BOTH(5, 2) BOTH(7, 1) BOTH(7, 2)
