@@ -235,7 +235,8 @@ def _map(a: Asked) -> Run:
 
 
 def _eights(a: Asked) -> CpuKernel | Refusal:
-    return _on_weights(a, integers.packed_convolution(a.op, a.graph, a.kernel, a.plain))
+    made = integers.packed_convolution(a.op, a.graph, a.kernel, a.plain)
+    return _on_weights(a, made or integers.packed_product(a.op, a.graph, a.kernel, a.plain))
 
 
 def _sums(a: Asked) -> CpuKernel | Refusal:
@@ -296,7 +297,7 @@ KERNELS: Kernels = (
     Way("layer norm by torch", _layer_norm, "one operator for what would be three passes"),
     Way("maximum pooling", lambda a: pooling.pooled(a.op, a.kernel), "reads pixels as they lie; torch's moves channels before"),
     Way("group by group", _regrouped, "statistics of a group are computed once, not for each of its channels"),
-    Way("convolution of 8 bits on a packed weight", _eights, "sums in i32; the rows below know floats alone"),
+    Way("convolution or product of 8 bits on a packed weight", _eights, "sums in i32; the rows below know floats alone"),
     Way("several sums on packed weights", _sums, "reads once what they share; each by itself would read it again"),
     Way("convolution on a packed weight", _dense_convolution, "asked before the linear layer, which would write windows out"),
     Way("linear layer on a packed weight", _linear_layer, "the products that cost most, so before what takes them as they are"),

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from onnx import numpy_helper
+from onnx import TensorProto, helper, numpy_helper
 
 import tapestry
 from tapestry.codegen.torch_cpu import TorchCpu, native
@@ -17,6 +17,7 @@ from tapestry.ir.footprint import read_box
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.kernel import Box, Kernel, whole
 from tests.support.lifting import build, evaluate, lift_model, node
+from tests.support.small_models import N, net
 
 CASES = {  # channels, features, groups, sizes, kernel, attributes
     "plain": (5, 7, 1, (9, 11), (3, 3), {"pads": [1, 1, 1, 1]}),
@@ -164,13 +165,13 @@ def kernel_of(graph: Graph, block: Box, mode: str = "full") -> CpuKernel:
 
 @pytest.mark.parametrize("case", CASES)
 def test_cases_are_convolutions(case: str, tmp_path: Path) -> None:
-    """All of these are convolved by packed weights, but those of one tap, which are products."""
+    """All of these are convolved by packed weights, or are products with them."""
     m, _ = model(case, "uint8 int8", "none", "ConvInteger")
     graph = lift_model(m, tmp_path).graph
     op = graph.ops[0]
     assert isinstance(op, Block)
     made = kernel_of(graph, whole(tuple(d.size for d in op.space)))
-    assert bool(made.packs) == (not case.startswith("pixels"))
+    assert made.packs
 
 
 @pytest.mark.sampled(1)
@@ -253,3 +254,29 @@ def test_large_products(kinds: str, scaled: bool, compiler: str, tmp_path: Path)
     assert np.array_equal(evaluate(lift_model(m, tmp_path), {"x": x})["y"], want)
     for devices in (1, 2):
         assert np.array_equal(tapestry.compile(tmp_path / "model.onnx", devices=devices).run({"x": x})["y"], want)
+
+
+@pytest.mark.parametrize("kinds", KINDS)
+@pytest.mark.parametrize("zeros", ["none", "known", "given"])
+@pytest.mark.parametrize("depth", [1, 255, 1301])
+def test_products_on_packed_weights(kinds: str, zeros: str, depth: int) -> None:
+    """Bit for bit, of extremes as well, where one sum is more than a float holds; zero points of the weight in either way."""
+    first, second = kinds.split()
+    rng = np.random.default_rng(depth)
+    w = some(rng, second, depth, 21)
+    w[:, 3], q = np.iinfo(second).max, np.array(np.iinfo(second).min + 3, second)
+    names = ["x", "w", *(["p", "q"] if zeros != "none" else [])]
+    ins = {
+        "x": (helper.np_dtype_to_tensor_dtype(np.dtype(first)), (2, 5, depth)),
+        "p": (helper.np_dtype_to_tensor_dtype(np.dtype(first)), ()),
+    }
+    ins |= {"q": (helper.np_dtype_to_tensor_dtype(np.dtype(second)), ())} if zeros == "given" else {}
+    weights = {"w": w, **({"q": q} if zeros == "known" else {})}
+    used = {n: v for n, v in ins.items() if n in names}
+    made = tapestry.compile(net([N("MatMulInteger", names, ["y"])], used, {"y": TensorProto.INT32}, weights), mesh="1")
+    for _ in range(2):
+        x, p = some(rng, first, 2, 5, depth), np.array(rng.integers(np.iinfo(first).min, np.iinfo(first).max), first)
+        x[1, 2] = np.iinfo(first).max
+        got = made.run({n: a for n, a in {"x": x, "p": p, "q": q}.items() if n in used})["y"]
+        off = (x.astype(np.int64) - (int(p) if zeros != "none" else 0), w.astype(np.int64) - (int(q) if zeros != "none" else 0))
+        np.testing.assert_array_equal(got, (off[0] @ off[1]).astype(np.int32))

@@ -32,13 +32,19 @@ def zeros(n: int) -> Tensor:
     return torch.zeros(n)
 
 
+def packed_size(features: int, depth: int) -> int:
+    """Floats of panels."""
+    lib: Any = native.library()
+    return int(lib.tapestry_packed_size(features, depth))
+
+
 def pack_panels(matrix: Tensor) -> Tensor:
     """A (features, depth) matrix as panels of features for `tile.h`."""
     lib = native.library()
     assert lib is not None
     rows, depth = matrix.shape
     plain = matrix.contiguous()
-    out = torch.empty(lib.tapestry_packed_size(rows, depth))
+    out = torch.empty(packed_size(rows, depth))
     lib.tapestry_pack(plain.data_ptr(), out.data_ptr(), rows, depth)
     return out
 

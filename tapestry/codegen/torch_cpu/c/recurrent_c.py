@@ -102,7 +102,7 @@ def recurrent(op: Opaque, graph: Graph, kernel: Kernel, plain: Run) -> CpuKernel
     if not multiply:
         return multiply
     late, cells = gates - early, steps * batch * gates * hidden
-    packed = [lib.tapestry_packed_size(g * hidden, hidden) for g in (early, late)]
+    packed = [conv_c.packed_size(g * hidden, hidden) for g in (early, late)]
 
     def pack_state(w: Tensor) -> Tensor:
         parts = [w[:, : early * hidden], w[:, early * hidden :]]

@@ -35,7 +35,7 @@ Record = Callable[[Ins, Tensor | None, Tensor | None, Tensor], CCall | Calls]
 
 
 @dataclass(frozen=True, slots=True)
-class _Dense:
+class Dense:
     """``record`` is our kernel, on flat memory that ``array`` makes the result of, over the map dimensions."""
 
     weight: int
@@ -46,6 +46,7 @@ class _Dense:
     order: tuple[int, ...] = by_pixels(4)  # of the map dimensions in memory
     name: str = "matrix product in panels"
     tried: Tried = ()
+    packed: int = 0  # floats of the weight
 
     def __call__(self, ins: Ins, bias: Tensor | None, residual: Tensor | None, size: int) -> Tensor:
         """The result, in new memory."""
@@ -70,7 +71,7 @@ def linear_on_packed(op: Block, graph: Graph, kernel: Kernel, plain: Run, how: H
 
 
 def _on_packed(
-    op: Block, graph: Graph, kernel: Kernel, plain: Run, how: How, product: Callable[[Block, Graph, Kernel], _Dense | Refusal]
+    op: Block, graph: Graph, kernel: Kernel, plain: Run, how: How, product: Callable[[Block, Graph, Kernel], Dense | Refusal]
 ) -> CpuKernel | Refusal:
     """A product with what follows it: by our kernel alone, by torch's operators, or by a function in C."""
     if native.library() is None:
@@ -129,7 +130,7 @@ def _followed(call: CCall | Calls, after: Cells, ins: Ins, memory: Tensor) -> CC
 class _Whole:
     """A product with the bias and the residual that it takes, and the rest of what follows by torch's operators."""
 
-    product: _Dense
+    product: Dense
     size: int
     bias: Callable[[Ins], Tensor] | None
     residual: Callable[[Ins], Tensor] | None
@@ -199,7 +200,7 @@ def _part(op: Block, kernel: Kernel, k: int | None) -> Callable[[Ins], Tensor] |
     return lambda ins: take(held(ins[k]))
 
 
-def _linear(op: Block, graph: Graph, kernel: Kernel) -> _Dense | Refusal:
+def _linear(op: Block, graph: Graph, kernel: Kernel) -> Dense | Refusal:
     """Rows of one factor times a weight read by columns and the reduced dimensions alone."""
     found = sides(op)
     if found is None or not op.reduce:
@@ -207,15 +208,24 @@ def _linear(op: Block, graph: Graph, kernel: Kernel) -> _Dense | Refusal:
     a, b, a_dims, b_dims = found
     for x, w, x_dims, w_dims in ((a, b, a_dims, b_dims), (b, a, b_dims, a_dims)):
         if x.dtype == "f32" and isinstance(w, Arg) and w.dtype == "f32":
-            dense = _product(op, graph, kernel, Frame(op.space, kernel.block), x, w.pos, x_dims, w_dims)
+            dense = product(op, graph, kernel, x, w.pos, x_dims, w_dims)
             if dense:
                 return dense
     return Refusal("no factor is a tensor of f32 that is read by rows of the sum and by one more dimension")
 
 
-def _product(
-    op: Block, graph: Graph, kernel: Kernel, frame: Frame, x: Expr, w: int, x_dims: frozenset[str], w_dims: frozenset[str]
-) -> _Dense | None:
+def product(
+    op: Block,
+    graph: Graph,
+    kernel: Kernel,
+    x: Expr,
+    w: int,
+    x_dims: frozenset[str],
+    w_dims: frozenset[str],
+    then: Epilogue | None = None,
+) -> Dense | None:
+    """The product of an expression in f32 and of a weight, read by columns and the reduced dimensions alone."""
+    frame = Frame(op.space, kernel.block)
     extent = dict(zip((d.name for d in frame.dims), frame.extents, strict=True))
     block = dict(zip((d.name for d in frame.dims), frame.box, strict=True))
     wide = [d.name for d in op.dims if extent[d.name] > 1]
@@ -239,7 +249,7 @@ def _product(
     wanted = [extent[d.name] for d in op.dims]
     back = [(*rows, *columns).index(d) for d in wide]
     sizes = [extent[d] for d in (*rows, *columns)]
-    then = epilogue(op, kernel, columns[0])
+    then = then or epilogue(op, kernel, columns[0])
     ours = conv_c.multiply(m, n, k, then)
     if not ours:
         return None
@@ -257,12 +267,20 @@ def _product(
         return fetch(held(ins[at])) if fetch and at is not None else matrix(values.values(ins, [])[0])
 
     def pack(buffer: Tensor) -> Tensor:
-        return conv_c.pack_panels(buffer[take].reshape([extent[d] for d in order]).permute(turn).flatten(1))
+        return conv_c.pack_panels(buffer[take].float().reshape([extent[d] for d in order]).permute(turn).flatten(1))
 
     def record(ins: Ins, bias: Tensor | None, residual: Tensor | None, memory: Tensor) -> CCall | Calls:
         return ours(rows_of(ins), held(ins[w]), bias, None if residual is None else added(residual), memory)
 
-    return _Dense(w, Pack(("panels", *turn, *cut), pack), then, record, result, order=_order(op, (*rows, *columns)))
+    return Dense(
+        w,
+        Pack(("panels", *turn, *cut), pack),
+        then,
+        record,
+        result,
+        order=_order(op, (*rows, *columns)),
+        packed=conv_c.packed_size(n, k),
+    )
 
 
 def _order(op: Block, names: Sequence[str]) -> tuple[int, ...]:
@@ -293,7 +311,7 @@ def _plain_axes(
     return out, tuple(take), () if whole else tuple((s.start, s.stop) for s in take)
 
 
-def _convolution(op: Block, graph: Graph, kernel: Kernel) -> _Dense | Refusal:
+def _convolution(op: Block, graph: Graph, kernel: Kernel) -> Dense | Refusal:
     """A convolution over two axes or three whose weight buffer is read whole, as one call."""
     here = localise(op, graph, kernel)
     found = contract.conv_of(here)
@@ -321,7 +339,7 @@ def _convolution(op: Block, graph: Graph, kernel: Kernel) -> _Dense | Refusal:
     def array(memory: Tensor) -> Tensor:
         return memory.as_strided(shape, strides)
 
-    return _Dense(
+    return Dense(
         found.w,
         Pack((ours.key,), ours.pack, padded),
         then,

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -13,12 +14,14 @@ from math import prod
 import torch
 
 from tapestry.codegen.torch_cpu.base import contract
+from tapestry.codegen.torch_cpu.base.epilogue import Epilogue
 from tapestry.codegen.torch_cpu.base.local_view import localise
 from tapestry.codegen.torch_cpu.base.point_values import Expressions, Run, held
 from tapestry.codegen.torch_cpu.base.strided_reads import Frame, Tensor
 from tapestry.codegen.torch_cpu.base.torch_api import int_mm
 from tapestry.codegen.torch_cpu.base.ways import Refusal
 from tapestry.codegen.torch_cpu.c.c_calls import CpuKernel, Ins, Pack
+from tapestry.codegen.torch_cpu.torch_ops import dense
 from tapestry.ir.expr import Arg, Call, Const, Expr
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.kernel import Kernel
@@ -140,6 +143,76 @@ def exact(left: torch.dtype) -> bool:
         return all(torch.equal(int_mm(x, b).long(), x.long() @ b.long()) for x in mixed)
     except RuntimeError:
         return False
+
+
+HELD = 1 << 24  # integers up to this a float holds
+
+
+def packed_product(op: Block, graph: Graph, kernel: Kernel, plain: Run) -> CpuKernel | Refusal:
+    """A product on a weight in floats, packed once: parts of the sum that floats hold, added as integers."""
+    both = factors(op) if op.monoid == "sum" and len(op.body) == 1 and not op.inner and op.body[0].dtype == "i32" else None
+    a, b = map(narrow, both) if both else (None, None)
+    frame, maps = Frame(op.space, kernel.block), len(op.dims)
+    long = [k for k, n in enumerate(frame.extents) if k >= maps and n > 1]
+    if a is None or b is None or len(long) != 1 or 0 in frame.extents:
+        return Refusal("it is no sum in i32 of products of integers of 8 bits over one dimension")
+    for x, w in ((a, b), (b, a)):
+        if not isinstance(w.value, Arg) or w.value.pos in op.then_reads():
+            continue
+        folded = isinstance(w.shift, Const)
+        zero = None if folded else shift_of(op, graph, kernel, frame, w.shift)
+        if zero and w.shift and dims_read(op, w.shift) & {d.name for d in op.reduce}:
+            continue
+        value: Expr = Call("cast", (x.value,), "f32")
+        if x.shift is not None:
+            value = Call("sub", (value, Call("cast", (x.shift,), "f32")), "f32")
+        at, (lo, hi) = long[0], kernel.block[long[0]]
+        deep = HELD // 255 // (w.largest if folded or w.value.dtype == "u8" else 128)
+        cuts = ((k, min(k + deep, hi)) for k in range(lo, hi, deep))
+        blocks = [replace(kernel, block=(*kernel.block[:at], cut, *kernel.block[at + 1 :])) for cut in cuts]
+        dims = dims_read(op, value), dims_read(op, w.value)
+        parts = [dense.product(op, graph, k, value, w.value.pos, *dims, Epilogue()) for k in blocks]
+        found = [p for p in parts if p is not None]
+        if len(found) == len(parts):
+            rows = Expressions(op, graph, kernel, (value,), frame)
+            sums = functools.partial(_summed, rows, maps, frame)
+            q = int(w.shift.value) if isinstance(w.shift, Const) else 0
+            return _in_parts(op, graph, kernel, plain, found, w.value.pos, q, zero, sums)
+    return Refusal("neither factor is a weight that is read by rows of the sum and by one more dimension")
+
+
+def _summed(rows: Expressions, maps: int, frame: Frame, ins: Ins) -> Tensor:
+    (x,) = rows.values(ins, [])
+    every = x.to(torch.int32).expand([*x.shape[:maps], *frame.extents[maps:]])
+    return every.sum(dim=tuple(range(maps, len(frame.extents))), dtype=torch.int32)
+
+
+def _in_parts(
+    op: Block, graph: Graph, kernel: Kernel, plain: Run, parts: Sequence[dense.Dense], w: int,
+    folded: int, zero: Callable[[Ins], Tensor] | None, sums: Callable[[Ins], Tensor],
+) -> CpuKernel:  # fmt: skip
+    tail = Expressions(op, graph, kernel, op.then, Frame(op.dims, kernel.block[: len(op.dims)]))
+    wanted = [hi - lo for lo, hi in kernel.block[: len(op.dims)]]
+
+    def pack(buffer: Tensor) -> Tensor:
+        return torch.cat([p.pack.run(buffer.float() - folded) for p in parts])
+
+    def packed(ins: Ins, _: Sequence[Tensor]) -> list[Tensor]:
+        total, at = None, 0
+        for p in parts:
+            given = list(ins)
+            given[w] = held(ins[w])[at:]
+            part = p(given, None, None, prod(wanted)).to(torch.int32)
+            total = part if total is None else total.add_(part)
+            at += p.packed
+        assert total is not None
+        q = zero and zero(ins)
+        if q is not None and bool(q.any()):
+            total = total - q * sums(ins)
+        return tail(ins, [total.reshape(wanted)])
+
+    key = ("parts of eights", folded, *(p.pack.key for p in parts))
+    return CpuKernel(plain=plain, packs={w: Pack(key, pack)}, on_packed=CpuKernel(plain=packed))
 
 
 # Convolutions of the same integers, less their zero points, in floats that hold every sum.
