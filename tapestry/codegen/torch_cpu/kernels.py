@@ -24,13 +24,13 @@ from tapestry.codegen.torch_cpu.base.strided_reads import Frame
 from tapestry.codegen.torch_cpu.base.tiled_sums import tiled_product
 from tapestry.codegen.torch_cpu.base.torch_api import tensor_of
 from tapestry.codegen.torch_cpu.base.ways import Chosen, Refusal, Way, first
-from tapestry.codegen.torch_cpu.c import pooling
 from tapestry.codegen.torch_cpu.c.blocks_c import LEAST, PLAIN, How, as_loops, mapped
 from tapestry.codegen.torch_cpu.c.c_calls import CpuKernel
 from tapestry.codegen.torch_cpu.c.recurrent_c import recurrent
 from tapestry.codegen.torch_cpu.pixel_view import pixels
 from tapestry.codegen.torch_cpu.row_view import rows
 from tapestry.codegen.torch_cpu.torch_ops import dense, integers, layers, norms
+from tapestry.codegen.torch_cpu.torch_ops.transposed import transposed
 from tapestry.codegen.torch_cpu.torch_ops.viewed import viewed
 from tapestry.codegen.torch_cpu.views import seen
 from tapestry.ir import canonical_parts
@@ -123,8 +123,6 @@ def _by_pixels(a: Asked) -> CpuKernel | Refusal:
     view = pixels(a.op, a.graph, a.kernel)
     if view is None:
         return Refusal("it reads no image that lies pixel by pixel")
-    if pooling.pooled(a.op, a.kernel):
-        return Refusal("a kernel of the library does it")
     of = Asked(view.op, view.graph, view.kernel, a.how, a.of)
     run = _first(TABLES[a.kernel.mode], of)
     run = run if run.functions and not run.packs else as_loops(of.op, of.graph, of.kernel, run, lambda: True, a.how)
@@ -295,7 +293,6 @@ KERNELS: Kernels = (
     Way("attention", _attention, "torch would write all scores out; asked before what would take the scores for less"),
     Way("attention, scores in generated C", _scored, "takes any score, and is slower than the one above"),
     Way("layer norm by torch", _layer_norm, "one operator for what would be three passes"),
-    Way("maximum pooling", lambda a: pooling.pooled(a.op, a.kernel), "reads pixels as they lie; torch's moves channels before"),
     Way("group by group", _regrouped, "statistics of a group are computed once, not for each of its channels"),
     Way("convolution or product of 8 bits on a packed weight", _eights, "sums in i32; the rows below know floats alone"),
     Way("several sums on packed weights", _sums, "reads once what they share; each by itself would read it again"),
@@ -390,10 +387,9 @@ OPERATORS: Sequence[Way[Asked, States]] = (
     Way("convolution", _convolution, "asked before the product, which would write windows out"),
     Way(
         "transposed convolution",
-        lambda a: pooling.transposed(a.op, a.graph, a.kernel),
+        lambda a: transposed(a.op, a.graph, a.kernel),
         "a convolution has no stride in what it reads",
     ),
-    Way("maximum pooling", lambda a: pooling.max_pool(a.op, a.kernel), "windows are not written out"),
     Way(
         "convolution of 8 bits",
         lambda a: integers.convolution(a.op, a.graph, a.kernel, a.frame),

@@ -110,9 +110,9 @@ def test_padding_meets_weights_that_are_not_finite(
     np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-4)
 
 
-# (channels, features, window, stride, groups, side): panels, those whose pixels are more than stay in cache, planes, taps, Winograd
+# (channels, features, window, stride, groups, side): panels, those whose pixels are more than stay in cache, few channels, taps, Winograd
 FOLLOWED = {
-    "panels": (17, 40, 3, 2, 1, 19), "many pixels": (16, 96, 1, 1, 1, 53), "planes": (3, 24, 3, 2, 1, 37),
+    "panels": (17, 40, 3, 2, 1, 19), "many pixels": (16, 96, 1, 1, 1, 53), "few channels": (3, 24, 3, 2, 1, 37),
     "taps": (40, 40, 5, 1, 40, 15), "winograd": (64, 64, 3, 1, 1, 13), "winograd, by features": (64, 96, 3, 1, 1, 9),
 }  # fmt: skip
 
@@ -138,3 +138,29 @@ def test_what_follows_is_done_once_to_each_cell(kind: str) -> None:
         got = torch.from_numpy(np.array(made.run({"x": x.numpy()})["y"]))
         want = torch.tanh(sums * torch.sigmoid(sums)).float()
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
+@pytest.mark.usefixtures("c_compiler", "threads")
+@pytest.mark.parametrize("channels", [20, 67])
+@pytest.mark.parametrize(
+    "pool",
+    [{"pads": [1, 1, 1, 1], "strides": [2, 2]}, {"pads": [2, 0, 1, 1]}, {"strides": [3, 1], "dilations": [2, 2]}],
+    ids=str,
+)
+def test_pooling_behind_a_convolution(channels: int, pool: dict[str, list[int]]) -> None:
+    """Neighbouring channels side by side; what is outside counts for nothing, NaN and infinities for what they are."""
+    nodes = [
+        N("Conv", ["x", "w"], ["c"]),
+        N("MaxPool", ["c"], ["m"], kernel_shape=[3, 3], **pool),
+        N("Conv", ["m", "v"], ["y"]),
+    ]
+    w, v = (np.eye(channels, dtype=np.float32)[:, :, None, None] for _ in range(2))
+    x = normal(2, channels, 12, 9)
+    made = tapestry.compile(model(nodes, x, ["m"], {"w": w, "v": v}), mesh="1")
+    pads = pool.get("pads", [0] * 4)
+    for value in (0.0, -np.inf, np.inf):
+        x[1, 0, 3, 4], x[0, :, 0, 0] = value, -np.inf if value else -9.0
+        image = torch.nn.functional.conv2d(torch.from_numpy(x), torch.from_numpy(w))
+        around = torch.nn.functional.pad(image, (pads[1], pads[3], pads[0], pads[2]), value=-np.inf)
+        want = torch.max_pool2d(around, 3, pool.get("strides", [1, 1]), 0, pool.get("dilations", [1, 1]))
+        np.testing.assert_array_equal(made.run({"x": x})["m"], want.numpy())

@@ -136,31 +136,6 @@ def test_frames_of_padding_alone_are_left_to_torch() -> None:
 
 
 @needed
-@pytest.mark.parametrize("channels", [2, 3, 4])
-@pytest.mark.parametrize("case", [(24, 3, 2, 1, 1), (70, 7, 2, 3, 1), (16, 3, 1, 5, 2), (9, 1, 1, 0, 1), (512, 8, 8, 0, 1)])
-def test_planes_give_what_pixels_give(channels: int, case: tuple[int, ...]) -> None:
-    features, window, stride, padding, dilation = case
-    g = torch.Generator().manual_seed(0)
-    x = torch.randn(2, channels, 65, 120, generator=g)
-    x[1, 1, 7, 9] = float("nan")
-    weight, bias = torch.randn(features, channels, window, window, generator=g), torch.randn(features, generator=g)
-    parts = contract.Call((), (), tuple(x.shape), (stride,) * 2, (padding,) * 2, (dilation,) * 2, 1)
-    want = torch.nn.functional.conv2d(x, weight, bias, stride, padding, dilation)
-    kernel = conv_c.convolve(parts, tuple(weight.shape), tuple(want.shape), Epilogue(bias=0))
-    assert kernel
-    outs = torch.full((2, want.numel()), float("nan"))
-    recorded = [
-        kernel.call(given, kernel.pack(weight), bias, None, out) for given, out in zip((x, conv_c.last(x)), outs, strict=True)
-    ]
-    assert [c.function.__name__ for c in recorded] == ["tapestry_planes", "tapestry_conv"]
-    for c in recorded:
-        c.run()
-    assert outs[0].numpy().tobytes() == outs[1].numpy().tobytes() and bool(outs[0].isnan().any())
-    n, k, h, w = want.shape
-    torch.testing.assert_close(outs[0].view(n, h, w, k).permute(0, 3, 1, 2), want, rtol=1e-4, atol=1e-4, equal_nan=True)
-
-
-@needed
 @pytest.mark.parametrize("key", CASES)
 def test_nan_and_infinity_go_where_they_belong(key: str) -> None:
     channels, features, window, stride, padding, dilation, groups = CASES[key][0]

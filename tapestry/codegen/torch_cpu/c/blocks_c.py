@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import itertools
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -363,7 +364,14 @@ class BlockWriter(Writer):
         kind = "double" if sums else "float"
         zeros = [f"{kind} a{k}[{LANES}];" for k in range(len(dtypes))]
         zeros += [each, *(f"a{k}[i] = {literal(z)};" for k, z in enumerate(zero)), "}"]
+        before = self.once
+        if isinstance(e := op.body[0], Arg) and len(dtypes) == 1:  # padding of no effect is left out, for all lanes at once
+            tests, value, other = self._guarded(e.pos, self.inner)
+            at = re.compile(rf"\bd{self.names.index(_last(op).name)}\b")
+            if tests and other == zero[0] and not any(map(at.search, tests)):
+                loops, self.once = [*loops, f"if (!({' && '.join(tests)})) continue;"], {**self.once, e: value}
         lifted = [f"const float ab{k} = {self._expr(e, self.inner, [])};" for k, e in enumerate(op.body)]
+        self.once = before
         merged = [f"a{k}[i] += ab{k};" for k in range(len(dtypes))] if sums else self._merged("a", op.monoid, dtypes, "[i]")
         return zeros, [*loops, each, *lifted, *merged, close], [f"((float)a{k}[i])" for k in range(len(dtypes))]
 

@@ -19,7 +19,6 @@ from tapestry.codegen.torch_cpu.base.epilogue import Epilogue
 from tapestry.codegen.torch_cpu.base.ways import Refusal
 from tapestry.codegen.torch_cpu.c.c_calls import Calls, CCall
 from tapestry.codegen.torch_cpu.c.conv_c import (
-    MOST_PLANES,
     NO_LIBRARY,
     ConvKernel,
     Convolve,
@@ -74,8 +73,8 @@ def _over(parts: contract.Call, sizes: tuple[int, ...], axes: slice) -> contract
 
 
 def pixels(x: Tensor) -> Tensor:
-    """The image with adjacent channels, as it is if it has them, or is a few planes."""
-    if x.stride(1) == 1 or x.shape[1] == 1 or (x.shape[1] <= MOST_PLANES and x.is_contiguous()):
+    """The image with adjacent channels, as it is if it has them."""
+    if x.stride(1) == 1 or x.shape[1] == 1:
         return x
     return x.contiguous(memory_format=torch.channels_last_3d)
 
@@ -86,14 +85,10 @@ def _folded(inner: ConvKernel | Refusal, weight: tuple[int, ...], image: View, a
         return inner
 
     def call(x: Tensor, w: Tensor, bias: Tensor | None, residual: Tensor | None, out: Tensor) -> CCall | Calls:
-        near, r = image(pixels(x)), None if residual is None else added(_channels_last(residual))
+        near, r = image(pixels(x)), None if residual is None else added(pixels(residual))
         return inner.call(near, w, bias, r, out)
 
     return ConvKernel(call, lambda w: inner.pack(w.reshape(weight)), f"{inner.key} of 3 axes", tried=inner.tried)
-
-
-def _channels_last(x: Tensor) -> Tensor:
-    return x if x.stride(1) == 1 else x.contiguous(memory_format=torch.channels_last_3d)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +132,7 @@ def _summed(parts: contract.Call, weight: Sequence[int], shape: Sequence[int], t
     each = [(f, t, one(f, t)) for f in found for t in range(f.tap, f.stop)]
 
     def call(image: Tensor, w: Tensor, bias: Tensor | None, residual: Tensor | None, out: Tensor) -> Calls:
-        x, r = pixels(image), None if residual is None else _channels_last(residual)
+        x, r = pixels(image), None if residual is None else pixels(residual)
         calls, size = list[CCall | Calls](), w.numel() // taps
         for n, (f, t, run) in itertools.product(range(images), each):
             at = f.first * stride - pad + t * dilation

@@ -22,7 +22,6 @@ Tensor = torch.Tensor
 Convolve = Callable[[Tensor, Tensor, Tensor | None, Tensor | None, Tensor], CCall | Calls]
 """From the image, the packed weight, the bias, the residual and flat memory for the result to the call that computes it."""
 DEEPEST = 1 << 20  # steps of a reduced dimension: their blocks are listed on the stack
-MOST_PLANES = 4  # channels of an image that our own loop makes adjacent
 NO_LIBRARY = Refusal("the kernels in C are not built here")
 
 
@@ -64,11 +63,6 @@ def last(x: Tensor) -> Tensor:
     if x.stride(1) == 1 or x.shape[1] == 1:
         return x
     return x.contiguous(memory_format=torch.channels_last)
-
-
-def _planes(x: Tensor) -> bool:
-    """Whether an image is a few planes side by side, of which our kernel makes pixels as it goes."""
-    return 2 <= x.shape[1] <= MOST_PLANES and x.stride()[2:] == (x.shape[3], 1) and x.stride(1) != 1
 
 
 def pack_winograd(weight: Tensor) -> Tensor:
@@ -235,22 +229,12 @@ def caller(
     wide = pixel or features
     y_strides = (out_h * out_w * wide, 1, out_w * wide, wide)
     clamp = (int(then.clamped), then.low, then.high, int(onto))
-    known: dict[tuple[int, ...], Any] = {}
-    planes: Any = native.library()
-    planes = planes.tapestry_planes if parts.groups == 1 and call is not planes.tapestry_winograd else None
-
-    def layout(x: tuple[int, ...], r: tuple[int, ...], apart: bool) -> Any:
-        step = x[1 if apart else 3]
-        return native.Conv(*sizes, x[0], x[2], step, *(y_strides[i] for i in (0, 2, 3)), r[0], r[2], r[3], *clamp)
 
     def record(image: Tensor, w: Tensor, bias: Tensor | None, residual: Tensor | None, out: Tensor) -> CCall:
-        apart = planes is not None and _planes(image)
-        x, r = image if apart else last(image), None if residual is None else last(residual)
-        strides = x.stride() + (y_strides if r is None else r.stride())
-        if strides not in known:
-            known[strides] = layout(strides[:4], strides[4:], apart)
+        x, r = last(image), None if residual is None else last(residual)
+        steps = [s[i] for s in (x.stride(), y_strides, y_strides if r is None else r.stride()) for i in (0, 2, 3)]
         given = (x, w, bias, r, nothing, out)
-        return CCall(planes if apart else call, known[strides], native.Buffers(*map(_at, given)), given)
+        return CCall(call, native.Conv(*sizes, *steps, *clamp), native.Buffers(*map(_at, given)), given)
 
     return record
 
@@ -268,10 +252,10 @@ def multiply(m: int, n: int, k: int, then: Epilogue) -> Convolve | Refusal:
         return Refusal(f"{k:,} products of a sum are more than a kernel lists on its stack")
     rows = (m * n, m * n, n)
     sizes = (1, k, n, 1, m, 1, m, *(1, 1), *(1, 1), *(0, 0), *(1, 1), m * k, m * k, k, *rows, *rows)
-    conv = native.Conv(*sizes, int(then.clamped), then.low, then.high)
     kernel: Any = lib.tapestry_conv
 
     def record(x: Tensor, w: Tensor, bias: Tensor | None, residual: Tensor | None, out: Tensor) -> CCall:
+        conv = native.Conv(*sizes, int(then.clamped), then.low, then.high)
         return CCall(kernel, conv, native.Buffers(*map(_at, (x, w, bias, residual, None, out))), (x, w, bias, residual, out))
 
     return record

@@ -330,6 +330,11 @@ class Writer:
                 raise AssertionError("no inner reductions here")
 
     def _read(self, k: int, inner: Mapping[str, tuple[int, int]]) -> str:
+        tests, value, other = self._guarded(k, inner)
+        return f"({' && '.join(tests)} ? {value} : {literal(other)})" if tests else value
+
+    def _guarded(self, k: int, inner: Mapping[str, tuple[int, int]]) -> tuple[list[str], str, Const]:
+        """(what has to hold for a cell to be read, the cell, what is there instead)."""
         r, box, extents, dtype = self.reads[k]
         tests = [_test(g, self._aff(g.aff, inner)) for g in r.when if not always(g, inner)]
         at: list[str] = []
@@ -348,8 +353,7 @@ class Writer:
                 self.shifts[k] = shift
                 place = f"({place} + s{list(self.shifts).index(k)})"
         value = f"p{self.slots[k]}[{place}]"
-        other = literal(Const(0 if r.other is None else r.other, dtype))
-        return f"({' && '.join(tests)} ? {value} : {other})" if tests else value
+        return tests, value, Const(0 if r.other is None else r.other, dtype)
 
     def _aff(self, e: Aff, inner: Mapping[str, tuple[int, int]]) -> str:
         terms: list[tuple[int, str]] = []

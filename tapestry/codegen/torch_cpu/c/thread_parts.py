@@ -93,14 +93,12 @@ def work_of(kernel: str, sizes: Any) -> Work:
 def _of_images(kernel: str, c: native.Conv) -> Work:
     rows, taps = c.images * c.out_h, c.kernel_h * c.kernel_w
     match kernel.removeprefix("tapestry_"):
-        case "depthwise" | "max_pool":
+        case "depthwise":
             return Work(rows, rows * c.out_w * c.channels * taps / CELLS)
         case "winograd":
             lines = c.images * -(-c.out_h // 2)
             units = lines if lines * -(-c.out_w // 2) >= FEW_TILES else -(-c.features // FEATURES)
             return Work(units, rows * c.out_w * c.features * c.channels * taps / 2 / PRODUCTS)
-        case "planes":
-            return Work(rows, rows * c.out_w * c.features * c.channels * taps / PRODUCTS)
         case _:
             units = max(rows * c.out_w // 8, -(-c.features // 64))
             return Work(units, rows * c.out_w * c.features * c.channels * taps / PRODUCTS)

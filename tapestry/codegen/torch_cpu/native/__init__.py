@@ -123,7 +123,7 @@ class Step(ctypes.Structure):
     _fields_ = [("kernel", _POINTER), ("sizes", _POINTER), ("buffers", _POINTER), ("parts", _PLACE)]
 
 
-_CONVOLUTIONS = ("conv", "depthwise", "winograd", "planes", "max_pool")
+_CONVOLUTIONS = ("conv", "depthwise", "winograd")
 _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     **{f"tapestry_{name}": (None, (ctypes.POINTER(Conv), ctypes.POINTER(Buffers), _PLACE, _PLACE)) for name in _CONVOLUTIONS},
     "tapestry_lanes": (_PLACE, ()),

@@ -1,4 +1,6 @@
 /* Convolutions of f32 images whose channels are adjacent, on packed weights, with what follows them: bias, residual, clamp. */
+#include <stdlib.h>
+
 #include "conv.h"
 
 typedef struct { int64_t n, y, x; } Place; /* an output pixel */
@@ -18,6 +20,19 @@ void tapestry_pack(const float *w, float *packed, int64_t features, int64_t dept
         for (int64_t k = 0; k < depth; k++)
             for (int64_t f = f0; f < f1; f++) *packed++ = f < features ? w[f * depth + k] : 0.0f;
     }
+}
+
+/* Memory of this thread's own, for as long as it lives; the next caller takes the same. */
+float *tapestry_scratch(int64_t floats) {
+    static _Thread_local float *memory;
+    static _Thread_local int64_t size;
+    if (size < floats) {
+        free(memory);
+        memory = aligned_alloc(64, (size_t)(floats * (int64_t)sizeof(float) + 63) / 64 * 64);
+        if (!memory) abort();
+        size = floats;
+    }
+    return memory;
 }
 
 typedef struct { int64_t first, pieces, start, length; } Span; /* pieces, and the steps of the reduced dimension that they are */

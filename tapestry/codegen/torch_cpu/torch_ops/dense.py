@@ -20,10 +20,10 @@ from tapestry.codegen.torch_cpu.base.ways import Refusal, Tried
 from tapestry.codegen.torch_cpu.c import conv3d_c, conv_c
 from tapestry.codegen.torch_cpu.c.blocks_c import LEAST, PLAIN, Cells, How, cells_of, each_cell
 from tapestry.codegen.torch_cpu.c.c_calls import Calls, CCall, CpuKernel, Ins, Pack, recorded
-from tapestry.codegen.torch_cpu.c.pooling import transposed
 from tapestry.codegen.torch_cpu.c.thread_parts import Work
 from tapestry.codegen.torch_cpu.pixel_view import order as by_pixels
 from tapestry.codegen.torch_cpu.pixel_view import pixels
+from tapestry.codegen.torch_cpu.torch_ops.transposed import transposed
 from tapestry.ir.expr import Acc, Arg, Expr
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.index import bounds
@@ -118,7 +118,7 @@ def _followed(call: CCall | Calls, after: Cells, ins: Ins, memory: Tensor) -> CC
     """A product and what follows it, which is done on results in cache where it is of each cell alone."""
     lib: Any = native.library()
     last = after.record(ins, memory)
-    able = (lib.tapestry_conv, lib.tapestry_planes, lib.tapestry_depthwise, lib.tapestry_winograd)
+    able = (lib.tapestry_conv, lib.tapestry_depthwise, lib.tapestry_winograd)
     if after.box or not isinstance(call, CCall) or call.function not in able:
         return Calls.of(call, last)
     call.sizes.then = ctypes.cast(last.function, ctypes.c_void_p).value

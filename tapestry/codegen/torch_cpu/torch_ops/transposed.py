@@ -1,140 +1,22 @@
-"""Maximum pooling and transposed convolutions by torch's own operators, read off the projections."""
+"""Transposed convolutions by torch's own operator, read off the projections."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from tapestry.codegen.torch_cpu import native
 from tapestry.codegen.torch_cpu.base.point_values import held
 from tapestry.codegen.torch_cpu.base.ways import Refusal
-from tapestry.codegen.torch_cpu.c.c_calls import CCall, CpuKernel, Ins, recorded
-from tapestry.codegen.torch_cpu.c.conv_c import Tensor, last
-from tapestry.ir.expr import Acc, Arg
+from tapestry.codegen.torch_cpu.c.conv_c import Tensor
 from tapestry.ir.graph import Block, Graph, Guard, Read
 from tapestry.ir.index import Aff, Floor, Mod
 from tapestry.ir.kernel import Box, Kernel, slices_within
 from tapestry.ir.recognition.contraction import factors
-from tapestry.ir.recognition.convolution import plain_read, window
+from tapestry.ir.recognition.convolution import plain_read
 
 States = Callable[[Sequence[Tensor | None]], list[Tensor]]
-
-
-@dataclass(frozen=True, slots=True)
-class Pool:
-    """A maximum over windows of two axes on a block: what of the buffer it takes, and the padding around that."""
-
-    read: int
-    take: tuple[slice, ...]
-    sizes: tuple[int, int]
-    strides: tuple[int, int]
-    dilations: tuple[int, int]
-    before: tuple[int, int]
-    after: tuple[int, int]
-
-
-def as_pool(op: Block, kernel: Kernel) -> Pool | Refusal:
-    """The block as pooling, where its windows are whole."""
-    if op.monoid != "max" or len(op.body) != 1 or len(op.dims) != 4 or op.inner or any(hi <= lo for lo, hi in kernel.block):
-        return Refusal("it is no maximum for each pixel of images")
-    e = op.body[0]
-    if not isinstance(e, Arg) or e.dtype not in ("f32", "f64") or len(op.reads[e.pos].index) != 4:
-        return Refusal("the maximum is not of an image of floats as it is")
-    r, box = op.reads[e.pos], kernel.ins[e.pos]
-    at = {d.name: b for d, b in zip(op.space, kernel.block, strict=True)}
-    names = [d.name for d in op.dims]
-    if r.when or r.other not in (None, float("-inf")) or box is None or any(at[d.name] != (0, d.size) for d in op.reduce):
-        return Refusal("windows have parts that are left out, or padding that is no -inf")
-    if [str(i) if i.is_dim else "" for i in r.index[:2]] != names[:2]:
-        return Refusal("images and channels are not read in their order")
-    if not all(lo <= at[n][0] and at[n][1] <= hi for n, (lo, hi) in zip(names[:2], box[:2], strict=True)):
-        return Refusal("the buffer lacks images or channels")
-    take = [slice(at[n][0] - lo, at[n][1] - lo) for n, (lo, _) in zip(names[:2], box[:2], strict=True)]
-    reduced = {d.name: d.size for d in op.reduce}
-    found = list[tuple[int, int, int, int, int]]()
-    for k in (2, 3):
-        inside = [n for n in reduced if any(a == n for a, _ in r.index[k].terms)]
-        w = window(op, r, k, inside[0] if inside else "", op.ranges) if len(inside) <= 1 else None
-        if w is None:
-            return Refusal("an axis is read at no even window")
-        size, (first, end) = reduced.get(w.window, 1), at[w.out]
-        lo, hi = w.stride * first + w.offset, w.stride * (end - 1) + w.offset + w.dilation * (size - 1) + 1
-        start, stop = max(lo, box[k][0]), min(hi, box[k][1])  # what the buffer lacks within, no tap reads
-        if stop <= start:
-            return Refusal("a window lies outside the image")
-        take.append(slice(start - box[k][0], stop - box[k][0]))
-        found.append((size, w.stride, w.dilation, start - lo, hi - stop))
-    used = [a for i in r.index for a, _ in i.terms]
-    if any(used.count(n) != 1 and size > 1 for n, size in reduced.items()):  # a diagonal, where an axis has it twice
-        return Refusal("a window runs along a diagonal")
-    (sh, th, dh, bh, ah), (sw, tw, dw, bw, aw) = found
-    return Pool(e.pos, tuple(take), (sh, sw), (th, tw), (dh, dw), (bh, bw), (ah, aw))
-
-
-def max_pool(op: Block, kernel: Kernel) -> States | Refusal:
-    """States of a maximum over windows of two axes."""
-    p = as_pool(op, kernel)
-    if isinstance(p, Refusal):
-        return p
-    even = all(0 <= b - a < t and 2 * b <= n for n, t, b, a in zip(p.sizes, p.strides, p.before, p.after, strict=True))
-    sizes, strides, dilations, pads = list(p.sizes), list(p.strides), list(p.dilations), list(p.before) if even else [0, 0]
-    around = [p.before[1], p.after[1], p.before[0], p.after[0]]
-
-    def run(ins: Sequence[Tensor | None]) -> list[Tensor]:
-        x = held(ins[p.read])[p.take]
-        x = x if even else torch.nn.functional.pad(x, around, value=float("-inf"))
-        return [torch.max_pool2d(_last(x), sizes, strides, pads, dilations)]
-
-    return run
-
-
-def pooled(op: Block, kernel: Kernel) -> CpuKernel | Refusal:
-    """A maximum over windows and nothing more, by our own kernel."""
-    lib: Any = native.library()
-    p = as_pool(op, kernel)
-    if isinstance(p, Refusal):
-        return p
-    if lib is None or op.then != (Acc(0, "f32"),):
-        return Refusal("something follows the maximum, or the kernels in C are not built here")
-    b, c, h, w = (hi - lo for lo, hi in kernel.block[:4])
-    strides = (h * w * c, 1, w * c, c)
-
-    def record(ins: Ins, memory: Tensor) -> CCall:
-        buffer = held(ins[p.read])
-        x = last(buffer[p.take])
-        s = x.stride()
-        sizes = native.Conv(
-            b,
-            c,
-            c,
-            x.shape[2],
-            x.shape[3],
-            h,
-            w,
-            *p.sizes,
-            *p.strides,
-            *p.before,
-            *p.dilations,
-            s[0],
-            s[2],
-            s[3],
-            strides[0],
-            strides[2],
-            strides[3],
-            0,
-            0,
-            0,
-            0,
-            0.0,
-            0.0,
-        )
-        buffers = native.Buffers(x.data_ptr(), None, None, None, None, memory.data_ptr())
-        return CCall(lib.tapestry_max_pool, sizes, buffers, (x, memory))
-
-    return recorded(lambda memory: memory.as_strided((b, c, h, w), strides), record, b * c * h * w)
 
 
 def _last(x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-/* Channel by channel over windows: depthwise convolutions and maximum pooling of f32 images whose channels are adjacent. */
+/* Channel by channel over windows: depthwise convolutions of f32 images whose channels are adjacent. */
 #include "conv.h"
 
 enum { WIDE = 8, TOGETHER = 4 }; /* pixels that are computed together; vectors of channels of a pixel that stands alone */
@@ -141,38 +141,4 @@ void tapestry_depthwise(const Conv *c, const Buffers *b, int64_t part, int64_t p
         end = first + c->out_h < rows.end ? first + c->out_h : rows.end;
         depthwise_rows(c, b, row / c->out_h, row - first, end - first);
     }
-}
-
-/* The larger number; a NaN, of either, wins. */
-INLINE vec larger(vec best, vec v) {
-#if defined(__AVX512F__)
-    return (vec)_mm512_mask_mov_ps((__m512)best, _mm512_cmp_ps_mask((__m512)v, (__m512)best, _CMP_NLE_UQ) & _mm512_cmp_ps_mask((__m512)best, (__m512)best, _CMP_ORD_Q), (__m512)v);
-#else
-    mask m = ~(v <= best) & (best == best);
-    return (vec)(((mask)v & m) | ((mask)best & ~m));
-#endif
-}
-
-/* Padding is never the maximum. */
-void tapestry_max_pool(const Conv *c, const Buffers *b, int64_t part, int64_t parts) {
-    Range rows = share(c->images * c->out_h, part, parts);
-    for (int64_t row = rows.begin; row < rows.end; row++)
-            for (int64_t ox = 0; ox < c->out_w; ox++) {
-                int64_t ty0, ty1, tx0, tx1, image = row / c->out_h, oy = row % c->out_h;
-                valid(oy, c->stride_h, c->pad_h, c->dilation_h, c->kernel_h, c->in_h, &ty0, &ty1);
-                valid(ox, c->stride_w, c->pad_w, c->dilation_w, c->kernel_w, c->in_w, &tx0, &tx1);
-                const float *x = b->x + image * c->x_image + (oy * c->stride_h - c->pad_h) * c->x_row +
-                                 (ox * c->stride_w - c->pad_w) * c->x_pixel;
-                float *y = b->y + image * c->y_image + oy * c->y_row + ox * c->y_pixel;
-                for (int64_t k = 0; k < c->channels; k += VL) {
-                    lanes some = first_lanes(c->channels - k);
-                    vec best = all(-__builtin_inff());
-                    for (int64_t ty = ty0; ty < ty1; ty++)
-                        for (int64_t tx = tx0; tx < tx1; tx++) {
-                            const float *at = x + ty * c->dilation_h * c->x_row + tx * c->dilation_w * c->x_pixel + k;
-                            best = larger(best, load_some(at, some));
-                        }
-                    store_some(y + k, best, some);
-                }
-            }
 }
