@@ -106,20 +106,20 @@ class _Watch(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         given = [x for x in args if isinstance(x, Tensor)]
         if func is _ATEN.empty.memory_format:  # to work in: what is there is nothing to those that come after
-            out = self._placed(out)
+            out = self._in_scratch(out)
         move = _MOVES.get(func)
         if move is None or not isinstance(out, Tensor):
-            apart = given and not any(_shares(out, x) for x in given)
+            apart = given and not any(_is_of(out, x) for x in given)
             self.copies_only &= not (apart or func._schema.is_mutable)
             return out
         if func is not torch.ops.aten.copy_.default:
-            same = (func, _key(args), out.stride())
+            same = (func, _arguments(args), out.stride())
             if same in self.known:
                 return self.known[same]
             if out.dtype != given[0].dtype:
                 self.copies_only = False
                 return out
-            out = self.known[same] = self._placed(out)
+            out = self.known[same] = self._in_scratch(out)
         else:
             self.known.clear()  # what was copied may be another one by now
         for call in move(out, *args):
@@ -129,45 +129,45 @@ class _Watch(TorchDispatchMode):
                 self.calls.append(call)
         return out
 
-    def _placed(self, x: Tensor) -> Tensor:
+    def _in_scratch(self, x: Tensor) -> Tensor:
         """A tensor in memory that is shared."""
-        place = None if _has_gaps(x) else self.scratch.like(x, self.count)
+        place = None if _leaves_gaps(x) else self.scratch.like(x, self.count)
         self.copies_only &= place is not None
         self.count += 1
         return x if place is None else place
 
 
-def _key(x: Any) -> Any:
+def _arguments(x: Any) -> Any:
     """What makes two operators' arguments the same."""
     if isinstance(x, list | tuple):
-        return tuple(_key(y) for y in cast(Sequence[Any], x))
+        return tuple(_arguments(y) for y in cast(Sequence[Any], x))
     return (x.data_ptr(), x.shape, x.stride(), x.dtype) if isinstance(x, Tensor) else x
 
 
-def _shares(a: Any, b: Tensor) -> bool:
+def _is_of(a: Any, b: Tensor) -> bool:
     return isinstance(a, Tensor) and a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 
 
-def _has_gaps(x: Tensor) -> bool:
+def _leaves_gaps(x: Tensor) -> bool:
     return 0 in x.shape or sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)) + 1 != x.numel()
 
 
 Steps = Sequence[CCall | None]
 
 
-def _plain(out: Tensor, x: Tensor, *_: Any) -> Steps:
+def _as_it_is(out: Tensor, x: Tensor, *_: Any) -> Steps:
     return [copy(out, x)]
 
 
-def _written(_: Tensor, out: Tensor, x: Tensor, *__: Any) -> Steps:
+def _copied_into(_: Tensor, out: Tensor, x: Tensor, *__: Any) -> Steps:
     return [copy(out, x)]
 
 
-def _selected(out: Tensor, x: Tensor, axis: int, index: Tensor) -> Steps:
+def _picked(out: Tensor, x: Tensor, axis: int, index: Tensor) -> Steps:
     return [copy(out, x, axis % x.dim(), index)]
 
 
-def _gathered(out: Tensor, x: Tensor, index: Sequence[Tensor | None]) -> Steps:
+def _from_anywhere(out: Tensor, x: Tensor, index: Sequence[Tensor | None]) -> Steps:
     """``x[index]`` of a flat tensor."""
     only = index[0]
     if x.dim() != 1 or len(index) != 1 or only is None or only.dtype != torch.int64 or not out.is_contiguous():
@@ -175,7 +175,7 @@ def _gathered(out: Tensor, x: Tensor, index: Sequence[Tensor | None]) -> Steps:
     return [copy(out.view(-1), x, 0, only.reshape(-1))]
 
 
-def _padded(out: Tensor, x: Tensor, pad: Sequence[int], value: float = 0) -> Steps:
+def _framed(out: Tensor, x: Tensor, pad: Sequence[int], value: float = 0) -> Steps:
     inside = out
     for k, (low, high) in enumerate(zip(pad[::2], pad[1::2], strict=True)):
         if low < 0 or high < 0:
@@ -186,12 +186,12 @@ def _padded(out: Tensor, x: Tensor, pad: Sequence[int], value: float = 0) -> Ste
 
 _ATEN = torch.ops.aten
 _MOVES: dict[Any, Callable[..., Steps]] = {
-    _ATEN.clone.default: _plain,
-    _ATEN._to_copy.default: _plain,
-    _ATEN.copy_.default: _written,
-    _ATEN.index_select.default: _selected,
-    _ATEN.index.Tensor: _gathered,
-    _ATEN.constant_pad_nd.default: _padded,
+    _ATEN.clone.default: _as_it_is,
+    _ATEN._to_copy.default: _as_it_is,
+    _ATEN.copy_.default: _copied_into,
+    _ATEN.index_select.default: _picked,
+    _ATEN.index.Tensor: _from_anywhere,
+    _ATEN.constant_pad_nd.default: _framed,
 }
 
 
@@ -206,7 +206,7 @@ def copy(out: Tensor, x: Tensor, axis: int = -1, index: Tensor | None = None) ->
     x = x if index is not None else x.expand(out.shape)
     places = None if index is None else (torch.where(index < 0, index + x.shape[axis], index) * x.stride(axis)).contiguous()
     axes = [(n, x.stride(k), out.stride(k), k == axis and places is not None) for k, n in enumerate(out.shape) if n > 1]
-    axes = _joined(sorted(axes, key=lambda a: -a[2]))
+    axes = _walked_as_one(sorted(axes, key=lambda a: -a[2]))
     if len(axes) > 1:  # rows: what is adjacent in what is read, if cells are not
         row = min(axes[:-1], key=lambda a: (a[3], a[1] == 0, a[1]))
         axes = [*(a for a in axes[:-1] if a is not row), row, axes[-1]]
@@ -222,7 +222,7 @@ def copy(out: Tensor, x: Tensor, axis: int = -1, index: Tensor | None = None) ->
     return CCall(lib.tapestry_copy, sizes, buffers, (x, out, places), Work(units, out.numel() / COPIED))
 
 
-def _joined(axes: Sequence[tuple[int, int, int, bool]]) -> list[tuple[int, int, int, bool]]:
+def _walked_as_one(axes: Sequence[tuple[int, int, int, bool]]) -> list[tuple[int, int, int, bool]]:
     """Axes (extent, stride there, stride here, whether places are listed), neighbours that are walked like one joined."""
     out = list[tuple[int, int, int, bool]]()
     for n, there, here, listed in axes:

@@ -32,19 +32,19 @@ PLAIN = {"hidden_size", "direction", "layout", "linear_before_reset", "input_for
 GIVEN, OWN, STATE, CELL, OTHER, PEEPHOLES, FIELDS = 0, 4, 8, 9, 10, 11, 14  # arrays of a function, as in recurrence.c
 
 
-def _at(field: int) -> Expr:
+def _array(field: int) -> Expr:
     return Acc(field, "f32")
 
 
-def _call(fn: str, *args: Expr) -> Expr:
+def _apply(fn: str, *args: Expr) -> Expr:
     return Call(fn, args, "f32")
 
 
 def _gate(k: int, *more: Expr, own: Expr | None = None) -> Expr:
     """What goes into gate ``k``'s activation."""
-    out = _call("add", _at(GIVEN + k), own or _at(OWN + k))
+    out = _apply("add", _array(GIVEN + k), own or _array(OWN + k))
     for x in more:
-        out = _call("add", out, x)
+        out = _apply("add", out, x)
     return out
 
 
@@ -52,21 +52,21 @@ def _functions(kind: str, peepholes: bool, resets_after: bool) -> tuple[Expr | N
     """(what is worked out before the last gates' products, the state)."""
 
     def through(p: int, cell: int) -> Sequence[Expr]:
-        return [_call("mul", _at(PEEPHOLES + p), _at(cell))] if peepholes else []
+        return [_apply("mul", _array(PEEPHOLES + p), _array(cell))] if peepholes else []
 
     if kind == "RNN":
-        return None, _call("tanh", _gate(0))
+        return None, _apply("tanh", _gate(0))
     if kind == "LSTM":  # gates: input, output, forget, cell; peepholes: input, output, forget
-        forget, inward = _call("sigmoid", _gate(2, *through(2, CELL))), _call("sigmoid", _gate(0, *through(0, CELL)))
-        cell = _call("add", _call("mul", forget, _at(CELL)), _call("mul", inward, _call("tanh", _gate(3))))
-        out = _call("sigmoid", _gate(1, *through(1, OTHER)))
-        return cell, _call("mul", out, _call("tanh", _at(OTHER)))
-    reset = _call("sigmoid", _gate(1))  # gates: update, reset, hidden
-    kept = _call("mul", reset, _at(OWN + 2)) if resets_after else None
-    new, update = _call("tanh", _gate(2, own=kept)), _call("sigmoid", _gate(0))
+        forget, inward = _apply("sigmoid", _gate(2, *through(2, CELL))), _apply("sigmoid", _gate(0, *through(0, CELL)))
+        cell = _apply("add", _apply("mul", forget, _array(CELL)), _apply("mul", inward, _apply("tanh", _gate(3))))
+        out = _apply("sigmoid", _gate(1, *through(1, OTHER)))
+        return cell, _apply("mul", out, _apply("tanh", _array(OTHER)))
+    reset = _apply("sigmoid", _gate(1))  # gates: update, reset, hidden
+    kept = _apply("mul", reset, _array(OWN + 2)) if resets_after else None
+    new, update = _apply("tanh", _gate(2, own=kept)), _apply("sigmoid", _gate(0))
     one = Const(1.0, "f32")
-    state = _call("add", _call("mul", _call("sub", one, update), new), _call("mul", update, _at(STATE)))
-    return None if resets_after else _call("mul", reset, _at(STATE)), state
+    state = _apply("add", _apply("mul", _apply("sub", one, update), new), _apply("mul", update, _array(STATE)))
+    return None if resets_after else _apply("mul", reset, _array(STATE)), state
 
 
 def recurrent(op: Opaque, graph: Graph, kernel: Kernel, plain: Run) -> CpuKernel | Refusal:
