@@ -268,7 +268,7 @@ def test_integer_primitives_agree(fn, dtype):
     with np.errstate(all="ignore"):
         expected = np.asarray(interp.NUMPY[fn](*args))
     e = Call(fn, tuple(Arg(k, dtype) for k in range(len(args))), "bool" if PRIMITIVES[fn].result == "bool" else dtype)
-    found = compile_value(e, {}, owned=False).run(dict(enumerate(torch.from_numpy(x) for x in args)), []).numpy()
+    found = compile_value(e, {})(dict(enumerate(torch.from_numpy(x) for x in args)), []).numpy()
     assert np.array_equal(found, expected.astype(found.dtype))
 
 

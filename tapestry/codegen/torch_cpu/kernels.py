@@ -15,7 +15,7 @@ import torch
 from tapestry.codegen.torch_cpu import native, sibling_sums
 from tapestry.codegen.torch_cpu.attention_c import attention_kernel
 from tapestry.codegen.torch_cpu.attention_scores import scored
-from tapestry.codegen.torch_cpu.base import contract, grouped_rows, scalars, state_merges, tiled_sums
+from tapestry.codegen.torch_cpu.base import contract, scalars, state_merges, tiled_sums
 from tapestry.codegen.torch_cpu.base.local_view import localise
 from tapestry.codegen.torch_cpu.base.piecewise import pieces
 from tapestry.codegen.torch_cpu.base.point_values import Expressions, Run, held
@@ -208,24 +208,6 @@ def _with_plain(a: Asked, made: CpuKernel | Refusal) -> CpuKernel | Refusal:
     return replace(made, plain=a.operators, few=few) if made and made.functions else made
 
 
-def _layer_norm(a: Asked) -> CpuKernel | Refusal:
-    run = norms.layer_norm(a.op, a.kernel)
-    return run if isinstance(run, Refusal) else CpuKernel(plain=run)
-
-
-def _regrouped(a: Asked) -> CpuKernel | Refusal:
-    """The kernel of the operation with dimensions of groups cut in two."""
-    cut = grouped_rows.regrouped(a.op, a.graph, a.kernel)
-    if cut is None:
-        return Refusal("no statistics are of groups of a dimension, or the block has parts of groups")
-    run, wanted = build(*cut, a.how), [shape(b) for b in a.kernel.outs]
-    return CpuKernel(
-        plain=lambda ins, given: [x.contiguous().view(w) for x, w in zip(run(ins, given), wanted, strict=True)],
-        way=f"group by group: {run.way}",
-        tried=run.tried,
-    )
-
-
 def _map(a: Asked) -> Run:
     """An operation without a reduction, on torch's operators."""
     results = Expressions(a.op, a.graph, a.kernel, a.op.body, Frame(a.op.dims, a.kernel.block))
@@ -292,8 +274,6 @@ ON_BUFFERS: Kernels = (
 KERNELS: Kernels = (
     Way("attention", _attention, "torch would write all scores out; asked before what would take the scores for less"),
     Way("attention, scores in generated C", _scored, "takes any score, and is slower than the one above"),
-    Way("layer norm by torch", _layer_norm, "one operator for what would be three passes"),
-    Way("group by group", _regrouped, "statistics of a group are computed once, not for each of its channels"),
     Way("convolution or product of 8 bits on a packed weight", _eights, "sums in i32; the rows below know floats alone"),
     Way("several sums on packed weights", _sums, "reads once what they share; each by itself would read it again"),
     Way("convolution on a packed weight", _dense_convolution, "asked before the linear layer, which would write windows out"),

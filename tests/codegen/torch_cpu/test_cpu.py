@@ -18,14 +18,12 @@ from tapestry.codegen.torch_cpu import TorchCpu, kernels
 from tapestry.codegen.torch_cpu.base.closures import compile_value
 from tapestry.codegen.torch_cpu.base.strided_reads import Remembered
 from tapestry.codegen.torch_cpu.base.torch_unary import native
-from tapestry.codegen.torch_cpu.torch_ops import norms
 from tapestry.ir.expr import Acc, Const, Expr, call, rewrite
 from tapestry.ir.graph import Block
 from tapestry.ir.kernel import Kernel
 from tapestry.ir.program import Launch
 from tapestry.ir.syntax.parser import parse
 from tapestry.lift import read_weight
-from tapestry.runtime.executor import kernel_of
 from tapestry.verify import interp
 from tests.support.attention.attention_runs import run_ops
 from tests.support.small_models import N, f32, i64, net
@@ -73,21 +71,14 @@ def test_natives_are_found_and_nothing_that_is_only_like_them(name: str) -> None
 
 
 @pytest.mark.parametrize("formula", [erf_gelu, tanh_gelu, silu, relu6])
-@pytest.mark.parametrize("owned", [False, True])
-def test_compiled_values_are_those_of_the_table_and_keep_nan(formula: Callable[[Expr], Expr], owned: bool) -> None:
+def test_compiled_values_are_those_of_the_table_and_keep_nan(formula: Callable[[Expr], Expr]) -> None:
     x = torch.tensor([-30.0, -1.5, -0.0, 0.0, 1e-20, 0.7, 5.9, 6.1, 30.0, float("nan")])
     e = formula(call("add", X, number(0.25)))
     expected = torch.from_numpy(interp.value(e, [], [x.numpy()], {}, False))
     given = x.clone()
-    found = compile_value(e, {}, owned=owned).run({}, [given])
+    found = compile_value(e, {})({}, [given])
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6, equal_nan=True)
-    assert owned or torch.equal(given.nan_to_num(), x.nan_to_num())
-
-
-def test_a_state_used_twice_is_left_alone() -> None:
-    e = call("add", call("exp", X), X)
-    x = torch.arange(4.0)
-    torch.testing.assert_close(compile_value(e, {}, owned=True).run({}, [x.clone()]), x.exp() + x)
+    assert torch.equal(given.nan_to_num(), x.nan_to_num())
 
 
 def packs(c: api.Compiled) -> list[dict[int, dict[int, str]]]:
@@ -283,9 +274,7 @@ def test_pieces_digits_and_norms(tmp_path: Path) -> None:
     check(c)
     graph, program = c.build.plan.graph, c.build.program
     launches = [(s, graph.ops[s.op]) for s in program.steps if isinstance(s, Launch)]
-    rows = [(s, op) for s, op in launches if isinstance(op, Block) and op.monoid == "moments"]
-    found = [norms.layer_norm(op, kernel_of(s, 0, program)) for s, op in rows]
-    assert found and all(found)
+    assert any(isinstance(op, Block) and op.monoid == "moments" for _, op in launches)
 
 
 def test_views_are_remembered_and_copies_are_not() -> None:

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import os
-import subprocess
-import sys
-
 import ml_dtypes
 import numpy as np
 import onnx
@@ -17,7 +12,6 @@ from onnx import helper
 
 import tapestry
 from tapestry.codegen.torch_cpu.torch_ops import integers
-from tapestry.codegen.torch_cpu.torch_ops.integers import one_product
 from tapestry.ir.graph import Block
 from tapestry.onnx_eval.ort_session import ort_session
 from tests.support.lifting import build, data, evaluate, lift_model, node
@@ -50,50 +44,11 @@ def test_integer_products(tmp_path, kinds, zeros):
     assert found.dtype == np.int32 and np.array_equal(found, want)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("right", [torch.uint8, torch.int8])
-@pytest.mark.parametrize("left", [torch.uint8, torch.int8])
-def test_integer_products_of_any_strides(left, right):
-    """Rows, columns or elements that are parts of larger arrays: torch's own product misreads most of these."""
-    held = torch.from_numpy(RNG.integers(0, 256, 4000).astype(np.uint8))
-
-    def views(rows, columns, dtype):
-        steps = {(columns, 1), (1, rows), (columns + 5, 1), (1, rows + 7), (0, 1), (1, 0), (0, 0), (1, 11), (2 * columns, 2)}
-        return [held.view(dtype).as_strided((rows, columns), step, 3) for step in sorted(steps)]
-
-    for m, k, n in itertools.product((1, 2, 33), (1, 2, 8), (1, 2, 17)):
-        for a, b in itertools.product(views(m, k, left), views(k, n, right)):
-            assert torch.equal(one_product(a, b).long(), a.long() @ b.long()), (a.shape, a.stride(), b.shape, b.stride())
-
-
-SATURATED = """
-import torch
-from tapestry.codegen.torch_cpu.torch_ops.dense import exact, one_product
-for kinds in ((torch.int8, torch.int8), (torch.uint8, torch.int8), (torch.int8, torch.uint8), (torch.uint8, torch.uint8)):
-    for depth in (3, 64, 600, 3000):
-        for high in (False, True):
-            x, y = (torch.full(s, t(torch.iinfo(k)), dtype=k) for s, k, t in zip(
-                ((5, depth), (depth, 16)), kinds, (lambda i: i.max, lambda i: i.max if high else i.min)))
-            assert torch.equal(one_product(x, y).long(), x.long() @ y.long()), (kinds, depth)
-print(exact(torch.uint8))
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("processor", ["AVX2", "ALL"])
-def test_integer_products_of_the_largest_values_on_any_processor(processor):
-    """Without VNNI torch's own product of bytes is cut to 16 bits on its way, on most processors."""
-    env = {**os.environ, "ONEDNN_MAX_CPU_ISA": processor}
-    done = subprocess.run([sys.executable, "-c", SATURATED], env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-
-
 def test_sums_beyond_i32_wrap_in_batches():
     """As the integer product's do, so that taking off zero points gives what is within again."""
     x, y = torch.full((17, 1, 40000), 255, dtype=torch.uint8), torch.full((17, 40000, 1), 255, dtype=torch.uint8)
     want = (x.long() @ y.long()).to(torch.int32)
-    assert torch.equal(integers._multiply(x, y), want) and torch.equal(integers._multiply(x[:1], y[:1]), want[:1])
+    assert torch.equal(integers._in_floats(x, y), want) and torch.equal(integers._in_floats(x[:1], y[:1]), want[:1])
 
 
 @pytest.mark.sampled(1)

@@ -27,26 +27,20 @@ Run = Callable[[Sequence[Tensor | None], Sequence[Tensor]], list[Tensor]]
 class Expressions:
     """Values of expressions over a frame, as new dense tensors of the frame's shape, in whatever order of axes."""
 
-    def __init__(
-        self, op: Block, graph: Graph, kernel: Kernel, exprs: tuple[Expr, ...], frame: Frame, *, owned: bool = False
-    ) -> None:
+    def __init__(self, op: Block, graph: Graph, kernel: Kernel, exprs: tuple[Expr, ...], frame: Frame) -> None:
         self.shape = frame.extents
         self.fetch = _fetchers(op, graph, kernel, exprs, frame)
         index = {x: index_values(x.aff, frame) for e in exprs for x in walk(e) if isinstance(x, Index)}
-        self.owned = owned and len(exprs) == 1
-        self.compiled = [compile_value(e, index, owned=self.owned) for e in exprs]
-        self.fresh, self.size = all(c.fresh for c in self.compiled), torch.Size(frame.extents)
+        self.compiled = [compile_value(e, index) for e in exprs]
 
     def values(self, ins: Sequence[Tensor | None], states: list[Tensor]) -> list[Tensor]:
         """Values that broadcast to the frame."""
         args = {k: f(held(ins[k])) for k, f in self.fetch.items()}
-        return [c.run(args, states) for c in self.compiled]
+        return [run(args, states) for run in self.compiled]
 
     def __call__(self, ins: Sequence[Tensor | None], states: list[Tensor], kept: Sequence[Tensor] = ()) -> list[Tensor]:
         """New tensors: a state may be one itself unless it is ``kept``."""
         values = self.values(ins, states)
-        if self.fresh and not kept and all(v.shape == self.size for v in values):
-            return values
         given = {t.data_ptr() for t in (*ins, *kept) if t is not None}
         return [_own(v.expand(self.shape), given) for v in values]
 

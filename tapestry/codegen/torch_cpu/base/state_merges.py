@@ -7,7 +7,7 @@ from functools import lru_cache
 
 import torch
 
-from tapestry.codegen.torch_cpu.base.closures import Node, Tensor, compile_value
+from tapestry.codegen.torch_cpu.base.closures import Tensor, Value, compile_value
 from tapestry.codegen.torch_cpu.base.scalars import NAMES, UNSIGNED
 from tapestry.ir.monoid import MONOIDS, Best, ByPrimitive, Moments, Monoid, parts_of
 from tapestry.ir.recognition.contraction import only_sums
@@ -116,12 +116,12 @@ def dense(monoid: str) -> Reducer | None:
 def combine(monoid: str, a: list[Tensor], b: list[Tensor], dtypes: tuple[str, ...]) -> list[Tensor]:
     """One merge of two states, a before b."""
     args = dict(enumerate([*a, *b]))
-    return [node.run(args, []) for node in _combiner(MONOIDS[monoid], dtypes)]
+    return [run(args, []) for run in _combiner(MONOIDS[monoid], dtypes)]
 
 
 @lru_cache(maxsize=1 << 8)
-def _combiner(monoid: Monoid, dtypes: tuple[str, ...]) -> list[Node]:
-    return [compile_value(e, {}, owned=False) for e in monoid.combiner(dtypes)]
+def _combiner(monoid: Monoid, dtypes: tuple[str, ...]) -> list[Value]:
+    return [compile_value(e, {}) for e in monoid.combiner(dtypes)]
 
 
 def fold(monoid: str, fields: list[Tensor], keep: int) -> list[Tensor]:

@@ -13,8 +13,3 @@ _TORCH: Any = torch
 def tensor_of(array: np.ndarray) -> torch.Tensor:
     """A tensor on the memory of an array."""
     return _TORCH.from_numpy(array)
-
-
-def int_mm(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """The product of two matrices of 8-bit integers, summed in i32."""
-    return _TORCH._int_mm(left, right)

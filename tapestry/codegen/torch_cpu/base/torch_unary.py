@@ -5,30 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-import torch
-
-from tapestry.codegen.torch_cpu.base.scalars import Tensor
 from tapestry.ir.expr import Acc, Arg, Call, Const, Expr, walk
 
 CLOSE = 1e-6  # constants of an exported formula are rounded to f32
-
-
-def _gelu(x: Tensor, into: Tensor | None = None) -> Tensor:
-    """torch's GELU, and its formula where that has NaN for infinity, and infinity for 3e38 (torch 2.13)."""
-    if not x.numel() or bool(x.amax() < 1e38):  # (not of a NaN)
-        return torch.nn.functional.gelu(x) if into is None else torch.ops.aten.gelu_.default(into)
-    return torch.mul(x * 0.5, torch.erf(x * math.sqrt(0.5)).add_(1), out=into)
-
-
-NATIVE: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
-    "gelu": (_gelu, lambda x: _gelu(x, x)),
-    "gelu_tanh": (
-        lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
-        lambda x: torch.ops.aten.gelu_.default(x, approximate="tanh"),
-    ),
-    "silu": (torch.nn.functional.silu, torch.ops.aten.silu_.default),
-}
-"""Name to (a function that gives a new tensor, one that works in place)."""
 
 
 def native(e: Expr) -> tuple[str, Expr] | None:

@@ -83,9 +83,6 @@ def work_of(kernel: str, sizes: Any) -> Work:
             products = sizes.outer * sizes.inner * sizes.rows * sizes.keys * (sizes.depth + (sizes.columns or sizes.depth))
             heads = sizes.outer * sizes.inner
             return Work(-(-heads // sizes.group) if kernel == "tapestry_attend" else heads, products / PRODUCTS)
-        case native.Several():
-            one = _of_images("tapestry_conv", sizes.sum)
-            return Work(sizes.sum.in_w, one.nanoseconds * sizes.sums)
         case _:
             return Work()
 

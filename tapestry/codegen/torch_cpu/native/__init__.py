@@ -69,21 +69,6 @@ class Heads(ctypes.Structure):
     ]  # fmt: skip
 
 
-MOST_SUMS = 4
-
-
-class Several(ctypes.Structure):
-    """``Several`` of several.c."""
-
-    _fields_ = [("sum", Conv), ("sums", _PLACE), ("then", _POINTER)]
-
-
-class Products(ctypes.Structure):
-    """``Products`` of several.c: addresses."""
-
-    _fields_ = [("x", _POINTER), ("w", _POINTER * MOST_SUMS), ("bias", _POINTER * MOST_SUMS), ("y", _POINTER)]
-
-
 MOST_AXES = 6
 
 
@@ -132,7 +117,6 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "tapestry_attention": (None, (ctypes.POINTER(Attention), ctypes.POINTER(Heads), _PLACE, _PLACE)),
     "tapestry_scored": (None, (ctypes.POINTER(Attention), ctypes.POINTER(Heads), _PLACE, _PLACE)),
     "tapestry_attend": (None, (ctypes.POINTER(Attention), ctypes.POINTER(Heads), _PLACE, _PLACE)),
-    "tapestry_several": (None, (ctypes.POINTER(Several), ctypes.POINTER(Products), _PLACE, _PLACE)),
     "tapestry_copy": (None, (ctypes.POINTER(Copy), ctypes.POINTER(Copied), _PLACE, _PLACE)),
     "tapestry_recurrence": (None, (ctypes.POINTER(Recurrence), ctypes.POINTER(Sequences), _PLACE, _PLACE)),
     "tapestry_run": (None, (ctypes.POINTER(Step), _PLACE, _PLACE)),

@@ -1,7 +1,7 @@
 /* Channel by channel over windows: depthwise convolutions of f32 images whose channels are adjacent. */
 #include "conv.h"
 
-enum { WIDE = 8, TOGETHER = 4 }; /* pixels that are computed together; vectors of channels of a pixel that stands alone */
+enum { WIDE = 8 }; /* pixels that are computed together */
 
 /* A row of the output: the taps [ty0, ty1) read rows of the image, the first of which is `first`. */
 typedef struct { int64_t oy, ty0, ty1, first; } Row;
@@ -10,18 +10,12 @@ INLINE const float *input(const Conv *c, const Buffers *b, const Row *r, int64_t
     return b->x + (r->first + (ty - r->ty0) * c->dilation_h) * c->x_row;
 }
 
-INLINE void put(const Conv *c, const Buffers *b, const Row *r, int64_t ox, int64_t k, vec out, lanes some) {
-    if (b->residual) out += load_some(b->residual + r->oy * c->r_row + ox * c->r_pixel + k, some);
-    if (c->clamped) out = clamp(out, all(c->low), all(c->high));
-    store_some(b->y + r->oy * c->y_row + ox * c->y_pixel + k, out, some);
-}
-
 #define ALL _Pragma("GCC unroll 24")
 /* Where the pixels of a block are, in memory: a copy, since what is written might be a `Conv` as far as a compiler knows. */
 typedef struct {
     const float *x, *w, *bias, *residual;
     float *y;
-    int64_t tall, taps, channels, line, pixel, tap, apart, r_pixel, y_pixel;
+    int64_t tall, taps, channels, line, pixel, tap, apart, r_pixel, y_pixel, skip; /* of weights after the taps of a row */
     int clamped;
     float low, high;
 } Block;
@@ -44,7 +38,7 @@ INLINE void lanes_of(const int n, const int wide, const int stride, const Block 
     const float *x = at.x + k, *w = at.w + k;
     const float *next = x + (at.tall - 1) * at.line + n * at.apart; /* new to the next pixels: their lowest line alone */
     for (int j = 0; j < n * (stride ? stride : 1); j++) __builtin_prefetch(next + j * at.pixel);
-    for (int64_t ty = 0; ty < at.tall; ty++, x += at.line) {
+    for (int64_t ty = 0; ty < at.tall; ty++, x += at.line, w += at.skip) {
         const float *from = x;
         if (wide) {
             vec weight[7];
@@ -83,31 +77,14 @@ BOTH(0, 0) BOTH(3, 1) BOTH(3, 2) BOTH(5, 1) BOTH(5, 2) BOTH(7, 1) BOTH(7, 2)
 #define OF(TAPS, STRIDE) {pixels_4_##TAPS##_##STRIDE, pixels_8_##TAPS##_##STRIDE}
 static const Pixels ANY[2] = OF(0, 0), USUAL[3][2][2] = {{OF(3, 1), OF(3, 2)}, {OF(5, 1), OF(5, 2)}, {OF(7, 1), OF(7, 2)}};
 
-/* A pixel that reaches padding to its sides: taps inside alone, several vectors of channels at a time. */
+/* A pixel that reaches padding to its sides: the taps inside alone. */
 static void alone(const Conv *c, const Buffers *b, const Row *r, int64_t ox) {
-    int64_t t0, t1, left = ox * c->stride_w - c->pad_w;
+    int64_t t0, t1, k = 0;
     valid(ox, c->stride_w, c->pad_w, c->dilation_w, c->kernel_w, c->in_w, &t0, &t1);
-    for (int64_t k = 0; k < c->channels; k += TOGETHER * VL) {
-        vec acc[TOGETHER] = {{0}};
-        lanes some[TOGETHER];
-        const int64_t more = (c->channels - k + VL - 1) / VL, n = more < TOGETHER ? more : TOGETHER;
-        for (int64_t i = 0; i < n; i++) {
-            some[i] = first_lanes(c->channels - k - i * VL);
-            if (b->bias) acc[i] = load_some(b->bias + k + i * VL, some[i]);
-        }
-        for (int64_t ty = r->ty0; ty < r->ty1; ty++) {
-            const float *x = input(c, b, r, ty) + left * c->x_pixel + k, *w = b->w + ty * c->kernel_w * c->channels + k;
-            for (int64_t t = t0; t < t1; t++) {
-                const float *at = x + t * c->dilation_w * c->x_pixel, *own = w + t * c->channels;
-                if (c->channels - k >= TOGETHER * VL)
-                    UNROLL for (int i = 0; i < TOGETHER; i++) acc[i] = fma_of(load(own + i * VL), load(at + i * VL), acc[i]);
-                else
-                    for (int64_t i = 0; i < n; i++)
-                        acc[i] = fma_of(load_some(own + i * VL, some[i]), load_some(at + i * VL, some[i]), acc[i]);
-            }
-        }
-        for (int64_t i = 0; i < n; i++) put(c, b, r, ox, k + i * VL, acc[i], some[i]);
-    }
+    Block at = block_of(c, b, r, ox);
+    at.x += t0 * at.tap, at.w += t0 * at.channels, at.taps = t0 < t1 ? t1 - t0 : 0, at.skip = (c->kernel_w - at.taps) * at.channels;
+    for (; k + VL <= at.channels; k += VL) lanes_of(1, 0, 0, at, k, first_lanes(VL));
+    if (k < at.channels) lanes_of(1, 0, 0, at, k, first_lanes(at.channels - k));
 }
 
 /* Rows [row, end) of one image. */

@@ -93,7 +93,7 @@ def _on_packed(
         prod(base.extents),
         _part(op, kernel, then.bias),
         _part(op, kernel, then.residual),
-        None if then.rest is None else Expressions(op, graph, kernel, then.rest, base, owned=True),
+        None if then.rest is None else Expressions(op, graph, kernel, then.rest, base),
     )
     alone, rest = then.rest == (Acc(0, "f32"),), then.rest if kernel.outs == (base.box,) else None
     after = _after(op, graph, kernel, rest[0], found.order, how) if rest and not alone else None

@@ -1,4 +1,4 @@
-"""Products of integers of 8 bits, summed in i32 by torch's integer matrix product (oneDNN), exact for any zero points.
+"""Products of integers of 8 bits, summed in floats that hold them: exact for any zero points.
 
 ``sum (a - p)(b - q) = sum ab - q sum a - p sum b + k p q``, where sums that would be multiplied by 0 are not made.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from math import prod
 
 import torch
@@ -18,7 +17,6 @@ from tapestry.codegen.torch_cpu.base.epilogue import Epilogue
 from tapestry.codegen.torch_cpu.base.local_view import localise
 from tapestry.codegen.torch_cpu.base.point_values import Expressions, Run, held
 from tapestry.codegen.torch_cpu.base.strided_reads import Frame, Tensor
-from tapestry.codegen.torch_cpu.base.torch_api import int_mm
 from tapestry.codegen.torch_cpu.base.ways import Refusal
 from tapestry.codegen.torch_cpu.c.c_calls import CpuKernel, Ins, Pack
 from tapestry.codegen.torch_cpu.torch_ops import dense
@@ -26,9 +24,6 @@ from tapestry.ir.expr import Arg, Call, Const, Expr
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.kernel import Kernel
 from tapestry.ir.recognition.contraction import dims_read, factors, narrow
-
-_MANY = 16  # matrices of a batch that are multiplied one by one; more, in floats that hold the sums exactly
-_SUMMED = 1 << 14  # values: the sums of fewer take no time
 
 
 def product(
@@ -48,7 +43,7 @@ def product(
         return Refusal("a zero point varies within a sum, or a factor does not")
     values = Expressions(op, graph, kernel, (a.value, b.value), frame)
     shifts = [shift_of(op, graph, kernel, frame, z) for z in (a.shift, b.shift)]
-    run = contract.matmul(op, frame, *dims, multiply=_multiply)
+    run = contract.matmul(op, frame, *dims, multiply=_in_floats)
     maps = len(op.dims)
     depth = prod(frame.extents[maps:])
     axes = tuple(range(maps, len(frame.extents)))
@@ -69,10 +64,7 @@ def product(
 
 
 def _sums(x: Tensor, axes: tuple[int, ...]) -> Tensor:
-    """Over the last axes: of many values, a product with ones."""
-    if axes and x.numel() >= _SUMMED:
-        rows = x.reshape(prod(x.shape[: axes[0]]), -1)
-        return one_product(torch.ones(1, rows.shape[1], dtype=torch.int8), rows.t()).view(x.shape[: axes[0]])
+    """Over the last axes."""
     return torch.sum(x, dim=axes, dtype=torch.int32) if axes else x.to(torch.int32)
 
 
@@ -92,25 +84,6 @@ def shift_of(
     return value
 
 
-def _multiply(left: Tensor, right: Tensor) -> Tensor:
-    """A batch of products, rows by k times k by columns."""
-    batch = left.shape[0]
-    if batch > _MANY:
-        return _in_floats(left, right)
-    found = [one_product(x, y) for x, y in zip(left, right, strict=True)]
-    return found[0][None] if batch == 1 else torch.stack(found)
-
-
-def one_product(left: Tensor, right: Tensor) -> Tensor:
-    """One product; an unsigned byte on the right is 128 and a signed one."""
-    if not exact(left.dtype):
-        return _in_floats(left, right)
-    if right.dtype == torch.uint8:
-        more = 128 * torch.sum(left, dim=1, keepdim=True, dtype=torch.int32)
-        return one_product(left, torch.bitwise_xor(right, 128).view(torch.int8)).add_(more)
-    return int_mm(_matrix(left), _matrix(right))
-
-
 def _in_floats(left: Tensor, right: Tensor) -> Tensor:
     """Products in floats that hold every sum; what is beyond i32 wraps around, as it does in the integer product."""
     largest = prod(255 if x.dtype == torch.uint8 else 128 for x in (left, right))
@@ -122,27 +95,6 @@ def _in_floats(left: Tensor, right: Tensor) -> Tensor:
 def _integers(sums: Tensor) -> Tensor:
     """Sums in floats as i32, as the integer product wraps them around."""
     return sums.to(torch.int32) if sums.dtype == torch.float32 else sums.to(torch.int64).to(torch.int32)
-
-
-def _matrix(x: Tensor) -> Tensor:
-    """The matrix in rows, or in columns if it lies so: oneDNN takes any other strides for one of the two, those of an axis of
-    one element as well, which torch does not look at."""
-    rows, columns = x.shape
-    if x.t().is_contiguous() and not x.is_contiguous():
-        return x.as_strided((rows, columns), (1, rows))
-    return x.contiguous().as_strided((rows, columns), (columns, 1))
-
-
-@cache
-def exact(left: torch.dtype) -> bool:
-    """Whether torch has an integer product by signed bytes, and it is one: oneDNN adds pairs in 16 bits, and cuts what those do
-    not hold, on processors that cannot multiply and add bytes in one instruction (VNNI; AVX2 and the first AVX-512 cannot)."""
-    ends, b = torch.iinfo(left), torch.full((64, 16), 127, dtype=torch.int8)
-    mixed = [torch.full((4, 64), x, dtype=left) for x in (ends.min, ends.max)]
-    try:
-        return all(torch.equal(int_mm(x, b).long(), x.long() @ b.long()) for x in mixed)
-    except RuntimeError:
-        return False
 
 
 HELD = 1 << 24  # integers up to this a float holds
