@@ -30,7 +30,6 @@ from tapestry.codegen.torch_cpu.c.recurrent_c import recurrent
 from tapestry.codegen.torch_cpu.pixel_view import pixels
 from tapestry.codegen.torch_cpu.row_view import rows
 from tapestry.codegen.torch_cpu.torch_ops import dense, integers, layers, norms
-from tapestry.codegen.torch_cpu.torch_ops.transposed import transposed
 from tapestry.codegen.torch_cpu.torch_ops.viewed import viewed
 from tapestry.codegen.torch_cpu.views import seen
 from tapestry.ir import canonical_parts
@@ -365,11 +364,6 @@ def _convolution(a: Asked) -> States | Refusal:
 OPERATORS: Sequence[Way[Asked, States]] = (
     Way("prefix of a running state", _scan, "linear work, where every other row would do all prefixes anew"),
     Way("convolution", _convolution, "asked before the product, which would write windows out"),
-    Way(
-        "transposed convolution",
-        lambda a: transposed(a.op, a.graph, a.kernel),
-        "a convolution has no stride in what it reads",
-    ),
     Way(
         "convolution of 8 bits",
         lambda a: integers.convolution(a.op, a.graph, a.kernel, a.frame),

@@ -11,18 +11,14 @@ import torch
 
 from tapestry.ir.graph import Graph
 from tapestry.ir.kernel import Box, shape
-from tapestry.ir.program import Free, Launch, Load, Program, allocated
-from tapestry.ir.types import HOST
+from tapestry.ir.program import Launch, Load, Program, allocated
 from tapestry.runtime import arrays
 from tapestry.runtime.executor import Executor, Held, Route, kernel_of, silent
 from tapestry.runtime.one_process.held_weights import HeldWeights
 from tapestry.runtime.one_process.packing import Packing, pack
-from tapestry.runtime.one_process.static_schedule import Action, BoundProgram, Schedule, schedule
+from tapestry.runtime.one_process.static_schedule import BoundProgram, Inputs, Schedule, Segment, schedule
 from tapestry.runtime.one_process.weights_only import Folded, fold
 from tapestry.runtime.target_protocol import Array, Measured, PackableKernel, Progress, RecordingTarget, Run, Source, Target
-
-Again = Callable[[dict[str, Array], Source], None]
-"""A step or several on the arrays that are there, by name, and on the inputs."""
 
 
 def renamed(ins: Sequence[str], names: Mapping[int, str]) -> tuple[str, ...]:
@@ -40,7 +36,6 @@ class LocalExecutor(Executor):
         equal: launches by step and device, with a number that is the same where kernels are one function.
         packed: packed weights of the model by bytes, type, box and key; several executors may share it.
         counted: the peaks of an earlier run, which later ones have as well.
-        repeated: what such a run does, with the step that each is the last of.
         dynamic: whether there are values whose bytes follow from the run.
         reads_late: weights that are there packed are not read again; by default all are read, and checked, at once.
         kept: per device, the arrays that `load` takes and what they count as: weights, packed or not.
@@ -71,8 +66,6 @@ class LocalExecutor(Executor):
         self.kept: list[dict[str, tuple[Array, int]]] = []
         self.schedule: Schedule | None = None
         self.feeds: Source = weights
-        self.repeated: list[tuple[int, Again]] = []
-        self.dynamic = any(b.dtype == HOST for b in program.buffers.values())
         self.busy = Lock()  # positions of buffers are the executor's, not the run's
         self._computed = {b for step in program.steps if not isinstance(step, Load) for b in allocated(step)}
         self.weights_held = [HeldWeights() for _ in range(program.devices)]
@@ -102,63 +95,25 @@ class LocalExecutor(Executor):
     def _steps(self, feeds: Source, progress: Progress) -> None:
         total = len(self.program.steps)
         actions = range(total) if self.schedule is None else self.schedule.actions
-        if self.counted is not None:
-            self._again(feeds, progress)
-            return
         for action in actions:
             if isinstance(action, int):
                 self.step(action)
             else:
                 action(self.held, feeds)
             progress((action if isinstance(action, int) else action.last) + 1, total)
-        if self.schedule is not None or (self.program.devices == 1 and not self.dynamic):
-            self.counted, self.repeated = list(self.held.peak), [self._repeat(action) for action in actions]
+        self.counted = list(self.held.peak)
 
     def _at_once(self, schedule: Schedule, feeds: Source) -> tuple[dict[str, Array], Measured]:
         """All of a run that is nothing but calls on fixed addresses, and has been counted."""
         there: dict[str, Array] = {}
-        for _, run in self.repeated:
-            run(there, feeds)
+        for action in schedule.actions:
+            if isinstance(action, Inputs):
+                action.found(there, feeds)
+            elif isinstance(action, Segment):
+                action.run()
         names, taken = schedule.outputs
         packed, gaps = [p.extra for p in self.packing], [schedule.extra]
         return dict(zip(names, taken(), strict=True)), Measured(list(self.counted or ()), packed=packed, gaps=gaps)
-
-    def _again(self, feeds: Source, progress: Progress) -> None:
-        """All steps of a program of one device, where everything has been counted: no more than the work."""
-        there, total = self.held.arrays[0], len(self.program.steps)
-        if self.schedule is not None and self.schedule.loose:
-            there.update(self.schedule.fixed)
-        for last, run in self.repeated:
-            run(there, feeds)
-            progress(last + 1, total)
-        self.held.peak[:] = self.counted or ()
-
-    def _repeat(self, action: Action) -> tuple[int, Again]:
-        """The last step of an action, and what does it again on the arrays that are there."""
-        if not isinstance(action, int):
-            return action.last, action.again
-        match step := self.program.steps[action]:
-            case Launch() if action not in self.folded[0].steps:
-                (run, ins), states, outs = self.launches[action, 0], step.states, step.outs
-
-                def launch(there: dict[str, Array], _: Source) -> None:
-                    there.update(
-                        zip(outs, run([there[n] if n else None for n in ins], [there[s] for s in states]), strict=True)
-                    )
-
-                return action, launch
-            case Free():
-
-                def free(there: dict[str, Array], _: Source) -> None:
-                    for name in step.buffers:
-                        there.pop(name, None)
-
-                return action, free
-            case Load() if step.buffer in self.kept[0]:
-                name, array = step.buffer, self.kept[0][step.buffer][0]
-                return action, lambda there, _: there.update({name: array})
-            case _:
-                return action, lambda _, __: self.step(action)
 
     def begin(self, feeds: Source) -> None:
         """Before the first step nothing is held but copies of weights, which count as packed."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from operator import methodcaller
 
 import torch
@@ -80,10 +79,6 @@ class Segment:
             held.arrays[0][name] = array
             held.count(0, name, size)
 
-    def again(self, there: Mapping[str, Array], feeds: Source) -> None:
-        """Do the steps where everything has been counted and is there."""
-        self.run()
-
 
 @dataclass(slots=True)
 class BoundLaunch:
@@ -97,15 +92,12 @@ class BoundLaunch:
 
     def __call__(self, held: Held, feeds: Source) -> None:
         """Do the step."""
-        self.again(held.arrays[0], feeds)
+        there = held.arrays[0]
+        self.recorder.bind([there[n] if n else None for n in self.ins], self.memory).run()
         for name, array, size in self.outs:
             held.arrays[0][name] = array
             held.count(0, name, size)
         held.reach(0)
-
-    def again(self, there: Mapping[str, Array], feeds: Source) -> None:
-        """Do the step where everything has been counted and is there."""
-        self.recorder.bind([there[n] if n else None for n in self.ins], self.memory).run()
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,9 +109,9 @@ class Inputs:
 
     def __call__(self, held: Held, feeds: Source) -> None:
         """Say where they are."""
-        self.again(held.arrays[0], feeds)
+        self.found(held.arrays[0], feeds)
 
-    def again(self, there: dict[str, Array], feeds: Source) -> None:
+    def found(self, there: dict[str, Array], feeds: Source) -> None:
         """Say where they are, and have them stay there for the run."""
         for given, tensor, box in self.given:
             there[f"given {tensor} {box}"] = given.of(feeds(tensor, box))
@@ -146,11 +138,6 @@ class Schedule:
     recorders: Mapping[int, Recorder]
     outputs: tuple[tuple[str, ...], Callable[[], Sequence[Array]]]
     alone: bool
-
-    @cached_property
-    def loose(self) -> bool:
-        """Whether some steps take what they read from where a run holds it."""
-        return any(isinstance(a, int | BoundLaunch) for a in self.actions)
 
 
 def schedule(bound: BoundProgram) -> Schedule | None:

@@ -16,7 +16,6 @@ from onnx import TensorProto as T
 from tapestry import api
 from tapestry.codegen.torch_cpu import TorchCpu, kernels
 from tapestry.codegen.torch_cpu.base.closures import compile_value
-from tapestry.codegen.torch_cpu.base.strided_reads import Remembered
 from tapestry.codegen.torch_cpu.base.torch_unary import native
 from tapestry.ir.expr import Acc, Const, Expr, call, rewrite
 from tapestry.ir.graph import Block
@@ -275,26 +274,6 @@ def test_pieces_digits_and_norms(tmp_path: Path) -> None:
     graph, program = c.build.plan.graph, c.build.program
     launches = [(s, graph.ops[s.op]) for s in program.steps if isinstance(s, Launch)]
     assert any(isinstance(op, Block) and op.monoid == "moments" for _, op in launches)
-
-
-def test_views_are_remembered_and_copies_are_not() -> None:
-    made: list[int] = []
-
-    def transpose(x: torch.Tensor) -> torch.Tensor:
-        made.append(1)
-        return x.t()[1:]
-
-    view = Remembered(transpose)
-    for k in range(3):
-        x = torch.arange(12.0).reshape(3, 4) + k
-        torch.testing.assert_close(view(x), x.t()[1:])
-    assert len(made) == 1
-    y = torch.arange(24.0).reshape(3, 8)[:, 2:6]
-    torch.testing.assert_close(view(y), y.t()[1:])
-    copy = Remembered(lambda x: x.t().contiguous())
-    a, b = torch.rand(3, 4), torch.rand(3, 4)
-    torch.testing.assert_close(copy(a), a.t())
-    torch.testing.assert_close(copy(b), b.t())
 
 
 LONE = """graph g

@@ -101,4 +101,4 @@ def test_a_run_is_calls_in_c_alone() -> None:
     with tapestry.Session(api.compile(model, mesh="1")) as s:
         s.run(given)
         executor = s._engine.session.executor  # type: ignore[union-attr]
-        assert isinstance(executor, LocalExecutor) and executor.schedule and not executor.schedule.loose
+        assert isinstance(executor, LocalExecutor) and executor.schedule and executor.schedule.alone

@@ -10,9 +10,9 @@ from typing import Any
 @contextmanager
 def unrecorded(executor: Any) -> Iterator[None]:
     """Within it a `LocalExecutor` has no schedule, and has counted nothing."""
-    kept = executor.schedule, executor.counted, executor.repeated
+    kept = executor.schedule, executor.counted
     executor.schedule = executor.counted = None
     try:
         yield
     finally:
-        executor.schedule, executor.counted, executor.repeated = kept
+        executor.schedule, executor.counted = kept

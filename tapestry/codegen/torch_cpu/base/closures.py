@@ -67,7 +67,7 @@ def _where(test: Value, yes: Value, no: Value) -> Value:
         c, b = test(args, states), no(args, states)
         a = yes(args, states)
         rare = c.device.type == "cpu" and c.numel() * 16 <= b.numel()  # a CUDA graph cannot capture a look at the data
-        if rare and torch.broadcast_shapes(a.shape, b.shape, c.shape) == b.shape and not bool(c.any()):
+        if rare and all(m == n or m == 1 for m, n in zip(reversed(a.shape), reversed(b.shape), strict=False)) and not c.any():
             return b
         return scalars.apply("where", [c, a, b])
 

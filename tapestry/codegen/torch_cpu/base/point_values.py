@@ -10,7 +10,7 @@ import torch
 
 from tapestry.codegen.torch_cpu.base import contract, scalars
 from tapestry.codegen.torch_cpu.base.closures import compile_value
-from tapestry.codegen.torch_cpu.base.strided_reads import Fetch, Frame, Remembered, Tensor, index_values, reader
+from tapestry.codegen.torch_cpu.base.strided_reads import Fetch, Frame, Tensor, index_values, reader
 from tapestry.ir.expr import Arg, Expr, Index, walk
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.kernel import Kernel
@@ -79,7 +79,7 @@ def _fetchers(op: Block, graph: Graph, kernel: Kernel, exprs: tuple[Expr, ...], 
         tensor = graph.tensors[r.tensor]
         if r.other is not None and tensor.dtype in STORED and scalars.TORCH_DTYPES[tensor.dtype] == torch.uint8:  # held as bits
             r = replace(r, other=int(np.array(r.other, numpy_dtype(tensor.dtype)).view(np.uint8)))
-        out[k] = Remembered(reader(r, frame, box, tensor.shape))
+        out[k] = reader(r, frame, box, tensor.shape)
     return out
 
 

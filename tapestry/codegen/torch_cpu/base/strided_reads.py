@@ -54,29 +54,6 @@ class Frame:
         }
 
 
-class Remembered:
-    """A function of a buffer that remembers, by the buffer's strides, which view it gives; a copy is made anew."""
-
-    def __init__(self, make: Fetch) -> None:
-        self.make = make
-        self.known: dict[tuple[int, ...], tuple[torch.Size, tuple[int, ...], int] | None] = {}
-
-    def __call__(self, buffer: Tensor) -> Tensor:
-        """The function's value: the buffer has one shape at every call."""
-        strides = buffer.stride()
-        view = self.known.get(strides, self)
-        if view is self:
-            out = self.make(buffer)
-            same = out.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr() and buffer.numel() > 0
-            offset = int(out.storage_offset() - buffer.storage_offset())
-            self.known[strides] = (out.shape, out.stride(), offset) if same else None
-            return out
-        if view is None:
-            return self.make(buffer)
-        assert isinstance(view, tuple)
-        return buffer.as_strided(view[0], view[1], view[2] + buffer.storage_offset())
-
-
 def index_values(e: Aff, frame: Frame) -> Tensor:
     """Values of an index expression over a block, in global coordinates; a part of their memory, so that no result is that."""
     value = np.asarray(evaluate(e, frame.grid()), np.int64)

@@ -25,7 +25,7 @@ from tapestry.codegen.torch_cpu.base.point_values import Run, held
 from tapestry.codegen.torch_cpu.base.scalars import TORCH_DTYPES
 from tapestry.codegen.torch_cpu.base.ways import Refusal
 from tapestry.codegen.torch_cpu.c import conv_c, generated_c
-from tapestry.codegen.torch_cpu.c.c_calls import CCall, CpuKernel, Ins, row_major
+from tapestry.codegen.torch_cpu.c.c_calls import CCall, CpuKernel, Ins
 from tapestry.codegen.torch_cpu.c.print_c import TYPES, Chosen, Piece, Writer, is_slow, literal, shared_loop, written
 from tapestry.codegen.torch_cpu.c.thread_parts import CELLS, Work
 from tapestry.ir.expr import Arg, Const, Expr, Index, Let, arg_positions, walk
@@ -223,7 +223,7 @@ def _operators(exprs: Sequence[Expr]) -> int:
 
 def _record(name: str, used: Sequence[int], sizes: Any, work: Work, ins: Ins, memory: Sequence[Tensor]) -> CCall:
     function = generated_c.function(name)
-    given = [row_major(held(ins[k])) for k in used]
+    given = [held(ins[k]).contiguous() for k in used]
     buffers = (ctypes.c_void_p * (len(given) + len(memory)))(*(x.data_ptr() for x in (*given, *memory)))
     return CCall(function, sizes, buffers, (*given, *memory), work)
 

@@ -159,20 +159,6 @@ def together(parts: Sequence[CpuKernel]) -> CpuKernel:
     return CpuKernel(bind=bind, arrays=arrays, memory=memory, parts=tuple(parts))
 
 
-def row_major(x: Tensor) -> Tensor:
-    """The tensor in row-major memory; channels of pixels are moved by tiles, as torch does it with matrices alone."""
-    if x.is_contiguous():
-        return x
-    flat = x.squeeze()
-    if (
-        flat.dim() < 2
-        or flat.stride(0) != 1
-        or any(flat.stride(i) != flat.stride(i + 1) * flat.shape[i + 1] for i in range(1, flat.dim() - 1))
-    ):
-        return x.contiguous()
-    return flat.flatten(1).contiguous().view(x.shape)
-
-
 def batch(given: Sequence[CCall | Calls]) -> Callable[[], None]:
     """All calls, one after another, as one."""
     calls = Calls.of(*given).parts

@@ -202,12 +202,14 @@ def caller(
     pixel: int = 0,
     *,
     onto: bool = False,
+    steps: tuple[int, int, int] | None = None,
 ) -> Convolve:
     """Calls of a kernel.
 
     Args:
         pixel: cells from one pixel of the result to the next, by default its features.
         onto: add to what the result holds.
+        steps: cells from one image, row and pixel of the result to the next.
     """
     images, features, out_h, out_w = shape
     _, channels, in_h, in_w = parts.input
@@ -227,14 +229,14 @@ def caller(
         *parts.dilation,
     )
     wide = pixel or features
-    y_strides = (out_h * out_w * wide, 1, out_w * wide, wide)
+    y_steps = steps or (out_h * out_w * wide, out_w * wide, wide)
     clamp = (int(then.clamped), then.low, then.high, int(onto))
 
     def record(image: Tensor, w: Tensor, bias: Tensor | None, residual: Tensor | None, out: Tensor) -> CCall:
         x, r = last(image), None if residual is None else last(residual)
-        steps = [s[i] for s in (x.stride(), y_strides, y_strides if r is None else r.stride()) for i in (0, 2, 3)]
+        of_x, of_r = ([s[i] for i in (0, 2, 3)] for s in (x.stride(), x.stride() if r is None else r.stride()))
         given = (x, w, bias, r, nothing, out)
-        return CCall(call, native.Conv(*sizes, *steps, *clamp), native.Buffers(*map(_at, given)), given)
+        return CCall(call, native.Conv(*sizes, *of_x, *y_steps, *of_r, *clamp), native.Buffers(*map(_at, given)), given)
 
     return record
 

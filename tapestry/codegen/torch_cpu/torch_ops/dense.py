@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -15,7 +16,7 @@ from tapestry.codegen.torch_cpu.base import contract, state_merges
 from tapestry.codegen.torch_cpu.base.epilogue import Epilogue, epilogue
 from tapestry.codegen.torch_cpu.base.local_view import localise
 from tapestry.codegen.torch_cpu.base.point_values import Expressions, Run, held
-from tapestry.codegen.torch_cpu.base.strided_reads import Frame, Remembered, Tensor
+from tapestry.codegen.torch_cpu.base.strided_reads import Frame, Tensor
 from tapestry.codegen.torch_cpu.base.ways import Refusal, Tried
 from tapestry.codegen.torch_cpu.c import conv3d_c, conv_c
 from tapestry.codegen.torch_cpu.c.blocks_c import LEAST, PLAIN, Cells, How, cells_of, each_cell
@@ -23,7 +24,7 @@ from tapestry.codegen.torch_cpu.c.c_calls import Calls, CCall, CpuKernel, Ins, P
 from tapestry.codegen.torch_cpu.c.thread_parts import Work
 from tapestry.codegen.torch_cpu.pixel_view import order as by_pixels
 from tapestry.codegen.torch_cpu.pixel_view import pixels
-from tapestry.codegen.torch_cpu.torch_ops.transposed import transposed
+from tapestry.codegen.torch_cpu.torch_ops.transposed import Phase, Spread, transposed
 from tapestry.ir.expr import Acc, Arg, Expr
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.index import bounds
@@ -80,8 +81,6 @@ def _on_packed(
         return Refusal("it has no points")
     if op.inner or op.monoid != "sum" or len(op.body) != 1 or op.body[0].dtype != "f32":
         return Refusal("it is no sum of f32")
-    if transposed(op, graph, kernel):
-        return Refusal("it is a transposed convolution, which torch does on weights as they are")
     found = product(op, graph, kernel)
     if not found:
         return found
@@ -196,8 +195,7 @@ def _part(op: Block, kernel: Kernel, k: int | None) -> Callable[[Ins], Tensor] |
     order = sorted(range(len(box)), key=lambda axis: names.index(str(op.reads[k].index[axis])))
     if order == [*range(len(box))] and all(s == slice(0, hi - lo) for s, (lo, hi) in zip(at, box, strict=True)):
         return lambda ins: held(ins[k])
-    take = Remembered(lambda buffer: buffer[at].permute(order))
-    return lambda ins: take(held(ins[k]))
+    return lambda ins: held(ins[k])[at].permute(order)
 
 
 def _linear(op: Block, graph: Graph, kernel: Kernel) -> Dense | Refusal:
@@ -257,14 +255,16 @@ def product(
     def matrix(value: Tensor) -> Tensor:
         return value.permute(axes).expand(full).reshape(m, k).contiguous()
 
-    at = x.pos if isinstance(x, Arg) else None
-    fetch = Remembered(lambda buffer: matrix(values.fetch[at](buffer))) if at is not None else None
-    result = Remembered(lambda out: out.reshape(sizes).permute(back).reshape(wanted))
     forth = [back.index(i) for i in range(len(back))]
-    added = Remembered(lambda r: r.reshape([extent[d] for d in wide]).permute(forth).reshape(m, n).contiguous())
+
+    def added(r: Tensor) -> Tensor:
+        return r.reshape([extent[d] for d in wide]).permute(forth).reshape(m, n).contiguous()
 
     def rows_of(ins: Ins) -> Tensor:
-        return fetch(held(ins[at])) if fetch and at is not None else matrix(values.values(ins, [])[0])
+        return matrix(values.values(ins, [])[0])
+
+    def result(out: Tensor) -> Tensor:
+        return out.reshape(sizes).permute(back).reshape(wanted)
 
     def pack(buffer: Tensor) -> Tensor:
         return conv_c.pack_panels(buffer[take].float().reshape([extent[d] for d in order]).permute(turn).flatten(1))
@@ -313,6 +313,8 @@ def _plain_axes(
 
 def _convolution(op: Block, graph: Graph, kernel: Kernel) -> Dense | Refusal:
     """A convolution over two axes or three whose weight buffer is read whole, as one call."""
+    if spread := transposed(op, graph, kernel):
+        return _phase_by_phase(op, kernel, spread)
     here = localise(op, graph, kernel)
     found = contract.conv_of(here)
     if found is None or len(found.windows) not in (2, 3) or len(here.op.dims) != len(op.dims):
@@ -323,7 +325,7 @@ def _convolution(op: Block, graph: Graph, kernel: Kernel) -> Dense | Refusal:
     whole = all(isinstance(t, slice) for t in w.take) and box is not None
     if parts is None or not whole or any(s != slice(0, hi - lo) for s, (lo, hi) in zip(w.take, box or (), strict=True)):
         return Refusal("the weight's buffer is not read whole, or the block is no one convolution")
-    padded, fetch, at = any(parts.padding), Remembered(_image(x.take, parts)), found.x
+    padded, fetch, at = any(parts.padding), _image(x.take, parts), found.x
     shape = [hi - lo for lo, hi in kernel.block[: len(op.dims)]]
     weight = [hi - lo for lo, hi in box or ()]
     then = epilogue(op, kernel, found.feature)
@@ -349,6 +351,49 @@ def _convolution(op: Block, graph: Graph, kernel: Kernel) -> Dense | Refusal:
         name=f"convolution, {ours.key}",
         tried=ours.tried,
     )
+
+
+def _phase_by_phase(op: Block, kernel: Kernel, found: Spread) -> Dense | Refusal:
+    """A transposed convolution: each phase of both axes writes between the results of the others."""
+    images, features, height, width = shape = [hi - lo for lo, hi in kernel.block[:4]]
+    channels = found.x_take[1].stop - found.x_take[1].start
+    box, then = kernel.ins[found.x] or (), epilogue(op, kernel, op.dims[1].name)
+    steps = (height * width * features, found.strides[0] * width * features, found.strides[1] * features)
+    lib: Any = native.library()
+    calls, size = list[tuple[Phase, Phase, int, conv_c.Convolve]](), 0
+    for h, w in itertools.product(*found.phases):
+        taps = (len(h.taps), len(w.taps))
+        if conv_c.too_deep([channels, *taps]):
+            return Refusal("there are too many taps and channels")
+        padding, dilation = (h.padding, w.padding), (h.dilation, w.dilation)
+        input_shape = (images, channels, *(hi - lo for lo, hi in box[2:]))
+        parts = contract.Call((), (), input_shape, (1, 1), padding, dilation, 1)
+        out = (images, features, h.outs, w.outs)
+        calls.append((h, w, size, conv_c.caller(lib.tapestry_conv, parts, (features, channels, *taps), out, then, steps=steps)))
+        size += conv_c.packed_size(features, channels * prod(taps))
+
+    def pack(buffer: Tensor) -> Tensor:
+        w = buffer[found.w_take].transpose(0, 1)
+        return torch.cat([conv_c.pack_convolution(w[:, :, h.taps][:, :, :, v.taps]) for h, v, _, _ in calls])
+
+    def record(ins: Ins, bias: Tensor | None, residual: Tensor | None, memory: Tensor) -> Calls:
+        x, w = conv_c.last(held(ins[found.x])[found.x_take]), held(ins[found.w])
+        r, (sh, sw) = None if residual is None else conv_c.last(residual), found.strides
+        return Calls.of(*(
+            call(
+                x, w[start:], bias, None if r is None else r[:, :, h.first :: sh, v.first :: sw],
+                memory[(h.first * width + v.first) * features :],
+            )
+            for h, v, start, call in calls
+        ))  # fmt: skip
+
+    strides = (steps[0], 1, width * features, features)
+    pads = any(p.padding > 0 or p.outs > 1 for some in found.phases for p in some)
+    key = ("phases", *((h.taps, v.taps) for h, v, _, _ in calls), *((s.start, s.stop) for s in found.w_take))
+    return Dense(
+        found.w, Pack(key, pack, pads), then, record, lambda memory: memory.as_strided(shape, strides),
+        name="transposed convolution, phase by phase",
+    )  # fmt: skip
 
 
 def _image(read: tuple[slice | int, ...], cut: contract.Call) -> Callable[[Tensor], Tensor]:
