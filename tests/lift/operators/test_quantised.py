@@ -46,7 +46,7 @@ def test_integer_products(tmp_path, kinds, zeros):
 
 def test_sums_beyond_i32_wrap_in_batches():
     """As the integer product's do, so that taking off zero points gives what is within again."""
-    x, y = torch.full((17, 1, 40000), 255, dtype=torch.uint8), torch.full((17, 40000, 1), 255, dtype=torch.uint8)
+    x, y = torch.full((17, 1, 40000), 255.0), torch.full((17, 40000, 1), 255.0)
     want = (x.long() @ y.long()).to(torch.int32)
     assert torch.equal(integers._in_floats(x, y), want) and torch.equal(integers._in_floats(x[:1], y[:1]), want[:1])
 

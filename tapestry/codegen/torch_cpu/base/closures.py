@@ -67,7 +67,8 @@ def _where(test: Value, yes: Value, no: Value) -> Value:
         c, b = test(args, states), no(args, states)
         a = yes(args, states)
         rare = c.device.type == "cpu" and c.numel() * 16 <= b.numel()  # a CUDA graph cannot capture a look at the data
-        if rare and all(m == n or m == 1 for m, n in zip(reversed(a.shape), reversed(b.shape), strict=False)) and not c.any():
+        fits = all(m in (1, n) for x in (a, c) for m, n in zip(reversed(x.shape), reversed(b.shape), strict=False))
+        if rare and fits and not bool(c.any()):
             return b
         return scalars.apply("where", [c, a, b])
 

@@ -1,7 +1,4 @@
-"""Products of integers of 8 bits, summed in floats that hold them: exact for any zero points.
-
-``sum (a - p)(b - q) = sum ab - q sum a - p sum b + k p q``, where sums that would be multiplied by 0 are not made.
-"""
+"""Products of integers of 8 bits, summed in floats that hold them: exact for any zero points."""
 
 from __future__ import annotations
 
@@ -23,7 +20,9 @@ from tapestry.codegen.torch_cpu.torch_ops import dense
 from tapestry.ir.expr import Arg, Call, Const, Expr
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.kernel import Kernel
-from tapestry.ir.recognition.contraction import dims_read, factors, narrow
+from tapestry.ir.recognition.contraction import Narrow, dims_read, factors, narrow
+
+HELD = 1 << 24  # integers up to this a float holds
 
 
 def product(
@@ -37,35 +36,17 @@ def product(
     reduced = {d.name for d in op.reduce if d.size > 1}
     if a is None or b is None:
         return Refusal("a factor is no integer of 8 bits less a zero point")
-    dims = dims_read(op, a.value), dims_read(op, b.value)
-    zeros = tuple(z for z in (a.shift, b.shift) if z is not None)
-    if not all(reduced <= d for d in dims) or any(dims_read(op, z) & reduced for z in zeros):
-        return Refusal("a zero point varies within a sum, or a factor does not")
-    values = Expressions(op, graph, kernel, (a.value, b.value), frame)
-    shifts = [shift_of(op, graph, kernel, frame, z) for z in (a.shift, b.shift)]
+    dims = dims_read(op, both[0]), dims_read(op, both[1])
+    if not all(reduced <= d for d in dims):
+        return Refusal("a factor does not vary within a sum")
+    values = Expressions(op, graph, kernel, (_in_f32(a), _in_f32(b)), frame)
     run = contract.matmul(op, frame, *dims, multiply=_in_floats)
-    maps = len(op.dims)
-    depth = prod(frame.extents[maps:])
-    axes = tuple(range(maps, len(frame.extents)))
-
-    def states(ins: Sequence[Tensor | None]) -> list[Tensor]:
-        x, y = (v.expand([*v.shape[:maps], *frame.extents[maps:]]) if v.dim() else v for v in values.values(ins, []))
-        total = run(x, y)
-        p, q = (None if s is None else s(ins) for s in shifts)
-        if q is not None:
-            total = total - q * _sums(x, axes)
-        if p is not None:
-            total = total - p * _sums(y, axes)
-        if p is not None and q is not None:
-            total = total + p * q * depth
-        return [total]
-
-    return states
+    return lambda ins: [run(*values.values(ins, []))]
 
 
-def _sums(x: Tensor, axes: tuple[int, ...]) -> Tensor:
-    """Over the last axes."""
-    return torch.sum(x, dim=axes, dtype=torch.int32) if axes else x.to(torch.int32)
+def _in_f32(e: Narrow) -> Expr:
+    value = Call("cast", (e.value,), "f32")
+    return value if e.shift is None else Call("sub", (value, Call("cast", (e.shift,), "f32")), "f32")
 
 
 def shift_of(
@@ -86,18 +67,14 @@ def shift_of(
 
 def _in_floats(left: Tensor, right: Tensor) -> Tensor:
     """Products in floats that hold every sum; what is beyond i32 wraps around, as it does in the integer product."""
-    largest = prod(255 if x.dtype == torch.uint8 else 128 for x in (left, right))
-    if left.shape[-1] * largest <= 1 << 24:
-        return _integers(torch.matmul(left.to(torch.float32), right.to(torch.float32)))
-    return _integers(torch.matmul(left.to(torch.float64), right.to(torch.float64)))
+    if left.shape[-1] * 255 * 255 <= HELD:
+        return _integers(torch.matmul(left, right))
+    return _integers(torch.matmul(left.double(), right.double()))
 
 
 def _integers(sums: Tensor) -> Tensor:
     """Sums in floats as i32, as the integer product wraps them around."""
     return sums.to(torch.int32) if sums.dtype == torch.float32 else sums.to(torch.int64).to(torch.int32)
-
-
-HELD = 1 << 24  # integers up to this a float holds
 
 
 def packed_product(op: Block, graph: Graph, kernel: Kernel, plain: Run) -> CpuKernel | Refusal:
@@ -115,9 +92,7 @@ def packed_product(op: Block, graph: Graph, kernel: Kernel, plain: Run) -> CpuKe
         zero = None if folded else shift_of(op, graph, kernel, frame, w.shift)
         if zero and w.shift and dims_read(op, w.shift) & {d.name for d in op.reduce}:
             continue
-        value: Expr = Call("cast", (x.value,), "f32")
-        if x.shift is not None:
-            value = Call("sub", (value, Call("cast", (x.shift,), "f32")), "f32")
+        value = _in_f32(x)
         at, (lo, hi) = long[0], kernel.block[long[0]]
         deep = HELD // 255 // (w.largest if folded or w.value.dtype == "u8" else 128)
         cuts = ((k, min(k + deep, hi)) for k in range(lo, hi, deep))
