@@ -75,7 +75,7 @@ def test_calls_give_what_torch_gives(name: str, dtype: torch.dtype, parts: int) 
 
 @pytest.mark.parametrize("shape", [(1, 19, 5, 13), (2, 16, 33, 1), (40, 24, 1, 1), (3, 9, 16, 17)])
 def test_axes_in_another_order(shape: tuple[int, ...]) -> None:
-    """Also as squares of cells that lie in registers."""
+    """By tiles of rows, whole ones and not."""
     x = torch.arange(0.0, torch.Size(shape).numel()).view(shape)
     for move in (lambda x: x.permute(0, 2, 3, 1).contiguous(), lambda x: x.permute(3, 2, 1, 0).contiguous()):
         calls, there = bound(move, x, Scratch(1 << 20)) or ([], x)

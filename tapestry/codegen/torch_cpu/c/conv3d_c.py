@@ -25,6 +25,7 @@ from tapestry.codegen.torch_cpu.c.conv_c import (
     Tensor,
     caller,
     convolve,
+    last,
     pack_convolution,
     too_deep,
 )
@@ -72,20 +73,13 @@ def _over(parts: contract.Call, sizes: tuple[int, ...], axes: slice) -> contract
     return replace(parts, input=sizes, stride=strides, padding=pads, dilation=dilations)
 
 
-def pixels(x: Tensor) -> Tensor:
-    """The image with adjacent channels, as it is if it has them."""
-    if x.stride(1) == 1 or x.shape[1] == 1:
-        return x
-    return x.contiguous(memory_format=torch.channels_last_3d)
-
-
 def _folded(inner: ConvKernel | Refusal, weight: tuple[int, ...], image: View, added: View) -> ConvKernel | Refusal:
     """A kernel for two axes as one for three; ``image`` and ``added`` are views of what it reads."""
     if isinstance(inner, Refusal):
         return inner
 
     def call(x: Tensor, w: Tensor, bias: Tensor | None, residual: Tensor | None, out: Tensor) -> CCall | Calls:
-        near, r = image(pixels(x)), None if residual is None else added(pixels(residual))
+        near, r = image(last(x)), None if residual is None else added(last(residual))
         return inner.call(near, w, bias, r, out)
 
     return ConvKernel(call, lambda w: inner.pack(w.reshape(weight)), f"{inner.key} of 3 axes", tried=inner.tried)
@@ -132,7 +126,7 @@ def _summed(parts: contract.Call, weight: Sequence[int], shape: Sequence[int], t
     each = [(f, t, one(f, t)) for f in found for t in range(f.tap, f.stop)]
 
     def call(image: Tensor, w: Tensor, bias: Tensor | None, residual: Tensor | None, out: Tensor) -> Calls:
-        x, r = pixels(image), None if residual is None else pixels(residual)
+        x, r = last(image), None if residual is None else last(residual)
         calls, size = list[CCall | Calls](), w.numel() // taps
         for n, (f, t, run) in itertools.product(range(images), each):
             at = f.first * stride - pad + t * dilation

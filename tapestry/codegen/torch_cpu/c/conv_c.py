@@ -62,7 +62,7 @@ def last(x: Tensor) -> Tensor:
     """The image with adjacent channels, as it is if it has them."""
     if x.stride(1) == 1 or x.shape[1] == 1:
         return x
-    return x.contiguous(memory_format=torch.channels_last)
+    return x.contiguous(memory_format=torch.channels_last if x.dim() == 4 else torch.channels_last_3d)
 
 
 def pack_winograd(weight: Tensor) -> Tensor:
@@ -167,7 +167,8 @@ def _grouped(c: Convolution) -> ConvKernel | Refusal:
     if 4 * each < (lanes := c.lib.tapestry_lanes()):
         return Refusal(f"{each} features of a group leave most of {lanes} lanes empty")
     part = replace(parts, groups=1, input=(parts.input[0], weight[1], *parts.input[2:]))
-    one = caller(c.lib.tapestry_conv, part, (each, *weight[1:]), (shape[0], each, *shape[2:]), then, weight[0])
+    steps = (prod(shape[1:]), shape[3] * shape[1], shape[1])
+    one = caller(c.lib.tapestry_conv, part, (each, *weight[1:]), (shape[0], each, *shape[2:]), then, steps=steps)
 
     def pack(w: Tensor) -> Tensor:
         return torch.cat([pack_convolution(w[i : i + each]) for i in range(0, weight[0], each)])
@@ -199,7 +200,6 @@ def caller(
     weight: Sequence[int],
     shape: Sequence[int],
     then: Epilogue,
-    pixel: int = 0,
     *,
     onto: bool = False,
     steps: tuple[int, int, int] | None = None,
@@ -207,7 +207,6 @@ def caller(
     """Calls of a kernel.
 
     Args:
-        pixel: cells from one pixel of the result to the next, by default its features.
         onto: add to what the result holds.
         steps: cells from one image, row and pixel of the result to the next.
     """
@@ -228,8 +227,7 @@ def caller(
         *parts.padding,
         *parts.dilation,
     )
-    wide = pixel or features
-    y_steps = steps or (out_h * out_w * wide, out_w * wide, wide)
+    y_steps = steps or (out_h * out_w * features, out_w * features, features)
     clamp = (int(then.clamped), then.low, then.high, int(onto))
 
     def record(image: Tensor, w: Tensor, bias: Tensor | None, residual: Tensor | None, out: Tensor) -> CCall:

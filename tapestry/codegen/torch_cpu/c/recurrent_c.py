@@ -22,7 +22,7 @@ from tapestry.codegen.torch_cpu.c import conv_c, generated_c
 from tapestry.codegen.torch_cpu.c.c_calls import Calls, CCall, CpuKernel, Ins, Pack
 from tapestry.codegen.torch_cpu.c.print_c import Writer
 from tapestry.codegen.torch_cpu.c.thread_parts import PRODUCTS, Work
-from tapestry.ir.expr import Acc, Call, Const, Expr
+from tapestry.ir.expr import Acc, Expr, call
 from tapestry.ir.graph import Graph, Opaque
 from tapestry.ir.kernel import Kernel, whole
 
@@ -36,15 +36,11 @@ def _array(field: int) -> Expr:
     return Acc(field, "f32")
 
 
-def _apply(fn: str, *args: Expr) -> Expr:
-    return Call(fn, args, "f32")
-
-
 def _gate(k: int, *more: Expr, own: Expr | None = None) -> Expr:
     """What goes into gate ``k``'s activation."""
-    out = _apply("add", _array(GIVEN + k), own or _array(OWN + k))
+    out = call("add", _array(GIVEN + k), own or _array(OWN + k))
     for x in more:
-        out = _apply("add", out, x)
+        out = call("add", out, x)
     return out
 
 
@@ -52,21 +48,20 @@ def _functions(kind: str, peepholes: bool, resets_after: bool) -> tuple[Expr | N
     """(what is worked out before the last gates' products, the state)."""
 
     def through(p: int, cell: int) -> Sequence[Expr]:
-        return [_apply("mul", _array(PEEPHOLES + p), _array(cell))] if peepholes else []
+        return [call("mul", _array(PEEPHOLES + p), _array(cell))] if peepholes else []
 
     if kind == "RNN":
-        return None, _apply("tanh", _gate(0))
+        return None, call("tanh", _gate(0))
     if kind == "LSTM":  # gates: input, output, forget, cell; peepholes: input, output, forget
-        forget, inward = _apply("sigmoid", _gate(2, *through(2, CELL))), _apply("sigmoid", _gate(0, *through(0, CELL)))
-        cell = _apply("add", _apply("mul", forget, _array(CELL)), _apply("mul", inward, _apply("tanh", _gate(3))))
-        out = _apply("sigmoid", _gate(1, *through(1, OTHER)))
-        return cell, _apply("mul", out, _apply("tanh", _array(OTHER)))
-    reset = _apply("sigmoid", _gate(1))  # gates: update, reset, hidden
-    kept = _apply("mul", reset, _array(OWN + 2)) if resets_after else None
-    new, update = _apply("tanh", _gate(2, own=kept)), _apply("sigmoid", _gate(0))
-    one = Const(1.0, "f32")
-    state = _apply("add", _apply("mul", _apply("sub", one, update), new), _apply("mul", update, _array(STATE)))
-    return None if resets_after else _apply("mul", reset, _array(STATE)), state
+        forget, inward = call("sigmoid", _gate(2, *through(2, CELL))), call("sigmoid", _gate(0, *through(0, CELL)))
+        cell = call("add", call("mul", forget, _array(CELL)), call("mul", inward, call("tanh", _gate(3))))
+        out = call("sigmoid", _gate(1, *through(1, OTHER)))
+        return cell, call("mul", out, call("tanh", _array(OTHER)))
+    reset = call("sigmoid", _gate(1))  # gates: update, reset, hidden
+    kept = call("mul", reset, _array(OWN + 2)) if resets_after else None
+    new, update = call("tanh", _gate(2, own=kept)), call("sigmoid", _gate(0))
+    state = call("add", call("mul", call("sub", 1, update), new), call("mul", update, _array(STATE)))
+    return None if resets_after else call("mul", reset, _array(STATE)), state
 
 
 def recurrent(op: Opaque, graph: Graph, kernel: Kernel, plain: Run) -> CpuKernel | Refusal:

@@ -108,17 +108,17 @@ class Step(ctypes.Structure):
     _fields_ = [("kernel", _POINTER), ("sizes", _POINTER), ("buffers", _POINTER), ("parts", _PLACE)]
 
 
-_CONVOLUTIONS = ("conv", "depthwise", "winograd")
+_KERNELS = {
+    "copy": (Copy, Copied), "recurrence": (Recurrence, Sequences),
+    **dict.fromkeys(("conv", "depthwise", "winograd"), (Conv, Buffers)),
+    **dict.fromkeys(("attention", "scored", "attend"), (Attention, Heads)),
+}  # fmt: skip
+"""Kernels of the library, with what each takes."""
 _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
-    **{f"tapestry_{name}": (None, (ctypes.POINTER(Conv), ctypes.POINTER(Buffers), _PLACE, _PLACE)) for name in _CONVOLUTIONS},
+    **{f"tapestry_{n}": (None, (*map(ctypes.POINTER, given), _PLACE, _PLACE)) for n, given in _KERNELS.items()},
     "tapestry_lanes": (_PLACE, ()),
     "tapestry_packed_size": (_PLACE, (_PLACE, _PLACE)),
     "tapestry_pack": (None, (_POINTER, _POINTER, _PLACE, _PLACE)),
-    "tapestry_attention": (None, (ctypes.POINTER(Attention), ctypes.POINTER(Heads), _PLACE, _PLACE)),
-    "tapestry_scored": (None, (ctypes.POINTER(Attention), ctypes.POINTER(Heads), _PLACE, _PLACE)),
-    "tapestry_attend": (None, (ctypes.POINTER(Attention), ctypes.POINTER(Heads), _PLACE, _PLACE)),
-    "tapestry_copy": (None, (ctypes.POINTER(Copy), ctypes.POINTER(Copied), _PLACE, _PLACE)),
-    "tapestry_recurrence": (None, (ctypes.POINTER(Recurrence), ctypes.POINTER(Sequences), _PLACE, _PLACE)),
     "tapestry_run": (None, (ctypes.POINTER(Step), _PLACE, _PLACE)),
 }
 

@@ -16,34 +16,6 @@ typedef struct {
     const int64_t *places[MOST_AXES];
 } Copied;
 
-/* A square of cells of 32 bits, rows for columns. */
-enum { SIDE = 8 };
-typedef int32_t line __attribute__((vector_size(SIDE * 4)));
-typedef line loose_line __attribute__((aligned(4), may_alias));
-#if defined(__clang__)
-#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
-#else
-#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (line){__VA_ARGS__})
-#endif
-INLINE void square(const int32_t *x, int64_t from, int32_t *y, int64_t to) {
-    line r[SIDE], t[SIDE];
-    UNROLL for (int i = 0; i < SIDE; i++) r[i] = *(const loose_line *)(x + i * from);
-    UNROLL for (int i = 0; i < SIDE; i += 2) {
-        t[i] = SHUFFLE(r[i], r[i + 1], 0, 8, 1, 9, 4, 12, 5, 13);
-        t[i + 1] = SHUFFLE(r[i], r[i + 1], 2, 10, 3, 11, 6, 14, 7, 15);
-    }
-    UNROLL for (int i = 0; i < SIDE; i += 4) {
-        UNROLL for (int k = 0; k < 2; k++) {
-            r[i + 2 * k] = SHUFFLE(t[i + k], t[i + k + 2], 0, 1, 8, 9, 4, 5, 12, 13);
-            r[i + 2 * k + 1] = SHUFFLE(t[i + k], t[i + k + 2], 2, 3, 10, 11, 6, 7, 14, 15);
-        }
-    }
-    UNROLL for (int i = 0; i < 4; i++) {
-        *(loose_line *)(y + i * to) = SHUFFLE(r[i], r[i + 4], 0, 1, 2, 3, 8, 9, 10, 11);
-        *(loose_line *)(y + (i + 4) * to) = SHUFFLE(r[i], r[i + 4], 4, 5, 6, 7, 12, 13, 14, 15);
-    }
-}
-
 /* Rows of cells. Where neighbours of a column are neighbours in memory, a tile of rows is read by columns. */
 #define ROWS(T)                                                                                                   \
     static void rows_##T(const Copy *c, const Copied *b, const T *restrict x, T *restrict y, Range rows) {        \
@@ -52,12 +24,7 @@ INLINE void square(const int32_t *x, int64_t from, int32_t *y, int64_t to) {
         if (!row && !cell && fr == 1 && fc != 1) {                                                                \
             for (int64_t i = rows.begin; i < rows.end; i += TILE) {                                               \
                 const int64_t end = i + TILE < rows.end ? i + TILE : rows.end;                                    \
-                int64_t j = 0;                                                                                    \
-                if (sizeof(T) == 4 && tc == 1 && end == i + TILE)                                                 \
-                    for (; j + SIDE <= n; j += SIDE)                                                              \
-                        for (int64_t k = i; k < end; k += SIDE)                                                   \
-                            square((const int32_t *)x + k + j * fc, fc, (int32_t *)y + k * tr + j, tr);           \
-                for (; j < n; j++)                                                                                \
+                for (int64_t j = 0; j < n; j++)                                                                   \
                     for (int64_t k = i; k < end; k++) y[k * tr + j * tc] = x[k + j * fc];                         \
             }                                                                                                     \
             return;                                                                                               \

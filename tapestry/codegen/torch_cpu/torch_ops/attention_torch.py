@@ -99,7 +99,6 @@ class _Layout:
         self.maps = [d.name for d in op.dims]
         self.roles, self.extent = roles, {n: hi - lo for n, (lo, hi) in box.items()}
         self.batch = (roles.batch[:-1], roles.batch[-1:])
-        self.known: dict[object, tuple[list[int], ...]] = {}
 
     def matrix(self, x: Tensor, rows: tuple[str, ...], columns: tuple[str, ...]) -> Tensor:
         """A value as matrices, one for each batch point, with rows contiguous (torch's kernel takes it for granted)."""
@@ -113,10 +112,7 @@ class _Layout:
 
     def groups(self, x: Tensor, groups: tuple[tuple[str, ...], ...], *, whole: bool) -> Tensor:
         """Axes permuted and flattened group by group; the others have extent 1 and are dropped."""
-        known = (groups, whole, x.shape)
-        if known not in self.known:
-            self.known[known] = self._grouped(x.shape, groups, whole)
-        order, own, sizes, flat = self.known[known]
+        order, own, sizes, flat = self._grouped(x.shape, groups, whole)
         return x.permute(order).reshape(own).expand(sizes).reshape(flat)
 
     def _grouped(self, shape: torch.Size, groups: tuple[tuple[str, ...], ...], whole: bool) -> tuple[list[int], ...]:
