@@ -158,15 +158,6 @@ class Given(Protocol):
         ...
 
 
-class Scratch(Protocol):
-    """Memory that calls share for what they copy."""
-
-    @property
-    def nbytes(self) -> int:
-        """How much there is by now."""
-        ...
-
-
 @runtime_checkable
 class RecordingTarget(Protocol):
     """A target whose kernels can be bound to fixed addresses on the CPU (`runtime.one_process.static_schedule`).
@@ -178,8 +169,8 @@ class RecordingTarget(Protocol):
         """A program's kernels (by step) as such that write where they are told: those that can, where that pays."""
         ...
 
-    def scratch(self, room: int) -> Scratch:
-        """Memory for what calls copy, of so many bytes at most."""
+    def scratch(self, room: int) -> Any:
+        """Memory that calls share for what they copy, of so many bytes at most: ``nbytes`` by now."""
         ...
 
     def bind(self, recorder: Recorder, ins: Sequence[Array | None], memory: Sequence[Array], scratch: Any) -> Call | None:

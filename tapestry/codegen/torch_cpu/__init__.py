@@ -19,7 +19,7 @@ from tapestry.ir.kernel import Kernel
 
 __all__ = ["How", "TorchCpu", "compile_waiting"]
 
-FEWEST = 4  # of torch's operators on few numbers in a program that are worth a compiler's start, if nothing else is
+FEWEST = 2  # operations on few numbers in a program that are worth a compiler's start, if nothing else is
 
 
 class TorchCpu:
@@ -60,7 +60,7 @@ class TorchCpu:
     def recorders(self, runs: Mapping[int, object]) -> dict[int, CpuKernel]:
         """The kernels (by step) that write where they are told: those of ours."""
         ours = {at: run for at, run in runs.items() if isinstance(run, CpuKernel)}
-        few = sum(r.few * r.operators for r in ours.values()) >= FEWEST or any(r.functions for r in ours.values() if not r.few)
+        few = sum(r.few for r in ours.values()) >= FEWEST or any(r.functions for r in ours.values() if not r.few)
         return {at: found for at, r in ours.items() if (few or not r.few) and (found := r.recorder())}
 
     def scratch(self, room: int) -> copies.Scratch:

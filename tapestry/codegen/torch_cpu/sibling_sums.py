@@ -55,7 +55,7 @@ def packable(
     tail = Expressions(op, graph, kernel, then, Frame(op.dims, kernel.block[: len(op.dims)]))
 
     def packed(ins: Sequence[Tensor | None], states: Sequence[Tensor]) -> list[Tensor]:
-        return tail(ins, [(r.packed if _is_packed(r, ins) else r)(ins, states)[0] for r in runs])
+        return tail(ins, [r.packed(ins, states)[0] for r in runs])
 
     return CpuKernel(plain=plain, packs=packs, on_packed=_recorded(runs, then, packed))
 
@@ -88,8 +88,3 @@ def _recorded(runs: Sequence[CpuKernel], then: tuple[Expr, ...], packed: Run) ->
         return Calls.of(*sums, CCall(generated_c.function(name), ctypes.c_int64(cells), places, given, work))
 
     return recorded(ours[0].arrays[0], record, ours[0].memory[0][0], plain=packed, functions=(name,))
-
-
-def _is_packed(run: CpuKernel, ins: Sequence[Tensor | None]) -> bool:
-    """What is packed is flat."""
-    return all((x := ins[k]) is not None and x.dim() == 1 for k in run.packs)

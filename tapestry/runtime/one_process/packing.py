@@ -54,16 +54,20 @@ def pack(
         room: bytes that packing may take beyond the plan.
         made: keeps what is packed, for other executors that read the same weights.
     """
-    out = Packing()
+    out, refused = Packing(), set[int]()
     uses, others = _readers(program, wanted, resident)
     for buffer, by_key in uses.items():
         alone = len(by_key) == 1 and buffer not in others
-        for n, readers in enumerate(by_key.values()):
-            at, k = readers[0]
+        for n, every in enumerate(by_key.values()):
+            readers = [(i, k) for i, k in every if i not in refused]
+            if not readers:
+                continue
+            (at, k), alone = readers[0], alone and len(readers) == len(every)
             pack = partial(_packed, wanted[at][k], resident, buffer)
             array = pack() if made is None else made(buffer, wanted[at][k].key, pack)
             more = nbytes[0](array) - (nbytes[1](buffer) if alone else 0)
-            if out.extra + max(more, 0) > room:
+            if out.extra + max(more, 0) > room and not any(i in out.names for i, _ in readers):
+                refused.update(i for i, _ in readers)  # a launch takes all of its weights packed, or none
                 continue
             out.extra += max(more, 0)
             name = buffer if alone else f"{buffer} packed {n}"
@@ -91,12 +95,12 @@ def _readers(
         packs = _suiting(step, wanted.get(i, {}), resident)
         others.update(b for k, b in enumerate(reads(step)) if k not in packs)
         for k, how in packs.items():
-            if isinstance(step, Launch) and step.ins[k] in resident:
+            if isinstance(step, Launch):
                 uses.setdefault(step.ins[k], {}).setdefault(how.key, []).append((i, k))
     return uses, others
 
 
 def _suiting(step: Step, packs: Packs, resident: Mapping[str, Array]) -> Packs:
-    """All of a launch's packs, or none, where one does not suit the values of its weight."""
-    given = {k: resident[step.ins[k]] for k in packs if step.ins[k] in resident} if isinstance(step, Launch) else {}
-    return packs if all(packs[k].suits(array) for k, array in given.items()) else {}
+    """All of a launch's packs, or none, where one does not suit the values of its weight, or that is not there."""
+    given = {k: resident.get(step.ins[k]) for k in packs} if isinstance(step, Launch) else {}
+    return packs if all(array is not None and packs[k].suits(array) for k, array in given.items()) else {}

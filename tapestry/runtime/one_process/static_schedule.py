@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import methodcaller
+from typing import Any
 
 import torch
 
@@ -21,7 +22,7 @@ from tapestry.ir.types import HOST
 from tapestry.runtime import arrays as arrays_module
 from tapestry.runtime.executor import Held
 from tapestry.runtime.one_process.arena import allocate, most_alive, slots
-from tapestry.runtime.target_protocol import Array, Call, Given, Recorder, RecordingTarget, Run, Scratch, Source
+from tapestry.runtime.target_protocol import Array, Call, Given, Recorder, RecordingTarget, Run, Source
 
 COPIED = 1 << 20  # bytes: an output of no more is copied out of its position, in any order; and any other, to be row-major
 Positioned = Mapping[str, tuple[Array, int]]
@@ -210,7 +211,7 @@ class _Steps:
     recorders: Mapping[int, Recorder]
     memory: Mapping[str, Array]
     arrays: Positioned
-    scratch: Scratch
+    scratch: Any
     out: list[Action] = field(default_factory=list[Action])
     now: list[tuple[int, Call | None]] = field(default_factory=list[tuple[int, Call | None]])
     given: list[tuple[Given, str, Box]] = field(default_factory=list[tuple[Given, str, Box]])

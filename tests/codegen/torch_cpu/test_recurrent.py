@@ -102,3 +102,14 @@ def test_a_run_is_calls_in_c_alone() -> None:
         s.run(given)
         executor = s._engine.session.executor  # type: ignore[union-attr]
         assert isinstance(executor, LocalExecutor) and executor.schedule and executor.schedule.alone
+
+
+@pytest.mark.parametrize("room", [0, 1 << 9, 1 << 11, 1 << 20])
+def test_all_weights_are_packed_or_none(room: int) -> None:
+    model, given, want = sequences("LSTM", (3, 2, 5, 8), "bidirectional", "bi", "yhc")
+    with tapestry.Session(api.compile(model, mesh="1")) as s:
+        executor = s._engine.session.executor  # type: ignore[union-attr]
+        executor.room = [room]
+        for _ in range(2):
+            for got, wanted in zip(s.run(given).values(), want, strict=True):
+                np.testing.assert_allclose(np.asarray(got), wanted, rtol=2e-5, atol=2e-6)

@@ -13,7 +13,7 @@ from onnx import TensorProto as T
 
 import tapestry
 from tapestry.codegen.torch_cpu import TorchCpu
-from tapestry.codegen.torch_cpu.torch_ops.transposed import transposed
+from tapestry.codegen.torch_cpu.torch_ops.transposed_convolution import transposed
 from tapestry.ir.graph import Block
 from tapestry.ir.kernel import Kernel, whole
 from tapestry.verify import interp

@@ -92,7 +92,6 @@ def mapped(op: Block, graph: Graph, kernel: Kernel, plain: Run, how: How = PLAIN
         memory=((size(out), torch.float32),),
         functions=(name,),
         few=size(out) < LEAST,
-        operators=_operators(exprs),
         compiles=how.compiles,
     )
 
@@ -184,7 +183,6 @@ def as_loops(op: Block, graph: Graph, kernel: Kernel, plain: Run, is_dear: Calla
         memory=memory,
         functions=(name,),
         few=not dear,
-        operators=_operators(exprs) + bool(op.monoid),
         compiles=how.compiles,
     )
 
@@ -214,11 +212,6 @@ def _weight(exprs: Sequence[Expr]) -> int:
     if len(nodes) == MOST_TEXT:
         return MOST_WORK + 1
     return sum(SLOW if isinstance(x, Apply) and is_slow(x) else 1 for x in nodes)
-
-
-def _operators(exprs: Sequence[Expr]) -> int:
-    """How many of torch's operators expressions are."""
-    return max(1, len({x for e in exprs for x in walk(e) if isinstance(x, Apply)}))
 
 
 def _record(name: str, used: Sequence[int], sizes: Any, work: Work, ins: Ins, memory: Sequence[Tensor]) -> CCall:

@@ -95,7 +95,7 @@ class CpuKernel:
         arrays: each output over flat memory of as many elements.
         memory: of each output, how many elements and their dtype.
         functions: those in C that were generated for it; they are compiled when the call is first asked for.
-        few: whether torch's operators take no longer but for their calls; ``operators``: about how many these are.
+        few: whether torch's operators take no longer but for their calls.
         compiles: whether functions are compiled where they are not there yet.
         packs: how weights are packed that it may read packed, by position of the read; without room, they are not.
         on_packed: the kernel that reads all of ``packs`` packed.
@@ -109,7 +109,6 @@ class CpuKernel:
     memory: tuple[tuple[int, torch.dtype], ...] = ()
     functions: tuple[str, ...] = ()
     few: bool = False
-    operators: int = 1
     compiles: bool = True
     packs: Mapping[int, Pack] = field(default_factory=dict[int, Pack])
     on_packed: CpuKernel | None = None

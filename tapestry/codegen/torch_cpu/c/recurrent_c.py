@@ -112,8 +112,9 @@ def recurrent(op: Opaque, graph: Graph, kernel: Kernel, plain: Run) -> CpuKernel
         return torch.cat([given.flatten(), other.flatten()])
 
     def bind(given: Ins, memory: Sequence[Tensor]) -> Calls:
-        x, w, r = (held(given[k]) for k in range(3))
-        b, state, cell, holes = (held(given[k]) if k < len(given) and ins[k] else None for k in (3, 5, 6, 7))
+        read = [held(given[k]) if k < len(given) and ins[k] else None for k in range(8)]
+        x, w, r, b, _, state, cell, holes = read
+        assert x is not None and w is not None and r is not None
         x, room = x.contiguous(), torch.empty(ways * cells + steps * ways * batch * hidden)
         size = w.numel() // ways
         calls = [

@@ -24,7 +24,7 @@ from tapestry.codegen.torch_cpu.c.c_calls import Calls, CCall, CpuKernel, Ins, P
 from tapestry.codegen.torch_cpu.c.thread_parts import Work
 from tapestry.codegen.torch_cpu.pixel_view import order as by_pixels
 from tapestry.codegen.torch_cpu.pixel_view import pixels
-from tapestry.codegen.torch_cpu.torch_ops.transposed import Phase, Spread, transposed
+from tapestry.codegen.torch_cpu.torch_ops.transposed_convolution import Phase, Spread, transposed
 from tapestry.ir.expr import Acc, Arg, Expr
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.index import bounds
@@ -206,13 +206,13 @@ def _linear(op: Block, graph: Graph, kernel: Kernel) -> Dense | Refusal:
     a, b, a_dims, b_dims = found
     for x, w, x_dims, w_dims in ((a, b, a_dims, b_dims), (b, a, b_dims, a_dims)):
         if x.dtype == "f32" and isinstance(w, Arg) and w.dtype == "f32":
-            dense = product(op, graph, kernel, x, w.pos, x_dims, w_dims)
+            dense = by_weight(op, graph, kernel, x, w.pos, x_dims, w_dims)
             if dense:
                 return dense
     return Refusal("no factor is a tensor of f32 that is read by rows of the sum and by one more dimension")
 
 
-def product(
+def by_weight(
     op: Block,
     graph: Graph,
     kernel: Kernel,
@@ -365,9 +365,9 @@ def _phase_by_phase(op: Block, kernel: Kernel, found: Spread) -> Dense | Refusal
         taps = (len(h.taps), len(w.taps))
         if conv_c.too_deep([channels, *taps]):
             return Refusal("there are too many taps and channels")
-        padding, dilation = (h.padding, w.padding), (h.dilation, w.dilation)
+        padding = (h.padding, w.padding)
         input_shape = (images, channels, *(hi - lo for lo, hi in box[2:]))
-        parts = contract.Call((), (), input_shape, (1, 1), padding, dilation, 1)
+        parts = contract.Call((), (), input_shape, (1, 1), padding, (1, 1), 1)
         out = (images, features, h.outs, w.outs)
         calls.append((h, w, size, conv_c.caller(lib.tapestry_conv, parts, (features, channels, *taps), out, then, steps=steps)))
         size += conv_c.packed_size(features, channels * prod(taps))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -77,10 +76,15 @@ def _integers(sums: Tensor) -> Tensor:
     return sums.to(torch.int32) if sums.dtype == torch.float32 else sums.to(torch.int64).to(torch.int32)
 
 
+def _both(op: Block) -> tuple[Narrow | None, Narrow | None]:
+    """The factors of a sum in i32 of products, as integers of 8 bits."""
+    both = factors(op) if op.monoid == "sum" and not op.inner and op.body[0].dtype == "i32" else None
+    return (narrow(both[0]), narrow(both[1])) if both else (None, None)
+
+
 def packed_product(op: Block, graph: Graph, kernel: Kernel, plain: Run) -> CpuKernel | Refusal:
     """A product on a weight in floats, packed once: parts of the sum that floats hold, added as integers."""
-    both = factors(op) if op.monoid == "sum" and len(op.body) == 1 and not op.inner and op.body[0].dtype == "i32" else None
-    a, b = map(narrow, both) if both else (None, None)
+    a, b = _both(op)
     frame, maps = Frame(op.space, kernel.block), len(op.dims)
     long = [k for k, n in enumerate(frame.extents) if k >= maps and n > 1]
     if a is None or b is None or len(long) != 1 or 0 in frame.extents:
@@ -98,28 +102,21 @@ def packed_product(op: Block, graph: Graph, kernel: Kernel, plain: Run) -> CpuKe
         cuts = ((k, min(k + deep, hi)) for k in range(lo, hi, deep))
         blocks = [replace(kernel, block=(*kernel.block[:at], cut, *kernel.block[at + 1 :])) for cut in cuts]
         dims = dims_read(op, value), dims_read(op, w.value)
-        parts = [dense.product(op, graph, k, value, w.value.pos, *dims, Epilogue()) for k in blocks]
+        parts = [dense.by_weight(op, graph, k, value, w.value.pos, *dims, Epilogue()) for k in blocks]
         found = [p for p in parts if p is not None]
         if len(found) == len(parts):
             rows = Expressions(op, graph, kernel, (value,), frame)
-            sums = functools.partial(_summed, rows, maps, frame)
             q = int(w.shift.value) if isinstance(w.shift, Const) else 0
-            return _in_parts(op, graph, kernel, plain, found, w.value.pos, q, zero, sums)
+            return _in_parts(op, graph, kernel, plain, found, w.value.pos, q, zero, rows)
     return Refusal("neither factor is a weight that is read by rows of the sum and by one more dimension")
-
-
-def _summed(rows: Expressions, maps: int, frame: Frame, ins: Ins) -> Tensor:
-    (x,) = rows.values(ins, [])
-    every = x.to(torch.int32).expand([*x.shape[:maps], *frame.extents[maps:]])
-    return every.sum(dim=tuple(range(maps, len(frame.extents))), dtype=torch.int32)
 
 
 def _in_parts(
     op: Block, graph: Graph, kernel: Kernel, plain: Run, parts: Sequence[dense.Dense], w: int,
-    folded: int, zero: Callable[[Ins], Tensor] | None, sums: Callable[[Ins], Tensor],
+    folded: int, zero: Callable[[Ins], Tensor] | None, rows: Expressions,
 ) -> CpuKernel:  # fmt: skip
     tail = Expressions(op, graph, kernel, op.then, Frame(op.dims, kernel.block[: len(op.dims)]))
-    wanted = [hi - lo for lo, hi in kernel.block[: len(op.dims)]]
+    maps, cells = len(op.dims), prod(hi - lo for lo, hi in kernel.block[: len(op.dims)])
 
     def pack(buffer: Tensor) -> Tensor:
         return torch.cat([p.pack.run(buffer.float() - folded) for p in parts])
@@ -129,14 +126,15 @@ def _in_parts(
         for p in parts:
             given = list(ins)
             given[w] = held(ins[w])[at:]
-            part = p(given, None, None, prod(wanted)).to(torch.int32)
+            part = p(given, None, None, cells).to(torch.int32)
             total = part if total is None else total.add_(part)
             at += p.packed
         assert total is not None
         q = zero and zero(ins)
         if q is not None and bool(q.any()):
-            total = total - q * sums(ins)
-        return tail(ins, [total.reshape(wanted)])
+            every = rows.values(ins, [])[0].to(torch.int32).expand([*total.shape, *rows.shape[maps:]])
+            total = total - q * every.sum(dim=tuple(range(maps, every.dim())), dtype=torch.int32)
+        return tail(ins, [total])
 
     key = ("parts of eights", folded, *(p.pack.key for p in parts))
     return CpuKernel(plain=plain, packs={w: Pack(key, pack)}, on_packed=CpuKernel(plain=packed))
@@ -204,9 +202,7 @@ def packed_convolution(op: Block, graph: Graph, kernel: Kernel, plain: Run) -> C
 
 
 def _eights(op: Block, graph: Graph, kernel: Kernel, frame: Frame) -> _Eights | Refusal:
-    both = factors(op) if op.monoid == "sum" and len(op.body) == 1 and not op.inner and op.body[0].dtype == "i32" else None
-    parts = [narrow(e) for e in both or ()]
-    a, b = parts if both else (None, None)
+    a, b = _both(op)
     if a is None or b is None:
         return Refusal("it is no sum in i32 of products of integers of 8 bits less a zero point")
     reads = tuple(r if r.other is None else replace(r, other=0.0) for r in op.reads)  # as it is once the zero point is off

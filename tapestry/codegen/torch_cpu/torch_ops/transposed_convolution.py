@@ -30,7 +30,6 @@ class Phase:
     outs: int
     taps: tuple[int, ...]
     padding: int
-    dilation: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +63,12 @@ def transposed(op: Block, graph: Graph, kernel: Kernel) -> Spread | Refusal:
             return Refusal("a pad adds images or channels")
         outs = [d.name for d in op.dims[2:]]
         phases = [_phases(a, at[out], at[r], p) for a, out, r, (p, _) in zip(axes, outs, names[2:], boxes[0][2:], strict=True)]
-        if any(not p.taps for some in phases for p in some) or any(lo >= hi for lo, hi in boxes[0]):
-            return Refusal("some outputs are of no tap at all")
+        if (
+            any(a.dilation > 1 for a in axes)
+            or any(not p.taps for some in phases for p in some)
+            or any(lo >= hi for lo, hi in boxes[0])
+        ):
+            return Refusal("some outputs are of no tap at all, or taps are apart")
         take = slices_within([at[op.dims[0].name], at[names[0]], *boxes[0][2:]], boxes[0])
         strides = (axes[0].stride, axes[1].stride)
         return Spread(x, w, take, slices_within([at[n] for n in names], boxes[1]), strides, (phases[0], phases[1]))
@@ -75,11 +78,10 @@ def transposed(op: Block, graph: Graph, kernel: Kernel) -> Spread | Refusal:
 def _phases(a: _Axis, out: tuple[int, int], taps: tuple[int, int], start: int) -> list[Phase]:
     found = list[Phase]()
     for n in range(min(a.stride, out[1] - out[0])):
-        reach = {r: out[0] + n - a.first - a.dilation * r for r in reversed(range(*taps))}
+        reach = {r: out[0] + n - a.first - r for r in reversed(range(*taps))}
         places = {r: v // a.stride - start for r, v in reach.items() if v % a.stride == 0}
-        first, *more = [*places.values()] or [0]
-        step = more[0] - first if more else 1
-        found.append(Phase(n, -(-(out[1] - out[0] - n) // a.stride), tuple(r - taps[0] for r in places), -first, step))
+        outs = -(-(out[1] - out[0] - n) // a.stride)
+        found.append(Phase(n, outs, tuple(r - taps[0] for r in places), -min(places.values(), default=0)))
     return found
 
 
