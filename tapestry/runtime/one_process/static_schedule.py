@@ -191,7 +191,7 @@ def _inputs(bound: BoundProgram, recorders: Mapping[int, Recorder]) -> dict[str,
         buffer = program.buffers[step.buffer]
         box = buffer.boxes[0]
         given = buffer.tensor in bound.graph.inputs
-        if box is not None and given and buffer.dtype != HOST:
+        if box is not None and given and buffer.dtype not in (HOST, "c128"):
             out[step.buffer] = methodcaller("view", shape(box))
     return out
 

@@ -104,11 +104,13 @@ def test_calls_one_after_another_share_their_memory() -> None:
 
 def test_inputs_and_outputs() -> None:
     there = torch.zeros(3, 4, 5).permute(0, 2, 1)
-    taken, given = Taken([there, torch.zeros(0, 2)]), Given.to_place(torch.zeros(60))
+    many = torch.rand(2, 3, 2, 3, 2, 3, 2, 3).permute(7, 0, 6, 1, 5, 2, 4, 3)  # axes
+    taken, given = Taken([there, torch.zeros(0, 2), many, many.cfloat().cdouble()]), Given.to_place(torch.zeros(60))
     assert given and Given.to_place(torch.zeros(0)) is None
     for seed in range(2):
         there.copy_(torch.rand(3, 5, 4, generator=torch.Generator().manual_seed(seed)))
-        got, empty = taken()
+        got, empty, *rest = taken()
+        assert all(torch.equal(x.real, many) for x in rest)
         assert torch.equal(got, there) and got.is_contiguous() and got.data_ptr() != there.data_ptr() and empty.numel() == 0
         kept = given.of(got)
         given.call.run()

@@ -64,7 +64,7 @@ class Given:
 
     @classmethod
     def to_place(cls, to: Tensor) -> Given | None:
-        """Copies to a row-major array; ``None`` where there is nothing to copy."""
+        """Copies to a row-major array of at most 8 bytes a cell; ``None`` where there is nothing to copy."""
         call = copy(to, to)
         return call and cls(to, call)
 
@@ -86,9 +86,11 @@ class Taken:
     def __call__(self) -> list[Tensor]:
         """The new ones."""
         out = [torch.empty(x.shape, dtype=x.dtype) for x in self.arrays]
-        for new, call in zip(out, self.calls, strict=True):
+        for x, new, call in zip(self.arrays, out, self.calls, strict=True):
             if call:
                 call.buffers.y = new.data_ptr()
+            else:
+                new.copy_(x)
         self.run()
         return out
 
