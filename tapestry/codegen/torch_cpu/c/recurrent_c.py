@@ -28,7 +28,7 @@ from tapestry.ir.kernel import Kernel, whole
 
 Tensor = torch.Tensor
 GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
-PLAIN = {"hidden_size", "direction", "layout", "linear_before_reset", "input_forget"}
+PLAIN = {"hidden_size", "direction", "linear_before_reset"}
 GIVEN, OWN, STATE, CELL, OTHER, PEEPHOLES, FIELDS = 0, 4, 8, 9, 10, 11, 14  # arrays of a function, as in recurrence.c
 
 
@@ -72,7 +72,7 @@ def recurrent(op: Opaque, graph: Graph, kernel: Kernel, plain: Run) -> CpuKernel
     node = NodeProto.FromString(op.node)
     attributes = {a.name: helper.get_attribute_value(a) for a in node.attribute}
     ins = [(op.ins[k] if k < len(op.ins) else "") for k in range(8)]
-    if attributes.keys() - PLAIN or attributes.get("layout") or attributes.get("input_forget") or ins[4]:
+    if attributes.keys() - PLAIN or ins[4]:
         return Refusal("it has activations of its own, lengths, or its batch first")
     shapes = {k: graph.tensors[t].shape for k, t in enumerate(ins) if t}
     (steps, batch, depth), (ways, _, hidden) = shapes[0], shapes[2]
