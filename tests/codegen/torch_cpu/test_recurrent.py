@@ -65,7 +65,8 @@ def sequences(
     names = names if kind == "LSTM" else names[:6]
     results = [n * (n in outs) for n in "yhc"[: 3 if kind == "LSTM" else 2]]
     results = [n and f"out {n}" for n in results]
-    attributes: dict[str, Any] = {"linear_before_reset": int("a" in more)} if kind == "GRU" else {}
+    attributes: dict[str, Any] = {"layout": 0} if "y" in outs else {}  # as exporters write it
+    attributes |= {"linear_before_reset": int("a" in more)} if kind == "GRU" else {}
     node = N(kind, names, results, hidden_size=hidden, direction=direction, **attributes)
     given = {"x": x, **{k: arrays[k] for k in "hc" if used[k]}}
     weights = {k: arrays[k] for k in ("W", "R", *(k for k in "BP" if used[k]))}

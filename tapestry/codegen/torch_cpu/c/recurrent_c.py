@@ -70,7 +70,7 @@ def recurrent(op: Opaque, graph: Graph, kernel: Kernel, plain: Run) -> CpuKernel
     if op.kind not in GATES or lib is None:
         return Refusal("it is no recurrence, or there is no library of ours")
     node = NodeProto.FromString(op.node)
-    attributes = {a.name: helper.get_attribute_value(a) for a in node.attribute}
+    attributes = {a.name: v for a in node.attribute if (v := helper.get_attribute_value(a))}
     ins = [(op.ins[k] if k < len(op.ins) else "") for k in range(8)]
     if attributes.keys() - PLAIN or ins[4]:
         return Refusal("it has activations of its own, lengths, or its batch first")
@@ -81,8 +81,8 @@ def recurrent(op: Opaque, graph: Graph, kernel: Kernel, plain: Run) -> CpuKernel
     fine = all(graph.tensors[t].dtype == "f32" and 0 not in graph.tensors[t].shape for t in own)
     if not fine or boxes != [whole(graph.tensors[t].shape) for t in own]:
         return Refusal("its block is a part, or of other types, or empty")
-    if max(depth, hidden) > conv_c.DEEPEST or not all(ins[k] in graph.weights for k in (1, 2, 3, 7) if ins[k]):
-        return Refusal("its weights are no weights, or too deep")
+    if max(depth, hidden) > conv_c.DEEPEST:
+        return Refusal("its products are of too many terms")
     kind, gates = op.kind, GATES[op.kind]
     after = bool(attributes.get("linear_before_reset", 0)) and kind == "GRU"
     early = 2 if kind == "GRU" and not after else gates
