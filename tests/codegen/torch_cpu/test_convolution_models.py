@@ -164,3 +164,16 @@ def test_pooling_behind_a_convolution(channels: int, pool: dict[str, list[int]])
         around = torch.nn.functional.pad(image, (pads[1], pads[3], pads[0], pads[2]), value=-np.inf)
         want = torch.max_pool2d(around, 3, pool.get("strides", [1, 1]), 0, pool.get("dilations", [1, 1]))
         np.testing.assert_array_equal(made.run({"x": x})["m"], want.numpy())
+
+
+@pytest.mark.usefixtures("c_compiler")
+@pytest.mark.parametrize("kind", ["Sqrt", "Exp", "Neg"])
+def test_a_product_of_what_is_computed_is_computed_at_every_run(kind: str) -> None:
+    w = normal(40, 48)
+    made = tapestry.compile(
+        model([N(kind, ["x"], ["e"]), N("MatMul", ["e", "w"], ["y"])], w[:24, :40], ["y"], {"w": w}), mesh="1"
+    )
+    for _ in range(3):
+        x = np.abs(normal(24, 40))
+        e = {"Sqrt": np.sqrt, "Exp": np.exp, "Neg": np.negative}[kind](x.astype(np.float64))
+        np.testing.assert_allclose(made.run({"x": x})["y"], e @ w, rtol=1e-4, atol=1e-4)

@@ -88,7 +88,13 @@ def test_axes_in_another_order(shape: tuple[int, ...]) -> None:
 def test_what_is_computed_is_no_copy() -> None:
     """Then the call has to be made at every run; as where there is no room, or a dtype changes."""
     x = torch.ones(4, 5)
-    for move in (lambda x: x + 1, lambda x: x.t().contiguous().mul_(2), lambda x: x.to(torch.float64), lambda x: x.sum(0)):
+    for move in (
+        lambda x: x + 1,
+        lambda x: x.t().contiguous().mul_(2),
+        lambda x: x.to(torch.float64),
+        lambda x: x.sum(0),
+        lambda x: torch.cat([x, x]),
+    ):
         assert bound(move, x, Scratch(1 << 20)) is None
     turned: Callable[[Tensor], Tensor] = lambda x: x.t().contiguous()  # noqa: E731
     assert bound(turned, x, Scratch(79)) is None

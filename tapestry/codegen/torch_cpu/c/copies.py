@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from tapestry.codegen.torch_cpu import native
 from tapestry.codegen.torch_cpu.c.c_calls import Calls, CCall, CpuKernel, Ins, batch
@@ -106,7 +107,7 @@ class _Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator, and record it."""
         out = func(*args, **(kwargs or {}))
-        given = [x for x in args if isinstance(x, Tensor)]
+        given = [x for x in tree_leaves(args) if isinstance(x, Tensor)]
         if func is _ATEN.empty.memory_format:  # to work in: what is there is nothing to those that come after
             out = self._in_scratch(out)
         move = _MOVES.get(func)

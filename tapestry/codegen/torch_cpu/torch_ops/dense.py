@@ -261,7 +261,8 @@ def by_weight(
         return r.reshape([extent[d] for d in wide]).permute(forth).reshape(m, n).contiguous()
 
     def rows_of(ins: Ins) -> Tensor:
-        return matrix(values.values(ins, [])[0])
+        value = values.values(ins, [])[0]
+        return matrix(value if isinstance(x, Arg) else value.mul(1))  # seen to be computed: numpy takes roots unseen
 
     def result(out: Tensor) -> Tensor:
         return out.reshape(sizes).permute(back).reshape(wanted)
