@@ -24,12 +24,11 @@ from bench.support import llama_layers, record
 from bench.support.half_models import in_half
 from bench.support.record import SHARED, WORK, Row
 from bench.support.whole_kernels import export
+from tapestry.codegen.blocks.lowered import unavailable
 from tapestry.codegen.triton.emit.source import kernel_key
 from tapestry.codegen.triton.kernel_work import roofline, work_of
-from tapestry.codegen.triton.task.chips import PRECISIONS, chip_of
+from tapestry.codegen.triton.task.chips import PRECISIONS, chip_of, on_chip
 from tapestry.codegen.triton.task.kernel_choice import kernel_form
-from tapestry.codegen.triton.task.lowered import unavailable
-from tapestry.codegen.triton.task.tiles import on_chip
 from tapestry.ir.program import Launch
 from tapestry.plan.topology import from_data
 from tapestry.runtime.executor import kernel_of

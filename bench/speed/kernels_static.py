@@ -29,15 +29,14 @@ from bench.speed.gpu_models import Size, llama_layer
 from bench.support import record
 from bench.support.record import Row
 from bench.support.whole_kernels import distinct, export, fused_graph
+from tapestry.codegen.blocks.lowered import unavailable
 from tapestry.codegen.triton.kernel_work import predicted, roofline, work_of
 from tapestry.codegen.triton.run.compile_ahead import measured
 from tapestry.codegen.triton.run.launcher import done_once
 from tapestry.codegen.triton.run.report import in_flight, matrix_instruction, merges_parts, occupancy
 from tapestry.codegen.triton.run.sound_choice import Sound, sound
-from tapestry.codegen.triton.task.chips import CHIPS, chip_of
+from tapestry.codegen.triton.task.chips import CHIPS, chip_of, on_chip
 from tapestry.codegen.triton.task.kernel_choice import kernel_form
-from tapestry.codegen.triton.task.lowered import unavailable
-from tapestry.codegen.triton.task.tiles import on_chip
 from tapestry.errors import TapestryError
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.kernel import Kernel

@@ -11,8 +11,8 @@ import onnx
 
 from bench.support.half_models import KINDS, in_half
 from bench.support.record import SHARED
+from tapestry.codegen.blocks.lowered import unavailable
 from tapestry.codegen.triton.emit.source import generate, kernel_key
-from tapestry.codegen.triton.task.lowered import unavailable
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.kernel import Kernel, whole
 from tapestry.lift import lift

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from tapestry.codegen.blocks.lowered import unavailable
 from tapestry.codegen.triton.emit.source import TritonKernel, generate, kernel_key
 from tapestry.codegen.triton.run.tuned import config_from
 from tapestry.codegen.triton.task.chips import DEFAULT
-from tapestry.codegen.triton.task.lowered import unavailable
 from tapestry.errors import BuildError
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.kernel import Box, Kernel

@@ -13,9 +13,8 @@ import pytest
 from onnx import TensorProto as T
 
 from tapestry.codegen.triton.kernel_work import roofline, work_of
-from tapestry.codegen.triton.task.chips import PRECISIONS, chip_of
+from tapestry.codegen.triton.task.chips import PRECISIONS, chip_of, on_chip
 from tapestry.codegen.triton.task.kernel_choice import kernel_form
-from tapestry.codegen.triton.task.tiles import on_chip
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.plan import Plan, Strategy
 from tapestry.ir.program import Launch

@@ -16,7 +16,7 @@ import torch
 from onnx import TensorProto as T
 
 from bench.speed import inductor
-from tapestry.codegen.triton.task.lowered import unavailable
+from tapestry.codegen.blocks.lowered import unavailable
 from tapestry.ir import laws
 from tapestry.ir.graph import Block, Graph, Guard
 from tapestry.ir.index import const, dim

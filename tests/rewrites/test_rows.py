@@ -1,10 +1,14 @@
 """Statistics of rows and what is made of them as one operation: softmax and norms over any axes, on every target and mesh."""
 
+from math import prod
+
 import numpy as np
 import pytest
 import torch
 
-from tapestry.codegen.torch_cpu.base.grouped_rows import regrouped
+from tapestry.codegen.blocks.lowered import lower as task_of
+from tapestry.codegen.blocks.regroup import split_groups
+from tapestry.codegen.torch_cpu.c.nest_c import varied
 from tapestry.codegen.torch_cpu.kernels import build
 from tapestry.codegen.triton.config_fields import KernelConfig
 from tapestry.codegen.triton.emit.source import generate
@@ -156,7 +160,8 @@ def test_blocks_of_whole_groups_and_of_parts_of_them(name: str) -> None:
         block = (*space[:at], (lo, hi), *space[at + 1 :])
         ins = tuple(whole(graph.tensors[r.tensor].shape) for r in op.reads)
         kernel = Kernel(op=0, mode="full", block=block, ins=ins, outs=(block[: len(op.dims)],))
-        assert (regrouped(op, graph, kernel) is not None) == (lo % k == hi % k == 0)
+        task, each = split_groups(task_of(graph, kernel)), k if lo % k == hi % k == 0 else 1
+        assert prod(d.size for d in task.dims if d.name in varied(task)) == op.dims[0].size ** at * (hi - lo) // each
         got = build(graph, kernel)([torch.from_numpy(feeds[r.tensor]) for r in op.reads], [])[0]
         close(got.numpy(), want.take(range(lo, hi), at))
         close(run_kernel(graph, 0, feeds, block=block)[0], want.take(range(lo, hi), at))

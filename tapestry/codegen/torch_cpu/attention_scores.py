@@ -7,9 +7,10 @@ There may be no product at all: values weighted by the softmax of scores that ar
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any
 
+from tapestry.codegen.blocks.lowered import task_of
 from tapestry.codegen.torch_cpu import native
 from tapestry.codegen.torch_cpu.attention_c import (
     NO_ATTENTION,
@@ -26,11 +27,10 @@ from tapestry.codegen.torch_cpu.base.contract import points
 from tapestry.codegen.torch_cpu.base.point_values import held
 from tapestry.codegen.torch_cpu.base.ways import Refusal
 from tapestry.codegen.torch_cpu.c import conv_c, generated_c
-from tapestry.codegen.torch_cpu.c.blocks_c import BlockWriter
 from tapestry.codegen.torch_cpu.c.c_calls import CCall, CpuKernel, Ins, recorded
-from tapestry.codegen.torch_cpu.c.print_c import TYPES, is_slow, written
+from tapestry.codegen.torch_cpu.c.print_c import TYPES, Writer, is_slow, written
+from tapestry.ir.expr import Acc, Expr, Let, arg_positions, rewrite, walk
 from tapestry.ir.expr import Call as Apply
-from tapestry.ir.expr import Expr, Let, arg_positions, walk
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.kernel import Kernel, size
 from tapestry.ir.recognition.attention_roles import Attention, Weighed, attention, weighed
@@ -123,7 +123,7 @@ def scored(op: Block, graph: Graph, kernel: Kernel) -> CpuKernel | Refusal:
         return Refusal("queries, keys or values do not lie in even steps, or there are three axes of heads")
     *qk, v = (w for w in walks if w)
     q, k = qk or (None, None)
-    name = _Score.register(op, graph, kernel, a.score, roles)
+    name = _score(op, graph, kernel, a.score, roles)
     group = _group(roles, q, k, v, extent)
     if name is None or not group or not _fits(roles, q, k, v, extent):
         return Refusal("a score is no expression that C can write, or rows of keys and values lie otherwise")
@@ -165,44 +165,28 @@ def _fits(roles: _Roles, q: Walk | None, k: Walk | None, v: Walk, extent: dict[s
     return ends(q, roles.depth) and either(v, roles.columns) and either(k, roles.depth)
 
 
-@dataclass(slots=True)
-class _Score(BlockWriter):
-    """Writes the function that makes scores: ``sizes`` are outer and inner head, first row, rows, and cells from row to row."""
+def _score(op: Block, graph: Graph, kernel: Kernel, score: Expr, roles: _Roles) -> str | None:
+    """The function that makes scores: ``sizes`` are outer and inner head, first row, rows, and cells from row to row.
 
-    at: dict[str, str] = field(default_factory=dict[str, str])
-
-    @classmethod
-    def register(cls, op: Block, graph: Graph, kernel: Kernel, score: Expr, roles: _Roles) -> str | None:
-        """The function's name; ``None`` where the score cannot be written."""
-        used = sorted(arg_positions((score,)))
-        tensors = {k: graph.tensors[op.reads[k].tensor] for k in used}
-        boxes = {k: b for k in used if (b := kernel.ins[k]) is not None}
-        slow = any(isinstance(x, Apply) and is_slow(x) for x in walk(score))
-        if (
-            slow
-            or not written((score,), few=True)
-            or len(boxes) < len(used)
-            or any(t.dtype not in TYPES for t in tensors.values())
-        ):
-            return None
-        reads = {k: (op.reads[k], boxes[k], t.shape, t.dtype) for k, t in tensors.items()}
-        writer = cls(tuple(d.name for d in op.space), reads, ())
-        return generated_c.register(writer.scores(op, kernel, score, roles))
-
-    def scores(self, op: Block, kernel: Kernel, score: Expr, roles: _Roles) -> str:
-        """The body of ``void f(const int64_t *sizes, void *const *p)``: the buffers read, in order, then a tile of products."""
-        self.slots = {k: i for i, k in enumerate(sorted(self.reads))}
-        self.inner = {n: (lo, hi - 1) for n, (lo, hi) in zip(self.names, kernel.block, strict=False)}
-        self.once = {x: "t[m]" for x in walk(score) if isinstance(x, Let)}
-        lines = [f"const {TYPES[self.reads[k][3]]} *restrict p{i} = p[{i}];" for k, i in self.slots.items()]
-        lines.append(f"float *restrict s = p[{len(self.slots)}];")
-        ranks = {n: f"sizes[{i}]" for i, names in enumerate((roles.outer, roles.inner)) for n in names}
-        ranks |= dict.fromkeys(roles.rows, "sizes[2] + r")
-        lines.append("for (int64_t r = 0; r < sizes[3]; r++) {\nfloat *restrict t = s + r * sizes[4];")
-        for i, d in enumerate(op.dims):
-            lo = self.inner[d.name][0]
-            lines.append(f"const int64_t d{i} = {lo} + {ranks.get(d.name, '0')};")
-        i, (lo, hi) = self.names.index(roles.key), self.inner[roles.key]
-        lines.append(f"#pragma omp simd\nfor (int64_t m = 0; m < {hi - lo + 1}; m++) {{\nconst int64_t d{i} = {lo} + m;")
-        lines.append(f"t[m] = {self._expr(score, self.inner, [])};")
-        return "\n".join([*lines, "}}"])
+    Returns:
+        its name; ``None`` where the score cannot be written.
+    """
+    products: dict[Expr, Expr] = {x: Acc(0, x.dtype) for x in walk(score) if isinstance(x, Let)}
+    alone = Block(outs=op.outs[:1], dims=op.space, reads=op.reads, body=(rewrite(score, lambda x: products.get(x, x)),))
+    used = sorted(arg_positions(alone.body))
+    slow = any(isinstance(x, Apply) and is_slow(x) for x in walk(score))
+    types = {graph.tensors[op.reads[k].tensor].dtype for k in used}
+    if slow or not written((score,), few=True) or any(kernel.ins[k] is None for k in used) or types - TYPES.keys():
+        return None
+    task = task_of(alone, graph, replace(kernel, outs=(kernel.block,)))
+    writer = Writer(tuple(task.ranges), task.ranges, task.reads, slots={k: i for i, k in enumerate(used)})
+    lines = [f"const {TYPES[a.dtype]} *restrict p{i} = p[{i}];" for i, a in enumerate(task.reads.values())]
+    lines.append(f"float *restrict s = p[{len(used)}];")
+    ranks = {n: f"sizes[{i}]" for i, names in enumerate((roles.outer, roles.inner)) for n in names}
+    ranks |= dict.fromkeys(roles.rows, "sizes[2] + r")
+    lines.append("for (int64_t r = 0; r < sizes[3]; r++) {\nfloat *restrict t = s + r * sizes[4];")
+    lines += [f"const int64_t d{i} = {ranks.get(d.name, '0')};" for i, d in enumerate(op.dims)]
+    i = writer.names.index(roles.key)
+    lines.append(f"#pragma omp simd\nfor (int64_t m = 0; m < {task.ranges[roles.key]}; m++) {{\nconst int64_t d{i} = m;")
+    lines.append(f"t[m] = {writer.expr(task.body[0], ['t[m]'])};")
+    return generated_c.register("\n".join([*lines, "}}"]))

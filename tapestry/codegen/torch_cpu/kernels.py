@@ -24,11 +24,11 @@ from tapestry.codegen.torch_cpu.base.strided_reads import Frame
 from tapestry.codegen.torch_cpu.base.tiled_sums import tiled_product
 from tapestry.codegen.torch_cpu.base.torch_api import tensor_of
 from tapestry.codegen.torch_cpu.base.ways import Chosen, Refusal, Way, first
-from tapestry.codegen.torch_cpu.c.blocks_c import LEAST, PLAIN, How, as_loops, mapped
+from tapestry.codegen.torch_cpu.c.blocks_c import LEAST, PLAIN, How, as_loops, by_rows, loops_of
 from tapestry.codegen.torch_cpu.c.c_calls import CpuKernel
+from tapestry.codegen.torch_cpu.c.nest_c import of_rows
 from tapestry.codegen.torch_cpu.c.recurrent_c import recurrent
 from tapestry.codegen.torch_cpu.pixel_view import pixels
-from tapestry.codegen.torch_cpu.row_view import rows
 from tapestry.codegen.torch_cpu.torch_ops import dense, integers, layers, norms
 from tapestry.codegen.torch_cpu.torch_ops.viewed import viewed
 from tapestry.codegen.torch_cpu.views import seen
@@ -103,16 +103,12 @@ def _by_rows(a: Asked) -> CpuKernel | Refusal:
     """The function in C of a norm of rows, one for any sizes."""
     if seen(a.op, a.graph, a.kernel) or not norms.by_rows(a.op):
         return Refusal("no row is reduced and then read again")
-    view = rows(a.op, a.graph, a.kernel)
-    if view is None:
-        return Refusal("rows do not lie one after another")
+    found = loops_of(a.op, a.graph, a.kernel)
+    if not found or not of_rows(*found.tasks):
+        return Refusal("no function in C, or rows do not lie one after another")
     plain = _first(TABLES[a.kernel.mode], a)
-    one = replace(a.how, any_size=True)  # the bits of a build are those at any of its sizes
-    run = as_loops(view.op, view.graph, view.kernel, plain, lambda: True, one)
-    found = viewed(run, view) if run else Refusal(run.why)
-    if not run or not found or not found.bind:
-        return Refusal(f"no function in C: {found.why if isinstance(found, Refusal) else 'the result would be copied'}")
-    return replace(found, plain=plain, compiles=a.how.compiles)
+    made = found.made(plain, replace(a.how, any_size=True), few=False)  # the bits of a build are those at any of its sizes
+    return replace(made, compiles=a.how.compiles)
 
 
 def _by_pixels(a: Asked) -> CpuKernel | Refusal:
@@ -263,7 +259,7 @@ AS_A_WHOLE: Kernels = (
 ON_BUFFERS: Kernels = (
     Way(
         "row by row, in C",
-        lambda a: mapped(a.op, a.graph, a.kernel, a.operators, a.how),
+        lambda a: by_rows(a.op, a.graph, a.kernel, a.operators, a.how),
         "one pass, where torch makes one for each operator",
     ),
     Way("torch's operators", lambda a: a.operators, "takes everything, so it comes last"),

@@ -77,7 +77,7 @@ def _recorded(runs: Sequence[CpuKernel], then: tuple[Expr, ...], packed: Run) ->
     able = len(then) == 1 and then[0].dtype == "f32" and not arg_positions(then) and written(then)
     if len(steps) > 1 or not able or any(isinstance(x, Index) for x in walk(then[0])):
         return CpuKernel(plain=packed)
-    name = generated_c.register(Writer((), {}, ()).cells(then[0], len(runs)))
+    name = generated_c.register(Writer().cells(then[0], len(runs)))
 
     def record(ins: Ins, memory: Tensor) -> Calls:
         results = [torch.empty(r.memory[0][0]) for r in ours]

@@ -10,20 +10,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from math import prod
 
-from tapestry.codegen.triton.config_fields import KernelConfig
-from tapestry.codegen.triton.task.chips import Chip, chip_of
-from tapestry.codegen.triton.task.descriptors import aligned, operand_boxes, stream_boxes
-from tapestry.codegen.triton.task.lowered import Access, Task, points
-from tapestry.codegen.triton.task.primitives import HALVES, compute, operand_size
-from tapestry.codegen.triton.task.ragged_parts import most_parts, splits
-from tapestry.codegen.triton.task.tiles import (
+from tapestry.codegen.blocks.forms import (
     Contraction,
     Folded,
     KernelForm,
     Stream,
     centred,
     exact_dtype,
-    on_chip,
     plain_results,
     power_of_two,
     row_dims,
@@ -31,6 +24,12 @@ from tapestry.codegen.triton.task.tiles import (
     split_selection,
     transposing_dims,
 )
+from tapestry.codegen.blocks.lowered import Access, Task, points
+from tapestry.codegen.blocks.operands import HALVES, compute, operand_size
+from tapestry.codegen.blocks.ragged_parts import most_parts, splits
+from tapestry.codegen.triton.config_fields import KernelConfig
+from tapestry.codegen.triton.task.chips import Chip, chip_of, on_chip
+from tapestry.codegen.triton.task.descriptors import aligned, operand_boxes, stream_boxes
 from tapestry.ir.expr import Call, Index, arg_positions, instructions, walk
 from tapestry.ir.graph import Dim
 from tapestry.ir.monoid import MONOIDS

@@ -7,9 +7,9 @@ from math import prod
 
 import numpy as np
 
+from tapestry.codegen.blocks.forms import KernelForm, row_dims
+from tapestry.codegen.blocks.lowered import points
 from tapestry.codegen.triton.task.chips import Chip
-from tapestry.codegen.triton.task.lowered import points
-from tapestry.codegen.triton.task.tiles import KernelForm, row_dims
 from tapestry.ir.expr import count_calls
 from tapestry.ir.graph import Block, Graph, Read
 from tapestry.ir.index import Aff, bounds, dims_of, evaluate

@@ -10,12 +10,12 @@ os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton; ahead-of
 
 import pytest
 
+from tapestry.codegen.blocks.lowered import points
 from tapestry.codegen.triton.config_fields import KernelConfig
 from tapestry.codegen.triton.emit.source import generate
 from tapestry.codegen.triton.kernel_config import candidates, default_config
 from tapestry.codegen.triton.task.chips import CHIPS
 from tapestry.codegen.triton.task.kernel_choice import kernel_form
-from tapestry.codegen.triton.task.lowered import points
 from tapestry.errors import TapestryError
 from tapestry.ir.syntax.parser import parse
 from tests.support.triton_kernels import check, kernel_of, poisoned_lanes  # noqa: F401

@@ -99,8 +99,8 @@ SHAPES = {
 @pytest.mark.parametrize("name", SHAPES)
 def test_every_operation_of_a_model_has_a_kernel(tmp_path: Path, name: str) -> None:
     """Whatever is not opaque is generated, for every chip, with both precisions."""
+    from tapestry.codegen.blocks.lowered import unavailable
     from tapestry.codegen.triton.emit.source import generate
-    from tapestry.codegen.triton.task.lowered import unavailable
     from tapestry.ir.graph import Block
     from tapestry.ir.kernel import Kernel, whole
     from tapestry.ir.syntax.printer import signature

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 
+from tapestry.codegen.blocks.lowered import unavailable
 from tapestry.codegen.triton.emit.source import generate, kernel_key
 from tapestry.codegen.triton.run.launcher import launch, load
-from tapestry.codegen.triton.task.lowered import unavailable
 from tapestry.errors import BuildError, TapestryError
 from tapestry.ir.expr import PRIMITIVES
 from tapestry.ir.graph import Graph, Opaque

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tapestry.codegen.blocks.lowered import unavailable
 from tapestry.codegen.triton.emit.source import generate
-from tapestry.codegen.triton.task.lowered import unavailable
 from tapestry.ir.graph import Block, Graph, Tensor
 from tapestry.ir.kernel import Kernel, whole
 from tapestry.ir.monoid import MONOIDS

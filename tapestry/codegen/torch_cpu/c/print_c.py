@@ -1,23 +1,21 @@
-"""A block of an operation without a reduction (or that selects rows of a table) as a function in C.
+"""Expressions of a task as C.
 
-The text is made from the same expressions as every other target's, in the order written. Boxes are known and buffers
-row-major: all places are numbers. A NaN goes where it goes elsewhere; nothing is contracted or reordered.
+The text is made from the same expressions as every other target's, in the order written. A NaN goes where it goes elsewhere;
+nothing is contracted or reordered.
 """
 
 from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from tapestry.codegen.torch_cpu.base.local_view import always
+from tapestry.codegen.blocks.lowered import Access
 from tapestry.ir.expr import Acc, Arg, Call, Const, Expr, Index, Let, walk
-from tapestry.ir.graph import Guard, Read
-from tapestry.ir.index import Aff, Floor, bounds
-from tapestry.ir.kernel import Box, strides
+from tapestry.ir.index import Aff, Atom, Floor, span
 
 TYPES = {"f32": "float", "i64": "int64_t", "i32": "int32_t", "i8": "int8_t", "u8": "uint8_t", "bool": "uint8_t"}
 
@@ -177,195 +175,108 @@ def is_slow(e: Call) -> bool:
     return e.dtype == "f32" and e.fn in LIBRARY and row(e) == LIBRARY[e.fn]
 
 
-@dataclass(frozen=True, slots=True)
-class Chosen:
-    """The place along a reduced dimension that a selection takes: which one is wanted, and what is there (else 0)."""
-
-    name: str
-    wanted: Expr
-    picked: Expr
-    box: tuple[int, int]
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """A box of the output, and the value of each cell; ``chosen`` is its `Acc`."""
-
-    box: Box
-    value: Expr
-    chosen: Chosen | None = None
-
-
-MANY = 8  # points of a loop that are worth sharing out as it is, before a longer one within
 EACH_CELL = "for (int64_t i = sizes[0] * part / parts; i < sizes[0] * (part + 1) / parts; i++)"
-
-
-def shared_loop(i: int, low: str, high: str) -> str:
-    """The head of the loop over dimension i, of which a call may do a part."""
-    return f"for (int64_t d{i} = FROM({i}, {low}, {high}); d{i} < TO({i}, {low}, {high}); d{i}++) {{"
 
 
 @dataclass(slots=True)
 class Writer:
-    """Writes functions; dimensions have the names ``d0``, ``d1``, … so that equal operations have equal text.
+    """Writes the expressions of a task; dimensions have the names ``d0``, ``d1``, … so that equal operations have equal text.
 
     Attributes:
-        names: dimensions of the output, in order.
-        reads: by position, the read, its buffer's box, the tensor's shape and dtype.
-        out: the box of the output.
+        names: dimensions, in order.
+        ranges: their extents.
+        reads: by position, where cells are.
         given: sizes that a function takes as arguments, in order, where it takes them: functions of one operation at several
-            sizes then have one text. Strides of 1 stay numbers, and so does what starts at 0.
-        units: how many parts the function may be called for: the extent of the loop that is cut.
-        shifts: without those, by read, cells by which it is further into its buffer: steps of a recurrence then have one text.
+            sizes then have one text. Strides of 1 stay numbers.
+        shifts: without those, cells by which a read is further into its buffer: steps of a recurrence then have one text.
+        slots: the number of each read's buffer.
+        once: what has a text of its own.
     """
 
-    names: tuple[str, ...]
-    reads: Mapping[int, tuple[Read, Box, tuple[int, ...], str]]
-    out: Box
+    names: tuple[str, ...] = ()
+    ranges: Mapping[str, int] = field(default_factory=dict[str, int])
+    reads: Mapping[int, Access] = field(default_factory=dict[int, Access])
     given: list[int] | None = None
-    shifts: dict[int, int] | None = None
-    units: int = 1
+    shifts: dict[tuple[int, int], int] = field(default_factory=dict[tuple[int, int], int])
     slots: dict[int, int] = field(default_factory=dict[int, int])
     once: dict[Expr, str] = field(default_factory=dict[Expr, str])
-
-    def function(self, pieces: list[Piece]) -> str:
-        """The body of ``void f(const int64_t *sizes, void *const *p)``: the buffers read, in order, then the output."""
-        self._begin()
-        lines = [f"const {TYPES[self.reads[k][3]]} *restrict p{i} = p[{i}];" for k, i in self.slots.items()] + [
-            f"float *restrict y = p[{len(self.slots)}];"
-        ]
-        loops = [self._cut(range(len(self.out))), *(line for piece in pieces for line in self._loops(piece))]
-        return "\n".join([*lines, *self._given(), *loops])
-
-    def _cut(self, able: Sequence[int]) -> str:
-        """Says which loop is done in parts: the first with many points, of those whose results are nothing to each other."""
-        extents = {i: self.out[i][1] - self.out[i][0] for i in able}
-        many = next((i for i, n in extents.items() if n >= MANY and i + 1 < len(self.out)), None)
-        cut = max(extents, key=lambda i: extents[i], default=-1) if many is None else many
-        self.units = extents.get(cut, 1)
-        if self.given is not None:
-            self.given.append(cut)
-        return f"const int64_t cut = {cut if self.given is None else f's{len(self.given) - 1}'};"
-
-    def _begin(self) -> None:
-        """Number the buffers; what is written from here on may have arguments."""
-        self.slots, self.shifts = {k: i for i, k in enumerate(sorted(self.reads))}, {}
 
     @property
     def arguments(self) -> tuple[int, ...]:
         """What the function that was written is called with."""
-        return (*(self.given or ()), *(self.shifts or {}).values())
-
-    def _given(self) -> list[str]:
-        return [f"const int64_t s{i} = sizes[{i}];" for i in range(len(self.arguments))]
+        return (*(self.given or ()), *self.shifts.values())
 
     def sizes(self) -> ctypes.Array[ctypes.c_int64]:
         """The arguments in memory."""
         given = self.arguments
         return (ctypes.c_int64 * max(1, len(given)))(*given)
 
-    def _size(self, n: int) -> str:
+    def cells(self, value: Expr, fields: int) -> str:
+        """The body of a function of ``fields`` arrays of ``sizes[0]`` cells to one more: an expression over their cells."""
+        lines = [f"const float *restrict p{i} = p[{i}];" for i in range(fields)]
+        acc = [f"p{i}[i]" for i in range(fields)]
+        lines.append(f"float *restrict y = p[{fields}];")
+        return "\n".join([*lines, EACH_CELL, f"y[i] = {self.expr(value, acc)};"])
+
+    def each_cell(self, value: Expr) -> str:
+        """The body of a function of ``sizes[0]`` cells, each of which becomes an expression of itself."""
+        return "\n".join(["float *y = p[0];", EACH_CELL, f"y[i] = {self.expr(value, ['y[i]'])};"])
+
+    def number(self, n: int) -> str:
         """A number that follows from sizes: as it is, or as an argument."""
         if self.given is None or n == 0:
             return str(n)
         self.given.append(n)
         return f"s{len(self.given) - 1}"
 
-    def _place(self, box: Box, at: Sequence[str]) -> str:
-        """The place of a cell in a row-major buffer, by its coordinates from the box's corner."""
-        steps = strides(box)
-        if self.given is None:
-            return _sum_text(zip(steps, at, strict=True))
-        return (
-            "("
-            + (" + ".join([*(f"{self._size(n)} * {x}" for n, x in zip(steps[:-1], at, strict=False)), *at[-1:]]) or "0")
-            + ")"
-        )
-
-    def cells(self, value: Expr, fields: int) -> str:
-        """The body of a function of ``fields`` arrays of ``sizes[0]`` cells to one more: an expression over their cells."""
-        lines = [f"const float *restrict p{i} = p[{i}];" for i in range(fields)]
-        acc = [f"p{i}[i]" for i in range(fields)]
-        lines.append(f"float *restrict y = p[{fields}];")
-        return "\n".join([*lines, EACH_CELL, f"y[i] = {self._expr(value, {}, acc)};"])
-
-    def each_cell(self, value: Expr) -> str:
-        """The body of a function of ``sizes[0]`` cells, each of which becomes an expression of itself."""
-        return "\n".join(["float *y = p[0];", EACH_CELL, f"y[i] = {self._expr(value, {}, ['y[i]'])};"])
-
-    def _loops(self, piece: Piece) -> list[str]:
-        inner = {n: (lo, hi - 1) for n, (lo, hi) in zip(self.names, piece.box, strict=True)}
-        ends = [(self._size(lo), self._size(hi)) for lo, hi in piece.box]
-        lines = [shared_loop(i, lo, hi) for i, (lo, hi) in enumerate(ends)]
-        acc: list[str] = []
-        if piece.chosen:
-            c = piece.chosen
-            lines.append(f"int64_t v = {self._expr(c.wanted, inner, [])};")
-            within = {**inner, c.name: (c.box[0], c.box[1] - 1)}
-            picked = self._expr(c.picked, within, [])
-            low, high = map(self._size, c.box)
-            lines.append(f"float acc = v >= {low} && v < {high} ? {picked} : 0.0f;")
-            acc = ["acc"]
-        place = self._place(self.out, [f"(d{i} - {self._size(lo)})" for i, (lo, _) in enumerate(self.out)])
-        lines.append(f"y[{place}] = {self._expr(piece.value, inner, acc)};")
-        return [*lines, "}" * len(piece.box)]
-
-    def _expr(self, e: Expr, inner: Mapping[str, tuple[int, int]], acc: Sequence[str]) -> str:
+    def expr(self, e: Expr, acc: Sequence[str] = ()) -> str:
+        """An expression whose fields of a state have the texts ``acc``."""
         if e in self.once:
             return self.once[e]
         match e:
             case Arg():
-                return self._read(e.pos, inner)
+                tests, value, other = self.guarded(e.pos)
+                return f"({' && '.join(tests)} ? {value} : {literal(other)})" if tests else value
             case Const():
                 return literal(e)
             case Index():
-                return f"({TYPES[e.dtype]})({self._aff(e.aff, inner)})"
+                return f"({TYPES[e.dtype]})({self._aff(e.aff)})"
             case Acc():
                 return acc[e.field]
             case Call():
                 pattern = row(e)
                 assert pattern
-                return pattern.format(*(self._expr(a, inner, acc) for a in e.args))
+                return pattern.format(*(self.expr(a, acc) for a in e.args))
             case Let():
-                raise AssertionError("no inner reductions here")
+                raise AssertionError("an inner reduction has a text of its own")
 
-    def _read(self, k: int, inner: Mapping[str, tuple[int, int]]) -> str:
-        tests, value, other = self._guarded(k, inner)
-        return f"({' && '.join(tests)} ? {value} : {literal(other)})" if tests else value
-
-    def _guarded(self, k: int, inner: Mapping[str, tuple[int, int]]) -> tuple[list[str], str, Const]:
+    def guarded(self, k: int) -> tuple[list[str], str, Const]:
         """(what has to hold for a cell to be read, the cell, what is there instead)."""
-        r, box, extents, dtype = self.reads[k]
-        tests = [_test(g, self._aff(g.aff, inner)) for g in r.when if not always(g, inner)]
-        at: list[str] = []
-        for e, (lo, hi), n in zip(r.index, box, extents, strict=True):
-            text = self._aff(e, inner)
-            at.append(f"({text} - {self._size(lo)})")
-            low, high = bounds(e, inner)
-            tests += [f"({text}) >= {self._size(max(lo, 0))}"] * bool(low < max(lo, 0))
-            tests += [f"({text}) < {self._size(min(hi, n))}"] * bool(high >= min(hi, n))
-        place = self._place(box, at)
-        if not tests and self.given is None and self.shifts is not None:
-            steps = strides(box)
-            shift = sum(n * (e.const - lo) for n, e, (lo, _) in zip(steps, r.index, box, strict=True))
-            place = _sum_text(zip(steps, (self._aff(replace(e, const=0), inner) for e in r.index), strict=True))
-            if shift:
-                self.shifts[k] = shift
-                place = f"({place} + s{list(self.shifts).index(k)})"
-        value = f"p{self.slots[k]}[{place}]"
-        return tests, value, Const(0 if r.other is None else r.other, dtype)
+        a = self.reads[k]
+        tests = [f"({self._aff(c.aff)}) {c.op} {self.number(c.bound)}" for c in a.checks]
+        at = f"p{self.slots[k]}[{self.place(a.offset, None if tests else k)}]"
+        return tests, at, Const(0 if a.other is None else a.other, a.dtype)
 
-    def _aff(self, e: Aff, inner: Mapping[str, tuple[int, int]]) -> str:
-        terms: list[tuple[int, str]] = []
-        for atom, c in e.terms:
-            if isinstance(atom, str):
-                terms.append((c, f"d{self.names.index(atom)}" if atom in self.names else "v"))
-                continue
-            arg, k = self._aff(atom.arg, inner), atom.div
-            shift = -(-max(0, -int(bounds(atom.arg, inner)[0])) // k)  # whole periods that make the argument no less than 0
-            arg = f"({arg} + {shift * k})"
-            terms.append((c, f"({arg} / {k} - {shift})" if isinstance(atom, Floor) else f"({arg} % {k})"))
-        return _sum_text([*terms, (e.const, "1")])
+    def place(self, e: Aff, read: int | None = None) -> str:
+        """A place in a buffer; where a read begins is an argument."""
+        if self.given is not None:
+            return self._aff(e, lambda n: "1" if n == 1 else self.number(n))
+        if read is None or not e.const:
+            return self._aff(e)
+        self.shifts[read, e.const] = e.const
+        return f"({self._aff(e - e.const)} + s{list(self.shifts).index((read, e.const))})"
+
+    def _aff(self, e: Aff, number: Callable[[int], str] = str) -> str:
+        terms = sorted((self._atom(atom), c) for atom, c in e.terms)
+        texts = [t if (n := number(c)) == "1" else f"{n} * {t}" for t, c in terms]
+        return "(" + (" + ".join([*texts, *[number(e.const)] * bool(e.const)]) or "0") + ")"
+
+    def _atom(self, atom: Atom) -> str:
+        if isinstance(atom, str):
+            return f"d{self.names.index(atom)}"
+        shift = -(-max(0, -span(atom.arg, self.ranges)[0]) // atom.div)  # periods that make the argument no less than 0
+        arg = f"({self._aff(atom.arg)} + {shift * atom.div})"
+        return f"({arg} / {atom.div} - {shift})" if isinstance(atom, Floor) else f"({arg} % {atom.div})"
 
 
 def literal(e: Const) -> str:
@@ -380,12 +291,3 @@ def literal(e: Const) -> str:
     if math.isinf(x):
         return "__builtin_inff()" if x > 0 else "(-__builtin_inff())"
     return f"({x.hex()}f)"
-
-
-def _sum_text(terms: Iterable[tuple[int, str]]) -> str:
-    parts = [f"{c} * {t}" if c != 1 else t for c, t in terms if c]
-    return "(" + (" + ".join(parts) or "0") + ")"
-
-
-def _test(g: Guard, text: str) -> str:
-    return f"({text}) >= 0" if g.op == "ge" else f"({text}) == 0"

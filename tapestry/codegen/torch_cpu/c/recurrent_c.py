@@ -87,8 +87,7 @@ def recurrent(op: Opaque, graph: Graph, kernel: Kernel, plain: Run) -> CpuKernel
     after = bool(attributes.get("linear_before_reset", 0)) and kind == "GRU"
     early = 2 if kind == "GRU" and not after else gates
     names = [
-        None if e is None else generated_c.register(Writer((), {}, ()).cells(e, FIELDS))
-        for e in _functions(kind, bool(ins[7]), after)
+        None if e is None else generated_c.register(Writer().cells(e, FIELDS)) for e in _functions(kind, bool(ins[7]), after)
     ]
     functions = tuple(n for n in names if n)
     if not all(generated_c.function(n) for n in functions):

@@ -5,12 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 
-from tapestry.codegen.triton.config_fields import KernelConfig
-from tapestry.codegen.triton.task.chips import Chip
-from tapestry.codegen.triton.task.descriptors import TileBox, operand_boxes, tile_box
-from tapestry.codegen.triton.task.lowered import Task, points
-from tapestry.codegen.triton.task.primitives import HALVES, TRITON_TYPES, widened
-from tapestry.codegen.triton.task.tiles import (
+from tapestry.codegen.blocks.forms import (
     Contraction,
     KernelForm,
     Siblings,
@@ -20,6 +15,12 @@ from tapestry.codegen.triton.task.tiles import (
     short_reads,
     siblings,
 )
+from tapestry.codegen.blocks.lowered import Task, points
+from tapestry.codegen.blocks.operands import HALVES
+from tapestry.codegen.triton.config_fields import KernelConfig
+from tapestry.codegen.triton.task.chips import Chip
+from tapestry.codegen.triton.task.descriptors import TileBox, operand_boxes, tile_box
+from tapestry.codegen.triton.task.primitives import TRITON_TYPES, widened
 from tapestry.codegen.triton.text.axes import Axis, Namer, View
 from tapestry.codegen.triton.text.scope import Frame, Scope, Written
 from tapestry.ir.expr import Acc, Arg, Const, Expr, arg_positions, walk

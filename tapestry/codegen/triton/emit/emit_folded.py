@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from tapestry.codegen.blocks.forms import Folded, KernelForm, power_of_two
+from tapestry.codegen.blocks.lowered import Access, Check, Task, substitute_access, substitute_indices
 from tapestry.codegen.triton.config_fields import KernelConfig
 from tapestry.codegen.triton.emit.emit_dot import Axes, dot_options, k_loop, mentions, operands, product_axes, tile_order
 from tapestry.codegen.triton.task.chips import Chip
 from tapestry.codegen.triton.task.descriptors import operand_boxes
-from tapestry.codegen.triton.task.lowered import Access, Check, Task, substitute_access, substitute_indices
-from tapestry.codegen.triton.task.tiles import Folded, KernelForm, power_of_two
 from tapestry.codegen.triton.text.axes import Axis, View
 from tapestry.codegen.triton.text.folds import lane_reduction, tile_reduction
 from tapestry.codegen.triton.text.scope import Frame, Scope, Written

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from tapestry.codegen.blocks.forms import split_selection, transposing_dims
 from tapestry.codegen.triton.config_fields import KernelConfig
-from tapestry.codegen.triton.task.tiles import split_selection, transposing_dims
 from tapestry.codegen.triton.text.axes import Axis, View
 from tapestry.codegen.triton.text.scope import Frame, Scope, Written
 from tapestry.ir.recognition.selection_sum import Selection

@@ -8,9 +8,10 @@ correct for every body, monoid and projection.
 
 from __future__ import annotations
 
+from tapestry.codegen.blocks.operands import compute
 from tapestry.codegen.triton.config_fields import KernelConfig
 from tapestry.codegen.triton.emit.emit_dot import loop
-from tapestry.codegen.triton.task.primitives import TRITON_TYPES, compute, literal
+from tapestry.codegen.triton.task.primitives import TRITON_TYPES, literal
 from tapestry.codegen.triton.text.axes import Axis, View
 from tapestry.codegen.triton.text.expressions import Printer
 from tapestry.codegen.triton.text.folds import reduction

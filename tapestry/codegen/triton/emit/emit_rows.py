@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from tapestry.codegen.blocks.forms import row_dims
+from tapestry.codegen.blocks.lowered import Task, points, substitute_task
 from tapestry.codegen.triton.config_fields import KernelConfig
 from tapestry.codegen.triton.emit.emit_dot import loop
-from tapestry.codegen.triton.task.lowered import Task, points, substitute_task
-from tapestry.codegen.triton.task.tiles import row_dims
 from tapestry.codegen.triton.text.axes import Axis, View
 from tapestry.codegen.triton.text.folds import by_share, reduction
 from tapestry.codegen.triton.text.scope import Frame, Scope, Written

@@ -11,13 +11,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from tapestry.codegen.blocks.forms import KernelForm, Stream, exact_dtype, power_of_two
+from tapestry.codegen.blocks.lowered import points
+from tapestry.codegen.blocks.operands import HALVES
 from tapestry.codegen.triton.config_fields import KernelConfig
 from tapestry.codegen.triton.emit.emit_dot import described, dot_options, factor, mentions
 from tapestry.codegen.triton.task.chips import Chip
 from tapestry.codegen.triton.task.descriptors import TileBox, stream_boxes
-from tapestry.codegen.triton.task.lowered import points
-from tapestry.codegen.triton.task.primitives import HALVES, TRITON_TYPES, literal
-from tapestry.codegen.triton.task.tiles import KernelForm, Stream, exact_dtype, power_of_two
+from tapestry.codegen.triton.task.primitives import TRITON_TYPES, literal
 from tapestry.codegen.triton.text.axes import Axis, View
 from tapestry.codegen.triton.text.folds import by_share
 from tapestry.codegen.triton.text.ranges import KeyRange, key_range, unguarded

@@ -7,6 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from math import prod
 
+from tapestry.codegen.blocks.forms import KernelForm
+from tapestry.codegen.blocks.lowered import lower, points, task_text
+from tapestry.codegen.blocks.ragged_parts import splits
 from tapestry.codegen.triton.config_fields import KernelConfig
 from tapestry.codegen.triton.emit.emit_dot import emit_dot
 from tapestry.codegen.triton.emit.emit_folded import emit_folded
@@ -18,13 +21,10 @@ from tapestry.codegen.triton.emit.emit_stream import emit_stream
 from tapestry.codegen.triton.emit.split_passes import Parts, in_parts
 from tapestry.codegen.triton.kernel_config import default_config
 from tapestry.codegen.triton.kernel_work import work_of
-from tapestry.codegen.triton.task.chips import CHIPS, DEFAULT, PRECISIONS, Chip, chip_of, plain
+from tapestry.codegen.triton.task.chips import CHIPS, DEFAULT, PRECISIONS, Chip, chip_of, on_chip, plain
 from tapestry.codegen.triton.task.descriptors import Descriptor, descriptor_type
 from tapestry.codegen.triton.task.kernel_choice import kernel_form
-from tapestry.codegen.triton.task.lowered import lower, points, task_text
 from tapestry.codegen.triton.task.primitives import NARROW_POINTERS, POINTERS
-from tapestry.codegen.triton.task.ragged_parts import splits
-from tapestry.codegen.triton.task.tiles import KernelForm, on_chip
 from tapestry.codegen.triton.text.axes import identifier
 from tapestry.codegen.triton.text.device_functions import sources
 from tapestry.codegen.triton.text.scope import Frame, Written, frame

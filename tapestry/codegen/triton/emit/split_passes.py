@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from tapestry.codegen.triton.task.lowered import Access, Check, Task, points, substitute_task
-from tapestry.codegen.triton.task.primitives import compute
-from tapestry.codegen.triton.task.ragged_parts import part_size
-from tapestry.codegen.triton.task.tiles import KernelForm, classified
+from tapestry.codegen.blocks.forms import KernelForm, classified
+from tapestry.codegen.blocks.lowered import Access, Check, Task, points, substitute_task
+from tapestry.codegen.blocks.operands import compute
+from tapestry.codegen.blocks.ragged_parts import part_size
 from tapestry.ir.expr import Arg, Call, Expr, Index, arg_positions, call, number
 from tapestry.ir.graph import Dim
 from tapestry.ir.index import const, dim, dims_of

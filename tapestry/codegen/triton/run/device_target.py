@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from tapestry.codegen.blocks.lowered import unavailable
 from tapestry.codegen.torch_cpu import TorchCpu
 from tapestry.codegen.torch_cpu.base import scalars
 from tapestry.codegen.torch_cpu.kernels import Run
@@ -23,7 +24,6 @@ from tapestry.codegen.triton.run.launcher import Call, Shared, bind, done_once, 
 from tapestry.codegen.triton.run.sound_choice import sound
 from tapestry.codegen.triton.run.tuned import Choice, Tuned, card_of, chip_name, config_from
 from tapestry.codegen.triton.task.chips import CHIPS, DEFAULT, chip_of
-from tapestry.codegen.triton.task.lowered import unavailable
 from tapestry.errors import TapestryError
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.kernel import Kernel, shape

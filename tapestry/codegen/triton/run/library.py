@@ -9,12 +9,12 @@ from collections.abc import Sequence
 
 import torch
 
+from tapestry.codegen.blocks.forms import bare_read, contraction
+from tapestry.codegen.blocks.lowered import Access, lower, points
+from tapestry.codegen.blocks.operands import HALVES
 from tapestry.codegen.torch_cpu.base.scalars import TORCH_DTYPES
 from tapestry.codegen.triton.emit.source import generate
 from tapestry.codegen.triton.run.launcher import Call, Tensor, bind
-from tapestry.codegen.triton.task.lowered import Access, lower, points
-from tapestry.codegen.triton.task.primitives import HALVES
-from tapestry.codegen.triton.task.tiles import bare_read, contraction
 from tapestry.ir.expr import Acc
 from tapestry.ir.graph import Block, Dim, Graph
 from tapestry.ir.kernel import Kernel, shape

@@ -8,14 +8,13 @@ from dataclasses import asdict
 from math import prod
 from typing import Any
 
+from tapestry.codegen.blocks.lowered import points
 from tapestry.codegen.triton.emit.source import Pass, TritonKernel
 from tapestry.codegen.triton.kernel_work import predicted, roofline, work_of
 from tapestry.codegen.triton.run.compile_ahead import Compiled
 from tapestry.codegen.triton.run.machine_code import MATRIX, Resources
-from tapestry.codegen.triton.task.chips import Chip, chip_of
+from tapestry.codegen.triton.task.chips import Chip, chip_of, on_chip
 from tapestry.codegen.triton.task.kernel_choice import kernel_form
-from tapestry.codegen.triton.task.lowered import points
-from tapestry.codegen.triton.task.tiles import on_chip
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.kernel import Kernel
 from tapestry.ir.types import itemsize

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from tapestry.codegen.blocks.forms import KernelForm
 from tapestry.errors import TapestryError
 from tapestry.plan.topology import Device
 from tapestry.plan.topology.presets import CHIP_OF, GPUS
@@ -119,3 +120,14 @@ def plain(target: str) -> str:
     if name not in CHIPS:
         raise TapestryError(f"unknown Triton target '{target}'", hint=f"one of {', '.join(CHIPS)}")
     return name
+
+
+def on_chip(found: KernelForm, chip: Chip) -> KernelForm:
+    """The operation with operands that the chip's matrix units take: floats of 8 bits that they do not take become f16."""
+    product, streamed = found.product, found.streamed
+    if product is not None and product.operand == "f8" and not product.kinds <= chip.float8:
+        product = replace(product, operand="f16")
+    if streamed is not None and streamed.operand == "f8" and not streamed.kinds <= chip.float8:
+        streamed = replace(streamed, operand="f16")
+    copied = found.packed and replace(found.packed, product=on_chip(found.packed.product, chip))
+    return replace(found, product=product, streamed=streamed, packed=copied)

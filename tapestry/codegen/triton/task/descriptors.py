@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from math import gcd
 
-from tapestry.codegen.triton.task.lowered import Access, Task, points
-from tapestry.codegen.triton.task.primitives import NARROW_POINTERS, POINTERS, operand_size
-from tapestry.codegen.triton.task.tiles import Contraction, Stream, bare_read
+from tapestry.codegen.blocks.forms import Contraction, Stream, bare_read
+from tapestry.codegen.blocks.lowered import Access, Task, points
+from tapestry.codegen.blocks.operands import operand_size
+from tapestry.codegen.triton.task.primitives import NARROW_POINTERS, POINTERS
 from tapestry.ir.expr import Expr, arg_positions
 from tapestry.ir.graph import Dim
 from tapestry.ir.index import Aff, Ranges, dims_of, span

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tapestry.codegen.triton.task.lowered import lower
+from tapestry.codegen.blocks.forms import KernelForm, classified
+from tapestry.codegen.blocks.lowered import lower
+from tapestry.codegen.blocks.ragged_parts import scan_of, scan_task
 from tapestry.codegen.triton.task.packed_operand import packed_operands
-from tapestry.codegen.triton.task.ragged_parts import scan_of, scan_task
-from tapestry.codegen.triton.task.tiles import KernelForm, classified
 from tapestry.ir.graph import Graph
 from tapestry.ir.kernel import Kernel
 

@@ -11,10 +11,10 @@ from __future__ import annotations
 from dataclasses import replace
 from math import prod
 
+from tapestry.codegen.blocks.forms import Contraction, KernelForm, PackedOperands, bare_read, classified
+from tapestry.codegen.blocks.lowered import lower
+from tapestry.codegen.blocks.operands import EXACT_IN, operand_size
 from tapestry.codegen.triton.task.descriptors import tile_box
-from tapestry.codegen.triton.task.lowered import lower
-from tapestry.codegen.triton.task.primitives import EXACT_IN, operand_size
-from tapestry.codegen.triton.task.tiles import Contraction, KernelForm, PackedOperands, bare_read, classified
 from tapestry.ir.expr import Arg
 from tapestry.ir.graph import Block, Dim, Graph, Read
 from tapestry.ir.index import dim

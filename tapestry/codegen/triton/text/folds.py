@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import math
 
-from tapestry.codegen.triton.task.primitives import TRITON_TYPES, compute, literal
-from tapestry.codegen.triton.task.tiles import centred
+from tapestry.codegen.blocks.forms import centred
+from tapestry.codegen.blocks.operands import compute
+from tapestry.codegen.triton.task.primitives import TRITON_TYPES, literal
 from tapestry.codegen.triton.text.axes import Axis
 from tapestry.codegen.triton.text.expressions import combine_source
 from tapestry.codegen.triton.text.scope import Frame, Scope

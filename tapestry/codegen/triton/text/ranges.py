@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from tapestry.codegen.triton.task.lowered import place_of
+from tapestry.codegen.blocks.lowered import place_of
 from tapestry.codegen.triton.text.axes import Axis, View
 from tapestry.codegen.triton.text.scope import Frame
 from tapestry.ir.expr import Call, Const, Expr

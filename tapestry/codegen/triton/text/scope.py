@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from tapestry.codegen.blocks.lowered import Access, Check, Task, points
+from tapestry.codegen.blocks.operands import HALVES, compute
 from tapestry.codegen.triton.task.descriptors import Descriptor
-from tapestry.codegen.triton.task.lowered import Access, Check, Task, points
-from tapestry.codegen.triton.task.primitives import HALVES, TRITON_TYPES, compute, literal, typed
+from tapestry.codegen.triton.task.primitives import TRITON_TYPES, literal, typed
 from tapestry.codegen.triton.text.axes import Axis, Namer, View
 from tapestry.codegen.triton.text.expressions import Printer
 from tapestry.ir.expr import Acc, Arg, Call, Expr, Index, Let, walk

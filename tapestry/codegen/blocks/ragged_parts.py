@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tapestry.codegen.triton.task.lowered import Access, Check, Task, inside, lower, substitute_task
-from tapestry.codegen.triton.task.primitives import HALVES
-from tapestry.codegen.triton.task.tiles import KernelForm, bare_read, centred
+from tapestry.codegen.blocks.forms import KernelForm, bare_read, centred
+from tapestry.codegen.blocks.lowered import Access, Check, Task, inside, lower, substitute_task
+from tapestry.codegen.blocks.operands import HALVES
 from tapestry.ir.expr import Expr
 from tapestry.ir.graph import Block, Dim, Graph
 from tapestry.ir.index import dim

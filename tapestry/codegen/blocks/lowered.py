@@ -112,6 +112,11 @@ def lower(graph: Graph, kernel: Kernel, *, without: Guard | None = None) -> Task
             why=unavailable(graph, kernel.op),
             hint="run it with the torch-cpu target",
         )
+    return task_of(op, graph, kernel, without=without)
+
+
+def task_of(op: Block, graph: Graph, kernel: Kernel, *, without: Guard | None = None) -> Task:
+    """`lower` of an operation that need not be the graph's."""
     space = op.dims if kernel.mode == "finish" else op.space
     shift = {d.name: dim(d.name) + lo for d, (lo, _) in zip(space, kernel.block, strict=True)}
     local = tuple(Dim(d.name, hi - lo) for d, (lo, hi) in zip(space, kernel.block, strict=True))

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from tapestry.codegen.triton.task.chips import Chip
-from tapestry.codegen.triton.task.lowered import Task, points
-from tapestry.codegen.triton.task.primitives import EXACT_IN, HALVES, common_operand, compute
-from tapestry.codegen.triton.task.regroup import split_groups
+from tapestry.codegen.blocks.lowered import Task, points
+from tapestry.codegen.blocks.operands import EXACT_IN, HALVES, common_operand, compute
+from tapestry.codegen.blocks.regroup import split_groups
 from tapestry.ir.expr import Acc, Arg, Call, Const, Expr, Let, arg_positions, distinct, instructions, number, rewrite, uncast
 from tapestry.ir.graph import Dim
 from tapestry.ir.index import Aff, dims_of
@@ -447,17 +446,6 @@ class PackedOperands:
     moved: int
     repeated: int
     padded: bool
-
-
-def on_chip(found: KernelForm, chip: Chip) -> KernelForm:
-    """The operation with operands that the chip's matrix units take: floats of 8 bits that they do not take become f16."""
-    product, streamed = found.product, found.streamed
-    if product is not None and product.operand == "f8" and not product.kinds <= chip.float8:
-        product = replace(product, operand="f16")
-    if streamed is not None and streamed.operand == "f8" and not streamed.kinds <= chip.float8:
-        streamed = replace(streamed, operand="f16")
-    copied = found.packed and replace(found.packed, product=on_chip(found.packed.product, chip))
-    return replace(found, product=product, streamed=streamed, packed=copied)
 
 
 def classified(task: Task, precision: str = "ieee") -> KernelForm:
