@@ -7,7 +7,7 @@ import os
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import pytest
 from hypothesis import settings
@@ -112,14 +112,21 @@ def one_thread() -> Iterator[None]:
     yield from _set(1)
 
 
+def share_everything(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    """Have so many threads share every kernel in C."""
+    from tapestry.codegen.torch_cpu.c.c_calls import CCall
+    from tapestry.codegen.torch_cpu.c.thread_parts import Work
+    from tapestry.system import cores
+
+    estimated = cast(property, CCall.in_all).fget
+    assert estimated
+    monkeypatch.setattr(CCall, "in_all", property(lambda c: Work(estimated(c).units, 1e9)))
+    monkeypatch.setattr(cores, "usable", lambda: (count, ""))
+
+
 @pytest.fixture(params=[1, 5])
 def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """One thread; or several, which share every kernel in C, however little it does."""
-    from tapestry.codegen.torch_cpu.c import thread_parts
-    from tapestry.system import cores
-
     if request.param > 1:
-        monkeypatch.setattr(thread_parts, "ALONE", 0)
-        monkeypatch.setattr(thread_parts, "LEAST", 1e-9)
-        monkeypatch.setattr(cores, "usable", lambda: (request.param, ""))
+        share_everything(monkeypatch, request.param)
     yield from _set(request.param)

@@ -181,7 +181,7 @@ class RecordingTarget(Protocol):
         """Copies to an array; ``None`` where it has no cells."""
         ...
 
-    def taken(self, arrays: Sequence[Array]) -> Callable[[], Sequence[Array]]:
+    def taken(self, arrays: Sequence[Array], after: Sequence[Call] = ()) -> Callable[[], Sequence[Array]]:
         """A function that gives new arrays, row-major, with what is in some that stay where they are."""
         ...
 

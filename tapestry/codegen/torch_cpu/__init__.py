@@ -78,12 +78,16 @@ class TorchCpu:
         """Copies of inputs to their position."""
         return copies.Given.to_place(to)
 
-    def taken(self, arrays: Sequence[torch.Tensor]) -> copies.Taken:
-        """Copies of outputs from their positions."""
-        return copies.Taken(arrays)
+    def taken(self, arrays: Sequence[torch.Tensor], after: Sequence[object] = ()) -> copies.Taken:
+        """Copies of outputs from their positions, after calls of recorders."""
+        return copies.Taken(arrays, _ours(after))
 
     def batch(self, calls: Sequence[object]) -> Callable[[], None]:
         """Calls of recorders one after another, as one."""
-        ours = [c for c in calls if isinstance(c, CCall | Calls)]
-        assert len(ours) == len(calls), "calls of another target"
-        return batch(ours)
+        return batch(_ours(calls))
+
+
+def _ours(calls: Sequence[object]) -> list[CCall | Calls]:
+    ours = [c for c in calls if isinstance(c, CCall | Calls)]
+    assert len(ours) == len(calls), "calls of another target"
+    return ours

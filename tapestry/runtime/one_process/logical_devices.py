@@ -16,7 +16,7 @@ from tapestry.runtime import arrays
 from tapestry.runtime.executor import Executor, Held, Route, kernel_of, silent
 from tapestry.runtime.one_process.held_weights import HeldWeights
 from tapestry.runtime.one_process.packing import Packing, pack
-from tapestry.runtime.one_process.static_schedule import BoundProgram, Inputs, Schedule, Segment, schedule
+from tapestry.runtime.one_process.static_schedule import BoundProgram, Inputs, Schedule, schedule
 from tapestry.runtime.one_process.weights_only import Folded, fold
 from tapestry.runtime.target_protocol import Array, Measured, PackableKernel, Progress, RecordingTarget, Run, Source, Target
 
@@ -83,8 +83,8 @@ class LocalExecutor(Executor):
         """Outputs by name (those that are wanted, by default all), and what the run used."""
         self.bind()
         with self.busy:
-            if self.counted and wanted is None and self.schedule is not None and self.schedule.alone:
-                return self._at_once(self.schedule, feeds)
+            if self.counted and wanted is None and self.schedule is not None and self.schedule.at_once:
+                return self._at_once(self.schedule, self.schedule.at_once, feeds)
             self.begin(feeds)
             try:
                 self._steps(feeds, progress)
@@ -103,17 +103,17 @@ class LocalExecutor(Executor):
             progress((action if isinstance(action, int) else action.last) + 1, total)
         self.counted = list(self.held.peak)
 
-    def _at_once(self, schedule: Schedule, feeds: Source) -> tuple[dict[str, Array], Measured]:
+    def _at_once(
+        self, schedule: Schedule, run: Callable[[], Sequence[Array]], feeds: Source
+    ) -> tuple[dict[str, Array], Measured]:
         """All of a run that is nothing but calls on fixed addresses, and has been counted."""
         there: dict[str, Array] = {}
         for action in schedule.actions:
             if isinstance(action, Inputs):
                 action.found(there, feeds)
-            elif isinstance(action, Segment):
-                action.run()
-        names, taken = schedule.outputs
         packed, gaps = [p.extra for p in self.packing], [schedule.extra]
-        return dict(zip(names, taken(), strict=True)), Measured(list(self.counted or ()), packed=packed, gaps=gaps)
+        measured = Measured(list(self.counted or ()), packed=packed, gaps=gaps)
+        return dict(zip(schedule.outputs[0], run(), strict=True)), measured
 
     def begin(self, feeds: Source) -> None:
         """Before the first step nothing is held but copies of weights, which count as packed."""

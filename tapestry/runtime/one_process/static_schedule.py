@@ -70,6 +70,7 @@ class Segment:
     born: Positioned
     gone: tuple[str, ...] = ()
     high: int = 0
+    calls: Sequence[Call] = ()
 
     def __call__(self, held: Held, feeds: Source) -> None:
         """Do the steps."""
@@ -130,7 +131,8 @@ class Schedule:
         extra: bytes beyond the plan's peak.
         recorders: by step, the kernels that are bound.
         outputs: those of the model that have a position, and what copies them from there.
-        alone: whether there is nothing else in a run.
+        at_once: what does all of a run, once its inputs are where they belong, and copies its outputs; ``None`` where not all
+            of it is calls.
     """
 
     actions: tuple[Action, ...]
@@ -138,7 +140,7 @@ class Schedule:
     extra: int
     recorders: Mapping[int, Recorder]
     outputs: tuple[tuple[str, ...], Callable[[], Sequence[Array]]]
-    alone: bool
+    at_once: Callable[[], Sequence[Array]] | None
 
 
 def schedule(bound: BoundProgram) -> Schedule | None:
@@ -163,9 +165,11 @@ def schedule(bound: BoundProgram) -> Schedule | None:
     actions = tuple(_Steps(bound, recorders, memory, there, scratch).actions())
     fixed = {n: a for n, (a, _) in (*bound.kept.items(), *there.items())}
     outputs = tuple(t for t, n in program.outputs.items() if n in fixed)
-    taken = bound.target.taken([fixed[program.outputs[t]] for t in outputs])
+    ends = [fixed[program.outputs[t]] for t in outputs]
+    calls = [c for a in actions if isinstance(a, Segment) for c in a.calls]
     alone = len(outputs) == len(program.outputs) and all(isinstance(a, Segment | Inputs) for a in actions)
-    return Schedule(actions, fixed, extra + scratch.nbytes, recorders, (outputs, taken), alone)
+    taken, at_once = bound.target.taken(ends), bound.target.taken(ends, calls) if alone else None
+    return Schedule(actions, fixed, extra + scratch.nbytes, recorders, (outputs, taken), at_once)
 
 
 def _may_be_copied(bound: BoundProgram, at: int, recorder: Recorder) -> bool:
@@ -279,7 +283,8 @@ class _Steps:
                 alive += born[name][1]
             high = max(high, alive)
         calls = [c for _, c in self.now if c is not None]
-        return Segment(self.now[-1][0], self.bound.target.batch(calls) if calls else _nothing, born, tuple(gone), high)
+        run = self.bound.target.batch(calls) if calls else _nothing
+        return Segment(self.now[-1][0], run, born, tuple(gone), high, calls)
 
 
 def _nothing() -> None:

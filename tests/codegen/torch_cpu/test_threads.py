@@ -16,9 +16,8 @@ import torch
 
 from tapestry import api
 from tapestry.codegen.torch_cpu import native
-from tapestry.codegen.torch_cpu.c import thread_parts
-from tapestry.codegen.torch_cpu.c.thread_parts import Work
 from tapestry.system import cores
+from tests.conftest import share_everything
 from tests.support import small_models
 
 pytestmark = pytest.mark.usefixtures("c_compiler")
@@ -38,9 +37,7 @@ def outputs(model: onnx.ModelProto, threads: int) -> dict[str, np.ndarray]:
 @pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", small_models.MODELS)
 def test_the_bits_are_those_of_one_thread(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(thread_parts, "ALONE", 0)
-    monkeypatch.setattr(thread_parts, "LEAST", 1e-9)
-    monkeypatch.setattr(cores, "usable", lambda: (7, ""))
+    share_everything(monkeypatch, 7)
     model = small_models.MODELS[name]()
     one, many = outputs(model, 1), outputs(model, 7)
     for t, a in one.items():
@@ -81,13 +78,6 @@ def test_a_quota_of_processor_time(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert usable()[0] == 1
 
 
-def test_small_work_stays_with_the_caller() -> None:
-    assert Work(1000, thread_parts.ALONE - 1).parts(8) == 1
-    assert Work(1000, 1e9).parts(1) == 1
-    assert Work(3, 1e9).parts(8) == 3
-    assert Work(1000, 1e9).parts(8) == 8 * thread_parts.EACH
-
-
 DRIVER = """
 #include "run.c"
 static _Atomic int64_t done[4096];
@@ -102,12 +92,15 @@ static void step(const void *sizes, const void *buffers, int64_t part, int64_t p
 int main(void) {
     enum { STEPS = 300, RUNS = 200 };
     static Step steps[STEPS];
-    for (int64_t i = 0; i < STEPS; i++) steps[i] = (Step){step, (void *)(intptr_t)i, 0, i % 3 ? 1 + i % 16 : 1};
+    for (int64_t i = 0; i < STEPS; i++)
+        steps[i] = (Step){step, (void *)(intptr_t)i, 0, 1 + i % 16, i % 7 * 20000, i % 2 ? TIMED : 0};
     for (int r = 0; r < RUNS; r++) {
         tapestry_run(steps, STEPS, 1 + r % 5);
         for (int64_t i = 0; i < STEPS; i++) {
-            int64_t wanted = r % 5 && steps[i].parts > 1 ? steps[i].parts : 1;
-            if (done[i] != wanted) return 1;
+            const Step *s = steps + i;
+            if (done[i] != (r % 5 ? s->parts : 1)) return 1; /* small steps are the caller's, and so are all for a time */
+            if (i % 2 && r % 5 && s->parts != parts_of(s, 1 + r % 5)) return 3;
+            if (s->parts > s->units || (s->parts > 1 && (s->nanoseconds < ALONE || s->timed < TIMED))) return 4;
             done[i] = 0;
         }
     }

@@ -43,10 +43,6 @@ class CCall:
         """What it does."""
         return self.work or work_of(self.function.__name__, self.sizes)
 
-    def parts(self, threads: int) -> int:
-        """In how many parts so many threads do it."""
-        return self.in_all.parts(threads)
-
 
 @dataclass(frozen=True, slots=True)
 class Calls:
@@ -177,7 +173,7 @@ def _native_steps(calls: Sequence[CCall], many: int) -> ctypes.Array[native.Step
         quiet_torch()
 
     def step(c: CCall) -> native.Step:
-        function = ctypes.cast(c.function, ctypes.c_void_p).value
-        return native.Step(function, ctypes.addressof(c.sizes), ctypes.addressof(c.buffers), c.parts(many))
+        function, work = ctypes.cast(c.function, ctypes.c_void_p).value, c.in_all
+        return native.Step(function, ctypes.addressof(c.sizes), ctypes.addressof(c.buffers), work.units, int(work.nanoseconds))
 
     return (native.Step * len(calls))(*map(step, calls))

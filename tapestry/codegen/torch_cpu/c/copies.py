@@ -71,28 +71,30 @@ class Given:
 
     def of(self, x: Tensor) -> Tensor:
         """Take it from an array, which has to stay until the call has run; that array, or what it was made."""
-        x = x.to(self.to.dtype).contiguous()
+        if x.dtype != self.to.dtype or not x.is_contiguous():  # torch's calls take as long where there is nothing to do
+            x = x.to(self.to.dtype).contiguous()
         self.call.buffers.x = x.data_ptr()
         return x
 
 
 class Taken:
-    """Arrays that stay where they are, copied to new ones in row-major order."""
+    """Arrays that stay where they are, copied to new ones in row-major order after some calls."""
 
-    def __init__(self, arrays: Sequence[Tensor]) -> None:
+    def __init__(self, arrays: Sequence[Tensor], after: Sequence[CCall | Calls] = ()) -> None:
         self.arrays = arrays
         self.calls = [copy(torch.empty(x.shape, dtype=x.dtype), x) for x in arrays]
-        self.run = batch([c for c in self.calls if c])
+        self.run = batch([*after, *(c for c in self.calls if c)])
 
     def __call__(self) -> list[Tensor]:
         """The new ones."""
         out = [torch.empty(x.shape, dtype=x.dtype) for x in self.arrays]
-        for x, new, call in zip(self.arrays, out, self.calls, strict=True):
+        for new, call in zip(out, self.calls, strict=True):
             if call:
                 call.buffers.y = new.data_ptr()
-            else:
-                new.copy_(x)
         self.run()
+        for x, new, call in zip(self.arrays, out, self.calls, strict=True):
+            if not call:
+                new.copy_(x)
         return out
 
 

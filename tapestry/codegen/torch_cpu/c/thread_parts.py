@@ -1,7 +1,7 @@
-"""How many parts a kernel in C is done in, so that the threads of a run share it: its work against what sharing costs.
+"""What a kernel in C has that the threads of a run may share, and how many threads there are.
 
 A part is a share of the outermost dimension whose results have nothing to do with each other, as a device's share is; results
-are the same bits however many parts there are (`native/run.c`).
+are the same bits however many parts there are. How many there are follows from how long a kernel takes (`native/run.c`).
 """
 
 from __future__ import annotations
@@ -19,9 +19,6 @@ from tapestry.codegen.torch_cpu import native
 from tapestry.system import cores
 
 # Estimates, seen on two x86 cores with AVX2; what is computed does not depend on them.
-EACH = 4  # parts for each thread: one that comes late, or is put off by another process, leaves few to wait for
-LEAST = 4_000  # nanoseconds of a part: less is spent on taking it
-ALONE = 12_000  # nanoseconds of a kernel that the caller does alone: waking another thread takes as long
 PRODUCTS = 24  # products of a nanosecond, of one thread
 FEW_TILES, FEATURES = 512, 32  # tiles, as in winograd.c; and features of a part, where these are shared out
 CELLS = 3  # other primitives of a nanosecond, where they are done in vectors
@@ -29,16 +26,13 @@ CELLS = 3  # other primitives of a nanosecond, where they are done in vectors
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a kernel does: ``units`` that may be shared out, and about how many nanoseconds all of them take one thread."""
+    """What a kernel does: ``units`` that may be shared out, and about how many nanoseconds all of them take one thread.
+
+    The estimate is that of the first run; what takes less than a millisecond is timed then.
+    """
 
     units: int = 1
     nanoseconds: float = 0.0
-
-    def parts(self, threads: int) -> int:
-        """How many parts so many threads take it in."""
-        if threads == 1 or self.nanoseconds < ALONE:
-            return 1
-        return max(1, min(self.units, EACH * threads, int(self.nanoseconds / LEAST)))
 
 
 def threads() -> int:

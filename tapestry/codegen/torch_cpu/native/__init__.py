@@ -103,9 +103,12 @@ class Sequences(ctypes.Structure):
 
 
 class Step(ctypes.Structure):
-    """``Step`` of run.c: a kernel, the addresses of its sizes and buffers, and in how many parts it is done."""
+    """``Step`` of run.c: a kernel, the addresses of its sizes and buffers, and in how many parts of what time it is done."""
 
-    _fields_ = [("kernel", _POINTER), ("sizes", _POINTER), ("buffers", _POINTER), ("parts", _PLACE)]
+    _fields_ = [
+        *((name, _POINTER) for name in ("kernel", "sizes", "buffers")),
+        *((name, _PLACE) for name in ("units", "nanoseconds", "timed", "parts")),
+    ]
 
 
 _KERNELS = {

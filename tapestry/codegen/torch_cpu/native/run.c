@@ -4,6 +4,9 @@
  * the step that is the same fraction in every step, so that it finds in its cache what it wrote before (its home); when its shelf
  * is empty, it takes from the others'. A step of one part is the caller's. Threads without work look for some for a while, then
  * sleep. What is computed does not depend on who does which part, nor on how many threads there are.
+ *
+ * Sharing a step out pays where it takes long enough, and waking who shares it where all such steps do. How long a step takes
+ * is an estimate at first; short ones are the caller's in the first runs, and timed.
  */
 #include <pthread.h>
 #include <stdatomic.h>
@@ -11,14 +14,22 @@
 
 #include "conv.h"
 
-enum { MOST_THREADS = 256, PAUSES = 64 };
-static const int64_t PATIENCE = 50000; /* nanoseconds of looking for work, or for the end of a step, before sleeping */
+enum { MOST_THREADS = 256, PAUSES = 64, TIMED = 2, EACH = 4 }; /* EACH: parts for a thread; one that comes late leaves few */
+/* Nanoseconds, as seen on x86 cores with AVX2. */
+static const int64_t PATIENCE = 50000; /* of looking for work, or for the end of a step, before sleeping */
+static const int64_t LEAST = 4000;     /* of a part: less is spent on taking it */
+static const int64_t ALONE = 12000;    /* of a step that is the caller's */
+static const int64_t WAKING = 50000;   /* of all steps that are shared: less is spent on waking another thread */
+static const int64_t LONG = 1000000;   /* of a step whose estimate is near enough */
 
 typedef struct {
     void (*kernel)(const void *sizes, const void *buffers, int64_t part, int64_t parts);
     const void *sizes;
     const void *buffers;
-    int64_t parts; /* how many may be done at a time */
+    int64_t units; /* as many parts as there may be */
+    int64_t nanoseconds; /* that it takes one thread */
+    int64_t timed; /* runs in which it was the caller's, to see how long it takes */
+    int64_t parts; /* of the run that is being done */
 } Step;
 
 /* A shelf in one word, so that what is taken is of the step that is meant: (step, end, next), of 24, 20 and 20 bits. */
@@ -144,15 +155,39 @@ static void together(int64_t at, const Step *s, int threads) {
     }
 }
 
+/* Into how many parts a step is cut for so many threads. */
+static int64_t parts_of(const Step *s, int64_t threads) {
+    if (threads < 2 || s->nanoseconds < ALONE) return 1;
+    int64_t most = s->nanoseconds / LEAST < EACH * threads ? s->nanoseconds / LEAST : EACH * threads;
+    most = most < s->units ? most : s->units;
+    return most < MOST_PARTS ? most : MOST_PARTS - 1;
+}
+
+/* A step by the caller; how long it took, where that is not known yet. */
+static void by_caller(Step *s) {
+    int64_t begin = s->units > 1 && s->nanoseconds < LONG && s->timed < TIMED ? now() : 0;
+    s->kernel(s->sizes, s->buffers, 0, 1);
+    if (!begin) return;
+    int64_t took = now() - begin;
+    s->nanoseconds = s->timed && s->nanoseconds < took ? s->nanoseconds : took;
+    s->timed++;
+}
+
 /* Steps in order by so many threads; by the caller alone where another one's steps are being done. */
-void tapestry_run(const Step *steps, int64_t count, int64_t threads) {
-    int many = threads > 1 && count < MOST_STEPS && !atomic_exchange(&pool.busy, 1);
+void tapestry_run(Step *steps, int64_t count, int64_t threads) {
+    int64_t shared = 0;
+    for (int64_t i = 0; i < count && threads > 1; i++) {
+        Step *s = steps + i;
+        int known = s->nanoseconds >= LONG || s->timed >= TIMED;
+        s->parts = known ? parts_of(s, threads) : 1;
+        shared += s->parts > 1 ? s->nanoseconds : 0;
+    }
+    int many = shared >= WAKING && count < MOST_STEPS && !atomic_exchange(&pool.busy, 1);
     int hands = many ? hired(threads) : 1;
     if (many) pool.steps = steps, atomic_store(&pool.threads, hands);
     for (int64_t i = 0; i < count; i++) {
-        const Step *s = steps + i;
-        if (hands > 1 && s->parts > 1 && s->parts < MOST_PARTS) together(i, s, hands);
-        else s->kernel(s->sizes, s->buffers, 0, 1);
+        if (hands > 1 && steps[i].parts > 1) together(i, steps + i, hands);
+        else by_caller(steps + i);
     }
     if (many) atomic_store(&pool.busy, 0);
 }
