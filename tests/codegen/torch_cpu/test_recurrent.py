@@ -102,7 +102,7 @@ def test_a_run_is_calls_in_c_alone() -> None:
     with tapestry.Session(api.compile(model, mesh="1")) as s:
         s.run(given)
         executor = s._engine.session.executor  # type: ignore[union-attr]
-        assert isinstance(executor, LocalExecutor) and executor.schedule and executor.schedule.alone
+        assert isinstance(executor, LocalExecutor) and executor.schedule and executor.schedule.at_once
 
 
 @pytest.mark.parametrize("room", [0, 1 << 9, 1 << 11, 1 << 20])
