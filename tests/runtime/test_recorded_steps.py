@@ -13,7 +13,7 @@ from onnx import TensorProto as T
 import tapestry
 from tapestry import api
 from tapestry.runtime.one_process.logical_devices import LocalExecutor
-from tapestry.runtime.one_process.static_schedule import Inputs, Segment
+from tapestry.runtime.one_process.static_schedule import BoundLaunch, Inputs, Placed, Segment
 from tests.support.programs.unrecorded import unrecorded
 from tests.support.small_models import FOLDER, N, f32, i64, net
 
@@ -69,6 +69,25 @@ def test_a_step_of_a_small_model_is_one_call() -> None:
         for seed in range(3):  # the first run counts, the others do not
             peaks = s._engine.session.run(feeds(seed)).measured.peak  # type: ignore[union-attr]
             assert peaks == list(built().build.peak_bytes)
+
+
+def test_what_others_compute_is_where_kernels_read_it() -> None:
+    """A determinant is no kernel's of ours; what follows it is, and is bound once: to a position, not to what was there."""
+    nodes = [
+        N("Mul", ["x", "x"], ["square"]),
+        N("Det", ["square"], ["det"]),
+        N("Add", ["det", "b"], ["a"]),
+        N("Tanh", ["a"], ["y"]),
+    ]
+    model = net(nodes, {"x": (T.FLOAT, (5, 3, 3))}, {"y": T.FLOAT}, {"b": f32(5)})
+    with tapestry.Session(api.compile(model, mesh="1")) as s:
+        for seed in range(3):
+            given = {"x": np.random.default_rng(seed).standard_normal((5, 3, 3)).astype(np.float32)}
+            for name, a in operations(s, given).items():
+                np.testing.assert_allclose(s.run(given)[name], a, rtol=1e-5, atol=1e-6)
+        schedule = executor_of(s).schedule
+        assert schedule and any(isinstance(a, Placed) for a in schedule.actions)
+        assert not any(isinstance(a, BoundLaunch) for a in schedule.actions)
 
 
 def test_steps_give_what_operations_give() -> None:

@@ -103,6 +103,20 @@ class BoundLaunch:
 
 
 @dataclass(frozen=True, slots=True)
+class Placed:
+    """What a step has made in memory of its own, copied to the position where launches that are bound read it."""
+
+    last: int
+    arrays: Mapping[str, Array]
+
+    def __call__(self, held: Held, feeds: Source) -> None:
+        """Copy it."""
+        for name, array in self.arrays.items():
+            array.copy_(held.arrays[0][name])
+            held.arrays[0][name] = array
+
+
+@dataclass(frozen=True, slots=True)
 class Inputs:
     """Where the inputs are that are copied to their positions, each by a call where the program loads it."""
 
@@ -119,7 +133,7 @@ class Inputs:
             there[f"given {tensor} {box}"] = given.of(feeds(tensor, box))
 
 
-Action = Segment | BoundLaunch | Inputs | int
+Action = Segment | BoundLaunch | Placed | Inputs | int
 
 
 @dataclass(frozen=True)
@@ -150,12 +164,14 @@ def schedule(bound: BoundProgram) -> Schedule | None:
     recorders = {at: r for at, r in recorders.items() if _may_be_copied(bound, at, r)}
     if not recorders:
         return None
-    views = _inputs(bound, recorders)
+    views, computed = _inputs(bound, recorders), _computed(bound, recorders)
+    views.update(computed)
     for at, recorder in recorders.items():
         views.update(zip(bound.launch(at).outs, recorder.arrays, strict=True))
     wanted = slots(program, 0, bound.resident)
     arena = allocate([s for s in wanted if s.name in views])
     extra = max(0, arena.size + most_alive([s for s in wanted if s.name not in views]) - most_alive(wanted))
+    extra += sum(program.buffers[n].nbytes(0) for n in computed)  # each is there twice for a moment
     if extra > bound.room:
         return None
     sizes = {s.name: s.nbytes for s in wanted if s.name in views}
@@ -200,6 +216,19 @@ def _inputs(bound: BoundProgram, recorders: Mapping[int, Recorder]) -> dict[str,
     return out
 
 
+def _computed(bound: BoundProgram, recorders: Mapping[int, Recorder]) -> dict[str, Callable[[Array], Array]]:
+    """Results of other launches that a kernel reads: bound to where they are, it would be bound anew at every run."""
+    program, out = bound.program, dict[str, Callable[[Array], Array]]()
+    reads = {n for at in recorders for n in bound.launch(at).ins}
+    for at in bound.launches.keys() - recorders.keys():
+        for name in reads.intersection(bound.launch(at).outs):
+            buffer = program.buffers[name]
+            box = buffer.boxes[0]
+            if box is not None and buffer.dtype not in (HOST, "c128"):
+                out[name] = methodcaller("view", shape(box))
+    return out
+
+
 def _memory(program: Program, parts: Mapping[str, tuple[int, int]], nbytes: int) -> dict[str, torch.Tensor]:
     """New memory, cut into parts (offset, bytes) of buffers: flat tensors, each with a storage of its own."""
     whole, dtypes = torch.empty(nbytes, dtype=torch.uint8).numpy(), {n: program.buffers[n].dtype for n in parts}
@@ -235,6 +264,9 @@ class _Steps:
             else:
                 self._close()
                 self.out.append(at)
+                made = step.outs if isinstance(step, Launch) else ()
+                placed = {n: self.arrays[n][0] for n in made if n in self.arrays}
+                self.out += [Placed(at, placed)] if placed else []
         self._close()
         return [Inputs(-1, self.given), *self.out] if self.given else self.out
 

@@ -68,7 +68,7 @@ INLINE void finish(const int rows, const int nv, const Conv *c, float *const *y,
         }
 }
 
-/* Pixels that follow each other at one step, each a row of a matrix: `length` channels from `channel` on. */
+/* Pixels that follow each other at one step, each a row of a matrix: what a kernel of one row reads, `length` cells of it. */
 INLINE void plain(const int rows, const int nv, const Conv *c, const Buffers *b, const Span *s, int64_t m, int64_t f0,
                   const float *w, int first, int last) {
     vec acc[MOST_ROWS][WIDEST];
@@ -76,7 +76,7 @@ INLINE void plain(const int rows, const int nv, const Conv *c, const Buffers *b,
     const float *x[MOST_ROWS], *residual[MOST_ROWS] = {0};
     lanes some = first_lanes(c->features - f0 - (nv - 1) * VL);
     UNROLL for (int r = 0; r < rows; r++) {
-        y[r] = b->y + (m + r) * c->y_pixel + f0, x[r] = b->x + (m + r) * c->x_pixel + s->start;
+        y[r] = b->y + (m + r) * c->y_pixel + f0, x[r] = b->x + (m + r) * c->stride_w * c->x_pixel + s->start;
         if (last && b->residual) residual[r] = b->residual + (m + r) * c->r_pixel + f0;
     }
     begin(rows, nv, first ? 0 : y, b->bias ? b->bias + f0 : 0, acc, some);
@@ -198,9 +198,11 @@ static int64_t blocks(const Piece *piece, int64_t pieces, Span *out) {
 
 /* Whether pixels are rows of matrices, of the image as of the result. */
 static int is_matrix(const Conv *c, const Buffers *b) {
-    int single = c->kernel_h == 1 && c->kernel_w == 1 && c->stride_h == 1 && c->stride_w == 1 && !c->pad_w && c->in_w == c->out_w;
-    if (!single || c->pad_h) return 0;
+    int near_taps = c->kernel_w == 1 || (c->x_pixel == c->channels && c->dilation_w == 1);
+    int inside = !c->pad_h && !c->pad_w && (c->out_w - 1) * c->stride_w + c->kernel_w <= c->in_w;
+    if (c->kernel_h > 1 || !near_taps || !inside) return 0;
     if (c->images * c->out_h == 1) return 1;
+    if (c->kernel_w > 1 || c->stride_h > 1 || c->stride_w > 1 || c->in_w != c->out_w) return 0;
     int near = c->x_row == c->in_w * c->x_pixel && c->y_row == c->out_w * c->y_pixel;
     int added = !b->residual || (c->r_row == c->out_w * c->r_pixel && (c->images == 1 || c->r_image == c->out_h * c->r_row));
     int alone = c->images == 1 || (c->x_image == c->in_h * c->x_row && c->y_image == c->out_h * c->y_row && c->in_h == c->out_h);
