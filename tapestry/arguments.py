@@ -202,6 +202,13 @@ def opt(p: argparse.ArgumentParser) -> None:
     flags(p, "rules")
 
 
+def topology_arguments(p: argparse.ArgumentParser) -> None:
+    """Whose figures are shown."""
+    p.add_argument("show", choices=("show",), help="print each figure, and where it comes from")
+    p.add_argument("topology", metavar="NAME", help="a preset, or a topology file")
+    flags(p, "mesh")
+
+
 def run_arguments(p: argparse.ArgumentParser) -> None:
     """What is run, on what, and how long silence is borne."""
     build(p)

@@ -56,10 +56,10 @@ class Options:
     assume_finite: bool = option(
         "--assume-finite", "assume that no value is NaN or infinite, and drop the model's tests for that (such as a guard "
         "around softmax)", False)
-    reduce_in: str = option(
-        "--reduce-in", "type in which partial sums of 16-bit floats travel (default f32); native: each is rounded once to the "
-        "tensor's type, as with NCCL: an error of about parts * 2^-9 of the sums for bf16; f16 overflows at 65504", "f32",
-        choices=("f32", "native"))
+    reduce_in: str | None = option(
+        "--reduce-in", "type in which partial sums of 16-bit floats travel (default: native for GPU presets, else f32); "
+        "native: each is rounded once to the tensor's type, as with NCCL: an error of about parts * 2^-9 of the sums for bf16; "
+        "f16 overflows at 65504", choices=("f32", "native"))
     for_format: str | None = option(
         "--for", "search only plans that this export format can express: tp-plan, dtensor, jax or onnx-ranks",
         metavar="FORMAT")

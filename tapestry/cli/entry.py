@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from tapestry import arguments
-from tapestry.cli import building, plugin_list, rewriting
+from tapestry.cli import building, plugin_list, rewriting, topologies
 from tapestry.cli.outcome import Command
 from tapestry.errors import BuildError, ModelError, RunError, TapestryError, absent, similar, unusable
 from tapestry.flags import version
@@ -56,6 +56,9 @@ COMMANDS: dict[str, tuple[Command | None, Sequence[Arguments], str]] = {
         "prove that a parallel program computes a model, or show a cell that differs",
     ),
     "calibrate": (building.calibrate, [arguments.calibrate], "measure this machine and write a topology file"),
+    "topology": (
+        topologies.topology, [arguments.topology_arguments], "show the figures of a topology, and where they come from",
+    ),
     "doctor": (
         building.doctor, [arguments.doctor],
         "show what can be split, what is opaque, unbound or unsupported; -v lists every node",

@@ -272,9 +272,9 @@ def _topology(options: Options, mesh: Mesh, carried: ModelTopology | None) -> To
             source = card_of(options.target)
     memory = parse_bytes(options.memory) if options.memory else None
     found = topology(mesh, source, memory, precision=options.precision, reserve=options.memory_reserve)
-    if options.reduce_in not in ("f32", "native"):
+    if options.reduce_in not in (None, "f32", "native"):
         raise TapestryError(f"partial sums in '{options.reduce_in}'", where="--reduce-in", hint="f32 or native")
-    found = replace(found, native_sums=options.reduce_in == "native")
+    found = found if options.reduce_in is None else replace(found, native_sums=options.reduce_in == "native")
     if options.topology != AUTO:
         return found
     found = replace(found, name=AUTO) if Path(source).is_file() else found

@@ -144,7 +144,7 @@ class Choices(TypedDict, total=False):
     sharding: bool
     configuration: str | None
     accumulate: str | None
-    reduce_in: str
+    reduce_in: str | None
     assume_finite: bool
     for_format: str | None
     exact: bool

@@ -19,6 +19,7 @@ from tapestry.plan.strategy import tensor_boxes
 from tapestry.plan.topology import PRESETS, fabrics, parse_mesh, topology
 from tapestry.plan.topology.measured_costs import CallTimes
 from tapestry.plan.topology.routing import routes
+from tapestry.runtime.messages.point_to_point import in_one_piece
 
 LEVELS = {
     "device": {"memory": "16GiB", "bandwidth": 1e10, "flops": {"f32": 1e11}},
@@ -101,7 +102,7 @@ def test_costs_are_those_of_the_slowest_receiver(shape, mesh, tmp_path):
     path.write_text(json.dumps(LEVELS))
     rng = np.random.default_rng(len(shape) + prod(shape))
     for source in (*PRESETS[:2], str(path)):
-        topo = topology(parse_mesh(mesh), source)
+        topo = replace(topology(parse_mesh(mesh), source), calls=())
         held = [(c, tensor_boxes(shape, c, topo.mesh)) for c in layouts(shape, topo.mesh)]
         held = [held[k] for k in sorted(rng.choice(len(held), min(7, len(held)), replace=False))]
         wanted = footprints(shape, held, rng)
@@ -201,6 +202,8 @@ def test_a_measured_call_is_the_one_that_the_engine_makes(shape, mesh):
             assert 3000 < found.seconds[0, 0] <= seconds + 1e-3
         else:
             filled = max(prod(q - p for p, q in b) for b in boxes[1]) * 4 / topo.device.bandwidth + topo.device.launch
+            if call.name == "all_gather_into_tensor" and all(in_one_piece(m.box, boxes[1][m.dst]) for m in step.messages):
+                filled = 0.0  # the backend writes where the result is
             assert found.seconds[0, 0] == pytest.approx(seconds + filled, abs=1e-9)
         seen.add(call.name)
     assert "batch_isend_irecv" in seen or "all_to_all_single" in seen

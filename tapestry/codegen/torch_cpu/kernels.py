@@ -17,7 +17,6 @@ from tapestry.codegen.torch_cpu.attention_c import attention_kernel
 from tapestry.codegen.torch_cpu.attention_scores import scored
 from tapestry.codegen.torch_cpu.base import contract, scalars, state_merges, tiled_sums
 from tapestry.codegen.torch_cpu.base.local_view import localise
-from tapestry.codegen.torch_cpu.base.piecewise import pieces
 from tapestry.codegen.torch_cpu.base.point_values import Expressions, Run, held
 from tapestry.codegen.torch_cpu.base.selection import gather, product_by_groups
 from tapestry.codegen.torch_cpu.base.strided_reads import Frame
@@ -206,7 +205,7 @@ def _with_plain(a: Asked, made: CpuKernel | Refusal) -> CpuKernel | Refusal:
 def _map(a: Asked) -> Run:
     """An operation without a reduction, on torch's operators."""
     results = Expressions(a.op, a.graph, a.kernel, a.op.body, Frame(a.op.dims, a.kernel.block))
-    return pieces(a.op, a.graph, a.kernel) or (lambda ins, _: results(ins, []))
+    return lambda ins, _: results(ins, [])
 
 
 def _eights(a: Asked) -> CpuKernel | Refusal:

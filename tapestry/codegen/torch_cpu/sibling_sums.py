@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import torch
 
+from tapestry.codegen.torch_cpu.base.added_first import added_first
 from tapestry.codegen.torch_cpu.base.point_values import Expressions, Run
 from tapestry.codegen.torch_cpu.base.strided_reads import Frame, Tensor
-from tapestry.codegen.torch_cpu.base.torch_unary import added_first
 from tapestry.codegen.torch_cpu.base.ways import Refusal
 from tapestry.codegen.torch_cpu.c import generated_c
 from tapestry.codegen.torch_cpu.c.blocks_c import How

@@ -234,16 +234,15 @@ def lift_prelu(n: Node) -> None:
     emit_map(n, lambda x, s: _steps(x, s * x, x))
 
 
+def gelu(x: Expr, approximate: str) -> Expr:
+    """0.5 x (1 + erf(x / sqrt 2)), or its tanh form (Hendrycks and Gimpel 2016)."""
+    half = 0.5 * x
+    if approximate == "none":
+        return half * (1 + call("erf", x * math.sqrt(0.5)))
+    return half * (1 + call("tanh", math.sqrt(2 / math.pi) * (x + 0.044715 * (x * x * x))))
+
+
 @lifts("Gelu")
 def lift_gelu(n: Node) -> None:
-    """0.5 x (1 + erf(x / sqrt 2)), or its tanh form."""
-
-    def body(x: Expr) -> Expr:
-        half = 0.5 * x
-        if n.attr("approximate", "none") == "none":
-            return half * (1 + call("erf", x * math.sqrt(0.5)))
-        cube = x * x * x
-        inner = math.sqrt(2 / math.pi) * (x + 0.044715 * cube)
-        return half * (1 + call("tanh", inner))
-
-    emit_map(n, body, 1)
+    """`gelu` of each element."""
+    emit_map(n, lambda x: gelu(x, n.attr("approximate", "none")), 1)

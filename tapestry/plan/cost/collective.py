@@ -79,8 +79,8 @@ def merge(nbytes: int, axes: Sequence[tuple[int, bool]], topo: Topology, by: Red
         if levels := _levels(topo, mine):
             n = prod(k.size for k in levels)
             phases = merge_phases("reduce_scatter" if scatter else "all_reduce", reduction, n, nbytes)
-            stride = prod(a.size for a in topo.mesh[mine[-1] + 1 :])
-            measured = [topo.call_seconds(call, n, moved, stride) for call, moved in phases]
+            stride, span = (prod(a.size for a in topo.mesh[k:]) for k in (mine[-1] + 1, mine[0]))
+            measured = [topo.call_seconds(call, n, moved, stride, span) for call, moved in phases]
             ways = [
                 _way(call, moved, levels) if t is None else Way(f"measured {call}", t)
                 for (call, moved), t in zip(phases, measured, strict=True)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import prod
 
 import numpy as np
 
@@ -57,24 +58,26 @@ def costs(held: list[tuple[Layout, Boxes]], wanted: list[Boxes], width: int, top
         own = found.cells(found.everywhere)
         total[k : k + step] = (size - own).sum(axis=2) * width
         if total[k : k + step].any():
-            seconds[k : k + step] = _seconds(found, own, width, topo, parts)
+            seconds[k : k + step] = _seconds(found, own, want, width, topo, parts)
     return Costs(np.where(total > 0, seconds, 0.0), total)
 
 
-def _seconds(found: Senders, own: np.ndarray, width: int, topo: Topology, parts: Digits) -> np.ndarray:
+def _seconds(found: Senders, own: np.ndarray, want: Boxes, width: int, topo: Topology, parts: Digits) -> np.ndarray:
     """Of the slowest receiver, per (layout, footprint); measured times of the call that carries it count before the model's."""
     filled = found.size * (width / topo.each(lambda d: d.bandwidth))
     moved = _modelled(found, own, width, topo, parts)
     total: np.ndarray = np.max(moved + filled, axis=2)
+    total = total + topo.device.launch
     if topo.calls:
-        known = _measured(found, own, width, topo)
-        most: np.ndarray = np.max(filled, axis=-1)
-        total = np.where(np.isnan(known), total, known + most)
-    return total + topo.device.launch
+        known, gathers = _measured(found, own, width, topo, parts)
+        most: np.ndarray = np.max(filled, axis=-1) + topo.device.launch
+        total = np.where(np.isnan(known), total, known + np.where(gathers & _in_place(found, want), 0.0, most))
+    return total
 
 
-def _measured(found: Senders, own: np.ndarray, width: int, topo: Topology) -> np.ndarray:
-    """Seconds of the backend's calls, chosen as by `ir.collective_calls.transfer_call`; NaN where they were not measured."""
+def _measured(found: Senders, own: np.ndarray, width: int, topo: Topology, parts: Digits) -> tuple[np.ndarray, np.ndarray]:
+    """(seconds of the backend's calls, chosen as by `ir.collective_calls.transfer_call`, NaN where they were not measured;
+    whether they gather)."""
     senders = found.number(())
     n = np.max(senders + ((own == 0) & (senders > 0)), axis=2)
     piece = np.stack([sizes(b) for _, b in found.held])[:, None, :]
@@ -85,10 +88,24 @@ def _measured(found: Senders, own: np.ndarray, width: int, topo: Topology) -> np
     received: np.ndarray = np.max(found.size - own, axis=2)
     whole: np.ndarray = np.max(found.size, axis=-1)
     nbytes = np.where(call == 2, received, whole) * width
-    kinds, at = np.unique(np.stack([call, n, nbytes]).reshape(3, -1), axis=1, return_inverse=True)
+    span: np.ndarray = np.ones(n.shape, np.int64)
+    for k in range(len(parts.mesh)):  # the outermost digit that a sender differs in
+        crossed = np.any(senders > found.number((k,)), axis=2)
+        span = np.maximum(span, np.where(crossed, prod(a.size for a in parts.mesh[k:]), 1))
+    kinds, at = np.unique(np.stack([call, n, nbytes, span]).reshape(4, -1), axis=1, return_inverse=True)
     rows: list[list[int]] = kinds.T.tolist()
-    times = [topo.call_seconds((ALL_GATHER, ALL_TO_ALL, EXCHANGE)[c], group, size) for c, group, size in rows]
-    return np.array([np.nan if t is None else t for t in times])[at.reshape(-1)].reshape(n.shape)
+    times = [topo.call_seconds((ALL_GATHER, ALL_TO_ALL, EXCHANGE)[c], group, size, 0, s) for c, group, size, s in rows]
+    seconds = np.array([np.nan if t is None else t for t in times])[at.reshape(-1)].reshape(n.shape)
+    return seconds, gathers
+
+
+def _in_place(found: Senders, want: Boxes) -> np.ndarray:
+    """Whether parts one after another are the footprint, as they are where its outermost axis alone is brought together."""
+    extents = want[..., 1] - want[..., 0]
+    held = np.stack([b for _, b in found.held])
+    cut = np.any(held[:, None, ..., 1] - held[:, None, ..., 0] != extents, axis=2)
+    before = np.cumsum(cut, axis=-1) == 0
+    return (cut.sum(axis=-1) == 1) & np.all(~before | (extents <= 1).all(axis=1), axis=-1)
 
 
 def _modelled(found: Senders, own: np.ndarray, width: int, topo: Topology, parts: Digits) -> np.ndarray:

@@ -139,13 +139,14 @@ class Topology:
     native_sums: bool = False
     figures: Mapping[str, float] = field(default_factory=dict[str, float])
 
-    def call_seconds(self, call: str, group: int, nbytes: float, stride: int = 0) -> float | None:
+    def call_seconds(self, call: str, group: int, nbytes: float, stride: int = 0, span: int = 0) -> float | None:
         """Seconds of a backend call as measured (`measured_costs.CallTimes` says of which bytes); ``None`` where it was not.
 
         Args:
             stride: how far apart neighbours of the group are; 0, and where that stride was not measured: the slowest.
+            span: aligned devices among which the group is.
         """
-        found = [c for c in self.calls if c.call == call and c.group == group]
+        found = [c for c in self.calls if c.call == call and c.group == group and (span <= c.within or not c.within)]
         exact = [c for c in found if stride and c.stride == stride]
         return max((c.seconds(nbytes) for c in exact or found), default=None)
 

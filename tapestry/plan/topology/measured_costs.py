@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from math import isfinite
@@ -61,12 +61,14 @@ class CallTimes:
         points: (bytes, seconds), bytes rising and seconds not falling. The bytes are those of the larger of the two buffers
             that a rank hands to the call; of ``batch_isend_irecv`` what a rank sends to the ``group - 1`` others together.
         stride: how far apart neighbours of a group are in numbers of devices; 0: it does not matter.
+        within: aligned devices, such as a host's, among which the group is; 0: it does not matter.
     """
 
     call: str
     group: int
     points: tuple[tuple[int, float], ...]
     stride: int = 0
+    within: int = 0
 
     def seconds(self, nbytes: float) -> float:
         """Straight lines between the points; the first one's time below it, the last slope above the last one."""
@@ -120,17 +122,22 @@ def read_calls(data: Iterable[Mapping[str, Any]]) -> tuple[CallTimes, ...]:
     """
     out: list[CallTimes] = []
     for v in data:
-        call, group, stride = str(v["call"]), int(v["group"]), int(v.get("stride", 0))
+        call, group, stride, within = str(v["call"]), int(v["group"]), int(v.get("stride", 0)), int(v.get("within", 0))
         points = [(int(n), float(s)) for n, s in v["points"]]
         if call not in CALLS:
             raise ValueError(f"'{call}' is no call: {', '.join(CALLS)}")
-        if not (2 <= group <= MAX_GROUP and 0 <= stride <= MAX_GROUP and 1 <= len(points) <= MAX_POINTS):
+        if not (
+            2 <= group <= MAX_GROUP
+            and min(stride, within) >= 0
+            and max(stride, within) <= MAX_GROUP
+            and 1 <= len(points) <= MAX_POINTS
+        ):
             raise ValueError(f"'{call}': a group of 2 to {MAX_GROUP} and 1 to {MAX_POINTS} points")
         rising = points[0][0] >= 0 and all(a < b for (a, _), (b, _) in pairwise(points))
         if not rising or not all(isfinite(s) and s >= 0 for _, s in points):
             raise ValueError(f"'{call}' in groups of {group}: bytes must rise, seconds must not be negative")
         highest = np.maximum.accumulate([s for _, s in points]).tolist()
-        out.append(CallTimes(call, group, tuple((n, s) for (n, _), s in zip(points, highest, strict=True)), stride))
+        out.append(CallTimes(call, group, tuple((n, s) for (n, _), s in zip(points, highest, strict=True)), stride, within))
     if len(out) > MAX_TABLES or len({(c.call, c.group, c.stride) for c in out}) < len(out):
         raise ValueError("'collectives' say the times of a call and group twice, or of too many")
     return tuple(out)
@@ -165,9 +172,10 @@ def classes_data(found: Mapping[str, KernelRates]) -> dict[str, dict[str, float]
     return {k: asdict(v) for k, v in found.items()}
 
 
-def calls_data(found: Iterable[CallTimes]) -> list[dict[str, Any]]:
+def calls_data(found: Sequence[CallTimes]) -> list[dict[str, Any]]:
     """`read_calls` reads it back."""
+    places = ({k: n for k, n in (("stride", c.stride), ("within", c.within)) if n} for c in found)
     return [
-        {"call": c.call, "group": c.group, **({"stride": c.stride} if c.stride else {}), "points": [list(p) for p in c.points]}
-        for c in found
+        {"call": c.call, "group": c.group, **place, "points": [list(p) for p in c.points]}
+        for c, place in zip(found, places, strict=True)
     ]

@@ -29,7 +29,7 @@ KEYS = {
     "mesh", "device", "others", "levels", "interconnect", "instance_map", "link", "links", "collectives", "overlap",
     "margin", "alone", "measured", "fit", "memory", "bandwidth", "flops", "power", "vector", "launch", "host",
     "host_latency", "name", "classes", "reserve", "devices", "alpha", "beta", "shape", "children",
-    "centre", "rings", "sizes", "map", "from", "to", "at", "call", "group", "stride", "points", "rate",
+    "centre", "rings", "sizes", "map", "from", "to", "at", "call", "group", "stride", "within", "points", "rate",
 }  # fmt: skip
 OWN_WORDS = ("flops", "interconnect", "classes", "at")  # what is in these may have any name
 
@@ -74,6 +74,7 @@ def topology(
         alone=alone,
         margin=found.margin,
         figures=found.figures,
+        native_sums=found.native_sums,
     )
     return of_devices(out, kinds)
 

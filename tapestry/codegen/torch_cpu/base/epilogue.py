@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tapestry.codegen.torch_cpu.base.torch_unary import added_first
+from tapestry.codegen.torch_cpu.base.added_first import added_first
 from tapestry.ir.expr import Acc, Arg, Call, Const, Expr
 from tapestry.ir.graph import Block
 from tapestry.ir.kernel import Kernel

@@ -2,47 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
-
-import torch
-
-from tapestry.codegen.torch_cpu.base import scalars
-from tapestry.codegen.torch_cpu.base.point_values import Expressions, Run
-from tapestry.codegen.torch_cpu.base.strided_reads import Frame, Tensor
 from tapestry.ir.expr import Call, Const, Expr, Index, walk
-from tapestry.ir.graph import Block, Graph
-from tapestry.ir.kernel import Box, Kernel, shape, slices_within
-
-
-def pieces(op: Block, graph: Graph, kernel: Kernel) -> Run | None:
-    """The operation piece by piece; ``None`` where it is one piece."""
-    found = cut_pieces(op.body, op, kernel.block)
-    if len(found) == 1 or any(hi <= lo for lo, hi in kernel.block):
-        return None
-    runs: list[tuple[tuple[slice, ...], Expressions]] = []
-    for box, body in found:
-        place = slices_within(box, kernel.block)
-        part = replace(kernel, block=box)
-        runs.append((place, Expressions(op, graph, part, body, Frame(op.dims, box))))
-    extents = shape(kernel.block)
-    dtypes = [scalars.TORCH_DTYPES[e.dtype] for e in op.body]
-
-    def run(ins: Sequence[Tensor | None], _: Sequence[Tensor]) -> list[Tensor]:
-        outs = [torch.empty(extents, dtype=d, memory_format=_layout(ins, len(extents))) for d in dtypes]
-        for place, values in runs:
-            for out, v in zip(outs, values.values(ins, []), strict=True):
-                out[place] = v
-        return outs
-
-    return run
-
-
-def _layout(ins: Sequence[Tensor | None], rank: int) -> torch.memory_format:
-    """Channels last, if an image is read that is so."""
-    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(rank)
-    images = [x for x in ins if x is not None and x.dim() == rank and not x.is_contiguous()]
-    return last if last and any(x.is_contiguous(memory_format=last) for x in images) else torch.contiguous_format
+from tapestry.ir.graph import Block
+from tapestry.ir.kernel import Box
 
 
 def cut_pieces(body: tuple[Expr, ...], op: Block, block: Box) -> list[tuple[Box, tuple[Expr, ...]]]:

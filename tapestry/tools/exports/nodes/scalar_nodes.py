@@ -6,10 +6,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from tapestry import flags
 from tapestry.ir.expr import Acc, Arg, Call, Const, Expr, Index, Let, call, distinct, number
 from tapestry.ir.types import FLOATS
-from tapestry.lift.operators.elementwise import PRIMITIVES
+from tapestry.lift.operators.elementwise import PRIMITIVES, gelu
 from tapestry.tools.exports.nodes.onnx_nodes import Nodes, NotExpressible, Value
 from tapestry.tools.exports.nodes.read_nodes import NOWHERE, Frame, index_value
 
@@ -124,17 +123,10 @@ _SPECIAL: dict[str, Callable[[Nodes, Sequence[Value]], Value]] = {
 
 def _gelu(e: Call) -> tuple[str, Expr] | None:
     """What ``approximate`` is, and the argument, of a GELU whose constants no f32 is: that of a node, not of its formula."""
-    if e.fn != "mul" or e.dtype != "f32":
-        return None
-    flags.before_torch()
-    from tapestry.codegen.torch_cpu.base.torch_unary import native
-
-    name, x = native(e) or ("", e)
+    half = e.args[0] if e.fn == "mul" and e.dtype == "f32" else e
     exact = all(float(np.float32(c.value)) == c.value for c in distinct((e,)) if isinstance(c, Const) and c.dtype == "f32")
-    return None if name not in _GELU or exact else (_GELU[name], x)
-
-
-_GELU = {"gelu": "none", "gelu_tanh": "tanh"}
+    tried = ((a, x) for a in ("none", "tanh") for x in (half.args if isinstance(half, Call) and not exact else ()))
+    return next(((a, x) for a, x in tried if gelu(x, a) == e), None)
 
 
 class Expressions:

@@ -1,0 +1,45 @@
+"""``tapestry topology``: the figures that a topology has, and where they come from."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from typing import Any
+
+from tapestry.cli.outcome import Outcome
+
+HOST = "8"  # devices that are shown where nothing says how many there are
+
+
+def topology(args: argparse.Namespace) -> Outcome:
+    """``tapestry topology show``: each figure of a preset or a file with where it comes from."""
+    from tapestry.plan.topology import default_mesh, parse_mesh, to_data
+    from tapestry.plan.topology import topology as made
+    from tapestry.plan.topology.presets import SOURCES
+
+    name: str = args.topology
+    found = made(default_mesh(name) or parse_mesh(args.mesh or HOST), name)
+    data = to_data(replace(found, calls=()))
+    origins = (SOURCES[name].origins or {"all": "assumed"}) if name in SOURCES else {"all": "the file"}
+    sizes = (1 << 16, 1 << 20, 1 << 26)  # bytes
+    calls = [{"call": c.call, "group": c.group, "seconds": {str(n): c.seconds(n) for n in sizes}} for c in found.calls]
+    document = {
+        **data,
+        "collectives": calls,
+        "origins": origins or {"all": "a file" if args.name not in SOURCES else "assumed"},
+    }
+
+    def show() -> None:
+        device: dict[str, Any] = data["device"]
+        for name, value in device.items():
+            print(f"{name}: {value}")
+        for axis, link in zip(data["mesh"], data["links"], strict=True):
+            print(f"link of {axis[0]} ({axis[1]} devices): {link['alpha'] * 1e6:.3g} µs, {1e-9 / link['beta']:.4g} GB/s")
+        for c in found.calls:
+            times = ", ".join(f"{n >> 10} KiB {c.seconds(n) * 1e6:.4g} µs" for n in sizes)
+            print(f"{c.call} of {c.group}: {times}")
+        print("\nwhere they come from")
+        for what, origin in origins.items():
+            print(f"  {what}: {origin}")
+
+    return Outcome(document, show, insist=True)
