@@ -6,7 +6,8 @@ FOLDER has the tables that are described in its README: products, causal attenti
 host, expert layers, decoding steps. Each row is priced by the planner's own functions: an operation on one device
 (`plan.cost.compute`), a merge of sums (`plan.cost.collective`), an all-gather (`plan.cost.transfer`), an all-to-all
 (`Topology.call_seconds`: what the planner adds for copies to their places is not in the tables). Figures are measured ÷ ours.
-Decoding steps are whole plans of decoders of a layer and of two, drawn out to all layers. Writes bench/results/silicon.json.
+Decoding steps are whole plans of decoders of a layer and of two at the shortest and the longest context, drawn out to all
+layers and in between. Writes bench/results/silicon.json.
 """
 
 from __future__ import annotations
@@ -23,11 +24,13 @@ from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
+import onnx
 from rich.console import Console
 from rich.table import Table
 
 import tapestry
 from bench.support import llama_layers, record
+from bench.support.half_models import in_half
 from bench.support.record import Row
 from tapestry.errors import TapestryError
 from tapestry.ir.graph import Block, Graph
@@ -154,19 +157,18 @@ def ratios(folder: Path, table: str) -> Iterator[tuple[str, str, float]]:
 def decoder(size: Row, batch: int, context: int, count: int) -> float:
     """Seconds of a decoding step of all layers on so many cards."""
     found: list[float] = []
+    of = llama_layers.Size(
+        batch=batch, sequence=1, cached=context, width=int(size["hidden"]), heads=int(size["heads"]),
+        groups=int(size["kv_heads"]), inner=int(size["intermediate"]),
+    )  # fmt: skip
     for layers in (1, 2):
         with tempfile.TemporaryDirectory() as folder:
-            path = llama_layers.write(
-                layers,
-                Path(folder),
-                llama_layers.Size(
-                    batch=batch, sequence=1, past=context, width=int(size["hidden"]), heads=int(size["heads"]),
-                    groups=int(size["kv_heads"]), inner=int(size["intermediate"]),
-                ),
-            )  # fmt: skip
+            path = llama_layers.write(layers, Path(folder), of)
+            onnx.save(in_half(onnx.load(path, load_external_data=False), "bf16"), path)
             made = tapestry.compile(path, mesh=str(count), topology=DECODING, weights=False)
             found.append(float(made.report["objective_s"]))
-    return found[0] + (int(size["layers"]) - 1) * (found[1] - found[0])
+    head = {"card": "h100_sxm", "m": batch, "n": int(size["vocabulary"]) // count, "k": size["hidden"]}
+    return found[0] + (int(size["layers"]) - 1) * (found[1] - found[0]) + product(head)
 
 
 def ranks(values: Sequence[float]) -> np.ndarray:
@@ -189,9 +191,11 @@ def end_to_end(folder: Path) -> Iterator[Row]:
         steps[r["model"], r["engine"]][context, int(r["batch"]), int(r["tp"])] = float(r["tpot_ms"]) / 1e3
     ours: dict[tuple[str, int, int, int], float] = {}
     for (model, engine), measured in steps.items():
-        for at in measured:
-            if (model, *at) not in ours:
-                ours[model, *at] = decoder(sizes[model], at[1], at[0], at[2])
+        ends = min(c for c, *_ in measured), max(c for c, *_ in measured)
+        for batch, count in {(b, t) for _, b, t in measured}:
+            low, high = (decoder(sizes[model], batch, c, count) for c in ends)
+            for c in {c for c, b, t in measured if (b, t) == (batch, count)}:
+                ours[model, c, batch, count] = low + (high - low) * (c - ends[0]) / max(1, ends[1] - ends[0])
         pairs = [(measured[at], ours[model, *at]) for at in measured]
         of_both = ranks([a for a, _ in pairs]), ranks([b for _, b in pairs])
         tps, gains = sorted({t for *_, t in measured}), dict[str, Row]()

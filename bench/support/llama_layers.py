@@ -20,6 +20,7 @@ class Size:
     groups: int = 8
     inner: int = 14336
     caches: bool = False
+    cached: int = 0  # keys and values that are inputs as they are; those of the new tokens are results beside them
 
     @property
     def head(self) -> int:
@@ -30,6 +31,7 @@ class Size:
 @dataclass(slots=True)
 class _Writer:
     size: Size
+    results: list[str] = field(default_factory=list[str])
     nodes: list[object] = field(default_factory=list)
     weights: list[TensorProto] = field(default_factory=list)
 
@@ -86,6 +88,9 @@ class _Writer:
         if s.caches:
             key = self.appended(f"past_key_values.{k}.key", f"present.{k}.key", key)
             value = self.appended(f"past_key_values.{k}.value", f"present.{k}.value", value)
+        if s.cached:
+            self.results += [key, value]
+            key, value = f"cache.{k}.key", f"cache.{k}.value"
         key, value = self.repeated(key), self.repeated(value)
         scores = self.add("MatMul", q, self.add("Transpose", key, perm=[0, 1, 3, 2]))
         scores = self.add("Mul", scores, self.constant("scale", s.head**-0.5, np.float32))
@@ -125,18 +130,25 @@ def write(layers: int, folder: Path, size: Size = Size()) -> Path:
     for k in range(layers):
         x = w.layer(x, k)
     s = size
-    rows, keys = ("sequence", "total") if s.caches else (s.sequence, s.sequence)
+    rows, keys = ("sequence", "total") if s.caches else (s.sequence, s.cached or s.sequence)
     shapes: dict[str, tuple[int | str, ...]] = {
         "x": (s.batch, rows, s.width), "mask": (1, 1, rows, keys), "cos": (rows, s.head), "sin": (rows, s.head),
     }  # fmt: skip
     names = [f"{k}.{part}" for k in range(layers if s.caches else 0) for part in ("key", "value")]
     past = {f"past_key_values.{n}": (s.batch, s.groups, "past", s.head) for n in names}
+    past |= {
+        f"cache.{k}.{part}": (s.batch, s.groups, s.cached, s.head)
+        for k in range(layers)
+        for part in ("key", "value")
+        if s.cached
+    }
     present = {f"present.{n}": (s.batch, s.groups, "total", s.head) for n in names}
 
     def info(name: str, shape: tuple[int | str, ...]) -> ValueInfoProto:
         return helper.make_tensor_value_info(name, TensorProto.FLOAT, shape)
 
     inputs = [info(n, shape) for n, shape in {**shapes, **past}.items()]
+    present |= dict.fromkeys(w.results, (s.batch, s.groups, s.sequence, s.head))
     outputs = [info(n, shape) for n, shape in {x: shapes["x"], **present}.items()]
     graph = helper.make_graph(w.nodes, "llama", inputs, outputs, w.weights)
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)

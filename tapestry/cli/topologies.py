@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import replace
 from typing import Any
 
 from tapestry.cli.outcome import Outcome
@@ -19,15 +18,9 @@ def topology(args: argparse.Namespace) -> Outcome:
 
     name: str = args.topology
     found = made(default_mesh(name) or parse_mesh(args.mesh or HOST), name)
-    data = to_data(replace(found, calls=()))
+    data = to_data(found)
     origins = (SOURCES[name].origins or {"all": "assumed"}) if name in SOURCES else {"all": "the file"}
     sizes = (1 << 16, 1 << 20, 1 << 26)  # bytes
-    calls = [{"call": c.call, "group": c.group, "seconds": {str(n): c.seconds(n) for n in sizes}} for c in found.calls]
-    document = {
-        **data,
-        "collectives": calls,
-        "origins": origins or {"all": "a file" if args.name not in SOURCES else "assumed"},
-    }
 
     def show() -> None:
         device: dict[str, Any] = data["device"]
@@ -42,4 +35,4 @@ def topology(args: argparse.Namespace) -> Outcome:
         for what, origin in origins.items():
             print(f"  {what}: {origin}")
 
-    return Outcome(document, show, insist=True)
+    return Outcome({**data, "origins": origins}, show, insist=True)

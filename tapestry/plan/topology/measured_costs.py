@@ -16,6 +16,7 @@ CLASSES = (
     "unfolded",
     "attention",
     "scored",
+    "decoding",
     "computed",
     "row",
     "softmax",
@@ -23,11 +24,12 @@ CLASSES = (
     "gather",
     "opaque",
 )
-PRODUCTS = CLASSES[:6]  # whose rates are of products
+PRODUCTS = CLASSES[:7]  # whose rates are of products
 LIKE = {
     "unfolded": "convolution",
     "attention": "contraction",
     "scored": "attention",
+    "decoding": "attention",
     "computed": "contraction",
     "softmax": "row",
 }

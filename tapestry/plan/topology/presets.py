@@ -6,12 +6,13 @@ reach: a product of 8192^3 in bf16 ran at 769 to 798 of 989 TFLOP/s on an H200, 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from tapestry.plan.topology.fabric import Device, Link
 from tapestry.plan.topology.host_calls import HostCalls
-from tapestry.plan.topology.measured_costs import CallTimes
+from tapestry.plan.topology.measured_costs import CallTimes, KernelRates
 
 GiB = 1 << 30
 REST = 1 << 30
@@ -64,8 +65,14 @@ EIGHTS = ("f8e4m3fn", "f8e5m2", "f8e4m3fnuz", "f8e5m2fnuz")
 def _gpu(
     memory: float, bandwidth: float, half: float, tf32: float, vector: float, i8: float, f8: float, host: float = 5.0e10,
     launch: float = 3e-6, reached: tuple[float, float, float] = REACHED,
+    attention: Sequence[tuple[float, float, float]] = (),
 ) -> Device:  # fmt: skip
-    """A GPU from its data sheet, in GiB that a process can use and TFLOP/s; ``vector``: of float32 without matrix units."""
+    """A GPU from its data sheet, in GiB that a process can use and TFLOP/s.
+
+    Args:
+        vector: of float32 without matrix units.
+        attention: (µs of a launch, TFLOP/s, TB/s) of attention in 16 bits: of many rows, of few.
+    """
     flops = {"bf16": half, "f16": half, **dict.fromkeys(("i8", "u8"), i8), **dict.fromkeys(EIGHTS, f8)}
     flops |= {"tf32": tf32} if tf32 else {}
     products, others, moved = reached
@@ -77,6 +84,10 @@ def _gpu(
         vector=plain,
         host=host,
         power=POWER,
+        classes={
+            name: KernelRates(start / 1e6, rate * 1e12 * plain / (half * products * 1e12), memory * 1e12)
+            for name, (start, rate, memory) in zip(("attention", "decoding"), attention, strict=False)
+        },
         flops={**{t: x * products * 1e12 for t, x in flops.items()}, "f32": plain, "other": plain},
     )
 
@@ -85,15 +96,18 @@ def _gpu(
 # the driver keeps (torch says 79.2, 139.8 and 39.5 GiB) and a context takes (0.5 to 1 GiB). Cards that are no preset are here
 # for their rates. What has no units for f8 widens it to f16.
 GPUS = {
-    "h100": _gpu(78, 3.35e12, 989, 495, 67, 1979, 1979),  # SXM, NVIDIA H100 data sheet
-    "h200": _gpu(139, 4.8e12, 989, 495, 67, 1979, 1979),  # SXM, NVIDIA H200 data sheet
-    "a100": _gpu(38.8, 1.555e12, 312, 156, 19.5, 624, 312, 2.0e10, 4.5e-6, (0.8, 0.9, 1.0)),  # SXM, 40 GB
+    "h100": _gpu(78, 3.35e12, 989, 495, 67, 1979, 1979, attention=((16.6, 407, 0.713), (11.6, 15, 2.4))),  # SXM
+    "h200": _gpu(139, 4.8e12, 989, 495, 67, 1979, 1979, attention=((16.6, 424, 0.772), (11, 15, 2.95))),  # SXM
+    "a100": _gpu(38.8, 1.555e12, 312, 156, 19.5, 624, 312, 2.0e10, 4.5e-6, (0.8, 0.9, 1.0),
+                 ((13.5, 124, 0.457), (16.5, 30, 1.55))),  # SXM, 40 GB
     "a100-pcie": _gpu(38.8, 1.555e12, 312, 156, 19.5, 624, 312, host=2.0e10),  # 40 GB, NVIDIA A100 data sheet
     "a40": _gpu(44, 6.96e11, 150, 74.8, 37.4, 299, 150),
-    "l40s": _gpu(44, 8.64e11, 362, 183, 91.6, 733, 733, reached=(0.62, 0.9, 0.8)),
-    "b200": _gpu(175, 8.0e12, 2250, 1100, 75, 4500, 4500, reached=(0.7, 0.9, 0.76)),
+    "l40s": _gpu(44, 8.64e11, 362, 183, 91.6, 733, 733, reached=(0.62, 0.9, 0.8),
+                 attention=((9.58, 122, 0.463), (8.1, 8, 0.75))),
+    "b200": _gpu(175, 8.0e12, 2250, 1100, 75, 4500, 4500, reached=(0.7, 0.9, 0.76),
+                 attention=((17, 906, 1.15), (11.5, 70, 7.0))),
     "mi300x": _gpu(184, 5.3e12, 1300, 0, 163, 2600, 2600),  # Triton has no TF32 there
-}
+}  # fmt: skip
 CHIP_OF = {
     "h100": "sm90",
     "h200": "sm90",
@@ -137,6 +151,7 @@ def _host(device: Device, of: str, assumed: str = "") -> Source:
     levels = (level(2), NETWORK) if calls.apart else (level(0), level(1), level(2), Level(REST, level(2).link))
     origins = {
         "flops, bandwidth": f"{SHEET}, times what products and copies reach: measured on H200, fitted for A100, B200, L40S",
+        "attention": "fitted to a library's times" if device.classes else "assumed: the rate of products",
         "memory": SHEET,
         "launch, power, reserve": "assumed",
         "links in a host, calls": assumed or FITTED % of.upper(),

@@ -82,26 +82,6 @@ class Segment:
             held.count(0, name, size)
 
 
-@dataclass(slots=True)
-class BoundLaunch:
-    """A launch into memory at a fixed position, of inputs that are elsewhere at every run."""
-
-    last: int
-    recorder: Recorder
-    ins: tuple[str, ...]
-    outs: tuple[tuple[str, Array, int], ...]
-    memory: tuple[Array, ...]
-
-    def __call__(self, held: Held, feeds: Source) -> None:
-        """Do the step."""
-        there = held.arrays[0]
-        self.recorder.bind([there[n] if n else None for n in self.ins], self.memory).run()
-        for name, array, size in self.outs:
-            held.arrays[0][name] = array
-            held.count(0, name, size)
-        held.reach(0)
-
-
 @dataclass(frozen=True, slots=True)
 class Placed:
     """What a step has made in memory of its own, copied to the position where launches that are bound read it."""
@@ -133,12 +113,12 @@ class Inputs:
             there[f"given {tensor} {box}"] = given.of(feeds(tensor, box))
 
 
-Action = Segment | BoundLaunch | Placed | Inputs | int
+Action = Segment | Placed | Inputs | int
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """A program's steps: segments, launches and inputs with a position, and (as numbers) steps as they are.
+    """A program's steps: segments, inputs and results with a position, and (as numbers) steps as they are.
 
     Attributes:
         fixed: arrays that are the same at every run: weights, and buffers with a position, where the next run writes again.
@@ -259,8 +239,8 @@ class _Steps:
                 self.now.append((at, None))
             elif isinstance(step, Load) and step.buffer in self.arrays:
                 self.now.append((at, self._copied(step)))
-            elif at in self.recorders:
-                self._launch(at, fixed)
+            elif (call := self._bound(at, fixed) if at in self.recorders else None) is not None:
+                self.now.append((at, call))
             else:
                 self._close()
                 self.out.append(at)
@@ -270,16 +250,13 @@ class _Steps:
         self._close()
         return [Inputs(-1, self.given), *self.out] if self.given else self.out
 
-    def _launch(self, at: int, fixed: Positioned) -> None:
+    def _bound(self, at: int, fixed: Positioned) -> Call | None:
+        """The call of a kernel whose inputs stay where they are; ``None`` where some do not, or torch computes on the way."""
         outs, ins = self.bound.launch(at).outs, self.bound.launches[at][1]
-        memory, recorder = tuple(self.memory[n] for n in outs), self.recorders[at]
-        if all(n in fixed for n in ins if n):
-            call = self.bound.target.bind(recorder, [fixed[n][0] if n else None for n in ins], memory, self.scratch)
-            if call is not None:
-                self.now.append((at, call))
-                return
-        self._close()
-        self.out.append(BoundLaunch(at, recorder, ins, tuple((n, *self.arrays[n]) for n in outs), memory))
+        if not all(n in fixed for n in ins if n):
+            return None
+        memory = tuple(self.memory[n] for n in outs)
+        return self.bound.target.bind(self.recorders[at], [fixed[n][0] if n else None for n in ins], memory, self.scratch)
 
     def _copied(self, step: Load) -> Call | None:
         """The call that copies an input to its position."""

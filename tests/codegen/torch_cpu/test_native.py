@@ -16,7 +16,6 @@ from tapestry.codegen.torch_cpu import attention_c, native
 from tapestry.codegen.torch_cpu.base import contract
 from tapestry.codegen.torch_cpu.base.epilogue import Epilogue
 from tapestry.codegen.torch_cpu.c import conv3d_c, conv_c
-from tapestry.codegen.torch_cpu.torch_ops import attention_c_states
 from tapestry.ir.graph import Block
 from tapestry.ir.kernel import Kernel, whole
 from tapestry.ir.syntax.parser import parse
@@ -160,25 +159,6 @@ def test_a_weight_that_is_not_finite_spoils_what_it_is_in_alone(key: str, bad: f
     want = torch.nn.functional.conv2d(x, weight, None, stride, padding, dilation, groups)
     _, got, _ = convolve(x, weight, torch.zeros(features), None, Epilogue(), stride, padding, dilation, groups)
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4, equal_nan=True)
-
-
-@needed
-@pytest.mark.parametrize(("rows", "keys", "depth"), [(5, 7, 20), (49, 33, 64), (128, 600, 16)])
-@pytest.mark.parametrize("masked", [False, True])
-def test_states_of_attention(rows: int, keys: int, depth: int, masked: bool) -> None:
-    g = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(2, n, 3, depth, generator=g).transpose(1, 2) for n in (rows, keys, keys))
-    mask = torch.randn(2, 1, rows, keys, generator=g) if masked else None
-    if mask is not None:
-        mask[0, 0, 1], mask[1, 0, 2, 3], mask[0, 0, 3, 2], mask[1, 0, 4, 1] = -torch.inf, -torch.inf, torch.inf, torch.nan
-    found = attention_c_states.states_by_our_kernel(q, k, v, mask, 0.25)
-    assert found
-    score = q.double() @ k.double().transpose(-1, -2) * 0.25 + (0 if mask is None else mask)
-    top = score.amax(-1, keepdim=True)
-    weights = torch.where(score == top, 1.0, torch.exp(score - top))
-    wanted = top[..., 0], weights.sum(-1), weights @ v.double()
-    for a, b in zip(found, wanted, strict=True):
-        torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-4, equal_nan=True)
 
 
 BIAS = "input c: f32[{h}, {s}, {n}]\n", ", c[h, i, n]"

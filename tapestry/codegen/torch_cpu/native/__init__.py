@@ -63,7 +63,7 @@ class Heads(ctypes.Structure):
 
     _fields_ = [
         *((name, _POINTER) for name in (
-            "q", "k", "v", "mask", "out", "top", "sum", "other", "score", "reads",
+            "q", "k", "v", "mask", "out", "other", "score", "reads",
         )),
         ("count", _PLACE),
     ]  # fmt: skip

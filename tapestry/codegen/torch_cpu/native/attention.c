@@ -105,14 +105,12 @@ static void head(const Attention *a, const Heads *h, int64_t i, int64_t j, const
             weigh(a, score + k * padded, m, padded, top + k, sum + k);
         }
         tapestry_conv(&weighted, &(Buffers){.x = score, .w = values, .y = out + r * a->out[2]}, 0, 1);
-        for (int64_t k = 0; k < rows; k++)
-            if (a->normal) {
-                float none = top[k] - top[k], *row = out + (r + k) * a->out[2];
-                int plain = a->normal == 1 || none == 0;
-                if (a->normal == 2) none = 0;
-                for (int64_t d = 0; d < columns(a); d++) row[d] = plain ? row[d] / sum[k] : other ? other[d * a->other[2]] : none;
-            }
-            else h->top[(i * a->inner + j) * a->rows + r + k] = top[k], h->sum[(i * a->inner + j) * a->rows + r + k] = sum[k];
+        for (int64_t k = 0; k < rows; k++) {
+            float none = top[k] - top[k], *row = out + (r + k) * a->out[2];
+            int plain = a->normal == 1 || none == 0;
+            if (a->normal == 2) none = 0;
+            for (int64_t d = 0; d < columns(a); d++) row[d] = plain ? row[d] / sum[k] : other ? other[d * a->other[2]] : none;
+        }
     }
 }
 

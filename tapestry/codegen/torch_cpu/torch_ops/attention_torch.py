@@ -1,4 +1,4 @@
-"""Attention by our kernel or torch's streaming one, where projections allow: one query set, key set, bias, scale."""
+"""States of attention by torch's streaming kernel, where projections allow: one query set, key set, bias, scale."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from torch import Tensor
 from tapestry.codegen.torch_cpu.base.contract import points
 from tapestry.codegen.torch_cpu.base.point_values import Expressions
 from tapestry.codegen.torch_cpu.base.strided_reads import Frame
-from tapestry.codegen.torch_cpu.torch_ops.attention_c_states import states_by_our_kernel
 from tapestry.ir.expr import Expr, call, number
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.kernel import Kernel
@@ -61,9 +60,6 @@ def streaming(op: Block, graph: Graph, kernel: Kernel) -> Callable[[Sequence[Ten
         q, k = lay.matrix(q, roles.rows, roles.depth), lay.matrix(k, (roles.key,), roles.depth)
         v = lay.matrix(v.reshape(*v.shape, *(1 for _ in op.inner_dims)), (roles.key,), roles.columns)
         mask = lay.mask(_ranked(added[0], len(op.space), len(op.inner_dims))) if added else None
-        ours = states_by_our_kernel(q, k, v, mask, scale)
-        if ours:
-            return [lay.rows(ours[0] if rate == 1 else ours[0] / rate), lay.rows(ours[1]), lay.out(ours[2])]
         out, lse = _FLASH(q, k, v, attn_mask=mask, scale=scale)
         if bool((lse == 0).any()):  # so it marks a row without keys, and rarely a row that is fine
             return None
