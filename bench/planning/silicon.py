@@ -33,8 +33,9 @@ from bench.support import llama_layers, record
 from bench.support.half_models import in_half
 from bench.support.record import Row
 from tapestry.errors import TapestryError
+from tapestry.ir.footprint import Boxes
 from tapestry.ir.graph import Block, Graph
-from tapestry.ir.plan import Strategy
+from tapestry.ir.plan import Layout, Strategy
 from tapestry.ir.syntax.parser import parse
 from tapestry.plan.cost import collective, transfer
 from tapestry.plan.cost.compute import seconds
@@ -107,7 +108,7 @@ def call(r: Row) -> float:
             return sum(w.seconds for w in ways)
         case "all_gather":
             shape = (max(n, size // 2),)
-            held = [((0,), tensor_boxes(shape, (0,), topo.mesh))]
+            held: list[tuple[Layout, Boxes]] = [((0,), tensor_boxes(shape, (0,), topo.mesh))]
             return float(transfer.costs(held, [tensor_boxes(shape, (None,), topo.mesh)], 2, topo).seconds[0, 0])
         case _:
             found = topo.call_seconds("all_to_all_single", n, size, 1, n)

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
 from tapestry.cli.outcome import Outcome
-
-HOST = "8"  # devices that are shown where nothing says how many there are
 
 
 def topology(args: argparse.Namespace) -> Outcome:
@@ -17,22 +14,18 @@ def topology(args: argparse.Namespace) -> Outcome:
     from tapestry.plan.topology.presets import SOURCES
 
     name: str = args.topology
-    found = made(default_mesh(name) or parse_mesh(args.mesh or HOST), name)
+    found = made(default_mesh(name) or parse_mesh(args.mesh or "8"), name)
     data = to_data(found)
     origins = (SOURCES[name].origins or {"all": "assumed"}) if name in SOURCES else {"all": "the file"}
     sizes = (1 << 16, 1 << 20, 1 << 26)  # bytes
 
     def show() -> None:
-        device: dict[str, Any] = data["device"]
-        for name, value in device.items():
-            print(f"{name}: {value}")
+        print("\n".join(f"{name}: {value}" for name, value in data["device"].items()))
         for axis, link in zip(data["mesh"], data["links"], strict=True):
             print(f"link of {axis[0]} ({axis[1]} devices): {link['alpha'] * 1e6:.3g} µs, {1e-9 / link['beta']:.4g} GB/s")
         for c in found.calls:
             times = ", ".join(f"{n >> 10} KiB {c.seconds(n) * 1e6:.4g} µs" for n in sizes)
             print(f"{c.call} of {c.group}: {times}")
-        print("\nwhere they come from")
-        for what, origin in origins.items():
-            print(f"  {what}: {origin}")
+        print("\nwhere they come from", *(f"  {what}: {origin}" for what, origin in origins.items()), sep="\n")
 
     return Outcome({**data, "origins": origins}, show, insist=True)

@@ -18,6 +18,7 @@ from tapestry.codegen.triton.task.kernel_choice import kernel_form
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.plan import Plan, Strategy
 from tapestry.ir.program import Launch
+from tapestry.ir.syntax.parser import parse
 from tapestry.lift import lift
 from tapestry.plan.cost import compute
 from tapestry.plan.cost.kernel_class import kernel_class
@@ -313,3 +314,15 @@ def test_a_measured_class_has_prices_of_its_own(preset):
     assert of(graph, slow) == pytest.approx([2 * s for s in each(graph, topo)])
     assert of(dots, slow) == each(dots, topo)
     assert all(isinstance(op, Block) for op in graph.ops)
+
+
+def test_what_a_causal_mask_leaves_out_costs_nothing():
+    graph = parse("""graph g input q: f32[9, 4] input k: f32[7, 4] input v: f32[7, 4]
+      y: f32[9, 4] = op [i: 9, x: 4 | n: 7 softsum] reads v[n, x], q[i, m], k[n, m] let [m: 4 sum] q * k
+        body where(ge(index(i - n + 2), 0), let0, f32(-inf)), 1.0, v then acc2 / acc1 output y""")
+    op, rng = graph.ops[0], np.random.default_rng(0)
+    for _ in range(200):
+        (i0, i1), (n0, n1) = (sorted(rng.choice(size + 1, 2, replace=False)) for size in (9, 7))
+        block = np.array([[[i0, i1], [0, 4], [n0, n1], [0, 4]]])
+        seen = [i - n + 2 >= 0 for i in range(i0, i1) for n in range(n0, n1)]
+        assert compute._visible(op, block)[0] == pytest.approx(np.mean(seen))

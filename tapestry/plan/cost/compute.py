@@ -14,7 +14,7 @@ from math import prod
 
 import numpy as np
 
-from tapestry.ir.expr import Call, Index, arg_positions, count_calls, number, walk
+from tapestry.ir.expr import Call, Const, Index, arg_positions, count_calls, number, walk
 from tapestry.ir.footprint import Boxes
 from tapestry.ir.graph import Block, Graph, Op, Opaque
 from tapestry.ir.monoid import MONOIDS
@@ -26,6 +26,8 @@ from tapestry.ir.types import itemsize
 from tapestry.plan.cost.kernel_class import GATHER, kernel_class
 from tapestry.plan.topology import Device, Topology
 from tapestry.plan.topology.measured_costs import PRODUCTS
+
+HIDDEN = -1e4  # a score from which on it is that of no key
 
 
 def sizes(boxes: Boxes) -> np.ndarray:
@@ -121,16 +123,20 @@ def layered_flops(op: Block, block: Boxes, final: Boxes) -> tuple[np.ndarray, np
 def _visible(op: Block, block: Boxes) -> np.ndarray | float:
     """The share of an attention's scores that comparing places leaves, as a causal mask does: kernels leave out the others."""
     names = [d.name for d in op.space]
-    for x in walk(op.body[0]) if len(op.body) == 3 else ():
-        test = x.args[0] if isinstance(x, Call) and x.fn == "where" else x
-        place = test.args[0] if isinstance(test, Call) and test.fn == "ge" else None
-        found = {c: names.index(str(a)) for a, c in place.aff.terms} if isinstance(place, Index) and place.aff.is_affine else {}
-        if isinstance(place, Index) and found.keys() == {1, -1} and test.args[1] == number(0, place.dtype):
+    hiding = (x for x in walk(op.body[0]) if isinstance(x, Call) and x.fn == "where" and len(op.body) == 3)
+    tests = [x.args[0] for x in hiding if isinstance(low := x.args[2], Const) and low.value <= HIDDEN]
+    for x in tests:
+        if isinstance(x, Call) and x.fn == "and":
+            tests += x.args
+        if not isinstance(x, Call) or x.fn != "ge" or not isinstance(place := x.args[0], Index) or not place.aff.is_affine:
+            continue
+        found = {c: names.index(str(a)) for a, c in place.aff.terms}
+        if found.keys() == {1, -1} and x.args[1] == number(0, place.dtype):
             (i0, i1), (n0, n1) = block[:, found[1]].T, block[:, found[-1]].T
-            many, first = n1 - n0, i0 + place.aff.const - n0 + 1  # keys; those that the first row sees
-            seen = [np.maximum(a, 0) * (np.maximum(a, 0) + 1) // 2 for a in (first + i1 - i0 - 1, first - 1)]
-            over = [np.maximum(a, 0) * (np.maximum(a, 0) + 1) // 2 for a in (first + i1 - i0 - 1 - many, first - 1 - many)]
-            return (seen[0] - seen[1] - over[0] + over[1]) / np.maximum((i1 - i0) * many, 1)
+            many, before = n1 - n0, i0 + place.aff.const - n0  # keys; those that rows before the first see
+            last = before + i1 - i0
+            a, b, c, d = (np.maximum(k, 0) * (np.maximum(k, 0) + 1) // 2 for k in (last, before, last - many, before - many))
+            return (a - b - c + d) / np.maximum((i1 - i0) * many, 1)
     return 1.0
 
 

@@ -88,10 +88,10 @@ def _measured(found: Senders, own: np.ndarray, width: int, topo: Topology, parts
     received: np.ndarray = np.max(found.size - own, axis=2)
     whole: np.ndarray = np.max(found.size, axis=-1)
     nbytes = np.where(call == 2, received, whole) * width
-    span: np.ndarray = np.ones(n.shape, np.int64)
+    span: np.ndarray = np.ones_like(nbytes)
     for k in range(len(parts.mesh)):  # the outermost digit that a sender differs in
-        crossed = np.any(senders > found.number((k,)), axis=2)
-        span = np.maximum(span, np.where(crossed, prod(a.size for a in parts.mesh[k:]), 1))
+        crossed: np.ndarray = np.any(senders > found.number((k,)), axis=2)
+        span[crossed] = np.maximum(span[crossed], prod(a.size for a in parts.mesh[k:]))
     kinds, at = np.unique(np.stack([call, n, nbytes, span]).reshape(4, -1), axis=1, return_inverse=True)
     rows: list[list[int]] = kinds.T.tolist()
     times = [topo.call_seconds((ALL_GATHER, ALL_TO_ALL, EXCHANGE)[c], group, size, 0, s) for c, group, size, s in rows]

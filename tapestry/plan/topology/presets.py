@@ -135,8 +135,6 @@ HOSTS = {
     "l40s": HostCalls(((6.33, 9.88, 19.6), (6.31, 7.67, 12.5), (10.3, 11.2, 12.6)),
                       ((20.2, 5.32, 1.5), (19.8, 4.96, 1.17), (19.1, 5.02, 1.52), (21, 4.55, 1.16)), 21.9, 26.8, apart=False),
 }  # fmt: skip
-FITTED = "fitted to NCCL's times on a host of eight %s (aiconfigurator, August 2026)"
-SHEET = "the vendor's data sheet"
 
 
 def _host(device: Device, of: str, assumed: str = "") -> Source:
@@ -150,11 +148,11 @@ def _host(device: Device, of: str, assumed: str = "") -> Source:
 
     levels = (level(2), NETWORK) if calls.apart else (level(0), level(1), level(2), Level(REST, level(2).link))
     origins = {
-        "flops, bandwidth": f"{SHEET}, times what products and copies reach: measured on H200, fitted for A100, B200, L40S",
+        "flops, bandwidth": "the data sheet, times shares: of an H200, measured; of A100, B200 and L40S, fitted",
         "attention": "fitted to a library's times" if device.classes else "assumed: the rate of products",
-        "memory": SHEET,
+        "memory": "the data sheet",
         "launch, power, reserve": "assumed",
-        "links in a host, calls": assumed or FITTED % of.upper(),
+        "links in a host, calls": assumed or f"fitted to NCCL's times on eight {of.upper()} (aiconfigurator, August 2026)",
         "network": "assumed: 400 Gbit/s for each card" if calls.apart else "assumed: no faster than a host's PCIe",
     }
     measured = () if assumed else tuple(calls.tables())

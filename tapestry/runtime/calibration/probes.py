@@ -16,6 +16,7 @@ from onnx import helper
 from tapestry.ir.graph import Graph
 from tapestry.ir.syntax.parser import parse
 from tapestry.ir.types import itemsize
+from tapestry.plan.cost.kernel_class import FEW
 from tapestry.runtime.calibration.machine import last_cache
 
 COLD = 2 * last_cache()  # bytes of weights in all copies of a probe, where a probe has any
@@ -84,8 +85,9 @@ def _attention(b: int, heads: int, queries: int, keys: int, *, masked: bool = Fa
         f"  let [c: 64 sum] q * k\n  body {scores}, 1.0, v\n  then {then}"
     )
     added = f"; a: f32[{b}, {heads}, {queries}, {keys}]" * masked
+    kind = "attention" if queries > FEW else "decoding"
     return Probe(
-        "attention", f"q: f32[{b}, {queries}, {width}]; k: f32[{b}, {keys}, {width}]; v: f32[{b}, {keys}, {width}]{added}", op
+        kind, f"q: f32[{b}, {queries}, {width}]; k: f32[{b}, {keys}, {width}]; v: f32[{b}, {keys}, {width}]{added}", op
     )
 
 
@@ -236,7 +238,8 @@ def probes() -> Iterator[Probe]:
         yield _product_probe(m, k, n)
     yield from (_product_probe(m, 768, n, then=GELU) for m, n in ((1, 3072), (64, 1536), (256, 3072)))
     yield from (_three(m, 768, n) for m, n in ((1, 384), (64, 768), (256, 384)))
-    yield from (_attention(*s) for s in ((1, 4, 16, 16), (1, 6, 64, 64), (4, 12, 64, 64), (1, 12, 128, 128), (1, 12, 1, 128)))
+    yield from (_attention(*s) for s in ((1, 4, 16, 16), (1, 6, 64, 64), (4, 12, 64, 64), (1, 12, 128, 128)))
+    yield from (_attention(*s) for s in ((1, 4, 1, 16), (1, 12, 1, 128), (4, 12, 1, 256), (1, 32, 4, 512)))
     yield from (_attention(*s, masked=True) for s in ((1, 4, 16, 16), (2, 8, 16, 32), (1, 12, 64, 64), (4, 8, 128, 128)))
     yield from (_scored(*s) for s in ((1, 4, 16, 16), (2, 8, 32, 32), (4, 8, 32, 32), (1, 12, 128, 128)))
     yield from (_scored(*s, causal=True) for s in ((2, 8, 16, 16), (1, 12, 64, 64), (4, 12, 64, 64)))

@@ -144,14 +144,14 @@ def schedule(bound: BoundProgram) -> Schedule | None:
     recorders = {at: r for at, r in recorders.items() if _may_be_copied(bound, at, r)}
     if not recorders:
         return None
-    views, computed = _inputs(bound, recorders), _computed(bound, recorders)
-    views.update(computed)
+    views = _positioned(bound, recorders)
+    computed = [program.buffers[n] for n in views if program.buffers[n].tensor not in bound.graph.inputs]
     for at, recorder in recorders.items():
         views.update(zip(bound.launch(at).outs, recorder.arrays, strict=True))
     wanted = slots(program, 0, bound.resident)
     arena = allocate([s for s in wanted if s.name in views])
     extra = max(0, arena.size + most_alive([s for s in wanted if s.name not in views]) - most_alive(wanted))
-    extra += sum(program.buffers[n].nbytes(0) for n in computed)  # each is there twice for a moment
+    extra += sum(b.nbytes(0) for b in computed)  # each is there twice for a moment
     if extra > bound.room:
         return None
     sizes = {s.name: s.nbytes for s in wanted if s.name in views}
@@ -181,30 +181,17 @@ def _may_be_copied(bound: BoundProgram, at: int, recorder: Recorder) -> bool:
     return not any(map(handed_out, bound.launch(at).outs, recorder.arrays))
 
 
-def _inputs(bound: BoundProgram, recorders: Mapping[int, Recorder]) -> dict[str, Callable[[Array], Array]]:
-    """Inputs that are copied to a position: those that a kernel reads which can be bound to it."""
+def _positioned(bound: BoundProgram, recorders: Mapping[int, Recorder]) -> dict[str, Callable[[Array], Array]]:
+    """Inputs, and results of other launches, that a kernel reads: wherever they are, it would be bound anew at every run."""
     program, out = bound.program, dict[str, Callable[[Array], Array]]()
     reads = {n for at in recorders for n in bound.launch(at).ins}
-    for step in program.steps:
-        if not isinstance(step, Load) or step.buffer not in reads:
-            continue
-        buffer = program.buffers[step.buffer]
-        box = buffer.boxes[0]
-        given = buffer.tensor in bound.graph.inputs
-        if box is not None and given and buffer.dtype not in (HOST, "c128"):
-            out[step.buffer] = methodcaller("view", shape(box))
-    return out
-
-
-def _computed(bound: BoundProgram, recorders: Mapping[int, Recorder]) -> dict[str, Callable[[Array], Array]]:
-    """Results of other launches that a kernel reads: bound to where they are, it would be bound anew at every run."""
-    program, out = bound.program, dict[str, Callable[[Array], Array]]()
-    reads = {n for at in recorders for n in bound.launch(at).ins}
-    for at in bound.launches.keys() - recorders.keys():
-        for name in reads.intersection(bound.launch(at).outs):
+    for at, step in enumerate(program.steps):
+        names = (step.buffer,) if isinstance(step, Load) else ()
+        names = bound.launch(at).outs if at in bound.launches and at not in recorders else names
+        for name in reads.intersection(names):
             buffer = program.buffers[name]
-            box = buffer.boxes[0]
-            if box is not None and buffer.dtype not in (HOST, "c128"):
+            box, weight = buffer.boxes[0], buffer.tensor in bound.graph.weights
+            if box is not None and not weight and buffer.dtype not in (HOST, "c128"):
                 out[name] = methodcaller("view", shape(box))
     return out
 

@@ -284,3 +284,19 @@ def test_without_kernels_torch_does(how: tuple[str, str], tmp_path: Path, monkey
         native.library.cache_clear()
     for t, a in outs.items():
         np.testing.assert_allclose(a, plain[t], rtol=1e-4, atol=1e-5 * float(np.abs(plain[t]).max()))
+
+
+@needed
+@pytest.mark.parametrize("features", [1, 2, 3])
+@pytest.mark.parametrize(("channels", "taps", "stride"), [(1, 475, 3), (1, 61, 1), (1, 10, 5), (3, 7, 2), (2, 8, 4)])
+def test_rows_of_samples(features: int, channels: int, taps: int, stride: int) -> None:
+    """Signals are one row; few features leave lanes to the taps."""
+    g = torch.Generator().manual_seed(taps)
+    x = torch.randn(1, channels, 1, taps + 97 * stride, generator=g)
+    x[0, 0, 0, taps + 3], x[0, 0, 0, -2] = torch.nan, torch.inf
+    weight = torch.randn(features, channels, 1, taps, generator=g)
+    bias = torch.randn(features, generator=g)
+    for low, high in ((-torch.inf, torch.inf), (0.0, 2.0)):
+        then = Epilogue(bias=0, residual=1, low=low, high=high)
+        _, got, want = convolve(x, weight, bias, torch.ones, then, stride)
+        torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-4, equal_nan=True)

@@ -32,7 +32,6 @@ from tapestry.codegen.torch_cpu.c.thread_parts import CELLS, Work
 from tapestry.ir.expr import Call as Apply
 from tapestry.ir.expr import Expr, Index, Let, arg_positions, walk
 from tapestry.ir.graph import Block, Graph
-from tapestry.ir.index import dims_of
 from tapestry.ir.kernel import Box, Kernel, shape, size
 from tapestry.ir.monoid import MONOIDS
 from tapestry.ir.recognition.contraction import has_matrices, only_sums
@@ -84,12 +83,12 @@ class Loops:
         writer = Nest(given=[] if how.any_size else None)
         name = generated_c.register(writer.function(self.tasks), how.compiles)
         extents, outs = shape(self.kernel.outs[0]), [self.graph.tensors[t].dtype for t in self.op.outs]
-        arrays: list[Callable[[Tensor], Tensor]] = [lambda memory: memory.view(extents)] * len(outs)
+        view: Callable[[Tensor], Tensor] = lambda memory: memory.view(extents)  # noqa: E731
         work = Work(writer.units, self.work / CELLS)
         return CpuKernel(
             plain=plain,
             bind=functools.partial(_record, name, tuple(writer.slots), writer.sizes(), work),
-            arrays=tuple(arrays),
+            arrays=(view,) * len(outs),
             memory=tuple((prod(extents), TORCH_DTYPES[d]) for d in outs),
             functions=(name,),
             few=few,
@@ -106,8 +105,8 @@ def loops_of(op: Block, graph: Graph, kernel: Kernel) -> Loops | Refusal:
         return Refusal("it is a part of a reduction, or has no points")
     if any(b != out for b in kernel.outs):
         return Refusal("one axis of a result is stored once for several")
-    pieces = cut_pieces(op.body, op, kernel.block) if op.monoid is None and not op.inner else [(kernel.block, op.body)]
-    pieces = pieces if len(pieces) <= MOST_PIECES else [(kernel.block, op.body)]
+    pieces = cut_pieces(op.body, op, kernel.block) if op.monoid is None and not op.inner else []
+    pieces = pieces if 0 < len(pieces) <= MOST_PIECES else [(kernel.block, op.body)]
     tasks = [_task(replace(op, body=body), graph, replace(kernel, block=box)) for box, body in pieces]
     if None in tasks:
         return Refusal("C has no type or no function for a part of it")
@@ -147,15 +146,9 @@ def by_rows(op: Block, graph: Graph, kernel: Kernel, plain: Run, how: How = PLAI
     found = loops_of(op, graph, kernel)
     if not found:
         return found
-    if not written((*op.body, *op.then)) or not all(map(in_rows, found.tasks)) or (how.any_size and _image(op)):
+    if not written((*op.body, *op.then)) or not all(map(in_rows, found.tasks)):
         return Refusal("a function is called for each cell, or neighbours in a row are no neighbours in what it reads")
     return found.made(plain, how, few=size(kernel.outs[0]) < LEAST)
-
-
-def _image(op: Block) -> bool:
-    """Whether images are read as such: their channels may be adjacent, as they are not in a row-major result."""
-    images = [r.index for r in op.reads if len(r.index) == len(op.dims) == 4]
-    return any(sum(len(e.terms) == 1 and len(dims_of(e)) == 1 for e in index) >= 3 for index in images)
 
 
 def as_loops(op: Block, graph: Graph, kernel: Kernel, plain: Run, is_dear: Callable[[], bool], how: How) -> CpuKernel | Refusal:
@@ -167,11 +160,10 @@ def as_loops(op: Block, graph: Graph, kernel: Kernel, plain: Run, is_dear: Calla
     if not found:
         return found
     few, dear = found.work <= _most(op), is_dear()
-    why = f"{found.work:,} primitives take longer than calls of torch's operators"
     if not (few or dear or (how.any_size and how.compiles)):
-        return Refusal(f"{why}, and torch has operators for them")
+        return Refusal(f"{found.work:,} primitives take longer than calls of torch's operators, which there are for them")
     made = found.made(plain, how, few=not dear)
-    return made if few or dear else Refusal(f"{why}; at another size it may be few")
+    return made if few or dear else Refusal(f"{found.work:,} primitives are many; at another size they may be few")
 
 
 def _most(op: Block) -> int:
@@ -222,7 +214,7 @@ def each_cell(value: Expr) -> Cells | None:
         return None
     if native.library() is None or not written((value,)):
         return None
-    name = generated_c.register(Writer().each_cell(value))
+    name = generated_c.register(Writer().cells(value))
 
     def record(_: Ins, memory: Tensor) -> CCall:
         pointer = (ctypes.c_void_p * 1)(memory.data_ptr())

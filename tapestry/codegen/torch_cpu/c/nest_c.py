@@ -6,10 +6,10 @@ Sums are in double precision; all else is in the order and the dtypes of the ope
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tapestry.codegen.blocks.lowered import Access, Task, points
+from tapestry.codegen.blocks.lowered import Task, points
 from tapestry.codegen.torch_cpu.c.print_c import TYPES, Writer, literal
 from tapestry.ir.expr import Arg, Const, Expr, Let, arg_positions
 from tapestry.ir.graph import Block, Dim
@@ -47,13 +47,9 @@ class Nest(Writer):
         given = [f"const int64_t s{i} = sizes[{i}];" for i in range(len(self.arguments))]
         return "\n".join([*lines, *given, *loops])
 
-    def begin(self, names: Sequence[str], ranges: Mapping[str, int], reads: Mapping[int, Access]) -> None:
-        """What is written from here on is over these dimensions."""
-        self.names, self.ranges, self.reads = tuple(names), ranges, reads
-
     def _loops(self, task: Task) -> list[str]:
-        ranges = task.ranges
-        self.begin(tuple(ranges), ranges, task.reads)
+        self.ranges, self.reads = task.ranges, task.reads
+        self.names = tuple(self.ranges)
         if side_by_side(task):
             return ["{", *self._lanes(task), "}"]
         outer = varied(task)

@@ -211,16 +211,12 @@ class Writer:
         given = self.arguments
         return (ctypes.c_int64 * max(1, len(given)))(*given)
 
-    def cells(self, value: Expr, fields: int) -> str:
-        """The body of a function of ``fields`` arrays of ``sizes[0]`` cells to one more: an expression over their cells."""
+    def cells(self, value: Expr, fields: int = 0) -> str:
+        """The body of a function of ``fields`` arrays of ``sizes[0]`` cells to one more: an expression over their cells, or,
+        without them, of what is there."""
         lines = [f"const float *restrict p{i} = p[{i}];" for i in range(fields)]
-        acc = [f"p{i}[i]" for i in range(fields)]
-        lines.append(f"float *restrict y = p[{fields}];")
-        return "\n".join([*lines, EACH_CELL, f"y[i] = {self.expr(value, acc)};"])
-
-    def each_cell(self, value: Expr) -> str:
-        """The body of a function of ``sizes[0]`` cells, each of which becomes an expression of itself."""
-        return "\n".join(["float *y = p[0];", EACH_CELL, f"y[i] = {self.expr(value, ['y[i]'])};"])
+        acc = [f"p{i}[i]" for i in range(fields)] or ["y[i]"]
+        return "\n".join([*lines, f"float *y = p[{fields}];", EACH_CELL, f"y[i] = {self.expr(value, acc)};"])
 
     def number(self, n: int) -> str:
         """A number that follows from sizes: as it is, or as an argument."""

@@ -24,12 +24,6 @@ INLINE vec exponential(vec x) {
     return (vec)((mask)(p * scale) & ~(x < least));
 }
 
-INLINE float sum_of(vec v) {
-    float s = 0;
-    for (int i = 0; i < VL; i++) s += v[i];
-    return s;
-}
-
 /* The larger; a NaN wins. */
 INLINE float larger(float a, float b) { return a != a || a > b ? a : b; }
 

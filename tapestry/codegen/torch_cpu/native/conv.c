@@ -209,6 +209,32 @@ static int is_matrix(const Conv *c, const Buffers *b) {
     return near && added && alone;
 }
 
+enum { NARROW = 2, SHORT = 2 * VL }; /* features that leave most lanes empty; steps from which on lanes go along them instead */
+
+/* Rows of matrices times few features: sums along what is read, a lane for each of its neighbours. */
+static void narrow(const Conv *c, const Buffers *b, Range m_of, int64_t depth) {
+    float taps[depth];
+    lanes some = first_lanes(depth % VL);
+    for (int64_t f = 0; f < c->features; f++) {
+        for (int64_t k = 0; k < depth; k++) taps[k] = b->w[k * VL + f];
+        for (int64_t m = m_of.begin; m < m_of.end; m++) {
+            const float *x = b->x + m * c->stride_w * c->x_pixel;
+            float *y = b->y + m * c->y_pixel + f;
+            vec even = {}, odd = {};
+            int64_t k = 0;
+            for (; k + 2 * VL <= depth; k += 2 * VL) {
+                even = fma_of(load(x + k), load(taps + k), even);
+                odd = fma_of(load(x + k + VL), load(taps + k + VL), odd);
+            }
+            if (k + VL <= depth) even = fma_of(load(x + k), load(taps + k), even), k += VL;
+            if (k < depth) odd = fma_of(load_some(x + k, some), load_some(taps + k, some), odd);
+            float sum = sum_of(even + odd) + (c->onto ? *y : b->bias ? b->bias[f] : 0);
+            if (b->residual) sum += b->residual[m * c->r_pixel + f];
+            *y = c->clamped ? clamp(all(sum), all(c->low), all(c->high))[0] : sum;
+        }
+    }
+}
+
 enum { SMALL = 1 << 14 }; /* cells of a result that are followed up while they are in cache */
 
 /* Blocks of rows, so that what is read of x stays in cache; in each, panels by blocks of the reduced dimension. */
@@ -219,6 +245,11 @@ void tapestry_conv_range(const Conv *c, const Buffers *b, Range m_of, Range p_of
     Span span[taps * ((c->channels + DEPTH - 1) / DEPTH)];
     int64_t pieces = cut(c, piece), spans = blocks(piece, pieces, span);
     int matrix = is_matrix(c, b);
+    if (matrix && c->features <= NARROW && depth >= SHORT) {
+        narrow(c, b, m_of, depth);
+        if (c->then) follow(c, b->y, m_of.begin, m_of.end - m_of.begin, (Range){0, c->features});
+        return;
+    }
     int64_t high = (depth * vectors * VL < 65536 ? 8192 : 131072) / wide / 48 * 48 + 48;
     int64_t ours = p_of.end - p_of.begin, few = SMALL / c->features / 48 * 48 + 48;
     if (c->then && few < high) high = few;

@@ -163,9 +163,12 @@ static int64_t parts_of(const Step *s, int64_t threads) {
     return most < MOST_PARTS ? most : MOST_PARTS - 1;
 }
 
-/* A step by the caller; how long it took, where that is not known yet. */
+/* Whether how long a step takes is known: it was timed, or is estimated to be long. */
+static int known(const Step *s) { return s->timed >= TIMED || (!s->timed && s->nanoseconds >= LONG); }
+
+/* A step by the caller, timed where that is not known yet. */
 static void by_caller(Step *s) {
-    int64_t begin = s->units > 1 && s->nanoseconds < LONG && s->timed < TIMED ? now() : 0;
+    int64_t begin = s->units > 1 && !known(s) ? now() : 0;
     s->kernel(s->sizes, s->buffers, 0, 1);
     if (!begin) return;
     int64_t took = now() - begin;
@@ -178,8 +181,7 @@ void tapestry_run(Step *steps, int64_t count, int64_t threads) {
     int64_t shared = 0;
     for (int64_t i = 0; i < count && threads > 1; i++) {
         Step *s = steps + i;
-        int known = s->nanoseconds >= LONG || s->timed >= TIMED;
-        s->parts = known ? parts_of(s, threads) : 1;
+        s->parts = known(s) ? parts_of(s, threads) : 1;
         shared += s->parts > 1 ? s->nanoseconds : 0;
     }
     int many = shared >= WAKING && count < MOST_STEPS && !atomic_exchange(&pool.busy, 1);

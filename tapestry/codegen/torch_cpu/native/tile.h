@@ -40,6 +40,11 @@ typedef vec loose __attribute__((aligned(4), may_alias));
 INLINE vec load(const float *p) { return *(const loose *)p; }
 INLINE void store(float *p, vec v) { *(loose *)p = v; }
 INLINE vec all(float v) { return v - (vec){}; }
+INLINE float sum_of(vec v) {
+    float s = 0;
+    for (int i = 0; i < VL; i++) s += v[i];
+    return s;
+}
 
 /* A vector of which only the first lanes count: all of them unless it is the last of a row. */
 #if defined(__AVX512F__)
