@@ -121,7 +121,11 @@ def layered_flops(op: Block, block: Boxes, final: Boxes) -> tuple[np.ndarray, np
 
 
 def _visible(op: Block, block: Boxes) -> np.ndarray | float:
-    """The share of an attention's scores that comparing places leaves, as a causal mask does: kernels leave out the others."""
+    """The share of an attention's scores that comparing places leaves, as a causal mask does.
+
+    Triton's kernels leave out tiles of the others. Those of the CPU do not: where these were measured, the rates of their
+    classes are of what is counted here.
+    """
     names = [d.name for d in op.space]
     hiding = (x for x in walk(op.body[0]) if isinstance(x, Call) and x.fn == "where" and len(op.body) == 3)
     tests = [x.args[0] for x in hiding if isinstance(low := x.args[2], Const) and low.value <= HIDDEN]

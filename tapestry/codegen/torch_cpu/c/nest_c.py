@@ -85,7 +85,7 @@ class Nest(Writer):
     def _states(self, task: Task, lines: list[str]) -> list[str]:
         """The fields of the state at a point, after loops that reduce."""
         assert task.monoid
-        if picked := selection(task):
+        if (picked := selection(task)) and picked.wanted.dtype != "f32":  # which may be no place
             i, kind = self.names.index(picked.over.name), TYPES[picked.picked.dtype]
             lines.append(f"const int64_t d{i} = (int64_t)({self.expr(picked.wanted)}) - {picked.shift};")
             there = f"d{i} >= 0 && d{i} < {self.number(picked.over.size)}"

@@ -123,9 +123,11 @@ _SPECIAL: dict[str, Callable[[Nodes, Sequence[Value]], Value]] = {
 
 def _gelu(e: Call) -> tuple[str, Expr] | None:
     """What ``approximate`` is, and the argument, of a GELU whose constants no f32 is: that of a node, not of its formula."""
-    half = e.args[0] if e.fn == "mul" else e
+    half = e.args[0]
+    if e.fn != "mul" or e.dtype != "f32" or not isinstance(half, Call):
+        return None
     exact = all(float(np.float32(c.value)) == c.value for c in distinct((e,)) if isinstance(c, Const) and c.dtype == "f32")
-    tried = ((a, x) for x in half.args for a in ("none", "tanh")) if isinstance(half, Call) and not exact else ()
+    tried = ((a, x) for x in half.args for a in ("none", "tanh")) if not exact else ()
     return next(((a, x) for a, x in tried if gelu(x, a) == e), None)
 
 
