@@ -309,7 +309,8 @@ class Compiled:
         """Outputs by name, like an onnxruntime session: arrays, and lists for sequences; torch's tensors (on the CPU) where an
         input is one."""
         given = self._by_name(feeds)
-        outs = self.at_inputs(given).session.run(given).outputs
+        build = self if self.sized is None else self.at_inputs(given)
+        outs = (build._session or build.session).run(given).outputs
         return {n: as_torch(a) for n, a in outs.items()} if any(map(has_torch, feeds.values())) else outs
 
     @_of_build

@@ -7,7 +7,7 @@ recorded to be replayed) and, by its `Route`, how bytes move: within the process
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from typing import Any
@@ -110,6 +110,11 @@ class Executor(ABC):
         self, feeds: Source, progress: Progress = silent, wanted: Collection[str] | None = None
     ) -> tuple[dict[str, Array], Measured]:
         """Outputs by name (those that are wanted, by default all), and what the run used."""
+
+    def at_once(self, feeds: Mapping[str, Any]) -> tuple[dict[str, Any], Measured] | None:
+        """`run` from inputs to outputs as numpy has them, where that is one call; ``None`` where it is not."""
+        del feeds
+        return None
 
     @abstractmethod
     def allocate(self, device: int, name: str) -> Array:

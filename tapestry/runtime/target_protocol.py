@@ -158,6 +158,20 @@ class Given(Protocol):
         ...
 
 
+class WholeRun(Protocol):
+    """A run that is nothing but calls: a function from the inputs to the outputs, numpy's arrays by name.
+
+    Attributes:
+        moved: inputs and outputs that the calls read and write where the caller has them; the memory meant for them is unused.
+    """
+
+    moved: Collection[str]
+
+    def __call__(self, feeds: Mapping[str, Any]) -> dict[str, Any]:
+        """Run once."""
+        ...
+
+
 @runtime_checkable
 class RecordingTarget(Protocol):
     """A target whose kernels can be bound to fixed addresses on the CPU (`runtime.one_process.static_schedule`).
@@ -181,8 +195,22 @@ class RecordingTarget(Protocol):
         """Copies to an array; ``None`` where it has no cells."""
         ...
 
-    def taken(self, arrays: Sequence[Array], after: Sequence[Call] = ()) -> Callable[[], Sequence[Array]]:
+    def taken(self, arrays: Sequence[Array]) -> Callable[[], Sequence[Array]]:
         """A function that gives new arrays, row-major, with what is in some that stay where they are."""
+        ...
+
+    def at_once(
+        self, given: Sequence[tuple[str, Given]], calls: Sequence[Call], ends: Mapping[str, tuple[Array, Any]]
+    ) -> WholeRun | None:
+        """A run that is nothing but calls.
+
+        Args:
+            given: by the inputs' names, copies of them to memory that nothing else has; they are among the calls.
+            ends: outputs in memory that nothing else has, with numpy's types.
+
+        Returns:
+            ``None`` where an output cannot be copied by a call.
+        """
         ...
 
     def batch(self, calls: Sequence[Call]) -> Callable[[], None]:

@@ -121,6 +121,29 @@ def test_what_a_step_gave_stays_as_it_is() -> None:
             assert not any(np.shares_memory(a, b) for m, b in again.items() if m != n)
 
 
+def test_inputs_and_outputs_are_the_callers_own_memory() -> None:
+    """Read and written where they are, if they lie row-major; pixels of a convolution's result do not, and are copied."""
+    nodes = [
+        N("Conv", ["x", "w"], ["pixels"], pads=[1, 1, 1, 1]),
+        N("Tanh", ["rows"], ["t"]),
+        N("Add", ["t", "rows"], ["large"]),
+    ]
+    ins = {"x": (T.FLOAT, (1, 3, 30, 31)), "rows": (T.FLOAT, (601, 600))}
+    model = net(nodes, ins, {"pixels": T.FLOAT, "large": T.FLOAT, "t": T.FLOAT}, {"w": f32(8, 3, 3, 3)})
+    rng = np.random.default_rng(0)
+    x, rows = (rng.standard_normal(shape).astype(np.float32) for _, shape in ins.values())
+    fixed = rows.copy()
+    fixed.flags.writeable = False
+    with tapestry.Session(api.compile(model, mesh="1")) as s:
+        wanted = operations(s, {"x": x, "rows": rows})
+        found = [s.run({"x": x, "rows": r}) for r in (rows, rows, np.asfortranarray(rows), fixed, rows.copy()[::-1][::-1])]
+        schedule = executor_of(s).schedule
+        assert schedule and schedule.at_once and {*schedule.at_once.moved} == {"x", "rows", "large", "t"}
+        for outs in found:
+            for name, a in wanted.items():
+                np.testing.assert_allclose(outs[name], a, rtol=1e-5, atol=1e-5, err_msg=name)
+
+
 def test_callers_at_once_get_their_own() -> None:
     with tapestry.Session(built()) as s, tapestry.Session(built()) as other:
         wanted = [s.run(feeds(k)) for k in range(4)]

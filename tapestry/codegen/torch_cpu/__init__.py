@@ -78,9 +78,17 @@ class TorchCpu:
         """Copies of inputs to their position."""
         return copies.Given.to_place(to)
 
-    def taken(self, arrays: Sequence[torch.Tensor], after: Sequence[object] = ()) -> copies.Taken:
-        """Copies of outputs from their positions, after calls of recorders."""
-        return copies.Taken(arrays, _ours(after))
+    def taken(self, arrays: Sequence[torch.Tensor]) -> copies.Taken:
+        """Copies of outputs from their positions."""
+        return copies.Taken(arrays)
+
+    def at_once(
+        self, given: Sequence[tuple[str, object]], calls: Sequence[object], ends: Mapping[str, copies.End]
+    ) -> copies.WholeRun | None:
+        """A run that is nothing but calls, on the caller's arrays; ``None`` where an output is copied by torch."""
+        ours = [(name, g) for name, g in given if isinstance(g, copies.Given)]
+        run = copies.WholeRun(ours, _ours(calls), ends, kernels.from_numpy)
+        return run if run.whole else None
 
     def batch(self, calls: Sequence[object]) -> Callable[[], None]:
         """Calls of recorders one after another, as one."""

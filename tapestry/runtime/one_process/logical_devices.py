@@ -16,7 +16,7 @@ from tapestry.runtime import arrays
 from tapestry.runtime.executor import Executor, Held, Route, kernel_of, silent
 from tapestry.runtime.one_process.held_weights import HeldWeights
 from tapestry.runtime.one_process.packing import Packing, pack
-from tapestry.runtime.one_process.static_schedule import BoundProgram, Inputs, Schedule, schedule
+from tapestry.runtime.one_process.static_schedule import BoundProgram, Schedule, schedule
 from tapestry.runtime.one_process.weights_only import Folded, fold
 from tapestry.runtime.target_protocol import Array, Measured, PackableKernel, Progress, RecordingTarget, Run, Source, Target
 
@@ -35,7 +35,7 @@ class LocalExecutor(Executor):
         weights_held: weights by buffer, as the Program has them; those that are read packed alone are dropped.
         equal: launches by step and device, with a number that is the same where kernels are one function.
         packed: packed weights of the model by bytes, type, box and key; several executors may share it.
-        counted: the peaks of an earlier run, which later ones have as well.
+        counted: what an earlier run used, which later ones use as well.
         dynamic: whether there are values whose bytes follow from the run.
         reads_late: weights that are there packed are not read again; by default all are read, and checked, at once.
         kept: per device, the arrays that `load` takes and what they count as: weights, packed or not.
@@ -62,7 +62,7 @@ class LocalExecutor(Executor):
         self.packing: list[Packing] = []
         self.folded: list[Folded] = []
         self.packed: dict[Hashable, Array] = {}
-        self.counted: list[int] | None = None
+        self.counted: Measured | None = None
         self.kept: list[dict[str, tuple[Array, int]]] = []
         self.schedule: Schedule | None = None
         self.feeds: Source = weights
@@ -83,8 +83,6 @@ class LocalExecutor(Executor):
         """Outputs by name (those that are wanted, by default all), and what the run used."""
         self.bind()
         with self.busy:
-            if self.counted and wanted is None and self.schedule is not None and self.schedule.at_once:
-                return self._at_once(self.schedule, self.schedule.at_once, feeds)
             self.begin(feeds)
             try:
                 self._steps(feeds, progress)
@@ -101,19 +99,14 @@ class LocalExecutor(Executor):
             else:
                 action(self.held, feeds)
             progress((action if isinstance(action, int) else action.last) + 1, total)
-        self.counted = list(self.held.peak)
+        self.counted = self.measured
 
-    def _at_once(
-        self, schedule: Schedule, run: Callable[[], Sequence[Array]], feeds: Source
-    ) -> tuple[dict[str, Array], Measured]:
-        """All of a run that is nothing but calls on fixed addresses, and has been counted."""
-        there: dict[str, Array] = {}
-        for action in schedule.actions:
-            if isinstance(action, Inputs):
-                action.found(there, feeds)
-        packed, gaps = [p.extra for p in self.packing], [schedule.extra]
-        measured = Measured(list(self.counted or ()), packed=packed, gaps=gaps)
-        return dict(zip(schedule.outputs[0], run(), strict=True)), measured
+    def at_once(self, feeds: Mapping[str, Any]) -> tuple[dict[str, Any], Measured] | None:
+        """A run that is nothing but calls on fixed addresses, once one has been counted."""
+        if self.counted is None or self.schedule is None or self.schedule.at_once is None:
+            return None
+        with self.busy:
+            return self.schedule.at_once(feeds), self.counted
 
     def begin(self, feeds: Source) -> None:
         """Before the first step nothing is held but copies of weights, which count as packed."""

@@ -16,15 +16,14 @@ from typing import Any
 import torch
 
 from tapestry.ir.graph import Graph
-from tapestry.ir.kernel import Box, shape
+from tapestry.ir.kernel import Box, shape, whole
 from tapestry.ir.program import Free, Launch, Load, Program, allocated
-from tapestry.ir.types import HOST
+from tapestry.ir.types import HOST, numpy_dtype
 from tapestry.runtime import arrays as arrays_module
 from tapestry.runtime.executor import Held
 from tapestry.runtime.one_process.arena import allocate, most_alive, slots
-from tapestry.runtime.target_protocol import Array, Call, Given, Recorder, RecordingTarget, Run, Source
+from tapestry.runtime.target_protocol import Array, Call, Given, Recorder, RecordingTarget, Run, Source, WholeRun
 
-COPIED = 1 << 20  # bytes: an output of no more is copied out of its position, in any order; and any other, to be row-major
 Positioned = Mapping[str, tuple[Array, int]]
 """Arrays by buffer, with what they count as."""
 
@@ -105,12 +104,8 @@ class Inputs:
 
     def __call__(self, held: Held, feeds: Source) -> None:
         """Say where they are."""
-        self.found(held.arrays[0], feeds)
-
-    def found(self, there: dict[str, Array], feeds: Source) -> None:
-        """Say where they are, and have them stay there for the run."""
         for given, tensor, box in self.given:
-            there[f"given {tensor} {box}"] = given.of(feeds(tensor, box))
+            held.arrays[0][f"given {tensor} {box}"] = given.of(feeds(tensor, box))  # stays there for the run
 
 
 Action = Segment | Placed | Inputs | int
@@ -125,8 +120,7 @@ class Schedule:
         extra: bytes beyond the plan's peak.
         recorders: by step, the kernels that are bound.
         outputs: those of the model that have a position, and what copies them from there.
-        at_once: what does all of a run, once its inputs are where they belong, and copies its outputs; ``None`` where not all
-            of it is calls.
+        at_once: a whole run, from inputs to outputs as numpy has them; ``None`` where not all of it is calls.
     """
 
     actions: tuple[Action, ...]
@@ -134,51 +128,50 @@ class Schedule:
     extra: int
     recorders: Mapping[int, Recorder]
     outputs: tuple[tuple[str, ...], Callable[[], Sequence[Array]]]
-    at_once: Callable[[], Sequence[Array]] | None
+    at_once: WholeRun | None
 
 
 def schedule(bound: BoundProgram) -> Schedule | None:
     """How to run a program of one device; ``None`` where nothing is gained, or memory has no room for it."""
     program = bound.program
     recorders = bound.target.recorders({at: run for at, (run, _) in bound.launches.items()})
-    recorders = {at: r for at, r in recorders.items() if _may_be_copied(bound, at, r)}
     if not recorders:
         return None
     views = _positioned(bound, recorders)
     computed = [program.buffers[n] for n in views if program.buffers[n].tensor not in bound.graph.inputs]
     for at, recorder in recorders.items():
         views.update(zip(bound.launch(at).outs, recorder.arrays, strict=True))
-    wanted = slots(program, 0, bound.resident)
-    arena = allocate([s for s in wanted if s.name in views])
-    extra = max(0, arena.size + most_alive([s for s in wanted if s.name not in views]) - most_alive(wanted))
-    extra += sum(b.nbytes(0) for b in computed)  # each is there twice for a moment
+    wanted, tensors = slots(program, 0, bound.resident), bound.graph.tensors
+    inputs = {n for n in views if program.buffers[n].tensor in bound.graph.inputs}
+    ports = {n for n in (*inputs, *program.outputs.values()) if n in views}  # apart: the caller's arrays may take their place
+    arena = allocate([s for s in wanted if s.name in views and s.name not in ports])
+    extra = arena.size + most_alive([s for s in wanted if s.name not in views or s.name in ports]) - most_alive(wanted)
+    extra = max(0, extra) + sum(b.nbytes(0) for b in computed)  # each is there twice for a moment
     if extra > bound.room:
         return None
     sizes = {s.name: s.nbytes for s in wanted if s.name in views}
-    memory = _memory(program, {n: (arena.offsets[n], size) for n, size in sizes.items()}, arena.size)
+    memory = _memory(program, {n: (at, sizes[n]) for n, at in arena.offsets.items()}, arena.size)
+    for n in ports:
+        memory |= _memory(program, {n: (0, sizes[n])}, sizes[n])
     there = {n: (view(memory[n]), sizes[n]) for n, view in views.items()}
     scratch = bound.target.scratch(bound.room - extra)
     actions = tuple(_Steps(bound, recorders, memory, there, scratch).actions())
     fixed = {n: a for n, (a, _) in (*bound.kept.items(), *there.items())}
     outputs = tuple(t for t, n in program.outputs.items() if n in fixed)
     ends = [fixed[program.outputs[t]] for t in outputs]
-    calls = [c for a in actions if isinstance(a, Segment) for c in a.calls]
-    alone = len(outputs) == len(program.outputs) and all(isinstance(a, Segment | Inputs) for a in actions)
-    taken, at_once = bound.target.taken(ends), bound.target.taken(ends, calls) if alone else None
-    return Schedule(actions, fixed, extra + scratch.nbytes, recorders, (outputs, taken), at_once)
-
-
-def _may_be_copied(bound: BoundProgram, at: int, recorder: Recorder) -> bool:
-    """Whether no output of a launch is a large one of the model that is row-major, which had better be handed out."""
-    program = bound.program
-
-    def handed_out(name: str, array: Callable[[Array], Array]) -> bool:
-        nbytes, dtype = program.buffers[name].nbytes(0), arrays_module.torch_dtype(program.buffers[name].dtype)
-        if nbytes <= COPIED or name not in program.outputs.values():
-            return False
-        return array(torch.empty(nbytes // dtype.itemsize, dtype=dtype, device="meta")).is_contiguous()
-
-    return not any(map(handed_out, bound.launch(at).outs, recorder.arrays))
+    given = [g for a in actions if isinstance(a, Inputs) for g in a.given]
+    alone = len(outputs) == len(program.outputs) == len({*program.outputs.values()} - inputs)
+    alone = alone and all(isinstance(a, Segment | Inputs) for a in actions)
+    at_once = None
+    if alone and all(box == whole(tensors[name].shape) for _, name, box in given):
+        calls = [c for a in actions if isinstance(a, Segment) for c in a.calls]
+        kinds = {t: (x, numpy_dtype(tensors[t].dtype)) for t, x in zip(outputs, ends, strict=True)}
+        at_once = bound.target.at_once([(name, g) for g, name, _ in given], calls, kinds)
+    moved = at_once.moved if at_once else ()
+    extra += scratch.nbytes + sum(sizes[n] for n in ports if program.buffers[n].tensor not in moved)
+    if extra > bound.room:
+        return None
+    return Schedule(actions, fixed, extra, recorders, (outputs, bound.target.taken(ends)), at_once)
 
 
 def _positioned(bound: BoundProgram, recorders: Mapping[int, Recorder]) -> dict[str, Callable[[Array], Array]]:

@@ -6,11 +6,13 @@ views; the others are copies, which are done anew at every run, without torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+import ctypes
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -20,6 +22,10 @@ from tapestry.codegen.torch_cpu.c.c_calls import Calls, CCall, CpuKernel, Ins, b
 from tapestry.codegen.torch_cpu.c.thread_parts import Work
 
 Tensor = torch.Tensor
+End = tuple[Tensor, "np.dtype[Any]"]  # an output where it stays, with its type as numpy has it
+Places = list[
+    tuple[Any, int, int]
+]  # tables of addresses, the place in each, and how far its address is from a first cell, in bytes
 PIECE = 4096  # cells of a row that threads take pieces of
 COPIED = 2  # cells of a nanosecond, of one thread: an estimate, as those of `thread_parts`
 
@@ -77,13 +83,104 @@ class Given:
         return x
 
 
-class Taken:
-    """Arrays that stay where they are, copied to new ones in row-major order after some calls."""
+class WholeRun:
+    """A run that is calls alone, on the caller's own arrays: their addresses are put into the calls that read or write them.
 
-    def __init__(self, arrays: Sequence[Tensor], after: Sequence[CCall | Calls] = ()) -> None:
+    Args:
+        given: copies of inputs to memory that nothing else has, which are among the calls.
+        ends: outputs in memory that nothing else has.
+        tensor_of: a tensor with an array's bits.
+
+    Attributes:
+        moved: inputs and outputs whose own memory is not used. An output in another order is copied.
+        whole: whether there is nothing left for torch to copy.
+    """
+
+    def __init__(
+        self,
+        given: Sequence[tuple[str, Given]],
+        calls: Sequence[CCall | Calls],
+        ends: Mapping[str, End],
+        tensor_of: Callable[[Any], Tensor],
+    ) -> None:
+        self.tensor_of, self.given, self.ends = tensor_of, list[tuple[str, Given, Places]](), list[tuple[Any, ...]]()
+        own = {id(c): _own(c) for c in Calls.of(*calls).parts}
+        self.moved, self.whole, last = set[str](), True, list[CCall]()
+        for name, g in given:
+            call = own.pop(id(g.call))
+            if found := _places(own.values(), g.to):
+                self.moved.add(name)
+            else:
+                last.append(call)
+                found = [(_words(call.buffers), 0, 0)]  # `Copied.x`
+            self.given.append((name, g, found))
+        first, last = last, []
+        for name, (x, dtype) in ends.items():
+            if x.is_contiguous() and (found := _places(own.values(), x)):
+                self.moved.add(name)
+            elif call := copy(torch.empty(x.shape, dtype=x.dtype), x):
+                last.append(call)
+                found = [(_words(call.buffers), 1, 0)]  # `Copied.y`
+            else:
+                self.whole, found = False, []
+            bits = dtype if dtype.isbuiltin else np.dtype(f"u{dtype.itemsize}")
+            self.ends.append((name, tuple(x.shape), bits, dtype, found))
+        self.run = batch([*first, *own.values(), *last])
+
+    def __call__(self, feeds: Mapping[str, Any]) -> dict[str, Any]:
+        """Outputs by name, for arrays of numpy's by name."""
+        there, out = list[Tensor](), dict[str, Any]()
+        for name, given, places in self.given:
+            x = given.of(self.tensor_of(feeds[name]))
+            there.append(x)  # its memory is read until the run is over
+            at = x.data_ptr()
+            for words, k, offset in places:
+                words[k] = at + offset
+        for name, shape, bits, dtype, places in self.ends:
+            new = np.empty(shape, bits)
+            at = ctypes.addressof(ctypes.c_char.from_buffer(new))
+            for words, k, offset in places:
+                words[k] = at + offset
+            out[name] = new if bits is dtype else new.view(dtype)
+        self.run()
+        return out
+
+
+def _own(c: CCall) -> CCall:
+    """A call with addresses of its own."""
+    tables = {ctypes.addressof(k): type(k).from_buffer_copy(k) for k in c.kept if isinstance(k, ctypes.Array)}
+    buffers = type(c.buffers).from_buffer_copy(c.buffers)
+    words = _words(buffers)
+    for k, at in enumerate(words):
+        if at in tables:
+            words[k] = ctypes.addressof(tables[at])
+    return replace(c, buffers=buffers, kept=(*(k for k in c.kept if not isinstance(k, ctypes.Array)), *tables.values()))
+
+
+def _words(table: Any) -> Any:
+    """What a structure of ctypes' consists of, as numbers of 64 bits."""
+    return (ctypes.c_int64 * (ctypes.sizeof(table) // 8)).from_buffer(table)
+
+
+def _places(calls: Iterable[CCall], x: Tensor) -> Places:
+    """Where calls hold addresses of a tensor's memory; [] if not all are found, of tensors that they say they work on."""
+    low, high, out = x.data_ptr(), x.data_ptr() + x.nbytes, Places()
+    known = set[int]()
+    for c in calls:
+        for table in (c.buffers, *(k for k in c.kept if isinstance(k, ctypes.Array))):
+            words = _words(table)
+            out += [(words, k, at - low) for k, at in enumerate(words) if low <= at < high]
+        known |= {at for k in c.kept if isinstance(k, Tensor) and low <= (at := k.data_ptr()) < high}
+    return out if known <= {low + offset for _, _, offset in out} else []
+
+
+class Taken:
+    """Arrays that stay where they are, copied to new ones in row-major order."""
+
+    def __init__(self, arrays: Sequence[Tensor]) -> None:
         self.arrays = arrays
         self.calls = [copy(torch.empty(x.shape, dtype=x.dtype), x) for x in arrays]
-        self.run = batch([*after, *(c for c in self.calls if c)])
+        self.run = batch([c for c in self.calls if c])
 
     def __call__(self) -> list[Tensor]:
         """The new ones."""
