@@ -195,10 +195,6 @@ class RecordingTarget(Protocol):
         """Copies to an array; ``None`` where it has no cells."""
         ...
 
-    def taken(self, arrays: Sequence[Array]) -> Callable[[], Sequence[Array]]:
-        """A function that gives new arrays, row-major, with what is in some that stay where they are."""
-        ...
-
     def at_once(
         self, given: Sequence[tuple[str, Given]], calls: Sequence[Call], ends: Mapping[str, tuple[Array, Any]]
     ) -> WholeRun | None:

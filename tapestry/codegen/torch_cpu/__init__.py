@@ -78,10 +78,6 @@ class TorchCpu:
         """Copies of inputs to their position."""
         return copies.Given.to_place(to)
 
-    def taken(self, arrays: Sequence[torch.Tensor]) -> copies.Taken:
-        """Copies of outputs from their positions."""
-        return copies.Taken(arrays)
-
     def at_once(
         self, given: Sequence[tuple[str, object]], calls: Sequence[object], ends: Mapping[str, copies.End]
     ) -> copies.WholeRun | None:

@@ -231,15 +231,6 @@ class LocalExecutor(Executor):
         kept = self.kept[device].get(name)
         return super().nbytes(device, name) if kept is None else kept[1]
 
-    def outputs(self, wanted: Collection[str] | None = None) -> dict[str, Array]:
-        """The outputs that are wanted (by default all); those with a position of their own are copied out of it."""
-        if self.schedule is None:
-            return super().outputs(wanted)
-        names, taken = self.schedule.outputs
-        rest = [t for t in self.program.outputs if t not in names and (wanted is None or t in wanted)]
-        out = dict(zip(names, taken(), strict=True)) | (super().outputs(rest) if rest else {})
-        return {t: out[t] for t in self.program.outputs if wanted is None or t in wanted}
-
     def new_at_every_run(self, name: str) -> bool:
         """What is computed, but for what has a position of its own."""
         return name in self._computed and (self.schedule is None or name not in self.schedule.fixed)

@@ -119,7 +119,6 @@ class Schedule:
         fixed: arrays that are the same at every run: weights, and buffers with a position, where the next run writes again.
         extra: bytes beyond the plan's peak.
         recorders: by step, the kernels that are bound.
-        outputs: those of the model that have a position, and what copies them from there.
         at_once: a whole run, from inputs to outputs as numpy has them; ``None`` where not all of it is calls.
     """
 
@@ -127,7 +126,6 @@ class Schedule:
     fixed: Mapping[str, Array]
     extra: int
     recorders: Mapping[int, Recorder]
-    outputs: tuple[tuple[str, ...], Callable[[], Sequence[Array]]]
     at_once: WholeRun | None
 
 
@@ -158,20 +156,19 @@ def schedule(bound: BoundProgram) -> Schedule | None:
     actions = tuple(_Steps(bound, recorders, memory, there, scratch).actions())
     fixed = {n: a for n, (a, _) in (*bound.kept.items(), *there.items())}
     outputs = tuple(t for t, n in program.outputs.items() if n in fixed)
-    ends = [fixed[program.outputs[t]] for t in outputs]
     given = [g for a in actions if isinstance(a, Inputs) for g in a.given]
     alone = len(outputs) == len(program.outputs) == len({*program.outputs.values()} - inputs)
     alone = alone and all(isinstance(a, Segment | Inputs) for a in actions)
     at_once = None
     if alone and all(box == whole(tensors[name].shape) for _, name, box in given):
         calls = [c for a in actions if isinstance(a, Segment) for c in a.calls]
-        kinds = {t: (x, numpy_dtype(tensors[t].dtype)) for t, x in zip(outputs, ends, strict=True)}
+        kinds = {t: (fixed[program.outputs[t]], numpy_dtype(tensors[t].dtype)) for t in outputs}
         at_once = bound.target.at_once([(name, g) for g, name, _ in given], calls, kinds)
     moved = at_once.moved if at_once else ()
     extra += scratch.nbytes + sum(sizes[n] for n in ports if program.buffers[n].tensor not in moved)
     if extra > bound.room:
         return None
-    return Schedule(actions, fixed, extra, recorders, (outputs, bound.target.taken(ends)), at_once)
+    return Schedule(actions, fixed, extra, recorders, at_once)
 
 
 def _positioned(bound: BoundProgram, recorders: Mapping[int, Recorder]) -> dict[str, Callable[[Array], Array]]:

@@ -12,7 +12,7 @@ from onnx import ModelProto, TensorProto, helper, numpy_helper
 import tapestry
 from tapestry.codegen.torch_cpu.base import contract
 from tapestry.codegen.torch_cpu.base.epilogue import Epilogue
-from tapestry.codegen.torch_cpu.c import conv3d_c, conv_c
+from tapestry.codegen.torch_cpu.c import conv_c
 
 N = helper.make_node
 DRAW = np.random.default_rng(0)
@@ -88,7 +88,7 @@ def test_a_library_is_not_asked_where_no_window_reads_the_image() -> None:
 def test_taps_are_listed_on_the_stack_up_to_a_number() -> None:
     assert not conv_c.too_deep([1 << 10, 32, 32]) and conv_c.too_deep([1 << 11, 32, 32]) and conv_c.too_deep([1, 65, 65])
     parts = contract.Call((slice(None),) * 5, (), (1, 1, 2, 70, 70), (1, 1, 1), (1, 0, 0), (1, 1, 1), 1)
-    assert not conv3d_c.convolve_3d(parts, [1, 1, 3, 65, 65], [1, 1, 2, 6, 6], Epilogue())
+    assert not conv_c.convolve(parts, [1, 1, 3, 65, 65], [1, 1, 2, 6, 6], Epilogue())
 
 
 @pytest.mark.sampled(1)

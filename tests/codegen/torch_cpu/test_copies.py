@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from tapestry.codegen.torch_cpu.c.c_calls import CCall, CpuKernel
-from tapestry.codegen.torch_cpu.c.copies import Given, Scratch, Taken, bind
+from tapestry.codegen.torch_cpu.c.copies import Given, Scratch, WholeRun, bind, copy
 
 pytestmark = pytest.mark.usefixtures("c_compiler")
-F = torch.nn.functional
+F, F32 = torch.nn.functional, np.dtype(np.float32)
 PICKED, FAR = torch.tensor([4, 0, 0, 3, 2]), torch.randint(-210, 210, (3, 4), generator=torch.Generator().manual_seed(0))
 
 
@@ -109,15 +110,20 @@ def test_calls_one_after_another_share_their_memory() -> None:
 
 
 def test_inputs_and_outputs() -> None:
-    there = torch.zeros(3, 4, 5).permute(0, 2, 1)
-    many = torch.rand(2, 3, 2, 3, 2, 3, 2, 3).permute(7, 0, 6, 1, 5, 2, 4, 3)  # axes
-    taken, given = Taken([there, torch.zeros(0, 2), many, many.cfloat().cdouble()]), Given.to_place(torch.zeros(60))
+    """Those whose memory calls work on where the caller has it; an output in another order, and an input of another, are copied."""
+    place, there = torch.zeros(60), torch.zeros(3, 4, 5).permute(0, 2, 1)
+    given = Given.to_place(place)
     assert given and Given.to_place(torch.zeros(0)) is None
+    turn = copy(there, place.view(3, 5, 4))
+    plain = torch.zeros(3, 5, 4)
+    same = copy(plain, there)
+    assert turn and same
+    run = WholeRun([("x", given)], [given.call, turn, same], {"y": (there, F32), "z": (plain, F32)}, torch.from_numpy)
+    assert run.whole and run.moved == {"x", "z"}
     for seed in range(2):
-        there.copy_(torch.rand(3, 5, 4, generator=torch.Generator().manual_seed(seed)))
-        got, empty, *rest = taken()
-        assert all(torch.equal(x.real, many) for x in rest)
-        assert torch.equal(got, there) and got.is_contiguous() and got.data_ptr() != there.data_ptr() and empty.numel() == 0
-        kept = given.of(got)
-        given.call.run()
-        assert torch.equal(given.to, kept.view(-1))
+        x = np.random.default_rng(seed).random((3, 5, 4), np.float32)
+        got = run({"x": x})
+        assert all(np.array_equal(a, x) and a.flags.c_contiguous and not np.shares_memory(a, x) for a in got.values())
+    assert not place.any() and not plain.any() and not np.shares_memory(got["y"], got["z"])
+    many = torch.rand(2, 3, 2, 3, 2, 3, 2, 3).permute(7, 0, 6, 1, 5, 2, 4, 3)  # axes
+    assert not WholeRun([], [], {"y": (many, F32)}, torch.from_numpy).whole

@@ -15,7 +15,7 @@ from tapestry import api
 from tapestry.codegen.torch_cpu import attention_c, native
 from tapestry.codegen.torch_cpu.base import contract
 from tapestry.codegen.torch_cpu.base.epilogue import Epilogue
-from tapestry.codegen.torch_cpu.c import conv3d_c, conv_c
+from tapestry.codegen.torch_cpu.c import conv_c
 from tapestry.ir.graph import Block
 from tapestry.ir.kernel import Kernel, whole
 from tapestry.ir.syntax.parser import parse
@@ -53,6 +53,7 @@ CASES = {
         (600, 33, 1, 2, 0, 1, 1),
         (16, 16, 3, 1, 1, 1, 1),
     ],
+    "panels of 3 groups": [(15, 24, 3, 2, 1, 1, 3), (60, 33, 1, 1, 0, 1, 3), (12, 39, 5, 1, 2, 1, 3)],
     "winograd": [(64, 48, 3, 1, 1, 1, 1), (32, 64, 3, 1, 0, 1, 1), (96, 32, 3, 1, 2, 1, 1)],
     "taps": [(40, 40, 3, 1, 1, 1, 40), (16, 16, 3, 2, 1, 1, 16), (33, 33, 5, 1, 2, 2, 33)],
 }
@@ -100,6 +101,9 @@ DEEP = {  # (weight, image, stride, padding, dilation)
     "strides": ((16, 600, 3, 2, 1), (1, 600, 8, 5, 4), (2, 1, 2), (1, 0, 0), (2, 1, 1)),
     "planes": ((19, 3, 3, 5, 5), (2, 3, 6, 11, 9), (1, 2, 2), (1, 2, 2), (1, 1, 1)),
     "one channel": ((16, 1, 5, 3, 3), (1, 1, 4, 6, 7), (1, 1, 1), (2, 1, 0), (1, 2, 1)),
+    "groups": ((24, 5, 3, 2, 3), (2, 15, 5, 6, 4), (1, 2, 1), (1, 0, 1), (1, 1, 1)),
+    "groups of frames": ((18, 7, 1, 3, 3), (2, 14, 5, 6, 4), (2, 1, 1), (0, 1, 1), (1, 1, 1)),
+    "frames of padding alone": ((8, 4, 3, 3, 3), (1, 4, 2, 5, 5), (1, 1, 1), (5, 0, 0), (1, 1, 1)),
 }
 
 
@@ -115,9 +119,10 @@ def test_convolutions_over_three_axes(case: str, pixels: bool) -> None:
         torch.randn(features),
     )
     x = x.contiguous(memory_format=torch.channels_last_3d) if pixels else x
+    how.append(x.shape[1] // weight.shape[1])
     want = torch.nn.functional.conv3d(x.double(), weight.double(), bias.double(), *how)
     more, then = torch.randn(want.shape, generator=g), Epilogue(bias=0, residual=1, low=-0.5, high=2.0)
-    kernel = conv3d_c.convolve_3d(contract.Call((), (), tuple(x.shape), *how, 1), weight.shape, want.shape, then)
+    kernel = conv_c.convolve(contract.Call((), (), tuple(x.shape), *how), weight.shape, want.shape, then)
     assert kernel
     memory = torch.full((want.numel(),), float("nan"))
     call = kernel.call(x, kernel.pack(weight), bias, more, memory)
@@ -126,12 +131,6 @@ def test_convolutions_over_three_axes(case: str, pixels: bool) -> None:
     n, f, *places = want.shape
     got = memory.view(n, *places, f).movedim(-1, 1).double()
     torch.testing.assert_close(got, (want + more).clamp(then.low, then.high), rtol=1e-5, atol=2e-5)
-
-
-@needed
-def test_frames_of_padding_alone_are_left_to_torch() -> None:
-    call = contract.Call((), (), (1, 4, 2, 5, 5), (1, 1, 1), (5, 0, 0), (1, 1, 1), 1)
-    assert not conv3d_c.convolve_3d(call, (8, 4, 3, 3, 3), (1, 8, 10, 3, 3), Epilogue())
 
 
 @needed

@@ -1,4 +1,9 @@
-"""Convolutions by our own kernels (`native`): images with adjacent channels, the whole epilogue in the same pass."""
+"""Convolutions by our own kernels (`native`): images with adjacent channels, the whole epilogue in the same pass.
+
+There is one core for products, over up to three axes and in groups; channels by themselves, and 3 x 3 windows whose images are
+worth transforming, have kernels for two axes. Over three axes, frames without a window along the depth are images, and places
+without a window in a frame are one axis.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +24,7 @@ from tapestry.codegen.torch_cpu.c.c_calls import Calls, CCall
 Tensor = torch.Tensor
 
 
+View = Callable[[Tensor], Tensor]
 Convolve = Callable[[Tensor, Tensor, Tensor | None, Tensor | None, Tensor], CCall | Calls]
 """From the image, the packed weight, the bias, the residual and flat memory for the result to the call that computes it."""
 DEEPEST = 1 << 20  # steps of a reduced dimension: their blocks are listed on the stack
@@ -49,8 +55,8 @@ def pack_panels(matrix: Tensor) -> Tensor:
 
 
 def pack_convolution(weight: Tensor) -> Tensor:
-    """A convolution's weight (features, channels, height, width) with the channels of a tap together."""
-    return pack_panels(weight.permute(0, 2, 3, 1).reshape(weight.shape[0], -1))
+    """A convolution's weight (features, channels, axes) with the channels of a tap together."""
+    return pack_panels(weight.movedim(1, -1).flatten(1))
 
 
 def pack_depthwise(weight: Tensor) -> Tensor:
@@ -114,32 +120,80 @@ class Convolution:
 
 
 def convolve(parts: contract.Call, weight: Sequence[int], shape: Sequence[int], then: Epilogue) -> ConvKernel | Refusal:
-    """The first of `CONVOLUTIONS` that takes a convolution.
+    """The first of `CONVOLUTIONS` that takes a convolution over two axes or three.
 
     Args:
-        weight: the weight's shape (features, channels of a group, height, width).
-        shape: the output's shape (images, features, height, width).
+        weight: the weight's shape (features, channels of a group, (depth,) height, width).
+        shape: the output's shape (images, features, (frames,) height, width).
     """
     lib = native.library()
     if lib is None:
         return NO_LIBRARY
     if too_deep(weight[1:]):
         return Refusal(f"{prod(weight[1:]):,} channels and taps are more than a kernel lists on its stack")
+    if len(shape) == 5 and weight[2] == 1 and not parts.padding[0]:
+        return _frames_as_images(parts, weight, shape, then)
+    if len(shape) == 5 and all(weight[k + 2] == parts.stride[k] == 1 and not parts.padding[k] for k in (1, 2)):
+        return _places_as_rows(parts, weight, shape, then)
     found = first(CONVOLUTIONS, Convolution(parts, weight, shape, then, lib))
     return found if isinstance(found, Refusal) else replace(found.made, tried=found.tried)
 
 
+def _frames_as_images(
+    parts: contract.Call, weight: Sequence[int], shape: Sequence[int], then: Epilogue
+) -> ConvKernel | Refusal:
+    images, features, frames, *places = shape
+    own = slice(0, (frames - 1) * parts.stride[0] + 1, parts.stride[0])
+    flat = replace(
+        parts,
+        input=(images * frames, parts.input[1], *parts.input[3:]),
+        stride=parts.stride[1:],
+        padding=parts.padding[1:],
+        dilation=parts.dilation[1:],
+    )
+    inner = convolve(flat, (*weight[:2], *weight[3:]), (images * frames, features, *places), then)
+    return _folded(inner, 2, lambda x: x[:, :, own].transpose(1, 2).flatten(0, 1), lambda r: r.transpose(1, 2).flatten(0, 1))
+
+
+def _places_as_rows(parts: contract.Call, weight: Sequence[int], shape: Sequence[int], then: Epilogue) -> ConvKernel | Refusal:
+    flat = replace(
+        parts,
+        input=(*parts.input[:3], prod(parts.input[3:])),
+        stride=(parts.stride[0], 1),
+        padding=(parts.padding[0], 0),
+        dilation=(parts.dilation[0], 1),
+    )
+    inner = convolve(flat, (*weight[:3], 1), (*shape[:3], prod(shape[3:])), then)
+    return _folded(inner, 4, lambda x: x.flatten(3), lambda r: r.flatten(3))
+
+
+def _folded(inner: ConvKernel | Refusal, single: int, image: View, added: View) -> ConvKernel | Refusal:
+    """A kernel for two axes as one for three; ``single`` is the axis of one tap, ``image`` and ``added`` view what it reads."""
+    if isinstance(inner, Refusal):
+        return inner
+
+    def call(x: Tensor, w: Tensor, bias: Tensor | None, residual: Tensor | None, out: Tensor) -> CCall | Calls:
+        return inner.call(image(last(x)), w, bias, None if residual is None else added(last(residual)), out)
+
+    return ConvKernel(call, lambda w: inner.pack(w.squeeze(single)), f"{inner.key} of 3 axes", inner.tried)
+
+
 def _in_panels(c: Convolution) -> ConvKernel | Refusal:
-    """Taps of all channels in a row, times panels of features."""
-    if c.parts.groups > 1:
-        return Refusal(f"it has {c.parts.groups} groups")
-    return c.kernel(c.lib.tapestry_conv, pack_convolution, "panels")
+    """Taps of all channels of a group in a row, times panels of its features."""
+    groups, each = c.parts.groups, c.weight[0] // c.parts.groups
+    if groups > 1 and 4 * each < (lanes := c.lib.tapestry_lanes()):
+        return Refusal(f"{each} features of a group leave most of {lanes} lanes empty")
+
+    def pack(w: Tensor) -> Tensor:
+        return torch.cat([pack_convolution(w[i : i + each]) for i in range(0, w.shape[0], each)])
+
+    return c.kernel(c.lib.tapestry_conv, pack, f"panels of {groups} groups" if groups > 1 else "panels")
 
 
 def _depthwise(c: Convolution) -> ConvKernel | Refusal:
     """Each channel by itself, neighbouring channels in a register."""
-    if not 1 < c.parts.groups == c.weight[0] or c.weight[1] > 1:
-        return Refusal("its groups are not of one channel and one feature each")
+    if not 1 < c.parts.groups == c.weight[0] or c.weight[1] > 1 or len(c.shape) > 4:
+        return Refusal("its groups are not of one channel and one feature each, or it has three axes")
     return c.kernel(c.lib.tapestry_depthwise, pack_depthwise, "taps")
 
 
@@ -158,39 +212,10 @@ def _winograd(c: Convolution) -> ConvKernel | Refusal:
     return c.kernel(c.lib.tapestry_winograd, pack_winograd, "winograd")
 
 
-def _grouped(c: Convolution) -> ConvKernel | Refusal:
-    """A convolution of groups of several features, group by group."""
-    parts, weight, shape, then = c.parts, c.weight, c.shape, c.then
-    count, each = parts.groups, weight[0] // parts.groups
-    if count == 1 or (weight[1] == 1 and count == weight[0]):
-        return Refusal("it has one group, or groups of one channel and one feature")
-    if 4 * each < (lanes := c.lib.tapestry_lanes()):
-        return Refusal(f"{each} features of a group leave most of {lanes} lanes empty")
-    part = replace(parts, groups=1, input=(parts.input[0], weight[1], *parts.input[2:]))
-    steps = (prod(shape[1:]), shape[3] * shape[1], shape[1])
-    one = caller(c.lib.tapestry_conv, part, (each, *weight[1:]), (shape[0], each, *shape[2:]), then, steps=steps)
-
-    def pack(w: Tensor) -> Tensor:
-        return torch.cat([pack_convolution(w[i : i + each]) for i in range(0, weight[0], each)])
-
-    def call(image: Tensor, w: Tensor, bias: Tensor | None, residual: Tensor | None, out: Tensor) -> Calls:
-        calls, x = list[CCall](), last(image)
-        r = None if residual is None else last(residual)
-        for g in range(count):
-            own = slice(g * each, (g + 1) * each)
-            panel = w[g * (w.numel() // count) :]
-            some = None if bias is None else bias[own], None if r is None else r[:, own]
-            calls += Calls.of(one(x[:, g * weight[1] : (g + 1) * weight[1]], panel, *some, out[own.start :])).parts
-        return Calls(tuple(calls))
-
-    return ConvKernel(call, pack, f"panels of {count} groups")
-
-
 CONVOLUTIONS = (
-    Way("convolution group by group", _grouped, "the kernels below know one group, or groups of one channel"),
     Way("convolution, depthwise", _depthwise, "with one channel a group there is no matrix to multiply"),
     Way("convolution, winograd", _winograd, "fewer products than panels need, where its conditions hold"),
-    Way("convolution, panels", _in_panels, "takes every convolution of one group, so it comes last"),
+    Way("convolution, panels", _in_panels, "takes every convolution whose groups fill registers, so it comes last"),
 )
 
 
@@ -201,42 +226,35 @@ def caller(
     shape: Sequence[int],
     then: Epilogue,
     *,
-    onto: bool = False,
-    steps: tuple[int, int, int] | None = None,
+    steps: tuple[int, ...] = (),
 ) -> Convolve:
     """Calls of a kernel.
 
     Args:
-        onto: add to what the result holds.
-        steps: cells from one image, row and pixel of the result to the next.
+        steps: cells from one image, (frame,) row and pixel of the result to the next, if they do not follow each other.
     """
-    images, features, out_h, out_w = shape
-    _, channels, in_h, in_w = parts.input
-    nothing = zeros(weight[3] * max(channels, 64))
-    sizes = (
-        images,
-        channels,
-        features,
-        in_h,
-        in_w,
-        out_h,
-        out_w,
-        weight[2],
-        weight[3],
-        *parts.stride,
-        *parts.padding,
-        *parts.dilation,
-    )
-    y_steps = steps or (out_h * out_w * features, out_w * features, features)
-    clamp = (int(then.clamped), then.low, then.high, int(onto))
+    images, features, *places = shape
+    groups = 1 if weight[1] == 1 == features // parts.groups else parts.groups  # channels by themselves have a kernel
+    axes = ((1,) * (5 - len(shape)) + tuple(of) for of in (parts.input[2:], places, weight[2:], parts.stride))
+    none = (0,) * (5 - len(shape))
+    nothing = zeros(weight[-1] * max(parts.input[1], 64))
+    sizes = (images, groups, parts.input[1] // groups, features // groups)
+    sizes += (*(n for of in axes for n in of), *none, *parts.padding, *none, *parts.dilation)
+    y_steps = _steps(steps or tuple(features * prod(places[k:]) for k in range(len(places) + 1)))
+    clamp = (int(then.clamped), then.low, then.high)
 
     def record(image: Tensor, w: Tensor, bias: Tensor | None, residual: Tensor | None, out: Tensor) -> CCall:
         x, r = last(image), None if residual is None else last(residual)
-        of_x, of_r = ([s[i] for i in (0, 2, 3)] for s in (x.stride(), x.stride() if r is None else r.stride()))
+        of_x, of_r = (_steps([s for k, s in enumerate(t.stride()) if k != 1]) for t in (x, x if r is None else r))
         given = (x, w, bias, r, nothing, out)
         return CCall(call, native.Conv(*sizes, *of_x, *y_steps, *of_r, *clamp), native.Buffers(*map(_at, given)), given)
 
     return record
+
+
+def _steps(steps: Sequence[int]) -> tuple[int, ...]:
+    """Cells from one image, frame, row and pixel to the next, of those that there are."""
+    return (steps[0], *(0,) * (4 - len(steps)), *steps[1:])
 
 
 def _at(x: Tensor | None) -> int | None:
@@ -250,8 +268,8 @@ def multiply(m: int, n: int, k: int, then: Epilogue) -> Convolve | Refusal:
         return NO_LIBRARY
     if k > DEEPEST:
         return Refusal(f"{k:,} products of a sum are more than a kernel lists on its stack")
-    rows = (m * n, m * n, n)
-    sizes = (1, k, n, 1, m, 1, m, *(1, 1), *(1, 1), *(0, 0), *(1, 1), m * k, m * k, k, *rows, *rows)
+    rows = (m * n, 0, m * n, n)
+    sizes = (1, 1, k, n, *(1, 1, m), *(1, 1, m), *(1,) * 6, *(0,) * 3, *(1,) * 3, m * k, 0, m * k, k, *rows, *rows)
     kernel: Any = lib.tapestry_conv
 
     def record(x: Tensor, w: Tensor, bias: Tensor | None, residual: Tensor | None, out: Tensor) -> CCall:

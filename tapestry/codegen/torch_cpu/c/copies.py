@@ -114,7 +114,7 @@ class WholeRun:
                 last.append(call)
                 found = [(_words(call.buffers), 0, 0)]  # `Copied.x`
             self.given.append((name, g, found))
-        first, last = last, []
+        first, last = last, list[CCall]()
         for name, (x, dtype) in ends.items():
             if x.is_contiguous() and (found := _places(own.values(), x)):
                 self.moved.add(name)
@@ -137,7 +137,7 @@ class WholeRun:
             for words, k, offset in places:
                 words[k] = at + offset
         for name, shape, bits, dtype, places in self.ends:
-            new = np.empty(shape, bits)
+            new: Any = np.empty(shape, bits)
             at = ctypes.addressof(ctypes.c_char.from_buffer(new))
             for words, k, offset in places:
                 words[k] = at + offset
@@ -148,13 +148,17 @@ class WholeRun:
 
 def _own(c: CCall) -> CCall:
     """A call with addresses of its own."""
-    tables = {ctypes.addressof(k): type(k).from_buffer_copy(k) for k in c.kept if isinstance(k, ctypes.Array)}
-    buffers = type(c.buffers).from_buffer_copy(c.buffers)
+    tables = {ctypes.addressof(t): t.from_buffer_copy(t) for t in _tables(c)}
+    buffers = c.buffers.from_buffer_copy(c.buffers)
     words = _words(buffers)
     for k, at in enumerate(words):
         if at in tables:
             words[k] = ctypes.addressof(tables[at])
     return replace(c, buffers=buffers, kept=(*(k for k in c.kept if not isinstance(k, ctypes.Array)), *tables.values()))
+
+
+def _tables(c: CCall) -> list[Any]:
+    return [k for k in c.kept if isinstance(k, ctypes.Array)]
 
 
 def _words(table: Any) -> Any:
@@ -167,32 +171,11 @@ def _places(calls: Iterable[CCall], x: Tensor) -> Places:
     low, high, out = x.data_ptr(), x.data_ptr() + x.nbytes, Places()
     known = set[int]()
     for c in calls:
-        for table in (c.buffers, *(k for k in c.kept if isinstance(k, ctypes.Array))):
+        for table in (c.buffers, *_tables(c)):
             words = _words(table)
             out += [(words, k, at - low) for k, at in enumerate(words) if low <= at < high]
         known |= {at for k in c.kept if isinstance(k, Tensor) and low <= (at := k.data_ptr()) < high}
     return out if known <= {low + offset for _, _, offset in out} else []
-
-
-class Taken:
-    """Arrays that stay where they are, copied to new ones in row-major order."""
-
-    def __init__(self, arrays: Sequence[Tensor]) -> None:
-        self.arrays = arrays
-        self.calls = [copy(torch.empty(x.shape, dtype=x.dtype), x) for x in arrays]
-        self.run = batch([c for c in self.calls if c])
-
-    def __call__(self) -> list[Tensor]:
-        """The new ones."""
-        out = [torch.empty(x.shape, dtype=x.dtype) for x in self.arrays]
-        for new, call in zip(out, self.calls, strict=True):
-            if call:
-                call.buffers.y = new.data_ptr()
-        self.run()
-        for x, new, call in zip(self.arrays, out, self.calls, strict=True):
-            if not call:
-                new.copy_(x)
-        return out
 
 
 class _Watch(TorchDispatchMode):

@@ -82,7 +82,7 @@ def work_of(kernel: str, sizes: Any) -> Work:
 
 
 def _of_images(kernel: str, c: native.Conv) -> Work:
-    rows, taps = c.images * c.out_h, c.kernel_h * c.kernel_w
+    rows, taps = c.images * c.out_d * c.out_h, c.groups * c.kernel_d * c.kernel_h * c.kernel_w
     match kernel.removeprefix("tapestry_"):
         case "depthwise":
             return Work(rows, rows * c.out_w * c.channels * taps / CELLS)
@@ -91,5 +91,5 @@ def _of_images(kernel: str, c: native.Conv) -> Work:
             units = lines if lines * -(-c.out_w // 2) >= FEW_TILES else -(-c.features // FEATURES)
             return Work(units, rows * c.out_w * c.features * c.channels * taps / 2 / PRODUCTS)
         case _:
-            units = max(rows * c.out_w // 8, -(-c.features // 64))
+            units = max(rows * c.out_w // 8, c.groups, -(-c.features // 64))
             return Work(units, rows * c.out_w * c.features * c.channels * taps / PRODUCTS)

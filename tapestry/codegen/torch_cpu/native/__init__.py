@@ -34,10 +34,10 @@ class Conv(ctypes.Structure):
 
     _fields_ = [
         *((name, _PLACE) for name in (
-            "images", "channels", "features", "in_h", "in_w", "out_h", "out_w", "kernel_h", "kernel_w", "stride_h", "stride_w",
-            "pad_h", "pad_w", "dilation_h", "dilation_w", "x_image", "x_row", "x_pixel", "y_image", "y_row", "y_pixel",
-            "r_image", "r_row", "r_pixel", "clamped",
-        )), ("low", ctypes.c_float), ("high", ctypes.c_float), ("onto", _PLACE), ("then", _POINTER),
+            "images", "groups", "channels", "features",
+            *(f"{of}_{axis}" for of in ("in", "out", "kernel", "stride", "pad", "dilation") for axis in "dhw"),
+            *(f"{of}_{step}" for of in "xyr" for step in ("image", "frame", "row", "pixel")), "clamped",
+        )), ("low", ctypes.c_float), ("high", ctypes.c_float), ("then", _POINTER),
     ]  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-/* A convolution over two axes, and what it works on. */
+/* A convolution over up to three axes, and what it works on. */
 #ifndef TAPESTRY_CONV_H
 #define TAPESTRY_CONV_H
 
@@ -7,17 +7,18 @@
 /* A function of each of some cells, in place. */
 typedef void Cells(const int64_t *cells, void *const *arrays, int64_t part, int64_t parts);
 
+/* Frames (d) of rows (h) of pixels (w); each group has as many channels and features as are said here. */
 typedef struct {
-    int64_t images, channels, features;
-    int64_t in_h, in_w, out_h, out_w;
-    int64_t kernel_h, kernel_w, stride_h, stride_w, pad_h, pad_w, dilation_h, dilation_w;
-    int64_t x_image, x_row, x_pixel; /* strides in floats */
-    int64_t y_image, y_row, y_pixel;
-    int64_t r_image, r_row, r_pixel;
+    int64_t images, groups, channels, features;
+    int64_t in_d, in_h, in_w, out_d, out_h, out_w;
+    int64_t kernel_d, kernel_h, kernel_w, stride_d, stride_h, stride_w;
+    int64_t pad_d, pad_h, pad_w, dilation_d, dilation_h, dilation_w;
+    int64_t x_image, x_frame, x_row, x_pixel; /* strides in floats */
+    int64_t y_image, y_frame, y_row, y_pixel;
+    int64_t r_image, r_frame, r_row, r_pixel;
     int64_t clamped;
     float low, high;
-    int64_t onto; /* whether y holds a sum that this one is added to: no bias then */
-    Cells *then;  /* what becomes of each result, while it is in cache; pixels of the result then follow each other */
+    Cells *then; /* what becomes of each result, while it is in cache; pixels of the result then follow each other */
 } Conv;
 
 typedef struct {
@@ -31,7 +32,7 @@ INLINE Range share(int64_t n, int64_t part, int64_t parts) { return (Range){n * 
 
 void tapestry_conv(const Conv *c, const Buffers *b, int64_t part, int64_t parts);
 
-/* Some rows (pixels of all images) and panels of features. */
+/* Some rows (pixels of all images) and panels of features, of one group. */
 void tapestry_conv_range(const Conv *c, const Buffers *b, Range rows, Range sides);
 
 /* Do what follows on some features of pixels, `m` the first of them. */
@@ -45,9 +46,10 @@ INLINE void follow(const Conv *c, float *y, int64_t m, int64_t pixels, Range fea
 
 /* The product of a matrix and weights as a convolution; its rows, and those of the result, are `x` and `y` floats apart. */
 INLINE Conv product(int64_t rows, int64_t depth, int64_t features, int64_t x, int64_t y) {
-    return (Conv){.images = 1, .channels = depth, .features = features, .in_h = 1, .in_w = rows, .out_h = 1, .out_w = rows,
-                  .kernel_h = 1, .kernel_w = 1, .stride_h = 1, .stride_w = 1, .dilation_h = 1, .dilation_w = 1,
-                  .x_pixel = x, .y_pixel = y};
+    return (Conv){.images = 1, .groups = 1, .channels = depth, .features = features,
+                  .in_d = 1, .in_h = 1, .in_w = rows, .out_d = 1, .out_h = 1, .out_w = rows,
+                  .kernel_d = 1, .kernel_h = 1, .kernel_w = 1, .stride_d = 1, .stride_h = 1, .stride_w = 1,
+                  .dilation_d = 1, .dilation_h = 1, .dilation_w = 1, .x_pixel = x, .y_pixel = y};
 }
 
 /* Memory of this thread's own, for as long as it lives; the next caller takes the same. */

@@ -18,7 +18,7 @@ from tapestry.codegen.torch_cpu.base.local_view import localise
 from tapestry.codegen.torch_cpu.base.point_values import Expressions, Run, held
 from tapestry.codegen.torch_cpu.base.strided_reads import Frame, Tensor
 from tapestry.codegen.torch_cpu.base.ways import Refusal, Tried
-from tapestry.codegen.torch_cpu.c import conv3d_c, conv_c
+from tapestry.codegen.torch_cpu.c import conv_c
 from tapestry.codegen.torch_cpu.c.blocks_c import LEAST, PLAIN, Cells, How, cells_of, each_cell
 from tapestry.codegen.torch_cpu.c.c_calls import Calls, CCall, CpuKernel, Ins, Pack, recorded
 from tapestry.codegen.torch_cpu.c.thread_parts import Work
@@ -331,7 +331,7 @@ def _convolution(op: Block, graph: Graph, kernel: Kernel) -> Dense | Refusal:
     weight = [hi - lo for lo, hi in box or ()]
     then = epilogue(op, kernel, found.feature)
     rank = len(shape)
-    ours = (conv_c.convolve if rank == 4 else conv3d_c.convolve_3d)(parts, weight, shape, then)
+    ours = conv_c.convolve(parts, weight, shape, then)
     if not ours:
         return ours
     strides = (prod(shape[1:]), 1, *(shape[1] * prod(shape[k + 1 :]) for k in range(2, rank)))
