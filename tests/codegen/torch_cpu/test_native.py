@@ -111,7 +111,7 @@ DEEP = {  # (weight, image, stride, padding, dilation)
 @pytest.mark.parametrize("case", DEEP)
 @pytest.mark.parametrize("pixels", [False, True])
 def test_convolutions_over_three_axes(case: str, pixels: bool) -> None:
-    features, *how = DEEP[case][0][0], *DEEP[case][2:]
+    features, stride, padding, dilation = DEEP[case][0][0], *DEEP[case][2:]
     g = torch.Generator().manual_seed(len(case))
     weight, x, bias = (
         torch.randn(DEEP[case][0], generator=g) / 8,
@@ -119,10 +119,12 @@ def test_convolutions_over_three_axes(case: str, pixels: bool) -> None:
         torch.randn(features),
     )
     x = x.contiguous(memory_format=torch.channels_last_3d) if pixels else x
-    how.append(x.shape[1] // weight.shape[1])
-    want = torch.nn.functional.conv3d(x.double(), weight.double(), bias.double(), *how)
+    groups = x.shape[1] // weight.shape[1]
+    want = torch.nn.functional.conv3d(x.double(), weight.double(), bias.double(), stride, padding, dilation, groups)
     more, then = torch.randn(want.shape, generator=g), Epilogue(bias=0, residual=1, low=-0.5, high=2.0)
-    kernel = conv_c.convolve(contract.Call((), (), tuple(x.shape), *how), weight.shape, want.shape, then)
+    kernel = conv_c.convolve(
+        contract.Call((), (), tuple(x.shape), stride, padding, dilation, groups), weight.shape, want.shape, then
+    )
     assert kernel
     memory = torch.full((want.numel(),), float("nan"))
     call = kernel.call(x, kernel.pack(weight), bias, more, memory)

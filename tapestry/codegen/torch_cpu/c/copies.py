@@ -148,13 +148,18 @@ class WholeRun:
 
 def _own(c: CCall) -> CCall:
     """A call with addresses of its own."""
-    tables = {ctypes.addressof(t): t.from_buffer_copy(t) for t in _tables(c)}
-    buffers = c.buffers.from_buffer_copy(c.buffers)
+    tables = {ctypes.addressof(t): _copied(t) for t in _tables(c)}
+    buffers = _copied(c.buffers)
     words = _words(buffers)
     for k, at in enumerate(words):
         if at in tables:
             words[k] = ctypes.addressof(tables[at])
     return replace(c, buffers=buffers, kept=(*(k for k in c.kept if not isinstance(k, ctypes.Array)), *tables.values()))
+
+
+def _copied(table: Any) -> Any:
+    kind: Any = type(table)
+    return kind.from_buffer_copy(table)
 
 
 def _tables(c: CCall) -> list[Any]:
