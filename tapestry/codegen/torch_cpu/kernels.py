@@ -222,7 +222,9 @@ def _dense_convolution(a: Asked) -> CpuKernel | Refusal:
 
 
 def _linear_layer(a: Asked) -> CpuKernel | Refusal:
-    return _on_weights(a, dense.linear_on_packed(a.op, a.graph, a.kernel, a.plain, a.how))
+    op, graph = a.of
+    given = [k for k, r in enumerate(op.reads) if _of_weights(graph, r.tensor)]
+    return _on_weights(a, dense.linear_on_packed(a.op, a.graph, a.kernel, a.plain, a.how, given))
 
 
 def _part_on_packed(a: Asked) -> CpuKernel | Refusal:

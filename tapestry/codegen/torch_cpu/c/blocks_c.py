@@ -40,7 +40,7 @@ from tapestry.ir.recognition.selection_sum import selection
 Tensor = torch.Tensor
 
 LEAST = 1 << 10  # points: fewer are worth a function in a program of many small operations alone
-MOST_PIECES = 32
+MOST_PIECES = 256
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ typedef struct {
     int64_t tall, taps, channels, line, pixel, tap, apart, r_pixel, y_pixel, skip; /* of weights after the taps of a row */
     int clamped;
     float low, high;
+    int64_t left, right; /* of what the pixels read, those that the image has */
 } Block;
 
 INLINE Block block_of(const Conv *c, const Buffers *b, const Row *r, int64_t ox) {
@@ -27,11 +28,11 @@ INLINE Block block_of(const Conv *c, const Buffers *b, const Row *r, int64_t ox)
         .y = b->y + r->oy * c->y_row + ox * c->y_pixel, .tall = r->ty1 - r->ty0, .taps = c->kernel_w, .channels = c->channels,
         .line = c->dilation_h * c->x_row, .pixel = c->x_pixel, .tap = c->dilation_w * c->x_pixel,
         .apart = c->stride_w * c->x_pixel, .r_pixel = c->r_pixel, .y_pixel = c->y_pixel, .clamped = c->clamped != 0,
-        .low = c->low, .high = c->high};
+        .low = c->low, .high = c->high, .left = c->pad_w - ox * c->stride_w, .right = c->in_w + c->pad_w - ox * c->stride_w};
 }
 
-/* `n` pixels, which reach no padding to their sides, and some channels; `wide`: taps of a row, 0 for any. */
-INLINE void lanes_of(const int n, const int wide, const int stride, const Block at, int64_t k, lanes some) {
+/* `n` pixels and some channels; `wide`: taps of a row, 0 for any; `edge`: whether they reach padding to their sides. */
+INLINE void lanes_of(const int n, const int wide, const int stride, const int edge, const Block at, int64_t k, lanes some) {
     vec acc[WIDE], bias = {};
     if (at.bias) bias = load_some(at.bias + k, some);
     UNROLL for (int j = 0; j < n; j++) acc[j] = bias;
@@ -44,6 +45,7 @@ INLINE void lanes_of(const int n, const int wide, const int stride, const Block 
             vec weight[7];
             UNROLL for (int t = 0; t < wide; t++, w += at.channels) weight[t] = load_some(w, some);
             ALL for (int p = 0; p < (n - 1) * stride + wide; p++, from += at.pixel) {
+                if (edge && (p < at.left || p >= at.right)) continue;
                 vec v = load_some(from, some);
                 UNROLL for (int j = 0; j < n; j++)
                     if (p >= j * stride && p < j * stride + wide) acc[j] = fma_of(weight[p - j * stride], v, acc[j]);
@@ -63,19 +65,22 @@ INLINE void lanes_of(const int n, const int wide, const int stride, const Block 
 typedef void (*Pixels)(const Conv *, const Buffers *, const Row *, int64_t);
 
 /* All channels of these pixels: what is read lies in a row, which processors fetch ahead. */
-#define PIXELS(N, TAPS, STRIDE)                                                                               \
-    static void pixels_##N##_##TAPS##_##STRIDE(const Conv *c, const Buffers *b, const Row *r, int64_t ox) {   \
-        const Block at = block_of(c, b, r, ox);                                                               \
-        int64_t k = 0;                                                                                        \
-        for (; k + VL <= at.channels; k += VL) lanes_of(N, TAPS, STRIDE, at, k, first_lanes(VL));             \
-        if (k == at.channels) return;                                                                         \
-        if (k) lanes_of(N, TAPS, STRIDE, at, at.channels - VL, first_lanes(VL)); /* some once more */         \
-        else lanes_of(N, TAPS, STRIDE, at, 0, first_lanes(at.channels));                                      \
+#define PIXELS(N, TAPS, STRIDE, EDGE)                                                                              \
+    static void pixels_##N##_##TAPS##_##STRIDE##_##EDGE(const Conv *c, const Buffers *b, const Row *r, int64_t ox) { \
+        const Block at = block_of(c, b, r, ox);                                                                    \
+        int64_t k = 0;                                                                                             \
+        for (; k + VL <= at.channels; k += VL) lanes_of(N, TAPS, STRIDE, EDGE, at, k, first_lanes(VL));            \
+        if (k == at.channels) return;                                                                              \
+        if (k) lanes_of(N, TAPS, STRIDE, EDGE, at, at.channels - VL, first_lanes(VL)); /* some once more */        \
+        else lanes_of(N, TAPS, STRIDE, EDGE, at, 0, first_lanes(at.channels));                                     \
     }
-#define BOTH(TAPS, STRIDE) PIXELS(8, TAPS, STRIDE) PIXELS(4, TAPS, STRIDE)
-BOTH(0, 0) BOTH(3, 1) BOTH(3, 2) BOTH(5, 1) BOTH(5, 2) BOTH(7, 1) BOTH(7, 2)
-#define OF(TAPS, STRIDE) {pixels_4_##TAPS##_##STRIDE, pixels_8_##TAPS##_##STRIDE}
-static const Pixels ANY[2] = OF(0, 0), USUAL[3][2][2] = {{OF(3, 1), OF(3, 2)}, {OF(5, 1), OF(5, 2)}, {OF(7, 1), OF(7, 2)}};
+#define BOTH(TAPS, STRIDE, EDGE) PIXELS(8, TAPS, STRIDE, EDGE) PIXELS(4, TAPS, STRIDE, EDGE)
+#define EACH(TAPS, STRIDE) BOTH(TAPS, STRIDE, 0) BOTH(TAPS, STRIDE, 1)
+BOTH(0, 0, 0) EACH(3, 1) EACH(3, 2) EACH(5, 1) EACH(5, 2) EACH(7, 1) EACH(7, 2)
+#define OF(TAPS, STRIDE, EDGE) {pixels_4_##TAPS##_##STRIDE##_##EDGE, pixels_8_##TAPS##_##STRIDE##_##EDGE}
+#define USUAL_OF(TAPS, STRIDE) {OF(TAPS, STRIDE, 0), OF(TAPS, STRIDE, 1)}
+static const Pixels ANY[2] = OF(0, 0, 0), USUAL[3][2][2][2] = {
+    {USUAL_OF(3, 1), USUAL_OF(3, 2)}, {USUAL_OF(5, 1), USUAL_OF(5, 2)}, {USUAL_OF(7, 1), USUAL_OF(7, 2)}};
 
 /* A pixel that reaches padding to its sides: the taps inside alone. */
 static void alone(const Conv *c, const Buffers *b, const Row *r, int64_t ox) {
@@ -83,8 +88,8 @@ static void alone(const Conv *c, const Buffers *b, const Row *r, int64_t ox) {
     valid(ox, c->stride_w, c->pad_w, c->dilation_w, c->kernel_w, c->in_w, &t0, &t1);
     Block at = block_of(c, b, r, ox);
     at.x += t0 * at.tap, at.w += t0 * at.channels, at.taps = t0 < t1 ? t1 - t0 : 0, at.skip = (c->kernel_w - at.taps) * at.channels;
-    for (; k + VL <= at.channels; k += VL) lanes_of(1, 0, 0, at, k, first_lanes(VL));
-    if (k < at.channels) lanes_of(1, 0, 0, at, k, first_lanes(at.channels - k));
+    for (; k + VL <= at.channels; k += VL) lanes_of(1, 0, 0, 0, at, k, first_lanes(VL));
+    if (k < at.channels) lanes_of(1, 0, 0, 0, at, k, first_lanes(at.channels - k));
 }
 
 /* Rows [row, end) of one image. */
@@ -94,8 +99,9 @@ static void depthwise_rows(const Conv *c, const Buffers *buffers, int64_t image,
     int64_t right = c->in_w + c->pad_w > reach ? (c->in_w + c->pad_w - reach - 1) / c->stride_w + 1 : 0;
     int usual = c->kernel_w >= 3 && c->kernel_w <= 7 && c->kernel_w % 2 && c->dilation_w == 1 && c->stride_w <= 2;
     if (right > c->out_w) right = c->out_w;
-    const int64_t n = right - left >= 8 ? 8 : right - left >= 4 ? 4 : 0; /* the last ones may be some that are done, done again */
-    const Pixels run = (usual ? USUAL[c->kernel_w / 2 - 1][c->stride_w - 1] : ANY)[n == 8];
+    /* The last pixels may be some that are done, done again; the usual ones may reach padding. */
+    const int64_t wide = usual ? c->out_w : right - left, n = wide >= 8 ? 8 : wide >= 4 ? 4 : 0;
+    const int64_t first = usual ? 0 : left, end_of = usual ? c->out_w : right;
     at.x += image * c->x_image, at.y += image * c->y_image;
     if (at.residual) at.residual += image * c->r_image;
     for (; row < end; row++) {
@@ -103,8 +109,14 @@ static void depthwise_rows(const Conv *c, const Buffers *buffers, int64_t image,
         valid(row, c->stride_h, c->pad_h, c->dilation_h, c->kernel_h, c->in_h, &r.ty0, &r.ty1);
         if (r.ty0 < r.ty1) r.first = row * c->stride_h - c->pad_h + r.ty0 * c->dilation_h;
         for (int64_t ox = 0; ox < c->out_w;) {
-            if (!n || ox < left || ox >= right) alone(c, b, &r, ox++);
-            else run(c, b, &r, ox + n <= right ? ox : right - n), ox = ox + n <= right ? ox + n : right;
+            if (!n || ox < first || ox >= end_of) {
+                alone(c, b, &r, ox++);
+                continue;
+            }
+            if (ox + n > end_of) ox = end_of - n;
+            const int edge = ox < left || ox + n > right;
+            (usual ? USUAL[c->kernel_w / 2 - 1][c->stride_w - 1][edge] : ANY)[n == 8](c, b, &r, ox);
+            ox += n;
         }
         if (c->then) follow(c, b->y, row * c->out_w, c->out_w, (Range){0, c->channels});
     }

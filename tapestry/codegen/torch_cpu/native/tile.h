@@ -24,7 +24,8 @@ enum { VL = 8, WIDEST = 2 };
 #else
 enum { VL = 4, WIDEST = 2 };
 #endif
-#define SHAPES(F) F(8, 1) F(4, 1) F(2, 1) F(1, 1) F(6, 2) F(4, 2) F(2, 2) F(1, 2)
+#define SHAPES(F) F(8, 1) F(7, 1) F(6, 1) F(5, 1) F(4, 1) F(3, 1) F(2, 1) F(1, 1) \
+                  F(6, 2) F(5, 2) F(4, 2) F(3, 2) F(2, 2) F(1, 2)
 static const int TALLEST[3] = {0, 8, 6};
 #endif
 
