@@ -5,9 +5,9 @@
 Of unknown sizes, batches are 1, and what onnxruntime runs first is taken of some edges of images, lengths of texts and of
 sounds; values follow from what an input is (pixels, samples, tokens, lengths). A row for each file and number of devices:
 whether the plan's outputs are right (as `Compiled.check` judges them), or why there are none, and the wall time of a run beside
-onnxruntime's, both at their defaults, in turns. Each is a process of its own. Writes bench/results/wild.json, where earlier
-rows stay; exits 1 if one is wrong or ends in a traceback (``refused`` says a message of ours; ``unfit`` that onnxruntime does
-not run the file either).
+onnxruntime's, both at their defaults, in stretches with a pause between them, as in `bench cpu`. Each is a process of its own.
+Writes bench/results/wild.json, where earlier rows stay; exits 1 if one is wrong or ends in a traceback (``refused`` says a
+message of ours; ``unfit`` that onnxruntime does not run the file either).
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.doors import apart
+from bench.speed.cpu import TURNS, stretch
 from bench.support import record
 from bench.support.record import Row
 from tapestry import TapestryError
@@ -197,11 +198,9 @@ def _far(got: Any, want: Any) -> float:
 
 def _timed(plan: Any, session: ort.InferenceSession, feeds: Values, runs: int) -> Row:
     mine, other = list[float](), list[float]()
-    for _ in range(runs):
-        for run, times in ((lambda: plan.run(feeds), mine), (lambda: session.run(None, feeds), other)):
-            start = time.perf_counter()
-            run()
-            times.append(time.perf_counter() - start)
+    for _ in range(TURNS):
+        mine += [wall for _, wall in stretch(lambda: plan.run(feeds), runs)]
+        other += [wall for _, wall in stretch(lambda: session.run(None, feeds), runs)]
     ours, theirs = statistics.median(mine), statistics.median(other)
     return {"ms": ours * 1e3, "ort_ms": theirs * 1e3, "ratio": ours / theirs}
 
