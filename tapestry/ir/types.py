@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import ml_dtypes
@@ -37,6 +38,7 @@ def itemsize(dtype: str) -> int:
     return DTYPES[dtype][0]
 
 
+@cache
 def numpy_dtype(dtype: str, wide: bool = False) -> np.dtype[Any]:
     """The numpy type of an element type (float64 for every float when ``wide``)."""
     if wide and dtype in FLOATS:

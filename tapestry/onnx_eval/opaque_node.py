@@ -201,11 +201,13 @@ def unsupported(op: Opaque, arrays: Sequence[tuple[Any, tuple[int, ...] | None] 
     return "; ".join(failures[:2])
 
 
+_STORED_NAMES = STORED | {numpy_dtype(d).name for d in STORED}
+
+
 def _evaluators(op: Opaque, feeds: Mapping[str, Any], expected: Sequence[Expected], independent: bool) -> list[Any]:
     """The evaluators to try, the one to trust first."""
     dtypes = {d for d, _ in expected} | {a.dtype.name for a in feeds.values() if isinstance(a, np.ndarray)}
-    stored = dtypes & (STORED | {numpy_dtype(d).name for d in STORED})
-    if stored or any(not isinstance(a, np.ndarray) for a in feeds.values()):
+    if not dtypes.isdisjoint(_STORED_NAMES) or any(not isinstance(a, np.ndarray) for a in feeds.values()):
         return [_reference]  # onnxruntime's Python interface takes none of these, or gives other types back
     if op.kind == "NonZero" and any(a.ndim == 0 for a in feeds.values()):
         return [_reference]  # onnxruntime's places in a scalar have one coordinate, ONNX's none

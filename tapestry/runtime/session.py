@@ -15,7 +15,7 @@ import numpy as np
 from tapestry.build.store import Build
 from tapestry.errors import BuildError, TapestryError
 from tapestry.ir.graph import Graph
-from tapestry.ir.kernel import Box, slices, whole
+from tapestry.ir.kernel import Box, slices
 from tapestry.ir.program import Program
 from tapestry.ir.types import DTYPES, Array, Tensor, Weight, itemsize, numpy_dtype
 from tapestry.lift.file.weight_data import read_checked
@@ -170,9 +170,7 @@ class _Feeds:
     def __call__(self, tensor: str, box: Box) -> Any:
         """A box as it is where its elements lie in a row, which nobody writes; else a copy."""
         value = self.arrays[tensor]
-        if isinstance(value, HostValue) or box == whole(value.shape):
-            return self.source.from_numpy(value)
-        return self.source.from_numpy(value[slices(box)])
+        return self.source.from_numpy(value if isinstance(value, HostValue) else value[slices(box)])
 
 
 def _is_plain(value: Any, dtype: Any, shape: tuple[int, ...]) -> bool:

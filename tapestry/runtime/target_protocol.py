@@ -196,7 +196,7 @@ class RecordingTarget(Protocol):
         ...
 
     def at_once(
-        self, given: Sequence[tuple[str, Given]], calls: Sequence[Call], ends: Mapping[str, tuple[Array, Any]]
+        self, given: Sequence[tuple[str, Any]], calls: Sequence[Call], ends: Mapping[str, tuple[Array, Any]]
     ) -> WholeRun | None:
         """A run that is nothing but calls.
 

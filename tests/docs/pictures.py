@@ -59,6 +59,7 @@ def drawings(found: dict[str, tapestry.Compiled]) -> dict[str, draw.Drawing]:
         "tiles": draw.tiles((7, 4), "{5,1: 3,2,4,1,0}"),
         "mlp-space": draw.index_space(h, graph), "mlp-split": draw.index_space(replace(h, splits=(split,)), graph, device=1),
         "mlp-reduced": draw.index_space(replace(graph.ops[1], splits=(replace(split, dim="m"),)), graph, device=1),
+        "cores": draw.index_space(replace(h, splits=(replace(split, parts=8),)), graph, device=2),
         "halo-space": draw.index_space("conv2", halo, device=1), "halo-tensor": draw.tensor(halo, "r"),
         "layer-graph": draw.graph(layer), "layer-lanes": draw.lanes(layer),
     }  # fmt: skip

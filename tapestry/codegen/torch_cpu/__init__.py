@@ -79,11 +79,10 @@ class TorchCpu:
         return copies.Given.to_place(to)
 
     def at_once(
-        self, given: Sequence[tuple[str, object]], calls: Sequence[object], ends: Mapping[str, copies.End]
+        self, given: Sequence[tuple[str, copies.Given]], calls: Sequence[object], ends: Mapping[str, copies.End]
     ) -> copies.WholeRun | None:
         """A run that is nothing but calls, on the caller's arrays; ``None`` where an output is copied by torch."""
-        ours = [(name, g) for name, g in given if isinstance(g, copies.Given)]
-        run = copies.WholeRun(ours, _ours(calls), ends, kernels.from_numpy)
+        run = copies.WholeRun(given, _ours(calls), ends, kernels.from_numpy)
         return run if run.whole else None
 
     def batch(self, calls: Sequence[object]) -> Callable[[], None]:

@@ -222,9 +222,7 @@ def _dense_convolution(a: Asked) -> CpuKernel | Refusal:
 
 
 def _linear_layer(a: Asked) -> CpuKernel | Refusal:
-    op, graph = a.of
-    given = [k for k, r in enumerate(op.reads) if r.tensor not in graph.inputs and _of_weights(graph, r.tensor)]
-    return _on_weights(a, dense.linear_on_packed(a.op, a.graph, a.kernel, a.plain, a.how, given))
+    return _on_weights(a, dense.linear_on_packed(a.op, a.graph, a.kernel, a.plain, a.how))
 
 
 def _part_on_packed(a: Asked) -> CpuKernel | Refusal:

@@ -14,7 +14,7 @@ from tapestry.ir.program import Launch, Program, reads
 from tapestry.ir.types import HOST
 from tapestry.runtime.target_protocol import Array, Run
 
-SMALL = 1 << 20  # bytes: a result that is no larger stays, whatever it is made of
+SMALL = 1 << 24  # bytes: a result that is no larger stays, whatever it is made of
 
 
 @dataclass(slots=True)

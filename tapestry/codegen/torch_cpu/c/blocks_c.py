@@ -26,7 +26,7 @@ from tapestry.codegen.torch_cpu.base.scalars import TORCH_DTYPES
 from tapestry.codegen.torch_cpu.base.ways import Refusal
 from tapestry.codegen.torch_cpu.c import conv_c, generated_c
 from tapestry.codegen.torch_cpu.c.c_calls import CCall, CpuKernel, Ins
-from tapestry.codegen.torch_cpu.c.nest_c import Nest, in_rows, plain_moments, varied
+from tapestry.codegen.torch_cpu.c.nest_c import Nest, extremes, in_rows, plain_moments, varied
 from tapestry.codegen.torch_cpu.c.print_c import TYPES, Writer, is_slow, written
 from tapestry.codegen.torch_cpu.c.thread_parts import CELLS, Work
 from tapestry.ir.expr import Call as Apply
@@ -175,6 +175,8 @@ def _most(op: Block) -> int:
         return MOST_READ
     if plain_moments(op):
         return MOST_WORK
+    if extremes(op.monoid, [e.dtype for e in op.body]) and not op.inner:
+        return MOST_READ
     if not only_sums(op.monoid):
         return MOST_MERGES
     return MOST_SUMS if has_matrices(op) else MOST_READ

@@ -1,8 +1,7 @@
 """Convolutions by our own kernels (`native`): images with adjacent channels, the whole epilogue in the same pass.
 
 There is one core for products, over up to three axes and in groups; channels by themselves, and 3 x 3 windows whose images are
-worth transforming, have kernels for two axes. Over three axes, frames without a window along the depth are images, and places
-without a window in a frame are one axis.
+worth transforming, have kernels for two axes. Frames without a window along the depth are images.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ from tapestry.codegen.torch_cpu.c.c_calls import Calls, CCall
 Tensor = torch.Tensor
 
 
-View = Callable[[Tensor], Tensor]
 Convolve = Callable[[Tensor, Tensor, Tensor | None, Tensor | None, Tensor], CCall | Calls]
 """From the image, the packed weight, the bias, the residual and flat memory for the result to the call that computes it."""
 DEEPEST = 1 << 20  # steps of a reduced dimension: their blocks are listed on the stack
@@ -131,10 +129,8 @@ def convolve(parts: contract.Call, weight: Sequence[int], shape: Sequence[int], 
         return NO_LIBRARY
     if too_deep(weight[1:]):
         return Refusal(f"{prod(weight[1:]):,} channels and taps are more than a kernel lists on its stack")
-    if len(shape) == 5 and weight[2] == 1 and not parts.padding[0]:
+    if len(shape) == 5 and weight[2] == parts.stride[0] == 1 and not parts.padding[0]:
         return _frames_as_images(parts, weight, shape, then)
-    if len(shape) == 5 and all(weight[k + 2] == parts.stride[k] == 1 and not parts.padding[k] for k in (1, 2)):
-        return _places_as_rows(parts, weight, shape, then)
     found = first(CONVOLUTIONS, Convolution(parts, weight, shape, then, lib))
     return found if isinstance(found, Refusal) else replace(found.made, tried=found.tried)
 
@@ -142,40 +138,20 @@ def convolve(parts: contract.Call, weight: Sequence[int], shape: Sequence[int], 
 def _frames_as_images(
     parts: contract.Call, weight: Sequence[int], shape: Sequence[int], then: Epilogue
 ) -> ConvKernel | Refusal:
-    images, features, frames, *places = shape
-    own = slice(0, (frames - 1) * parts.stride[0] + 1, parts.stride[0])
-    flat = replace(
-        parts,
-        input=(images * frames, parts.input[1], *parts.input[3:]),
-        stride=parts.stride[1:],
-        padding=parts.padding[1:],
-        dilation=parts.dilation[1:],
-    )
-    inner = convolve(flat, (*weight[:2], *weight[3:]), (images * frames, features, *places), then)
-    return _folded(inner, 2, lambda x: x[:, :, own].transpose(1, 2).flatten(0, 1), lambda r: r.transpose(1, 2).flatten(0, 1))
-
-
-def _places_as_rows(parts: contract.Call, weight: Sequence[int], shape: Sequence[int], then: Epilogue) -> ConvKernel | Refusal:
-    flat = replace(
-        parts,
-        input=(*parts.input[:3], prod(parts.input[3:])),
-        stride=(parts.stride[0], 1),
-        padding=(parts.padding[0], 0),
-        dilation=(parts.dilation[0], 1),
-    )
-    inner = convolve(flat, (*weight[:3], 1), (*shape[:3], prod(shape[3:])), then)
-    return _folded(inner, 4, lambda x: x.flatten(3), lambda r: r.flatten(3))
-
-
-def _folded(inner: ConvKernel | Refusal, single: int, image: View, added: View) -> ConvKernel | Refusal:
-    """A kernel for two axes as one for three; ``single`` is the axis of one tap, ``image`` and ``added`` view what it reads."""
+    frames, (features, *places) = shape[0] * shape[2], (shape[1], *shape[3:])
+    axes = {name: getattr(parts, name)[1:] for name in ("stride", "padding", "dilation")}
+    flat = replace(parts, input=(frames, parts.input[1], *parts.input[3:]), **axes)
+    inner = convolve(flat, (*weight[:2], *weight[3:]), (frames, features, *places), then)
     if isinstance(inner, Refusal):
         return inner
 
-    def call(x: Tensor, w: Tensor, bias: Tensor | None, residual: Tensor | None, out: Tensor) -> CCall | Calls:
-        return inner.call(image(last(x)), w, bias, None if residual is None else added(last(residual)), out)
+    def images(x: Tensor) -> Tensor:
+        return last(x).transpose(1, 2).flatten(0, 1)
 
-    return ConvKernel(call, lambda w: inner.pack(w.squeeze(single)), f"{inner.key} of 3 axes", inner.tried)
+    def call(x: Tensor, w: Tensor, bias: Tensor | None, residual: Tensor | None, out: Tensor) -> CCall | Calls:
+        return inner.call(images(x), w, bias, None if residual is None else images(residual), out)
+
+    return ConvKernel(call, lambda w: inner.pack(w.squeeze(2)), f"{inner.key} of 3 axes", inner.tried)
 
 
 def _in_panels(c: Convolution) -> ConvKernel | Refusal:
@@ -240,19 +216,19 @@ def caller(
     nothing = zeros(weight[-1] * max(parts.input[1], 64))
     sizes = (images, groups, parts.input[1] // groups, features // groups)
     sizes += (*(n for of in axes for n in of), *none, *parts.padding, *none, *parts.dilation)
-    y_steps = _steps(steps or tuple(features * prod(places[k:]) for k in range(len(places) + 1)))
+    y_steps = _cells_apart(steps or tuple(features * prod(places[k:]) for k in range(len(places) + 1)))
     clamp = (int(then.clamped), then.low, then.high)
 
     def record(image: Tensor, w: Tensor, bias: Tensor | None, residual: Tensor | None, out: Tensor) -> CCall:
         x, r = last(image), None if residual is None else last(residual)
-        of_x, of_r = (_steps([s for k, s in enumerate(t.stride()) if k != 1]) for t in (x, x if r is None else r))
+        of_x, of_r = (_cells_apart([s for k, s in enumerate(t.stride()) if k != 1]) for t in (x, x if r is None else r))
         given = (x, w, bias, r, nothing, out)
         return CCall(call, native.Conv(*sizes, *of_x, *y_steps, *of_r, *clamp), native.Buffers(*map(_at, given)), given)
 
     return record
 
 
-def _steps(steps: Sequence[int]) -> tuple[int, ...]:
+def _cells_apart(steps: Sequence[int]) -> tuple[int, ...]:
     """Cells from one image, frame, row and pixel to the next, of those that there are."""
     return (steps[0], *(0,) * (4 - len(steps)), *steps[1:])
 

@@ -104,11 +104,11 @@ class WholeRun:
         tensor_of: Callable[[Any], Tensor],
     ) -> None:
         self.tensor_of, self.given, self.ends = tensor_of, list[tuple[str, Given, Places]](), list[tuple[Any, ...]]()
-        own = {id(c): _own(c) for c in Calls.of(*calls).parts}
+        own = {id(c): _copied(c) for c in Calls.of(*calls).parts}
         self.moved, self.whole, last = set[str](), True, list[CCall]()
         for name, g in given:
             call = own.pop(id(g.call))
-            if found := _places(own.values(), g.to):
+            if found := _addresses_in(own.values(), g.to):
                 self.moved.add(name)
             else:
                 last.append(call)
@@ -116,7 +116,7 @@ class WholeRun:
             self.given.append((name, g, found))
         first, last = last, list[CCall]()
         for name, (x, dtype) in ends.items():
-            if x.is_contiguous() and (found := _places(own.values(), x)):
+            if x.is_contiguous() and (found := _addresses_in(own.values(), x)):
                 self.moved.add(name)
             elif call := copy(torch.empty(x.shape, dtype=x.dtype), x):
                 last.append(call)
@@ -146,41 +146,24 @@ class WholeRun:
         return out
 
 
-def _own(c: CCall) -> CCall:
+def _copied(c: CCall) -> CCall:
     """A call with addresses of its own."""
-    tables = {ctypes.addressof(t): _copied(t) for t in _tables(c)}
-    buffers = _copied(c.buffers)
-    words = _words(buffers)
-    for k, at in enumerate(words):
-        if at in tables:
-            words[k] = ctypes.addressof(tables[at])
-    return replace(c, buffers=buffers, kept=(*(k for k in c.kept if not isinstance(k, ctypes.Array)), *tables.values()))
+    kind: Any = c.buffers.__class__
+    return replace(c, buffers=kind.from_buffer_copy(c.buffers))
 
 
-def _copied(table: Any) -> Any:
-    kind: Any = type(table)
-    return kind.from_buffer_copy(table)
-
-
-def _tables(c: CCall) -> list[Any]:
-    return [k for k in c.kept if isinstance(k, ctypes.Array)]
-
-
-def _words(table: Any) -> Any:
+def _words(buffers: Any) -> Any:
     """What a structure of ctypes' consists of, as numbers of 64 bits."""
-    return (ctypes.c_int64 * (ctypes.sizeof(table) // 8)).from_buffer(table)
+    return (ctypes.c_int64 * (ctypes.sizeof(buffers) // 8)).from_buffer(buffers)
 
 
-def _places(calls: Iterable[CCall], x: Tensor) -> Places:
+def _addresses_in(calls: Iterable[CCall], x: Tensor) -> Places:
     """Where calls hold addresses of a tensor's memory; [] if not all are found, of tensors that they say they work on."""
-    low, high, out = x.data_ptr(), x.data_ptr() + x.nbytes, Places()
-    known = set[int]()
-    for c in calls:
-        for table in (c.buffers, *_tables(c)):
-            words = _words(table)
-            out += [(words, k, at - low) for k, at in enumerate(words) if low <= at < high]
-        known |= {at for k in c.kept if isinstance(k, Tensor) and low <= (at := k.data_ptr()) < high}
-    return out if known <= {low + offset for _, _, offset in out} else []
+    low, high = x.data_ptr(), x.data_ptr() + x.nbytes
+    tables = [_words(c.buffers) for c in calls]
+    out = [(words, k, at - low) for words in tables for k, at in enumerate(words) if low <= at < high]
+    known = {k.data_ptr() - low for c in calls for k in c.kept if isinstance(k, Tensor) and low <= k.data_ptr() < high}
+    return out if known <= {offset for _, _, offset in out} else []
 
 
 class _Watch(TorchDispatchMode):

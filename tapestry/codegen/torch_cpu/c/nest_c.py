@@ -14,7 +14,7 @@ from tapestry.codegen.torch_cpu.c.print_c import TYPES, Writer, literal
 from tapestry.ir.expr import Arg, Const, Expr, Let, arg_positions
 from tapestry.ir.graph import Block, Dim
 from tapestry.ir.index import Aff, dims_of
-from tapestry.ir.monoid import MONOIDS, Moments
+from tapestry.ir.monoid import MONOIDS, Moments, parts_of
 from tapestry.ir.recognition.contraction import dims_read, only_sums
 from tapestry.ir.recognition.selection_sum import selection
 
@@ -109,15 +109,24 @@ class Nest(Writer):
         wide = [_double(monoid, d) for d in dtypes]
         types = ["double" if w else TYPES[d] for w, d in zip(wide, dtypes, strict=True)]
         lines = [f"{t} {name}{k} = {literal(z)};" for k, (t, z) in enumerate(zip(types, _zero(monoid, dtypes), strict=True))]
-        loops = self._loop(dims)
-        if all(wide) and loops and not (task and task.inner):
+        loops, plain, ends = self._loop(dims), not (task and task.inner), extremes(monoid, dtypes)
+        if all(wide) and loops and plain:
             loops[-1] = f"#pragma omp simd reduction(+:{','.join(f'{name}{k}' for k in range(count))})\n{loops[-1]}"
+        if ends and loops and plain:
+            found = " ".join(f"reduction({m}:{name}{k}) reduction(|:{name}odd{k})" for k, m in enumerate(ends))
+            lines.append(f"int {', '.join(f'{name}odd{k} = 0' for k in range(count))};")
+            loops[-1] = f"#pragma omp simd {found}\n{loops[-1]}"
         lines += loops
         if task:
             self._let(task, lines)
         lines += [f"const {TYPES[e.dtype]} {name}b{k} = {self.expr(e)};" for k, e in enumerate(body)]
         if all(wide):
             lines += [f"{name}{k} += {name}b{k};" for k in range(count)]
+        elif ends and loops and plain:
+            sides = ["<" if m == "min" else ">" for m in ends]
+            lines += [f"{n}odd{k} |= {n}b{k} != {n}b{k};" for n in (name,) for k in range(count)]
+            lines += [f"{n}{k} = {n}b{k} {s} {n}{k} ? {n}b{k} : {n}{k};" for n in (name,) for k, s in enumerate(sides)]
+            return [*lines, "}" * len(dims), *(f'if ({name}odd{k}) {name}{k} = __builtin_nanf("");' for k in range(count))]
         else:
             lines += self._merged(name, monoid, dtypes)
         return [*lines, "}" * len(dims)]
@@ -240,6 +249,12 @@ def plain_moments(task: Task | Block) -> bool:
         return False
     n, x, spread = task.body
     return x.dtype == "f32" and n == Const(1.0, "f32") and spread == Const(0.0, "f32")
+
+
+def extremes(monoid: str, dtypes: Sequence[str]) -> list[str]:
+    """What each field of f32 is the extreme of, ``min`` or ``max``; [] for other monoids."""
+    found = [m for m, _, _ in parts_of(monoid)]
+    return found if {*found} <= {"min", "max"} and {*dtypes} == {"f32"} else []
 
 
 def _zero(monoid: str, dtypes: tuple[str, ...]) -> Sequence[Const]:

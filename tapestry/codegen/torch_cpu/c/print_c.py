@@ -92,6 +92,15 @@ INLINE float t_mod(float a, float b) {
     float r = fmodf(a, b);
     return r != 0 && (r < 0) != (b < 0) ? r + b : r;
 }
+/* What x86 gives for a number that is too large, or none: the lowest integer. */
+#define WHOLE(type, name, low)                                                            \\
+    INLINE type name(float x) {                                                           \\
+        int fits = x >= (float)low && x < -(float)low;                                    \\
+        type whole = (type)(fits ? x : 0.0f);                                             \\
+        return fits ? whole : low;                                                        \\
+    }
+WHOLE(int32_t, t_i32, INT32_MIN)
+WHOLE(int64_t, t_i64, INT64_MIN)
 /* Of integers: over 0 all three are 0, and the lowest one over -1 is itself. */
 INLINE int64_t i_div(int64_t a, int64_t b) { return b == 0 ? 0 : b == -1 ? -a : a / b; }
 INLINE int64_t i_fmod(int64_t a, int64_t b) { return b == 0 || b == -1 ? 0 : a % b; }
@@ -141,26 +150,14 @@ def row(e: Call) -> str | None:
     if e.fn == "cast":
         if e.dtype == "bool":
             return "({} != 0)"
-        fits = e.dtype == "f32" or of != "f32" or (e.dtype == "i32" and _is_whole_number(e.args[0]))
-        return f"(({TYPES[e.dtype]}){{}})" if e.dtype in TYPES and fits else None
+        if of == "f32" and e.dtype in ("i32", "i64"):
+            return f"t_{e.dtype}({{}})"
+        return f"(({TYPES[e.dtype]}){{}})" if e.dtype in TYPES and (e.dtype == "f32" or of != "f32") else None
     if e.fn in COMPARE:
         return COMPARE[e.fn] if of in TYPES else None
     if e.fn == "pow" and e.dtype == "f32" and isinstance(e.args[1], Const) and e.args[1].value in POWERS:
         return POWERS[e.args[1].value]
     return {"f32": FLOAT | LIBRARY, "i64": WHOLE, "i32": _SHORT, "bool": TRUTH}.get(e.dtype, {}).get(e.fn)
-
-
-def _is_whole_number(e: Expr) -> bool:
-    """Whether an f32 is within i32 and no NaN, as the text says: a clamp of what is not a NaN, else a number."""
-    if isinstance(e, Const):
-        return abs(e.value) < 2**31
-    if not isinstance(e, Call) or e.fn != "where" or not _is_whole_number(e.args[1]):
-        return False
-    test, kept = e.args[0], e.args[2]
-    low, kept = (kept.args[1], kept.args[0]) if isinstance(kept, Call) and kept.fn == "min" else (None, kept)
-    high, kept = (kept.args[1], kept.args[0]) if isinstance(kept, Call) and kept.fn == "max" else (None, kept)
-    bounded = all(isinstance(x, Const) and _is_whole_number(x) for x in (low, high))
-    return bounded and isinstance(test, Call) and test.fn == "isnan" and test.args[0] == kept
 
 
 def written(exprs: tuple[Expr, ...], *, few: bool = False) -> bool:

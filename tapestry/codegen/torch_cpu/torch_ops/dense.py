@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -67,11 +66,9 @@ def convolution_on_packed(op: Block, graph: Graph, kernel: Kernel, plain: Run, h
     return _on_packed(op, graph, kernel, plain, how, _convolution)
 
 
-def linear_on_packed(
-    op: Block, graph: Graph, kernel: Kernel, plain: Run, how: How, given: Sequence[int] = ()
-) -> CpuKernel | Refusal:
-    """A linear layer that reads its weight packed: of both factors, one of the reads that are ``given`` before every run."""
-    return _on_packed(op, graph, kernel, plain, how, functools.partial(_linear, given=given))
+def linear_on_packed(op: Block, graph: Graph, kernel: Kernel, plain: Run, how: How) -> CpuKernel | Refusal:
+    """A linear layer that reads its weight packed."""
+    return _on_packed(op, graph, kernel, plain, how, _linear)
 
 
 def _on_packed(
@@ -201,14 +198,13 @@ def _part(op: Block, kernel: Kernel, k: int | None) -> Callable[[Ins], Tensor] |
     return lambda ins: held(ins[k])[at].permute(order)
 
 
-def _linear(op: Block, graph: Graph, kernel: Kernel, given: Sequence[int]) -> Dense | Refusal:
+def _linear(op: Block, graph: Graph, kernel: Kernel) -> Dense | Refusal:
     """Rows of one factor times a weight read by columns and the reduced dimensions alone."""
     found = sides(op)
     if found is None or not op.reduce:
         return Refusal("no two factors of which each has dimensions of its own")
     a, b, a_dims, b_dims = found
-    both = ((a, b, a_dims, b_dims), (b, a, b_dims, a_dims))
-    for x, w, x_dims, w_dims in sorted(both, key=lambda f: not isinstance(f[1], Arg) or f[1].pos not in given):
+    for x, w, x_dims, w_dims in ((a, b, a_dims, b_dims), (b, a, b_dims, a_dims)):
         if x.dtype == "f32" and isinstance(w, Arg) and w.dtype == "f32":
             dense = by_weight(op, graph, kernel, x, w.pos, x_dims, w_dims)
             if dense:
