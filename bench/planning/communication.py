@@ -2,14 +2,15 @@
 
     .venv/bin/python -m bench communication --jax PYTHON [--only NAME …]
 
-PYTHON is an interpreter that has jax (the extra ``peers``, or an environment of its own; default: this one). Without jax, XLA's
-figures are those noted before, and marked. Both sides get the layouts of the graph's ends and choose the rest; an end without
-a layout is free on both sides, and each row says which are. We minimise estimated time, not bytes: ratios are shown of plans
-for the links of every preset, and rows above 1 on any are named. Products of float32 are priced in IEEE arithmetic, as our
-kernels compute them; the last ratio is of plans for ``--topology`` with products in TF32, as XLA's are on such a GPU: where a
-product takes less time, less of it hides transfers. ``--only``: the cases whose names have one of these texts in
-them; rows of an earlier run that are not measured anew stay. Writes bench/results/communication.json; exits 1 where we
-move more than XLA under ``--topology``, or where the least bytes are known and we miss them.
+PYTHON is an interpreter that has jax (the extra ``peers``, or an environment of its own; default: this one). Without jax,
+XLA's figures are those noted before, and marked. Both sides get the layouts of the graph's ends and choose the rest; an end
+without a layout is free on both sides, and each row says which are. We minimise estimated time, not bytes: ratios are shown of
+plans for the links of every preset, and rows above 1 on any are named, with what the extra bytes buy: the time of the plan on
+our clock, beside that of the quickest of the other presets' plans that sends no more than XLA. Products of float32 are priced
+in IEEE arithmetic, as our kernels compute them; the last ratio is of plans for ``--topology`` with products in TF32, as XLA's
+are on such a GPU: where a product takes less time, less of it hides transfers. ``--only``: the cases whose names have one of
+these texts in them; rows of an earlier run that are not measured anew stay. Writes bench/results/communication.json; exits 1
+where we move more than XLA under ``--topology``, or where the least bytes are known and we miss them.
 """
 
 from __future__ import annotations
@@ -27,7 +28,10 @@ from bench.planning import xla
 from bench.planning.partitioner_cases import Case, all_cases
 from bench.support import record
 from bench.support.record import WORK, Row
-from tapestry.plan.topology import PRESETS
+from tapestry.ir.plan import Plan
+from tapestry.plan.lower import lower
+from tapestry.plan.simulate import simulate
+from tapestry.plan.topology import PRESETS, topology
 
 TOLERANCE = 1e-3
 TF32 = "tf32"
@@ -38,14 +42,19 @@ NOTES = (
 )
 
 
-def plan(case: Case, topology: str, precision: str = "ieee") -> list[Row]:
-    """The transfers of our plan."""
+def plan(case: Case, preset: str, precision: str = "ieee") -> tapestry.Compiled:
+    """Our plan."""
     WORK.mkdir(parents=True, exist_ok=True)
     path = WORK / "case.onnx"
     onnx.save(case.model(), path)
     mesh = "x".join(map(str, case.mesh))
-    options = {"layouts": case.texts(), "topology": topology, "weights": False, "precision": precision}
-    return list(tapestry.compile(path, mesh=mesh, **options).report["transfers"])
+    options = {"layouts": case.texts(), "topology": preset, "weights": False, "precision": precision}
+    return tapestry.compile(path, mesh=mesh, **options)
+
+
+def seconds(made: Plan, preset: str) -> float:
+    """What a plan takes on our clock, with the links of a preset."""
+    return simulate(made, lower(made), topology(made.mesh, preset)).total
 
 
 def total(transfers: list[Row]) -> int:
@@ -53,17 +62,25 @@ def total(transfers: list[Row]) -> int:
     return sum(t["bytes"] for t in transfers)
 
 
-def row(name: str, case: Case, topology: str, peer: Row | None, other: Row | None) -> Row:
+def row(name: str, case: Case, main_preset: str, peer: Row | None, other: Row | None) -> Row:
     """Plan one case and compare; ``peer`` is what XLA did in this run, ``other`` what it did with the other form."""
-    transfers = plan(case, topology)
-    ours, theirs = total(transfers), peer["bytes"] if peer else case.noted
+    plans = {p: plan(case, p) for p in (main_preset, *(p for p in PRESETS if p != main_preset))}
+    sent = {p: total(made.report["transfers"]) for p, made in plans.items()}
+    transfers, ours = list(plans[main_preset].report["transfers"]), sent[main_preset]
+    theirs = peer["bytes"] if peer else case.noted
     ratio = None if theirs is None else ours / theirs
     exact = case.exact is None or [(t["kind"], t["bytes"]) for t in transfers] == [case.exact]
-    elsewhere = {p: total(plan(case, p)) for p in PRESETS if p != topology}
-    elsewhere[f"{topology}, {TF32}"] = total(plan(case, topology, TF32))
+    elsewhere = {p: n for p, n in sent.items() if p != main_preset}
+    elsewhere[f"{main_preset}, {TF32}"] = total(plan(case, main_preset, TF32).report["transfers"])
+    thrifty = [p for p, n in sent.items() if theirs and n <= theirs * (1 + TOLERANCE)]
+    bought = {
+        p: [seconds(plans[p].build.plan, p), min((seconds(plans[q].build.plan, p) for q in thrifty), default=None)]
+        for p in sent.keys() - {*thrifty}
+        if theirs
+    }
     return {
         "case": name, "mesh": case.mesh, "layouts": case.texts(), "free": case.free(), "transfers": transfers, "bytes": ours,
-        "bytes_per_device": ours / xla.DEVICES, "bytes_elsewhere": elsewhere,
+        "bytes_per_device": ours / xla.DEVICES, "bytes_elsewhere": elsewhere, "bought": bought,
         "expected": case.exact, "aim_bytes": case.aim, "xla_bytes": theirs, "xla_same_run": peer is not None,
         "xla_collectives": peer["collectives"] if peer else None, "ratio_to_xla": ratio,
         "xla_bytes_other_form": other["bytes"] if other else None,
@@ -121,8 +138,17 @@ def show(rows: list[Row], topology: str, versions: Row | None) -> None:
         text = f"'{r['case']}' {how} {theirs / xla.DEVICES:,.0f}, ratio {r['bytes'] / theirs:.3f}: the count is not sent."
         console.print(text, markup=False)
     for preset in plans:
-        found = [f"{r['case']} {x:.3f}" for r in rows if (x := _ratios(r, topology)[preset]) and x > 1 + TOLERANCE]
+        found = [
+            f"{r['case']} {x:.3f}{_bought(r, preset)}"
+            for r in rows
+            if (x := _ratios(r, topology)[preset]) and x > 1 + TOLERANCE
+        ]
         console.print(f"Planned for {preset}, more than XLA: {'; '.join(found) or 'none'}.")
+
+
+def _bought(r: Row, preset: str) -> str:
+    ours, thrifty = r.get("bought", {}).get(preset, (None, None))
+    return "" if thrifty is None else f" ({ours * 1e6:.0f} µs; {thrifty * 1e6:.0f} with no more bytes)"
 
 
 def main() -> int:
