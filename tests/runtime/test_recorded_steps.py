@@ -8,6 +8,7 @@ from functools import cache
 import numpy as np
 import onnx
 import pytest
+import torch
 from onnx import TensorProto as T
 
 import tapestry
@@ -134,11 +135,14 @@ def test_inputs_and_outputs_are_the_callers_own_memory() -> None:
     x, rows = (rng.standard_normal(shape).astype(np.float32) for _, shape in ins.values())
     fixed = rows.copy()
     fixed.flags.writeable = False
+    shifted = np.frombuffer(bytearray(b"_" + rows.tobytes()), np.float32, offset=1).reshape(rows.shape)  # no cell's own address
     with tapestry.Session(api.compile(model, mesh="1")) as s:
         wanted = operations(s, {"x": x, "rows": rows})
-        found = [s.run({"x": x, "rows": r}) for r in (rows, rows, np.asfortranarray(rows), fixed, rows.copy()[::-1][::-1])]
+        found = [s.run({"x": x, "rows": r}) for r in (rows, rows, np.asfortranarray(rows), fixed, shifted)]
         schedule = executor_of(s).schedule
         assert schedule and schedule.at_once and {*schedule.at_once.moved} == {"x", "rows", "large", "t"}
+        kept = [g.of(torch.from_numpy(shifted)) for n, g, _ in schedule.at_once.given if n == "rows"]  # type: ignore[attr-defined]
+        assert all(a.data_ptr() % a.itemsize == 0 for a in kept)
         for outs in found:
             for name, a in wanted.items():
                 np.testing.assert_allclose(outs[name], a, rtol=1e-5, atol=1e-5, err_msg=name)

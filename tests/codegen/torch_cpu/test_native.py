@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import onnx
@@ -133,6 +134,14 @@ def test_convolutions_over_three_axes(case: str, pixels: bool) -> None:
     n, f, *places = want.shape
     got = memory.view(n, *places, f).movedim(-1, 1).double()
     torch.testing.assert_close(got, (want + more).clamp(then.low, then.high), rtol=1e-5, atol=2e-5)
+
+
+def test_channels_by_themselves_over_three_axes_have_no_kernel_of_any_lanes() -> None:
+    """What the calls say of groups of one channel and one feature is what the kernel for two axes reads."""
+    parts = contract.Call((), (), (1, 8, 4, 5, 5), (1, 1, 1), (1, 1, 1), (1, 1, 1), 8)
+    lib = SimpleNamespace(tapestry_lanes=lambda: 4, tapestry_conv=None)
+    of = conv_c.Convolution(parts, (8, 1, 3, 3, 3), (1, 8, 4, 5, 5), Epilogue(), lib)
+    assert not any(row.match(of) for row in conv_c.CONVOLUTIONS)
 
 
 @needed

@@ -157,8 +157,8 @@ def _frames_as_images(
 def _in_panels(c: Convolution) -> ConvKernel | Refusal:
     """Taps of all channels of a group in a row, times panels of its features."""
     groups, each = c.parts.groups, c.weight[0] // c.parts.groups
-    if groups > 1 and 4 * each < (lanes := c.lib.tapestry_lanes()):
-        return Refusal(f"{each} features of a group leave most of {lanes} lanes empty")
+    if groups > 1 and (each == 1 or 4 * each < c.lib.tapestry_lanes()):
+        return Refusal(f"{each} features of a group leave most lanes empty")
 
     def pack(w: Tensor) -> Tensor:
         return torch.cat([pack_convolution(w[i : i + each]) for i in range(0, w.shape[0], each)])

@@ -79,6 +79,8 @@ class Given:
         """Take it from an array, which has to stay until the call has run; that array, or what it was made."""
         if x.dtype != self.to.dtype or not x.is_contiguous():  # torch's calls take as long where there is nothing to do
             x = x.to(self.to.dtype).contiguous()
+        if x.data_ptr() % x.itemsize:  # kernels take whole cells' addresses
+            x = x.clone()
         self.call.buffers.x = x.data_ptr()
         return x
 
