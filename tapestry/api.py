@@ -465,7 +465,7 @@ def open_session(
 
     if libraries:
         raise TapestryError("there is no library to choose", where="--library", hint="compile with --target triton:sm90")
-    target: Target = TorchCpu(build.exact) if build.target == "torch-cpu" else PluginTarget(build.target)
+    target: Target = TorchCpu() if build.target == "torch-cpu" else PluginTarget(build.target)
     return Session(build, constants, target, make or LocalExecutor, weights)
 
 

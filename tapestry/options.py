@@ -84,7 +84,6 @@ class Options:
     micro_batches: str = option("--micro-batches", "parts of the batch, run one after another", "auto", metavar="auto|M")
     without: Sequence[str] = option(
         "--without-rule", "leave out a rewrite rule, or a phase of rules", (), metavar="RULE")
-    exact: bool = option("--exact", "results with the same bits on 1, 2, 3, 4, 6, 8, 12 or 24 devices", False)
     weights: bool = option("--no-weights", "accept a model whose external data is missing", True)
     pareto: bool = option("--pareto", "also list the best plans for latency against memory", False)
     time_limit: float | None = option("--time-limit", "seconds for the search (default: a fixed amount of work)", metavar="S")

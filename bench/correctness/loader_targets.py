@@ -39,7 +39,7 @@ FILES = (
 )  # fmt: skip
 BASES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("mlp", {"devices": 2}), ("conv_chain", {"mesh": "2x2"}), ("opaques", {"devices": 3}),
-    ("mlp", {"devices": 2, "exact": True}), ("mlp", {"devices": 2, "stages": 2, "micro_batches": 1}),
+    ("norms", {"devices": 2}), ("mlp", {"devices": 2, "stages": 2, "micro_batches": 1}),
     ("halves", {"devices": 2}), ("attention", {"devices": 2}),
 )  # fmt: skip
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT

@@ -4,7 +4,7 @@
 
 Case n of a seed is a model and a way to plan it. Models: those of the fuzzer, small parallel networks (`tests/support`),
 and exported ones (DIR/*.onnx, one case in thirty). Ways: ``compiled`` by the whole pipeline, on any mesh, with layouts, pins,
-stages, exact results or a part of the memory that a first plan took; or ``drawn`` by a recipe of the fuzzer: random moves of
+stages or a part of the memory that a first plan took; or ``drawn`` by a recipe of the fuzzer: random moves of
 every rule, random strategies, layouts, streamed weights and pipeline stages, with the log of its rewrites. Each build is saved,
 and verified from its files alone, as the command does it. Where no plan can be made (too little memory, an impossible pin)
 there is no build: "not made". bench/results/good_builds.json has a row per seed; a later call goes on where it ends,
@@ -49,7 +49,7 @@ from tapestry.rewrites.core.driver import simplify
 from tapestry.rewrites.core.rule import parse_move
 from tapestry.verify.rewriting import rewrite_log
 from tests.fuzz.generate.random_model import random_model
-from tests.fuzz.recipe import EXACT_MESHES, planned, random_mesh, random_recipe, rewritten
+from tests.fuzz.recipe import planned, random_mesh, random_recipe, rewritten
 from tests.support.parallel_nets import Sizes, Style, write
 
 NETS = ("mlp", "encoder", "decoder", "convolutions", "experts")
@@ -81,10 +81,8 @@ def _symbols(path: Path) -> bool:
 def compiled(rng: random.Random, path: Path, sizes: dict[str, int], out: Path) -> str:
     """A build by the pipeline; returns what was asked of it."""
     mesh, asked = random_mesh(rng), dict[str, Any]()
-    way = rng.choice(("plain", "plain", "memory", "memory", "pins", "layouts", "exact", "stages"))
-    if way == "exact":
-        mesh, asked = _even(rng.choice(EXACT_MESHES)), {"exact": True}
-    elif way == "pins":
+    way = rng.choice(("plain", "plain", "memory", "memory", "pins", "layouts", "stages"))
+    if way == "pins":
         asked = {"pins": _pins(rng, simplify(lift(path, sizes).graph), mesh)}
     elif way == "layouts":
         asked = {"layouts": _layouts(rng, lift(path, sizes), mesh)}

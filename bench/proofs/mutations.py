@@ -3,7 +3,7 @@
     .venv/bin/python -m bench mutations [--models bert_base …] [--each 3] [--valid 1000]
 
 Plans of five exported models (of ../shared/models, or --folder), each plan for four devices: any strategies on one and two mesh
-axes, streamed weights, pipeline stages, an exact plan. Every kind of fault is tried in `--each` places of each plan that has
+axes, streamed weights, pipeline stages. Every kind of fault is tried in `--each` places of each plan that has
 some. A fault is refused if the verifier names a law and a witness (a step, a buffer, a device, a cell); faults of files are
 refused by hashes, by the laws, by the kernels that the plan generates, or by a weight's hash. Then `--valid` plans without a
 fault must all pass. Writes bench/results/mutations.json; exits 1 if a fault was not refused or a valid plan was.
@@ -30,10 +30,8 @@ from tapestry.ir.graph import Graph
 from tapestry.ir.plan import Mesh, MeshAxis, Plan, Stage
 from tapestry.ir.program import Program, peak_bytes
 from tapestry.lift import lift
-from tapestry.plan.layout_constraints import LayoutConstraints
 from tapestry.plan.pipelines.staged_plan import lower_plan
-from tapestry.plan.search.planner import search
-from tapestry.plan.topology import parse_mesh, topology
+from tapestry.plan.topology import parse_mesh
 from tapestry.rewrites.core.driver import simplify
 from tapestry.verify import certificate
 from tests.support.faults.file_faults import FILE_FAULTS, tried_on_files
@@ -53,7 +51,7 @@ ON_ALL_DEVICES = {  # these faults look at the first device's boxes, which a pla
         "output_freed", "freed_twice", "operation_does_not_exist",
     }
 }  # fmt: skip
-ALSO = {"written_once", "exact", "read_after_write"}  # where the other kinds of plans here notice what small plans see later
+ALSO = {"written_once", "read_after_write"}  # where the other kinds of plans here notice what small plans see later
 MESHES = ("4", "2x2", "3", "2", "2x3", "5", "8", "2x2x2")
 
 
@@ -82,17 +80,15 @@ def graph_of(name: str, folder: Path) -> Graph:
     return simplify(lift(folder / f"{name}.onnx", MODELS[name], weights=False).graph)
 
 
-def plans(graph: Graph, seed: int) -> Iterator[tuple[str, Plan, bool]]:
-    """(kind, plan, whether it is exact): one of each kind that a plan can be of."""
-    yield "row", random_plan(graph, parse_mesh("4"), seed), False
-    yield "mesh", random_plan(graph, parse_mesh("2x2"), seed + 1), False
+def plans(graph: Graph, seed: int) -> Iterator[tuple[str, Plan]]:
+    """(kind, plan): one of each kind that a plan can be of."""
+    yield "row", random_plan(graph, parse_mesh("4"), seed)
+    yield "mesh", random_plan(graph, parse_mesh("2x2"), seed + 1)
     rng = random.Random(seed)
     streamed = frozenset(t for t in graph.weights if rng.random() < 0.5 and t not in graph.outputs)
-    yield "streamed", replace(random_plan(graph, parse_mesh("4"), seed + 2), streamed=streamed), False
+    yield "streamed", replace(random_plan(graph, parse_mesh("4"), seed + 2), streamed=streamed)
     halves = [Stage(0, parse_mesh("2")), Stage(2, parse_mesh("2"))]
-    yield "staged", random_staged_plan(graph, parse_mesh("4"), halves, seed + 3), False
-    found = search(graph, topology(parse_mesh("4"), "cpu"), time_limit=2.0, fixed=LayoutConstraints(exact=True))
-    yield "exact", found.plan, True
+    yield "staged", random_staged_plan(graph, parse_mesh("4"), halves, seed + 3)
 
 
 def checked(plan: Plan, program: Program, **options: Any) -> dict[str, int]:
@@ -123,17 +119,17 @@ def attempt(tried: Tried, model: str, wrong: Plan, program: Program, laws: set[s
         tried.accepted.append(f"{model}: {options}"[:200])
 
 
-def mutate(model: str, plan: Plan, exact: bool, each: int, table: dict[str, Tried], seed: str, only: str | None = None) -> None:
+def mutate(model: str, plan: Plan, each: int, table: dict[str, Tried], seed: str, only: str | None = None) -> None:
     """Every kind of fault, or one of them, in some places of one plan."""
     program = lower_plan(plan)
-    checked(plan, program, exact=exact)
+    checked(plan, program)
     for name, (laws, make) in (*FAULTS.items(), *MORE.items()):
         if only not in (None, name) or (plan.stages and name in ON_ALL_DEVICES):
             continue
         cases = make(plan, program)
         chosen = cases if len(cases) <= each else random.Random(f"{seed} {name}").sample(cases, each)
         for wrong, other, options in chosen:
-            given = {"stated_peak": peak_bytes(program)[0], "exact": exact, **options}
+            given = {"stated_peak": peak_bytes(program)[0], **options}
             if given["stated_peak"] is None:
                 given["stated_peak"] = peak_bytes(other)[0]
             attempt(table.setdefault(name, Tried()), model, wrong, other, laws | ALSO, given)
@@ -172,8 +168,8 @@ def any_plan(graph: Graph, rng: random.Random, seed: int) -> Plan:
 def faults_of(name: str, graph: Graph, args: argparse.Namespace) -> list[dict[str, Any]]:
     """Every kind of fault in the plans, the programs and the files of a model."""
     table: dict[str, Tried] = {}
-    for kind, plan, exact in plans(graph, args.seed):
-        mutate(name, plan, exact, args.each, table, f"{args.seed} {name} {kind}")
+    for kind, plan in plans(graph, args.seed):
+        mutate(name, plan, args.each, table, f"{args.seed} {name} {kind}")
         print(name, kind, sum(t.tried for t in table.values()), file=sys.stderr, flush=True)
     for kind, law, ends in tried_on_files(args.folder / f"{name}.onnx", MODELS[name], args.seed):
         t = table.setdefault(kind, Tried())

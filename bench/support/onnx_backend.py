@@ -84,9 +84,7 @@ class Prepared(BackendRep):
 class TapestryBackend(Backend):
     """onnx's interface to a runtime; ``prepare`` takes the keyword arguments of `tapestry.compile` (``devices=4``)."""
 
-    OPTIONS = frozenset(
-        {"devices", "mesh", "topology", "memory", "target", "pins", "layouts", "seed", "time_limit", "exact", "stages"}
-    )
+    OPTIONS = frozenset({"devices", "mesh", "topology", "memory", "target", "pins", "layouts", "seed", "time_limit", "stages"})
 
     @classmethod
     def prepare(cls, model: ModelProto, device: str = "CPU", **kwargs: Any) -> Prepared:

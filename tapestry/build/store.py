@@ -55,7 +55,6 @@ class Build:
         report: the document that ``compile`` printed.
         moves: the structural rewrites that were chosen, in order.
         constants: byte ranges (offset, length) of derived constants in ``constants.bin``.
-        exact: results are the same bits on any number of devices (`ir.plan`).
         precision: of products of f32 in generated kernels: ``ieee``, ``tf32x3`` or ``tf32``.
         knobs: those of generated kernels that were measured where the plan was made, by the kernel's key.
     """
@@ -71,7 +70,6 @@ class Build:
     report: Mapping[str, Any]
     moves: tuple[str, ...]
     constants: Mapping[str, tuple[int, int]]
-    exact: bool = False
     precision: str = "ieee"
     knobs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict[str, Mapping[str, Any]])
 
@@ -196,7 +194,7 @@ def encode(build: Build) -> bytes:
         "stages": [(s.first, [(a.name, a.size) for a in s.mesh]) for s in p.stages], "stage_of": p.stage_of,
         "arrivals": [(a.tensor, a.stage, a.layout) for a in p.arrivals],
         "program": pack(build.program),
-        "constants": build.constants, "report": build.report, "exact": build.exact,
+        "constants": build.constants, "report": build.report,
         "precision": build.precision, "knobs": build.knobs,
     }  # fmt: skip
     used = {s for op in p.graph.ops for s in op.source}
@@ -247,7 +245,6 @@ class PlanData(msgspec.Struct, forbid_unknown_fields=True):
     stages: list[tuple[int, list[tuple[str, int]]]] = []
     stage_of: tuple[int, ...] = ()
     arrivals: list[tuple[str, int, tuple[int | None, ...]]] = []
-    exact: bool = False
     native_sums: bool = False
     precision: str = "ieee"
     knobs: dict[str, dict[str, Any]] = {}
@@ -308,7 +305,6 @@ def decode(data: bytes, where: str = "plan.json") -> Build:
         report=d.report,
         moves=d.moves,
         constants=d.constants,
-        exact=d.exact,
         precision=d.precision,
         knobs=d.knobs,
     )

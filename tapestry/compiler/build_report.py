@@ -49,7 +49,6 @@ def build_of(c: Compilation) -> store.Build:
         peak_bytes=tuple(peak_bytes(priced.program)[0]),
         constants=constants,
         topology=to_data(topology),
-        exact=c.options.exact,
         precision=c.options.precision,
         knobs=c.knobs,
     )

@@ -43,7 +43,7 @@ from tapestry.plan.task import STEPS, Task, staging
 from tapestry.plan.topology import shared
 from tapestry.plugins import offered, tool
 from tapestry.rewrites.core import driver
-from tapestry.rewrites.core.rule import BOOK, LEFT_OUT, Move, leaving_out, own_rules, parse_move
+from tapestry.rewrites.core.rule import BOOK, LEFT_OUT, Move, leaving_out, parse_move
 from tapestry.sharding import given_stages
 from tapestry.sharding.annotation_constraints import constraints, with_apart
 from tapestry.sharding.annotations import staged
@@ -136,12 +136,10 @@ def drop_tests(c: Compilation) -> Compilation:
 
 
 def simplify(c: Compilation) -> Compilation:
-    """The graph with everything fused that costs nothing; `constrain` does it where annotations keep results apart. An exact
-    plan leaves out users' rules that may change rounding."""
+    """The graph with everything fused that costs nothing; `constrain` does it where annotations keep results apart."""
     if c.annotations and not staged(c.annotations):
         return c.made(graph=c.lifted.graph)
-    loose = frozenset(r.name for r in own_rules().values() if not r.built_in and not r.exact)
-    return c.made(graph=driver.simplify(c.lifted.graph, disabled=c.without | loose if c.options.exact else c.without))
+    return c.made(graph=driver.simplify(c.lifted.graph, disabled=c.without))
 
 
 def constrain(c: Compilation) -> Compilation:
@@ -169,7 +167,7 @@ def constrain(c: Compilation) -> Compilation:
             pins=options.pins,
             cuts=cuts,
             moves=(*map(driver.without, sorted(LEFT_OUT.get())), *(given.moves if given else ())),
-            rewritable=not options.pins and not given and not options.exact and not cuts,
+            rewritable=not options.pins and not given and not cuts,
         ),
     )
 
@@ -220,7 +218,7 @@ def search_of(build: store.Build) -> Mapping[str, Any]:
 def cut_pinned_scans(c: Compilation) -> Compilation:
     """Scans that are pinned along the dimension in which they run become scans of blocks, so that only totals travel."""
     was = c.constraints
-    if not was.pins or c.options.exact or c.request.explicit:
+    if not was.pins or c.request.explicit:
         return c
     pins = parse_pins(was.pins, c.graph, c.topology.mesh, _folded(c.lifted))
     graph, moves, more = scan_blocks(pins, c.graph, c.topology.mesh)
@@ -229,13 +227,13 @@ def cut_pinned_scans(c: Compilation) -> Compilation:
 
 def state_task(c: Compilation) -> Compilation:
     """Everything that the search is asked for but the graph, and how long it may take."""
-    topology, lifted, earlier, exact = c.topology, c.lifted, c.earlier, c.options.exact
+    topology, lifted, earlier = c.topology, c.lifted, c.earlier
     given, free, disabled = c.constraints.given, c.constraints.rewritable, driver.disabled_by(c.constraints.moves)
     same_model = earlier is not None and model_hash(lifted) == earlier.model_sha256
     language = _format_language(c.options.for_format)
-    equal_parts = bool(c.constraints.layouts or given or exact or language)  # a layout that is given has equal parts
+    equal_parts = bool(c.constraints.layouts or given or language)  # a layout that is given has equal parts
     budget = Budget.of(c.options.time_limit, c.options.interrupt, c.options.found or unseen)
-    fixed = replace(given.fixed if given else LayoutConstraints(), exact=exact, language=language)
+    fixed = replace(given.fixed if given else LayoutConstraints(), language=language)
     asked, pins, inputs, outputs = c.request, c.constraints.pins, c.constraints.inputs, c.constraints.outputs
     if asked.explicit:  # it is of the meshes of stages, not of the whole one
         keep = asked_of(
@@ -407,7 +405,6 @@ def verify(c: Compilation) -> Compilation:
         stated_peak=peak_bytes(program)[0],
         places=plan.places,
         streamed=plan.streamed,
-        exact=c.options.exact,
         native_sums=plan.native_sums,
     )
     return c.made(laws=laws)

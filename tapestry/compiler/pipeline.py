@@ -22,7 +22,6 @@ from tapestry.compiler.model_evidence import plugin_evidence
 from tapestry.compiler.pass_runner import Function, Pass, Report, Runner, check_names, unreported
 from tapestry.errors import LawError, TapestryError, some
 from tapestry.interop.tile_metadata import ModelTopology
-from tapestry.ir.canonical_parts import PARTS
 from tapestry.ir.graph import Graph
 from tapestry.ir.plan import Mesh, MeshAxis, device_count
 from tapestry.lift.file.structure import TEXT
@@ -290,23 +289,22 @@ def _topology(options: Options, mesh: Mesh, carried: ModelTopology | None) -> To
 def _unroll_steps(options: Options, topo: Topology) -> bool:
     """Whether recurrences are to be lifted step by step: not where one CPU runs them whole, which is faster there."""
     whole = device_count(topo.mesh) == 1 and options.target == "torch-cpu" and not options.memory
-    return not whole or options.exact or bool(options.pins)
+    return not whole or bool(options.pins)
 
 
 def _also_whole(options: Options, topo: Topology) -> bool:
     """Whether recurrences are lifted whole as well, to be planned beside their steps: on several CPUs, where nothing is said of
     single operations."""
-    said = options.exact or options.pins or options.layouts or options.memory or options.stage_at
+    said = options.pins or options.layouts or options.memory or options.stage_at
     return device_count(topo.mesh) > 1 and options.target == "torch-cpu" and not said
 
 
 def _stages_asked_for(options: Options, topo: Topology, marks: Annotations | None) -> tuple[str, str]:
     """How many stages and micro-batches are asked for. A file that says in how many it was planned, or whose nodes name their
-    stages, and nothing else or the layouts on the devices of each, gets as many, unless the user says otherwise; an exact plan
-    has one of each.
+    stages, and nothing else or the layouts on the devices of each, gets as many, unless the user says otherwise.
 
     Raises:
-        TapestryError: exact results are asked for where they cannot be had.
+        TapestryError: the numbers that are asked for contradict each other.
     """
     stages, micro = options.stages, options.micro_batches
     staged = annotations.staged(marks) if marks else None
@@ -320,18 +318,7 @@ def _stages_asked_for(options: Options, topo: Topology, marks: Annotations | Non
         if options.stages not in ("auto", stages):
             why = f"{some(len(options.stage_at), 'cut')} would make {stages} stages"
             raise TapestryError(f"{asked} stages", where="--stages", why=why, hint="leave --stages out")
-    if not options.exact:
-        return _of_one_order(options, topo, stages), micro
-    if PARTS % device_count(topo.mesh):
-        what = f"exact plans are for numbers of devices that divide {PARTS}"
-        raise TapestryError(what, where="--exact", why=f"the mesh has {device_count(topo.mesh)}")
-    if options.target != "torch-cpu":
-        raise TapestryError("exact plans run on torch-cpu", where="--exact", why=f"the target is {options.target}")
-    if options.accumulate == "f16":
-        raise TapestryError("exact sums are not in f16", where="--exact", hint="no --accumulate")
-    if stages not in ("auto", "1") or micro not in ("auto", "1"):
-        raise TapestryError("exact plans have one stage and one batch", where="--exact", hint="no --stages, no --micro-batches")
-    return "1", "1"
+    return _of_one_order(options, topo, stages), micro
 
 
 def _of_one_order(options: Options, topo: Topology, stages: str) -> str:

@@ -55,7 +55,6 @@ def _verified(folder: Path, model: Path | None) -> tuple[store.Build, dict[str, 
         stated_peak=list(build.peak_bytes),
         places=plan.places,
         streamed=plan.streamed,
-        exact=build.exact,
         native_sums=plan.native_sums,
     )
     laws["agreement"] += layout_laws.check_layouts(plan)

@@ -147,7 +147,6 @@ class Choices(TypedDict, total=False):
     reduce_in: str | None
     assume_finite: bool
     for_format: str | None
-    exact: bool
     pareto: bool
     time_limit: float | None
     seed: int

@@ -4,8 +4,7 @@ A merge of partial states is the backend's own ``all_reduce`` or ``reduce_scatte
 gives; otherwise states travel by ``batch_isend_irecv`` and the monoid merges them, in the order of the group. The backend may
 
 - add and multiply integers (they wrap, in any order) and floats. A float sum of two devices has one order; of more, the
-  rounding depends on the backend's algorithm, so the last bits may differ from those of one process. Under ``--exact`` no
-  reduction of floats is ever cut (`ir.plan`), so that what reaches this point then is exact in any order;
+  rounding depends on the backend's algorithm, so the last bits may differ from those of one process;
 - take the least and greatest of integers, and "and" and "or" of booleans as the least and greatest of bytes;
 - not take the least or greatest of floats: a NaN must win, and backends drop it. Nor merge states of several fields that are
   not all merged in one way (softmax, moments, argmax, recurrences).

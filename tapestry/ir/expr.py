@@ -98,22 +98,19 @@ class Primitive:
         result: its dtype: ``same`` as the arguments', ``bool``, ``i64``, or ``float`` (the same, and they must be floats);
             ``where`` and ``cast`` have rules of their own.
         commutative: whether the two arguments may change places.
-        exact: whether a vector unit, a scalar one and every target give the same bits: it is correctly rounded, or not rounded.
         flops: counted for one application.
     """
 
     arity: int
     result: str = "same"
     commutative: bool = False
-    exact: bool = True
     flops: int = 1
 
 
 _BOTH = Primitive(2, commutative=True)
-_LESS_OR_MORE = Primitive(2, commutative=True, exact=False)  # of 0 and -0 either may come
 _TEST = Primitive(2, "bool")
 _ALIKE = Primitive(2, "bool", commutative=True)
-_CURVE = Primitive(1, "float", exact=False)
+_CURVE = Primitive(1, "float")
 _CURVES = (
     "exp",
     "log",
@@ -135,9 +132,9 @@ _CURVES = (
     "expm1",
 )
 PRIMITIVES: dict[str, Primitive] = {
-    "add": _BOTH, "mul": _BOTH, "and": _BOTH, "or": _BOTH, "xor": _BOTH, "min": _LESS_OR_MORE, "max": _LESS_OR_MORE,
+    "add": _BOTH, "mul": _BOTH, "and": _BOTH, "or": _BOTH, "xor": _BOTH, "min": _BOTH, "max": _BOTH,
     "sub": Primitive(2), "div": Primitive(2), "shl": Primitive(2), "shr": Primitive(2),
-    "mod": Primitive(2, exact=False), "fmod": Primitive(2, exact=False), "pow": Primitive(2, exact=False),
+    "mod": Primitive(2), "fmod": Primitive(2), "pow": Primitive(2),
     "neg": Primitive(1), "abs": Primitive(1), "sign": Primitive(1), "not": Primitive(1), **dict.fromkeys(_CURVES, _CURVE),
     "sqrt": Primitive(1, "float"), "floor": Primitive(1, "float"), "ceil": Primitive(1, "float"),
     "round": Primitive(1, "float"), "isnan": Primitive(1, "bool"), "isinf": Primitive(1, "bool"), "eq": _ALIKE, "ne": _ALIKE,

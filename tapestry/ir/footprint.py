@@ -9,9 +9,8 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from tapestry.ir.graph import Block, Graph, Guard, Op, Opaque, Read
+from tapestry.ir.graph import Graph, Guard, Opaque, Read
 from tapestry.ir.index import Aff, Floor, Mod, bounds
-from tapestry.ir.kernel import Box
 
 Boxes = np.ndarray  # int64 [devices, rank, 2]: half-open boxes, one per device
 
@@ -49,17 +48,6 @@ def _under_guards(e: Aff, when: tuple[Guard, ...]) -> tuple[Aff, int]:
             rest = Aff(tuple(t for t in e.terms if t[0] != atom), e.const)
             return rest * atom.div + atom.arg * coef, atom.div
     return e, 1
-
-
-def read_box(op: Op, graph: Graph, k: int, block: Box) -> Box:
-    """The part of its tensor that read number k of a block needs, clipped to the tensor."""
-    points = np.array(block, np.int64).reshape(1, len(block), 2)
-    if not isinstance(op, Block):
-        found = next(boxes for n, _, boxes in opaque_boxes(op, graph, points) if n == k)
-    else:
-        spans = {d.name: (points[:, i, 0], points[:, i, 1] - 1) for i, d in enumerate(op.space)}
-        found = hull(op.reads[k], spans, graph.tensors[op.reads[k].tensor].shape, 1)
-    return tuple((int(lo), int(hi)) for lo, hi in found[0])
 
 
 def opaque_boxes(op: Opaque, graph: Graph, block: Boxes) -> Iterator[tuple[int, str, Boxes]]:

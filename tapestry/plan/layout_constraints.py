@@ -8,14 +8,13 @@ from math import prod
 
 from tapestry.errors import PlanError
 from tapestry.interop.placement import layout_of_boxes
-from tapestry.ir.canonical_parts import may_cut
 from tapestry.ir.graph import Block, Graph, Op, reduced_names
 from tapestry.ir.index import dims_of
 from tapestry.ir.plan import Layout, Mesh, Strategy
 from tapestry.plan.strategy import Pin, footprints, out_layout
 
 Dims = tuple[str | None, ...]
-Key = tuple[tuple[tuple[int, Layout], ...], tuple[tuple[int, Layout], ...], Dims | None, bool]
+Key = tuple[tuple[tuple[int, Layout], ...], tuple[tuple[int, Layout], ...], Dims | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,28 +66,26 @@ class LayoutConstraints:
         reads: (ONNX node, tensor) to the layout in which the node reads it: a mesh axis that cuts a tensor's axis must
             cut a dimension that walks it.
         dims: first output of an operation to exactly what each mesh axis cuts.
-        exact: only cuts that leave every bit as it is on one device (`ir.plan`).
         language: only what a format can say.
     """
 
     outs: Mapping[str, Layout] = field(default_factory=dict[str, Layout])
     reads: Mapping[tuple[str, str], Layout] = field(default_factory=dict[tuple[str, str], Layout])
     dims: Mapping[str, Dims] = field(default_factory=dict[str, Dims])
-    exact: bool = False
     language: Language | None = None
 
     def __bool__(self) -> bool:
-        return bool(self.outs or self.reads or self.dims or self.exact)
+        return bool(self.outs or self.reads or self.dims)
 
     def key(self, op: Op) -> Key:
         """What concerns an operation, without names: equal for operations that are planned alike."""
         if not self:
-            return (), (), None, False
+            return (), (), None
         outs = tuple((n, self.outs[t]) for n, t in enumerate(op.outs) if t in self.outs)
         reads = tuple(
             (n, self.reads[(s, t)]) for n, t in enumerate(op.inputs) for s in dict.fromkeys(op.source) if (s, t) in self.reads
         )
-        return outs, reads, self.dims.get(op.outs[0]), self.exact
+        return outs, reads, self.dims.get(op.outs[0])
 
 
 def stated(key: Key, but: Set[int]) -> list[Pin]:
@@ -102,15 +99,7 @@ def allowed(op: Op, key: Key, found: list[Strategy], graph: Graph, mesh: Mesh) -
     Raises:
         PlanError: none does; names the tensor.
     """
-    outs, reads, dims, exact = key
-    if exact:
-        found = [s for s in found if _same_bits(op, s, mesh)]
-        if not found:
-            raise PlanError(
-                "the split asked for would change results in the last bits",
-                where=f"node '{', '.join(op.source)}'",
-                hint="another --pin, or no --exact",
-            )
+    outs, reads, dims = key
     for n, layout in outs:
         kept = [s for s in found if out_layout(op, s.out, n) == layout]
         found = _some(kept, op, op.outs[n], f"no split of the operation ends with it {_text(layout, mesh)}")
@@ -122,14 +111,6 @@ def allowed(op: Op, key: Key, found: list[Strategy], graph: Graph, mesh: Mesh) -
         kept = [s for s in found if all(_walked(op, s, tensor, a, k) for a, k in cuts)]
         found = _some(kept, op, tensor, f"no split of the operation (within its other specs) reads it {_text(layout, mesh)}")
     return found
-
-
-def _same_bits(op: Op, s: Strategy, mesh: Mesh) -> bool:
-    parts: dict[str, int] = {}
-    for d, a in zip(s.dims, mesh, strict=True):
-        if d is not None:
-            parts[d] = parts.get(d, 1) * a.size
-    return all(may_cut(op, d, n) for d, n in parts.items())
 
 
 def _some(kept: list[Strategy], op: Op, tensor: str, why: str) -> list[Strategy]:

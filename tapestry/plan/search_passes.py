@@ -254,7 +254,7 @@ def fit_in_time(candidate: Candidate, task: Task, budget: Budget) -> Candidate:
         result.hint += ", or no --for: a format says nothing of weights that are streamed"
         raise result
     if not task.rewritable:
-        result.hint += "; pins, annotations and --exact keep the graph as it is: without them weights may be streamed"
+        result.hint += "; pins and annotations keep the graph as it is: without them weights may be streamed"
         raise result
     part = budget.share(FIRST) if task.request.stages != 1 and task.several_devices else budget  # stages may still fit
     fitted = _fitted(candidate.form.graph, result.closest, task, part)

@@ -175,8 +175,8 @@ def compile_sizes(options: pipeline.Options, asked: Asked, report: Report) -> Co
     """
     options = replace(options, stages="1", micro_batches="1") if options.stages == "auto" else options
     staged = options.stages != "1" or options.micro_batches not in ("1", "auto") or options.stage_at
-    if staged or options.exact or options.pareto or options.resume:
-        what = "a range of sizes goes with one stage, and without --exact, --pareto and --resume"
+    if staged or options.pareto or options.resume:
+        what = "a range of sizes goes with one stage, and without --pareto and --resume"
         raise TapestryError(what, where="--shape", hint="one size, or none of these")
     if options.target != "torch-cpu":
         raise TapestryError("a range of sizes is for torch-cpu", where="--target", hint="a build for each size")

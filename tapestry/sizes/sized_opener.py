@@ -37,7 +37,7 @@ class SizedOpener:
             reads_late = True
 
         slices = self.once.of(build)
-        session = Session(build, constants, TorchCpu(build.exact, How(True, compiles)), self.make or Executor, slices)
+        session = Session(build, constants, TorchCpu(How(True, compiles)), self.make or Executor, slices)
         assert isinstance(session.executor, LocalExecutor)
         session.executor.packed, session.executor.equal = self.packed, equal
         session.executor.bind()

@@ -29,7 +29,6 @@ from tapestry.ir.syntax.printer import signature
 from tapestry.ir.types import DTYPES, HOST, Array, itemsize
 from tapestry.verify import block_laws, box_lists, deadlock, exchange, monoid_laws
 from tapestry.verify.box_lists import Boxes, Breach, Hulls, Lists, Parts, Spans, first
-from tapestry.verify.exact_law import check_exact
 from tapestry.verify.transfer_kinds import named
 
 
@@ -116,7 +115,6 @@ def check(
     mesh: Mesh | None = None,
     streamed: frozenset[str] = frozenset(),
     places: tuple[Stage, ...] | None = None,
-    exact: bool = False,
     native_sums: bool = False,
 ) -> dict[str, int]:
     """Check a graph and its program; returns how many times each law was checked.
@@ -127,7 +125,6 @@ def check(
         limit: bytes that each device has, or a list of what every one has.
         stated_peak: peak bytes per device that the plan claims.
         streamed: weights that the plan loads for every use; all others stay loaded from their load to the end.
-        exact: whether the plan claims the same bits as on one device.
         native_sums: whether the plan rounds partial sums to the results' dtype before they travel.
 
     Raises:
@@ -135,8 +132,6 @@ def check(
     """
     r = _Replay(graph, program, Lists(), streamed, native_sums)
     r.lists.laws.update(laws.check(graph))
-    if exact:
-        r.lists.laws["exact"] = check_exact(graph, program)
     loose = sorted(streamed - set(graph.weights))
     r.law("agreement", not loose, "what is streamed are no weights", "the plan", loose)
     if places is None and mesh is not None:

@@ -24,8 +24,7 @@ STAGES: tuple[tuple[tuple[int, tuple[int, ...]], ...], ...] = (  # (first device
     ((0, (2,)), (2, (2,))), ((0, (1,)), (1, (1,))), ((0, (1,)), (1, (3,))), ((2, (2,)), (0, (2,))),
     ((0, (2, 2)), (4, (1,)), (5, (2,))),
 )  # fmt: skip
-VIAS = {"strategies": 300, "search": 30, "stages": 30, "exact": 12, "build": 9, "triton": 12, "processes": 2}
-EXACT_MESHES = ((2,), (3,), (4,), (2, 2), (2, 3))
+VIAS = {"strategies": 300, "search": 30, "stages": 42, "build": 9, "triton": 12, "processes": 2}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,8 +38,7 @@ class Recipe:
         inputs, outputs: fixed layouts.
         streamed: weights loaded for every use.
         via: "strategies" as they are here, also on pipeline "stages" or on generated kernels in "triton"'s interpreter;
-            "search" by the planner; "exact" by the planner, beside one device; "build" by the planner, through files, and
-            "processes" then on several of them.
+            "search" by the planner; "build" by the planner, through files, and "processes" then on several of them.
         stages: (first device, mesh sizes) of each; ``placed`` is the stage of an operation by the first tensor it writes, and
             ``arrivals`` the layout in which a stage receives a tensor, by ``tensor@stage``.
         cells: of inputs, with the values that a second run has there (`awkward`).
@@ -170,8 +168,8 @@ def random_recipe(lifted: Graph, rng: random.Random) -> tuple[Recipe, Graph]:
     """Any recipe for a lifted graph, and the graph that it makes."""
     mesh = random_mesh(rng)
     via = rng.choices(list(VIAS), list(VIAS.values()))[0]
-    if via in ("exact", "processes"):
-        return Recipe(mesh=mesh_of(rng.choice(EXACT_MESHES if via == "exact" else EXACT_MESHES[:2])), via=via), lifted
+    if via == "processes":
+        return Recipe(mesh=mesh_of(rng.choice(((2,), (3,)))), via=via), lifted
     if via == "build":
         return Recipe(mesh=mesh, via=via), lifted
     before = rng.random() < 0.8

@@ -75,7 +75,7 @@ def _recipes(case: Case) -> Iterator[Case]:
         yield model, replace(r, streamed=r.streamed - {t})
     for t in r.arrivals:
         yield model, replace(r, arrivals={k: x for k, x in r.arrivals.items() if k != t})
-    if r.via in ("triton", "processes", "exact") and not r.stages:
+    if r.via in ("triton", "processes") and not r.stages:
         yield model, replace(r, via="strategies")
 
 

@@ -20,15 +20,13 @@ from tapestry.codegen.torch_cpu import TorchCpu
 from tapestry.codegen.torch_cpu.kernels import from_numpy, to_numpy
 from tapestry.errors import LawError, TapestryError
 from tapestry.ir.graph import Graph
-from tapestry.ir.plan import MeshAxis, Plan
+from tapestry.ir.plan import Plan
 from tapestry.ir.program import Program, Reduce, Transfer, peak_bytes, transfer_bytes
 from tapestry.ir.syntax.parser import parse
 from tapestry.lift import Lifted, lift, read_weight
-from tapestry.plan.layout_constraints import LayoutConstraints
 from tapestry.plan.pipelines.staged_plan import lower_plan
 from tapestry.plan.search.planner import search
 from tapestry.plan.topology import topology
-from tapestry.rewrites.core.driver import simplify
 from tapestry.runtime.one_process.logical_devices import LocalExecutor
 from tapestry.runtime.outputs import paths
 from tapestry.runtime.target_protocol import Measured, Target
@@ -136,8 +134,6 @@ def attempt(p: Prepared, recipe: Recipe, *, lenient: bool = False) -> Failure | 
     try:
         if recipe.via in ("build", "processes"):
             return _through_files(p, recipe)
-        if recipe.via == "exact":
-            return _exactly(p, recipe)
         graph = rewritten(p.lifted.graph, recipe, lenient=lenient)
         plan, program = _plan(graph, recipe)
         peak = peak_bytes(program)[0]
@@ -198,24 +194,6 @@ def execute(
     executor = LocalExecutor(plan.graph, program, target, source(weights), plan.streamed)
     outs, measured = executor.run(source(feeds))
     return {t: np.array(to_numpy(a, plan.graph.tensors[t].dtype)) for t, a in outs.items()}, measured
-
-
-def _exactly(p: Prepared, recipe: Recipe) -> Failure | None:
-    """An exact plan gives the bits of one device on any mesh."""
-    graph, found = simplify(p.lifted.graph), list[dict[str, Array]]()
-    for mesh in ((MeshAxis("d0", 1),), recipe.mesh):
-        plan = search(graph, topology(mesh, "cpu"), time_limit=5.0, fixed=LayoutConstraints(exact=True))
-        peak = peak_bytes(plan.program)[0]
-        certificate.check(plan.plan.annotated(), plan.program, stated_peak=peak, places=plan.plan.places, exact=True)
-        outs, measured = execute(plan.plan, plan.program, p.model.inputs, p.data, TorchCpu(True))
-        found.append(outs)
-        failed = judge(p, outs) or _used(plan.program, measured)
-        if failed:
-            return failed
-    for name, one in found[0].items():
-        if one.tobytes() != found[1][name].tobytes():
-            return Failure("wrong", "exact bits", f"'{name}' differs from that of one device")
-    return None
 
 
 def _through_files(p: Prepared, recipe: Recipe) -> Failure | None:

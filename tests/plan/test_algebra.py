@@ -100,10 +100,6 @@ def test_fusions_that_stand_in_the_way_are_left_out(tmp_path) -> None:
     assert list(planned(SEEN["two_products"](), tmp_path, rules=ALGEBRA).build.moves) == ["common_factor@t2"]
 
 
-def test_an_exact_plan_uses_none(tmp_path) -> None:
-    assert not planned(SEEN["chain"](), tmp_path, exact=True, rules=ALGEBRA).build.moves
-
-
 def test_the_search_is_never_worse_on_several_devices(tmp_path) -> None:
     model = SEEN["lora"]()
     without, with_ = (planned(model, tmp_path, "4", rules=r).build.report for r in ((), ALGEBRA))

@@ -1,4 +1,4 @@
-"""Builds of every sort on forked ranks: exact, staged and micro-batched, streamed weights, states of a streaming softmax, uneven
+"""Builds of every sort on forked ranks: staged and micro-batched, streamed weights, states of a streaming softmax, uneven
 shares, outputs that no device holds."""
 
 from __future__ import annotations
@@ -25,11 +25,6 @@ def found(tmp_path_factory) -> dict:
     done = subprocess.run(command, capture_output=True, text=True, env=ENV, timeout=600)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
-
-
-@pytest.mark.slow
-def test_the_same_bits_on_one_to_four_processes(found):
-    assert found["exact"]["wrong"] == [] and found["exact"]["files"] == 1
 
 
 @pytest.mark.slow

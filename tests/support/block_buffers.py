@@ -9,7 +9,8 @@ import torch
 
 from tapestry.codegen.torch_cpu.kernels import from_numpy
 from tapestry.ir import space
-from tapestry.ir.graph import Block
+from tapestry.ir.footprint import hull, opaque_boxes
+from tapestry.ir.graph import Block, Graph, Op
 from tapestry.ir.kernel import Box
 
 
@@ -44,3 +45,14 @@ def dense(t: torch.Tensor) -> bool:
     """Whether a tensor is all of its storage, each cell once, in whatever order of axes."""
     steps = sorted((s, n) for s, n in zip(t.stride(), t.shape, strict=True) if n > 1)
     return all(s == int(np.prod([n for _, n in steps[:k]])) for k, (s, _) in enumerate(steps))
+
+
+def read_box(op: Op, graph: Graph, k: int, block: Box) -> Box:
+    """The part of its tensor that read number k of a block needs, clipped to the tensor."""
+    points = np.array(block, np.int64).reshape(1, len(block), 2)
+    if not isinstance(op, Block):
+        found = next(boxes for n, _, boxes in opaque_boxes(op, graph, points) if n == k)
+    else:
+        spans = {d.name: (points[:, i, 0], points[:, i, 1] - 1) for i, d in enumerate(op.space)}
+        found = hull(op.reads[k], spans, graph.tensors[op.reads[k].tensor].shape, 1)
+    return tuple((int(lo), int(hi)) for lo, hi in found[0])

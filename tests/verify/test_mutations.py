@@ -1,4 +1,4 @@
-"""A sample of bench/proofs/mutations.py: single faults in plans with streamed weights, stages and exact cuts, and in files, are refused."""
+"""A sample of bench/proofs/mutations.py: single faults in plans with streamed weights and stages, and in files, are refused."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.faults.file_faults import FILE_FAULTS, refused
 from tests.support.faults.plan_faults_more import MORE
 from tests.support.small_models import case
 
-KINDS = ("row", "mesh", "streamed", "staged", "exact")
+KINDS = ("row", "mesh", "streamed", "staged")
 
 
 @pytest.mark.sampled(1)
@@ -30,8 +30,8 @@ KINDS = ("row", "mesh", "streamed", "staged", "exact")
 def test_faults_of_every_kind_of_plan_are_refused(kind):
     table: dict[str, Tried] = {}
     for name in ("norms", "attention"):
-        plan, exact = next((p, e) for k, p, e in plans(case(name).graph, 3) if k == kind)
-        mutate(name, plan, exact, 1, table, f"fast {kind}")
+        plan = next(p for k, p in plans(case(name).graph, 3) if k == kind)
+        mutate(name, plan, 1, table, f"fast {kind}")
     assert len(table) >= (12 if kind == "staged" else 30)
     assert not [t.row(n) for n, t in table.items() if t.tried != t.refused or t.odd]
 
@@ -41,8 +41,8 @@ def test_faults_of_every_kind_of_plan_are_refused(kind):
 def test_these_faults_are_tried_somewhere_and_refused(name):
     table = {name: Tried()}
     for model in ("norms", "conv_chain", "attention"):
-        for _kind, plan, exact in plans(case(model).graph, 5):
-            mutate(model, plan, exact, 3, table, model, name)
+        for _kind, plan in plans(case(model).graph, 5):
+            mutate(model, plan, 3, table, model, name)
     (tried,) = table.values()
     assert tried.tried and tried.tried == tried.refused and not tried.odd, tried.row(name)
 

@@ -184,11 +184,11 @@ def test_keywords_are_the_options_that_are_declared() -> None:
 
 def test_what_a_command_asks_for_is_what_python_does() -> None:
     """Without any flag the options are the defaults of the table; with each flag they are what the keyword makes of the same."""
-    flags = "--devices 2 --topology cpu --memory 1GiB --exact --no-weights"
+    flags = "--devices 2 --topology cpu --memory 1GiB --pareto --no-weights"
     flags += " --ignore-sharding --rules r --ops o --resume b --stage-at n --seed 3 --time-limit 1.5 --for jax"
     keywords = {
         "devices": 2, "topology": "cpu", "memory": "1GiB",
-        "exact": True, "weights": False, "sharding": False, "rules": "r", "ops": "o", "resume": "b",
+        "pareto": True, "weights": False, "sharding": False, "rules": "r", "ops": "o", "resume": "b",
         "stage_at": "n", "seed": 3, "time_limit": 1.5, "for_format": "jax",
     }  # fmt: skip
 
@@ -203,7 +203,7 @@ def test_what_a_command_asks_for_is_what_python_does() -> None:
         assert words or shown(asked) == shown(Options(model=Path("m.onnx")))
 
 
-@pytest.mark.parametrize("name", ["stage_at", "stages", "accumulate", "exact"])
+@pytest.mark.parametrize("name", ["stage_at", "stages", "accumulate", "pareto"])
 def test_keywords_of_another_kind_are_refused(name: str) -> None:
     for value in (2.5, [2.5]):
         with pytest.raises(TapestryError, match=f"tapestry.compile, {name}: .* is a (float|list)"):
@@ -212,7 +212,7 @@ def test_keywords_of_another_kind_are_refused(name: str) -> None:
 
 def test_none_is_as_if_it_were_left_out(tmp_path: Path) -> None:
     (tmp_path / "m.tap").write_text(TEXT)
-    nothing = dict.fromkeys(("stages", "stage_at", "pins", "sharding", "weights", "exact"))
+    nothing = dict.fromkeys(("stages", "stage_at", "pins", "sharding", "weights", "pareto"))
     plans = [tapestry.compile(tmp_path / "m.tap", topology="cpu", devices=2, **o) for o in ({}, nothing)]
     assert plans[0].report["plan_sha256"] == plans[1].report["plan_sha256"]
 

@@ -183,7 +183,7 @@ def test_the_public_names_are_listed() -> None:
         ("--devices 4, or another --mesh", "devices=4, or another mesh"),
         ("compile with --target triton:sm90", 'compile with target="triton:sm90"'),
         ("--ignore-sharding plans without it", "sharding=False plans without it"),
-        ("without --exact and --no-weights", "without exact=True and weights=False"),
+        ("without --pareto and --no-weights", "without pareto=True and weights=False"),
         ("--without-rule", "without"),
         ("tapestry run BUILD --trace FILE", "tapestry run BUILD --trace FILE"),
         ("--stages auto, or a number", 'stages="auto", or a number'),

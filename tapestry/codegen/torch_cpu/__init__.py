@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from tapestry.codegen.torch_cpu import kernels
-from tapestry.codegen.torch_cpu import kernels as exact
 from tapestry.codegen.torch_cpu.base import state_merges
 from tapestry.codegen.torch_cpu.c import copies, thread_parts
 from tapestry.codegen.torch_cpu.c.blocks_c import PLAIN, How
@@ -26,16 +25,15 @@ class TorchCpu:
     """Implements `runtime.target_protocol`: `Target`, and `RecordingTarget` by our kernels in C.
 
     Args:
-        exact: compute in canonical blocks, so that results do not depend on the number of devices (`ir.plan`).
         how: our kernels in C are made.
     """
 
-    def __init__(self, exact: bool = False, how: How = PLAIN) -> None:
-        self.exact, self.how, self.device = exact, how, torch.device("cpu")
+    def __init__(self, how: How = PLAIN) -> None:
+        self.how, self.device = how, torch.device("cpu")
 
     def kernel(self, graph: Graph, kernel: Kernel) -> CpuKernel:
         """A function that computes one block."""
-        return exact.build_exact(graph, kernel) if self.exact else kernels.build(graph, kernel, self.how)
+        return kernels.build(graph, kernel, self.how)
 
     def merge(self, monoid: str, states: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
         """Merge the states of several devices, in their order."""
@@ -51,9 +49,8 @@ class TorchCpu:
         return kernels.to_numpy(array, dtype)
 
     def described(self) -> dict[str, Any]:
-        """How many threads share a kernel, and what decides that; with ``exact`` each is one thread's."""
-        count, why = (1, "exact") if self.exact else (thread_parts.threads(), thread_parts.why_threads())
-        return {"threads": {"count": count, "why": why}}
+        """How many threads share a kernel, and what decides that."""
+        return {"threads": {"count": thread_parts.threads(), "why": thread_parts.why_threads()}}
 
     # calls on fixed addresses
 

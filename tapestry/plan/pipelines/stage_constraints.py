@@ -80,7 +80,7 @@ class Asked:
         )
         if None in (*outs.values(), *reads.values(), *dims.values(), *inputs.values(), *outputs.values()):
             return None
-        fixed = LayoutConstraints(outs=_sure(outs), reads=_sure(reads), dims=_sure(dims), exact=self.fixed.exact)
+        fixed = LayoutConstraints(outs=_sure(outs), reads=_sure(reads), dims=_sure(dims))
         return Given(pins=pins, inputs=_sure(inputs), outputs=_sure(outputs), fixed=fixed)
 
     def read(self, op: Op) -> Iterator[tuple[str, str]]:

@@ -155,7 +155,6 @@ def refusal(build: Build) -> Row | None:
             build.program,
             places=plan.places,
             streamed=plan.streamed,
-            exact=build.exact,
             stated_peak=list(build.peak_bytes),
         )
     except LawError as e:

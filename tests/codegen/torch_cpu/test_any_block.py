@@ -13,7 +13,6 @@ import torch
 
 from tapestry.codegen.torch_cpu import FEWEST, TorchCpu
 from tapestry.codegen.torch_cpu.kernels import from_numpy, to_numpy
-from tapestry.ir.footprint import read_box
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.kernel import Box, Kernel, whole
 from tapestry.ir.syntax.parser import parse
@@ -21,6 +20,7 @@ from tapestry.ir.types import itemsize
 from tapestry.rewrites.core.rule_check import random_feeds
 from tapestry.runtime.arrays import torch_dtype
 from tapestry.verify import interp
+from tests.support.block_buffers import read_box
 
 CASES = {
     "diagonal taps": """input x: f32[2, 3, 8, 8]

@@ -13,9 +13,9 @@ from onnx import TensorProto, helper, numpy_helper
 import tapestry
 from tapestry.codegen.torch_cpu import TorchCpu, native
 from tapestry.codegen.torch_cpu.c.c_calls import CpuKernel
-from tapestry.ir.footprint import read_box
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.kernel import Box, Kernel, whole
+from tests.support.block_buffers import read_box
 from tests.support.lifting import build, evaluate, lift_model, node
 from tests.support.small_models import N, net
 

@@ -9,11 +9,11 @@ import pytest
 
 from tapestry.codegen.triton.emit.source import generate
 from tapestry.codegen.triton.run.launcher import launch
-from tapestry.ir.footprint import read_box
 from tapestry.ir.graph import Block
 from tapestry.ir.kernel import Kernel, whole
 from tapestry.ir.syntax.parser import parse
 from tests.fuzz.generate.random_blocks import blocks
+from tests.support.block_buffers import read_box
 from tests.support.triton_kernels import fresh, from_torch, poisoned_lanes, run_kernel, to_torch  # noqa: F401  (a fixture)
 
 

@@ -1,4 +1,4 @@
-"""More faults for the plan checker: of streamed weights, pipeline stages, exact plans, layouts, and of the plan beside the program."""
+"""More faults for the plan checker: of streamed weights, pipeline stages, layouts, and of the plan beside the program."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 
-from tapestry.ir.canonical_parts import canonical, free
 from tapestry.ir.graph import Block
 from tapestry.ir.plan import Stage
 from tapestry.ir.program import Free, Launch, Load, Reduce, Transfer, allocated
@@ -128,28 +127,6 @@ def operation_also_on_a_device_outside_its_stage(plan, p):
         blocks = list(s.blocks)
         blocks[outside] = blocks[inside]
         out.append((plan, put(q, i, replace(s, blocks=tuple(blocks))), {}))
-    return out
-
-
-# exact plans
-
-
-@fault("exact")
-def exact_claimed_of_a_rounding_cut(plan, p):
-    """A plan claims the same bits on any devices, but cuts a reduction of floats, or not the canonical dimension."""
-    out = []
-    for i, op in enumerate(plan.graph.ops):
-        if plan.stages or free(op):
-            continue
-        first = canonical(op)
-        wrong = [
-            s for s in strategies(op, plan.mesh) if any(d is not None and (first is None or d != first.name) for d in s.dims)
-        ]
-        if wrong:
-            changed = replace(plan, strategies=(*plan.strategies[:i], wrong[0], *plan.strategies[i + 1 :]))
-            out.append((changed, lower(changed), {"exact": True, "stated_peak": None}))
-        if len(out) > 8:
-            break
     return out
 
 
