@@ -210,15 +210,6 @@ class Compiled:
         )
         return tool_kinds.write(format, asked)
 
-    @_of_build
-    def trace(self, file: str | Path) -> Path:
-        """Write the simulated schedule, for https://ui.perfetto.dev."""
-        from tapestry.viz import trace as trace_module
-        from tapestry.viz.explain import schedule
-
-        trace_module.write_trace(Path(file), self.build.plan, schedule(self.build))
-        return Path(file)
-
     def save(self, folder: str | Path, *, bundle: bool | None = None) -> None:
         """Write a build directory, in one step.
 

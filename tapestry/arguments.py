@@ -215,8 +215,6 @@ def run_arguments(p: argparse.ArgumentParser) -> None:
     moved_model(p)
     p.add_argument("--input", action="append", default=[], metavar="NAME=FILE.npy", help="an input, as numpy.save wrote it")
     flags(p, "shapes")
-    text = "folders or .npz files, one batch each; finished ones are skipped"
-    p.add_argument("--inputs", nargs="+", type=Path, default=[], metavar="DIR_OR_NPZ", help=text)
     p.add_argument("--output", type=Path, metavar="DIR", help="write every output as a .npy file")
     p.add_argument("--seed", type=whole(0), default=0, help="seed of the random inputs that stand in for missing ones")
     p.add_argument("--timeout", type=seconds, default=30.0, metavar="S", help="seconds of silence that count as a failure (30)")
@@ -234,7 +232,6 @@ def checked(p: argparse.ArgumentParser) -> None:
 def processes(p: argparse.ArgumentParser) -> None:
     """How ranks are started on this host."""
     p.add_argument("--processes", type=whole(1), metavar="N", help="run on N processes, with the devices shared evenly")
-    p.add_argument("--max-restarts", type=whole(0), default=0, metavar="R", help="start again after a failure, R times at most")
     p.add_argument("--port", type=whole(0, 65535), default=0, help="port at which the ranks meet (default: a free one)")
 
 
@@ -246,8 +243,7 @@ def scheduled(p: argparse.ArgumentParser) -> None:
 
 def by_ranks(args: argparse.Namespace) -> bool:
     """Whether a run was asked for something that ranks do, or one rank alone."""
-    by_number = (args.processes, args.threads, args.max_restarts, args.port)
-    return any((*by_number, args.inputs, args.trace))
+    return any((args.processes, args.threads, args.port, args.trace))
 
 
 def calibrate(p: argparse.ArgumentParser) -> None:
@@ -328,7 +324,6 @@ def explain(p: argparse.ArgumentParser) -> None:
     p.add_argument("--diff", type=Path, metavar="OTHER", help="print what differs from another build, instead of the plan")
     p.add_argument("--kernels", action="store_true", help="also what computes each operation, and why other kernels cannot")
     p.add_argument("--critical-path", action="store_true", help="also the steps that decide the simulated time")
-    p.add_argument("--trace", type=Path, metavar="FILE", help="write the simulated schedule, for https://ui.perfetto.dev")
     p.add_argument("--analyze", action="store_true", help="run the plan, and print estimated and measured seconds of each step")
     p.add_argument("--processes", type=whole(1), metavar="N", help="for --analyze: run on N processes (one per device)")
 

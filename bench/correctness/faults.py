@@ -4,15 +4,14 @@ behind.
     .venv/bin/python -m bench faults [--count 200] [--jobs 2] [--processes 3] [--stop-timeout 6] [--seed 0] [--only KIND …]
 
 Kinds (see `FAULTS`): a random rank is killed, stopped, starved of memory, made slow, made to send something else, unable to
-write its results, or of another build; the port is taken; the launcher is interrupted or killed; a rank
-is stopped for less than the timeout, which the run must survive. At the end a stream of 50 batches with 5 kills and
---max-restarts must lose and repeat nothing, and each fault of a run's world (`world_faults`) is tried once: other inputs, seed,
-threads or token on one rank, half a launcher's variables, open ports, a kill and a link down between two hosts. The moment is
-random, within the run. A fault is handled if the run ended in time (a kill: 2 s; all others: the timeout and 2 s) with exit
-status 1, one message that names the rank (or the launcher, the port) and where it was, no process of its session is left, and
-no result is half-written. ``--only`` tries the share of the count that some kinds have; rows of the others stay. Launchers are
-forks of a process that has imported torch, so that a fault costs no two seconds of imports. Writes bench/results/faults.json;
-exits 1 if a fault is not handled.
+write its results, or of another build; the port is taken; the launcher is interrupted or killed; a rank is stopped for less
+than the timeout, which the run must survive. At the end each fault of a run's world (`world_faults`) is tried once: other
+inputs, seed, threads or token on one rank, half a launcher's variables, open ports, a kill and a link down between two hosts.
+The moment is random, within the run, whose steps are made to take some time (`slow_ranks`). A fault is handled if the run ended
+in time (a kill: 2 s; all others: the timeout and 2 s) with exit status 1, one message that names the rank (or the launcher, the
+port) and where it was, no process of its session is left, and no result is half-written. ``--only`` tries the share of the
+count that some kinds have; rows of the others stay. Launchers are forks of a process that has imported torch, so that a fault
+costs no two seconds of imports. Writes bench/results/faults.json; exits 1 if a fault is not handled.
 """
 
 from __future__ import annotations
@@ -44,14 +43,15 @@ from bench.support import record
 from bench.support.record import ROOT, WORK, Row
 from bench.support.sessions import HANG, Run, children, gone
 from tapestry import flags
+from tests.support.programs.slow_ranks import slow_down
 
-BATCHES = 50
+STEP = 0.1  # seconds that a step takes at least
 FOLDER = WORK / "faults"
 Patch = Callable[[], None]
 
 
 def model(path: Path) -> None:
-    """Layers enough that a batch takes some tens of milliseconds and every step talks."""
+    """Layers enough that a run of slow steps takes some seconds and every step talks."""
     rng, n, layers = np.random.default_rng(0), 768, 12
     nodes, weights = [], []
     last = "x"
@@ -69,24 +69,22 @@ def model(path: Path) -> None:
 
 
 def prepare(folder: Path, processes: int) -> None:
-    """Builds, 50 batches and what is expected of them; in a process of its own, because it computes."""
+    """Builds, an input and what is expected of it; in a process of its own, because it computes."""
     import torch
 
     from tapestry import api, cli
 
     torch.set_num_threads(1)  # as the ranks have: kernels round by the number of threads
     shutil.rmtree(folder, ignore_errors=True)
-    (folder / "in").mkdir(parents=True)
+    folder.mkdir(parents=True)
     model(folder / "model.onnx")
     for name, extra in (("build", []), ("other", ["--pin", f"m0:i={processes}@d0"]), ("hosts", ["--devices", 2])):
         made = ["compile", folder / "model.onnx", "-o", folder / name, "--devices", processes, *extra, "-q"]
         assert cli.main(list(map(str, made))) == 0
     compiled = api.load(folder / "build")
-    (folder / "expected").mkdir()
-    for k in range(BATCHES):
-        feeds = compiled.random_feeds(k)
-        np.savez(folder / "in" / f"b{k:02}.npz", **feeds)
-        np.savez(folder / "expected" / f"b{k:02}.npz", **compiled.run(feeds))
+    feeds = compiled.random_feeds(0)
+    np.save(folder / "x.npy", feeds["x"])
+    np.savez(folder / "expected.npz", **compiled.run(feeds))
 
 
 class Bench:
@@ -94,10 +92,9 @@ class Bench:
 
     def __init__(self, folder: Path, processes: int, timeout: float, rng: random.Random) -> None:
         self.folder, self.n, self.timeout, self.rng = folder, processes, timeout, rng
-        self.expected: dict[str, dict[str, Any]] = {}
-        for p in sorted((folder / "expected").glob("*.npz")):
-            with np.load(p) as found:
-                self.expected[p.stem] = dict(found)
+        self.given, self.out, self.mark = f"x={folder / 'x.npy'}", folder / "out", folder / "mark"
+        with np.load(folder / "expected.npz") as found:
+            self.expected: dict[str, Any] = dict(found)
 
     def fork(self, main: Callable[[], int], patch: Patch | None = None, env: dict[str, str] | None = None) -> Run:
         """A fork that leads a session of its own."""
@@ -122,41 +119,47 @@ class Bench:
             os._exit(code)
 
     def start(self, *more: object, patch: Patch | None = None, env: dict[str, str] | None = None) -> Run:
-        """A run over the batches."""
+        """A run with slow steps."""
         from tapestry import cli
 
-        shutil.rmtree(self.folder / "out", ignore_errors=True)
+        self.clear()
         argv = [
-            "run", self.folder / "build", "--processes", self.n, "--inputs", self.folder / "in", "--output",
-            self.folder / "out", "--timeout", self.timeout, "--threads", 1, "-q", *more,
+            "run", self.folder / "build", "--processes", self.n, "--input", self.given, "--output", self.out,
+            "--timeout", self.timeout, "--threads", 1, "-q", *more,
         ]  # fmt: skip
-        return self.fork(lambda: cli.main(list(map(str, argv))), patch, env)
+
+        def patched() -> None:
+            if patch:
+                patch()
+            slow_down(self.mark, STEP)
+
+        return self.fork(lambda: cli.main(list(map(str, argv))), patched, env)
+
+    def clear(self) -> None:
+        """Nothing is left of an earlier run."""
+        shutil.rmtree(self.out, ignore_errors=True)
+        self.mark.unlink(missing_ok=True)
 
     def running(self, run: Run) -> list[int]:
-        """Process ids by rank, at a random moment once the first batch is done."""
+        """Process ids by rank, at a random moment once they compute."""
         end = time.monotonic() + HANG
         while time.monotonic() < end and run.poll() is None:
             found = children(run.pid)
-            if len(found) == self.n and self.batches():
+            if len(found) == self.n and self.mark.exists():
                 time.sleep(self.rng.random() * 0.3)
                 return found
             time.sleep(0.005)
         raise TimeoutError(f"the ranks did not start: {run.said.read_text()}")
 
     def whole(self) -> bool:
-        """Whether every batch folder that is there is complete and right, and nothing else is there."""
-        out = self.folder / "out"
-        found = [p for p in out.iterdir() if p.name != "run.json"] if out.is_dir() else []
-        return all(p.name.startswith(".") or self.right(p) for p in found)
-
-    def right(self, folder: Path) -> bool:
-        """As in one process, but for the order in which floats of more than two devices are added."""
-        pairs = ((np.load(folder / f"{t}.npy"), a) for t, a in self.expected[folder.name].items())
+        """Whether every result that is there is complete and right: as in one process, but for the order in which floats of
+        more than two devices are added."""
+        pairs = ((np.load(p), self.expected[p.stem]) for p in self.out.glob("[!.]*.npy"))
         return all(x.dtype == a.dtype and x.shape == a.shape and np.allclose(x, a, rtol=1e-4, atol=1e-5) for x, a in pairs)
 
-    def batches(self) -> int:
-        out = self.folder / "out"
-        return len(list(out.glob("b*"))) if out.is_dir() else 0
+    def done(self) -> bool:
+        """Whether all results are there, and right."""
+        return {p.stem for p in self.out.glob("[!.]*.npy")} == set(self.expected) and self.whole()
 
     def judged(self, kind: str, run: Run, since: float, words: str, within: float, status: int = 1) -> Row:
         """What came of a fault: how the run ended, whether the words (a regular expression) were said, and what was left."""
@@ -206,7 +209,7 @@ def pause(b: Bench) -> Row:
     time.sleep(b.timeout * 0.3)
     os.kill(victim, signal.SIGCONT)
     row = b.judged("pause", run, since, "", HANG, status=0)
-    return row | {"ok": row["ok"] and b.batches() == BATCHES}
+    return row | {"ok": row["ok"] and b.done()}
 
 
 def memory(b: Bench) -> Row:
@@ -217,11 +220,11 @@ def memory(b: Bench) -> Row:
     used = int(Path(f"/proc/{pids[guilty]}/statm").read_text().split()[0]) * resource.getpagesize()
     resource.prlimit(pids[guilty], resource.RLIMIT_AS, (used // 2, used // 2))
     row = b.judged("memory", run, since, rf"rank {guilty}.*memory", b.timeout + 2)
-    return row | {"ok": row["ok"] or (row["status"] == 0 and b.batches() == BATCHES)}
+    return row | {"ok": row["ok"] or (row["status"] == 0 and b.done())}
 
 
 def in_rank(guilty: int, step: int, act: Callable[[Any], None]) -> Patch:
-    """For the launcher, whose ranks are forks of it: the guilty one acts when it comes to a step of batch 3."""
+    """For the launcher, whose ranks are forks of it: the guilty one acts when it comes to a step."""
 
     def patch() -> None:
         from tapestry.runtime.processes.distributed import RankExecutor
@@ -229,7 +232,7 @@ def in_rank(guilty: int, step: int, act: Callable[[Any], None]) -> Patch:
         before = RankExecutor.step
 
         def do(self: Any, at: int) -> None:
-            if self.wire.rank == guilty and self.wire.batch == 3 and at >= step:
+            if self.wire.rank == guilty and at >= step:
                 act(self)
             before(self, at)
 
@@ -279,13 +282,13 @@ def disk(b: Bench) -> Row:
 
 
 def inputs(b: Bench) -> Row:
-    """A batch in the middle that does not read."""
-    path = b.folder / "in" / f"b{b.rng.randrange(5, 30):02}.npz"
+    """An input that does not read: no rank is started."""
+    path = b.folder / "x.npy"
     data = path.read_bytes()
     path.write_bytes(data[: len(data) // 3])
     since = time.monotonic()
     try:
-        return b.judged("inputs", b.start(), since, rf"rank \d: .*{path.name}", HANG)
+        return b.judged("inputs", b.start(), since, rf"{path.name}: not an array", HANG, status=2)
     finally:
         path.write_bytes(data)
 
@@ -316,27 +319,6 @@ def launcher(b: Bench) -> Row:
     return row | {"ok": row["gone"]}
 
 
-def stream(b: Bench, kills: int = 5) -> Row:
-    """50 batches, 5 kills: every batch is there once, with the right result."""
-    run = b.start("--max-restarts", kills)
-    since, times = time.monotonic(), list[dict[str, int]]()
-    done = lambda: {p.name: p.stat().st_mtime_ns for p in (b.folder / "out").glob("b*")}  # noqa: E731
-    for k in range(kills):
-        while b.batches() < (k + 1) * BATCHES // (kills + 2) and run.poll() is None:
-            time.sleep(0.005)
-        pids = children(run.pid)
-        if run.poll() is None and pids:
-            os.kill(b.rng.choice(pids), signal.SIGKILL)
-        times.append(done())
-        while set(children(run.pid)) & set(pids) and run.poll() is None:
-            time.sleep(0.005)
-    row = b.judged("stream", run, since, "starting again", HANG, status=0)
-    last = done()
-    repeated = sum(last.get(n) != t for seen in times for n, t in seen.items())
-    again = row["said"].count("starting again") == kills or len(row["said"]) == 300
-    return row | {"ok": row["ok"] and b.batches() == BATCHES and repeated == 0 and again, "repeated": repeated}
-
-
 FAULTS: dict[str, tuple[Callable[[Bench], Row], float]] = {
     "kill": (kill, 0.28), "abort": (abort, 0.08), "stop": (stop, 0.12), "memory": (memory, 0.06), "slow": (slow, 0.08),
     "error": (error, 0.04), "message": (message, 0.05), "disk": (disk, 0.03),
@@ -344,7 +326,7 @@ FAULTS: dict[str, tuple[Callable[[Bench], Row], float]] = {
     "launcher": (launcher, 0.03), "pause": (pause, 0.03),
 }  # fmt: skip
 
-ONCE: dict[str, Callable[[Bench], Row]] = {"stream": stream, **WORLDS}
+ONCE: dict[str, Callable[[Bench], Row]] = WORLDS
 
 
 def job(number: int, kinds: list[str], args: argparse.Namespace, pipe: Any) -> None:

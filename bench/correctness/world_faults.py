@@ -34,7 +34,7 @@ def apart(
     from tapestry import launch
 
     port, since = two_hosts.free_port(), time.monotonic()
-    shutil.rmtree(b.folder / "out", ignore_errors=True)
+    b.clear()
     runs: list[Run] = []
     for r in range(b.n):
         place = {"RANK": str(r), "WORLD_SIZE": str(b.n)} if together else {}
@@ -71,31 +71,30 @@ def differing(b: Bench, kind: str, words: str, argv: Sequence[object], env: Envi
 
 
 def other_inputs(b: Bench) -> Row:
-    """The same file names with other numbers in them."""
+    """The same file name with other numbers in it."""
     guilty, place = b.rng.randrange(1, b.n), b.folder / "elsewhere"
     shutil.rmtree(place, ignore_errors=True)
     place.mkdir()
-    with np.load(b.folder / "in" / "b00.npz") as found:
-        np.savez(place / "b00.npz", **{t: a + np.float32(1e-3) for t, a in found.items()})
+    np.save(place / "x.npy", np.load(b.folder / "x.npy") + np.float32(1e-3))
     row = apart(
         b, "other-inputs", f"rank {guilty} has another input",
         lambda r: [
-            b.folder / "build", "--threads", 1, "--inputs",
-            (place if r == guilty else b.folder / "in") / "b00.npz", "--output", b.folder / "out",
+            b.folder / "build", "--threads", 1,
+            "--input", f"x={(place if r == guilty else b.folder) / 'x.npy'}", "--output", b.out,
         ],
         lambda r: {},
     )  # fmt: skip
-    return {**row, "ok": row["ok"] and row["named"] and b.batches() == 0}
+    return {**row, "ok": row["ok"] and row["named"] and not b.out.exists()}
 
 
 def slurm(b: Bench) -> Row:
     """SLURM's variables are understood: the run is right."""
     port = str(two_hosts.free_port())
-    argv = [b.folder / "build", "--threads", 1, "--inputs", b.folder / "in" / "b00.npz", "--output", b.folder / "out"]
+    argv = [b.folder / "build", "--threads", 1, "--input", b.given, "--output", b.out]
     meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "SLURM_NTASKS": str(b.n)}
     env = lambda r: {**meet, "SLURM_PROCID": str(r), "SLURM_LOCALID": str(r)}  # noqa: E731
     row = apart(b, "slurm", "", lambda r: argv, env, status=0, together=False)
-    return {**row, "ok": row["ok"] and b.batches() == 1, "named": True}
+    return {**row, "ok": row["ok"] and b.done(), "named": True}
 
 
 def launchers(b: Bench, by: str, env: Environment, words: str) -> Row:
@@ -117,7 +116,7 @@ def on_hosts(kind: str, act: Callable[[Bench, two_hosts.Hosts], Row]) -> Callabl
     """A fault in namespaces, or a row that says that there are none."""
 
     def fault(b: Bench) -> Row:
-        shutil.rmtree(b.folder / "out", ignore_errors=True)
+        b.clear()
         since = time.monotonic()
         try:
             with two_hosts.hosts() as h:
@@ -130,36 +129,38 @@ def on_hosts(kind: str, act: Callable[[Bench, two_hosts.Hosts], Row]) -> Callabl
     return fault
 
 
-def _until_a_batch(b: Bench, runs: Sequence[Any]) -> None:
+def _until_they_compute(b: Bench, runs: Sequence[Any]) -> None:
     end = time.monotonic() + HANG
-    while not b.batches():
+    while not b.mark.exists():
         if time.monotonic() > end or any(p.poll() is not None for p in runs):
             raise TimeoutError(f"the ranks did not start: {[p.communicate() for p in runs if p.poll() is not None]}")
         time.sleep(0.02)
 
 
 def restart(victim: int) -> Callable[[Bench, two_hosts.Hosts], Row]:
-    """A rank on a host is killed; torchrun starts all again, and every batch is there once and right."""
+    """A rank on a host is killed; torchrun starts all again, and the results are right."""
 
     def act(b: Bench, h: two_hosts.Hosts) -> Row:
-        argv = (b.folder / "hosts", "--inputs", b.folder / "in", "--output", b.folder / "out", "--threads", 1)
-        runs = [h.agent(k, 2, *argv) for k in range(2)]
-        _until_a_batch(b, runs)
-        before = {p.name: p.stat().st_mtime_ns for p in (b.folder / "out").glob("b*")}
+        argv = (b.folder / "hosts", "--input", b.given, "--output", b.out, "--threads", 1)
+        runs = [h.agent(k, 2, *argv, slow=b.mark) for k in range(2)]
+        _until_they_compute(b, runs)
         os.kill(h.ranks(victim)[0], signal.SIGKILL)
         said = [p.communicate(timeout=2 * HANG)[1] for p in runs]
-        kept = all((b.folder / "out" / n).stat().st_mtime_ns == t for n, t in before.items())
-        done = b.batches() == len(b.expected) and kept and [p.returncode for p in runs] == [0, 0]
-        return {"ok": done and len(before) < len(b.expected), "gone": h.gone(2.0), "said": " ".join(said)[-300:]}
+        again = len(b.mark.read_text().splitlines()) == 2
+        return {
+            "ok": b.done() and again and [p.returncode for p in runs] == [0, 0],
+            "gone": h.gone(2.0),
+            "said": " ".join(said)[-300:],
+        }
 
     return act
 
 
 def link_down(b: Bench, h: two_hosts.Hosts) -> Row:
     """The link goes down: no process is left the timeout and twelve seconds later, and a rank is named."""
-    argv = (b.folder / "hosts", "--inputs", b.folder / "in", "--output", b.folder / "out", "--threads", 1)
-    runs = [h.rank(k, *argv, "--timeout", b.timeout) for k in range(2)]
-    _until_a_batch(b, runs)
+    argv = (b.folder / "hosts", "--input", b.given, "--output", b.out, "--threads", 1)
+    runs = [h.rank(k, *argv, "--timeout", b.timeout, slow=b.mark) for k in range(2)]
+    _until_they_compute(b, runs)
     h.cut()
     since = time.monotonic()
     left = not h.gone(b.timeout + 12)

@@ -83,13 +83,19 @@ class World:
         """The hosts, while they are needed; ``None``: this machine."""
         return two_hosts.joined(self.megabits) if self.megabits else nullcontext()
 
-    def tapestry(self, hosts: two_hosts.Hosts | None, name: str, *argv: object) -> Row:
-        """The JSON document of ``calibrate`` or ``run`` on all processes."""
+    def calibrate(self, hosts: two_hosts.Hosts | None, *argv: object) -> Row:
+        """The JSON document of ``calibrate`` on all processes."""
+        return self._on_all(hosts, "tapestry", "calibrate", *argv)
+
+    def several_runs(self, hosts: two_hosts.Hosts | None, *argv: object) -> Row:
+        """What the ranks of `bench.support.several_runs` measured."""
+        return self._on_all(hosts, "bench.support.several_runs", *argv)
+
+    def _on_all(self, hosts: two_hosts.Hosts | None, *argv: object) -> Row:
         words = [*argv, "--threads", "1", "--json"]
         if hosts is None:
-            return command("tapestry", name, *words, "--processes", self.processes)
-        ranked = ["tapestry.runtime"] if name == "run" else ["tapestry", name]  # what a launcher starts on each host
-        return json.loads(two_hosts.on_both(hosts, [*ranked, *words]))
+            return command(*words, "--processes", self.processes)
+        return json.loads(two_hosts.on_both(hosts, words))
 
 
 WORLDS = {"2 processes": World(2), "4 processes": World(4), "1 Gbit/s": World(2, 1000), "50 Mbit/s": World(2, 50)}
@@ -113,7 +119,7 @@ def calibrated(name: str, hosts: two_hosts.Hosts | None, again: bool) -> Path:
     """The topology file of a world, measured once."""
     path = FOLDER / f"{name.replace(' ', '-').replace('/', '-')}.json"
     if again or not path.is_file():
-        WORLDS[name].tapestry(hosts, "calibrate", "-o", path)
+        WORLDS[name].calibrate(hosts, "-o", path)
     return path
 
 
@@ -216,7 +222,7 @@ def stolen() -> tuple[int, int]:
 def step_error(world: World, hosts: two_hosts.Hosts | None, folder: Path) -> float:
     """Median factor, either way, between estimated and measured seconds of the chosen plan's steps."""
     trace = folder / "trace.json"
-    world.tapestry(hosts, "run", folder / "chosen", "--inputs", folder / "in", "--trace", trace)
+    world.several_runs(hosts, folder / "chosen", "--runs", BATCHES + 1, "--trace", trace)
     steps = json.loads(trace.read_text())["otherData"]["steps"]
     pairs = [(s["estimated_s"], s["measured_s"]) for s in steps if s["estimated_s"] > 0 and s["measured_s"] > 0]
     return statistics.median(max(a / b, b / a) for a, b in pairs) if pairs else 1.0

@@ -1,17 +1,17 @@
 """Real models on several processes: the same results as in one, and the bytes and memory that were planned; and the speed of
 two processes beside one.
 
-    .venv/bin/python -m bench distributed [--only NAME …] [--meshes 2 3 4 2x2] [--models FOLDER] [--batches 3]
+    .venv/bin/python -m bench distributed [--only NAME …] [--meshes 2 3 4 2x2] [--models FOLDER] [--runs 3]
     .venv/bin/python -m bench distributed --scaling [--only NAME …] [--rounds 5] [--models FOLDER]  # BERT 8x128, GPT-2 4x64
 
 Every build runs on one process per device, in one process, and its model as a plan for one device in one process, one thread
 each, with the same inputs. A case passes when all outputs have the same bits in one process and in many (where the backend
 adds floats of more than two devices, in an order of its own: agree to 1e-5), agree with the one-device plan to 1e-4, the
 bytes that the ranks hand to torch.distributed are the plan's, and the peak of every device's buffers is the plan's. Of
-memory, per rank and the worst of them: `grown_bytes` is the most that was resident (VmHWM) while batches ran, less what was
+memory, per rank and the worst of them: `grown_bytes` is the most that was resident (VmHWM) while it ran, less what was
 resident before weights were loaded (Python, torch and the plan); the plan counts the buffers of it (`peak_bytes`), packed
 weights beyond them (`packed_bytes`) and the places of what travels (`staged_bytes`); the rest is what torch and the allocator
-keep. Times are medians of the batches after the first: seconds on the clock, and processor seconds of the busiest rank.
+keep. Times are medians of the runs after the first: seconds on the clock, and processor seconds of the busiest rank.
 Writes bench/results/distributed.json (`--scaling`: distributed_scaling.json); exits 1 if a case fails.
 """
 
@@ -38,6 +38,7 @@ from tapestry import Session, api
 from tapestry.ir.collective_calls import reduce_op
 from tapestry.ir.program import Reduce
 from tapestry.ir.types import FLOATS
+from tapestry.runtime.outputs import file_name, write_outputs
 
 MODELS: dict[str, dict[str, str]] = {
     "resnet50": {"input": "4x3x224x224"},
@@ -55,30 +56,30 @@ FOLDER = WORK / "distributed"
 BATCHES = 4  # of a turn
 
 
-def tapestry(*argv: object) -> tuple[int, dict[str, Any], str]:
-    """Exit status, JSON and errors of a command."""
-    command = [sys.executable, "-m", "tapestry", *map(str, argv), "--json", "-q"]
+def command(*argv: object) -> tuple[int, dict[str, Any], str]:
+    """Exit status, JSON and errors of a module."""
+    command = [sys.executable, "-m", *map(str, argv), "--json"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
     return done.returncode, json.loads(done.stdout) if done.stdout.strip() else {}, done.stderr.strip()
 
 
-def run(build: Path, processes: int, tag: str, threads: int) -> tuple[dict[str, Any], str]:
-    """The batches of ``FOLDER/in`` on so many processes."""
+def run(build: Path, processes: int, tag: str, runs: int) -> tuple[dict[str, Any], str]:
+    """The inputs of ``FOLDER/in`` on so many processes of one thread, several times."""
     out = FOLDER / tag
     shutil.rmtree(out, ignore_errors=True)
-    more = ["--inputs", FOLDER / "in", "--output", out, "--threads", threads, "--timeout", 120]
-    status, found, error = tapestry("run", build, "--processes", processes, *more)
+    given = [x for t in api.load(build).build.plan.graph.inputs for x in ("--input", f"{t}={FOLDER / 'in' / file_name(t)}.npy")]
+    more = ["--output", out, "--threads", 1, "--timeout", 120, "--runs", runs]
+    status, found, error = command("bench.support.several_runs", build, "--processes", processes, *given, *more)
     return found, error if status else ""
 
 
-def same(one: str, batches: int) -> tuple[bool, float]:
+def same(one: str) -> tuple[bool, float]:
     """Whether two runs wrote the same bits, and the largest relative difference otherwise."""
     worst, equal = 0.0, True
-    for k in range(batches):
-        for p in sorted((FOLDER / one / f"b{k}").glob("*.npy")):
-            a, b = np.load(p), np.load(FOLDER / "many" / f"b{k}" / p.name)
-            equal = equal and a.shape == b.shape and a.tobytes() == b.tobytes()
-            worst = max(worst, float(np.linalg.norm((a - b).ravel()) / max(float(np.linalg.norm(a.ravel())), 1e-30)))
+    for p in sorted((FOLDER / one).glob("*.npy")):
+        a, b = np.load(p), np.load(FOLDER / "many" / p.name)
+        equal = equal and a.shape == b.shape and a.tobytes() == b.tobytes()
+        worst = max(worst, float(np.linalg.norm((a - b).ravel()) / max(float(np.linalg.norm(a.ravel())), 1e-30)))
     return equal, worst
 
 
@@ -95,22 +96,20 @@ def rounded(build: Path) -> bool:
 def compiled(model: Path, mesh: str, shapes: list[object]) -> tuple[Path, dict[str, Any], str]:
     """A build, the document of the command that made it, and what it said if it failed."""
     build = FOLDER / f"build-{mesh}"
-    status, made, error = tapestry("compile", model, "-o", build, "--mesh", mesh, "--time-limit", 20, *shapes)
+    status, made, error = command("tapestry", "compile", model, "-o", build, "-q", "--mesh", mesh, "--time-limit", 20, *shapes)
     return build, made, error if status else ""
 
 
-def feed(build: Path, batches: int) -> None:
+def feed(build: Path) -> None:
     """Write ``FOLDER/in``."""
     shutil.rmtree(FOLDER / "in", ignore_errors=True)
-    (FOLDER / "in").mkdir(parents=True)
-    for k in range(batches):
-        np.savez(FOLDER / "in" / f"b{k}.npz", **api.load(build).random_feeds(k))
+    write_outputs(FOLDER / "in", api.load(build).random_feeds(0))
 
 
 def spent(found: dict[str, Any]) -> dict[str, float]:
-    """Seconds on the clock and processor seconds of the busiest rank, medians of the batches after the first."""
+    """Seconds on the clock and processor seconds of the busiest rank, medians of the runs after the first."""
     cpu = (statistics.median(r["cpu_seconds"][1:]) for r in found["ranks"])
-    return {"seconds": statistics.median(found["batch_seconds"][1:]), "cpu_seconds": max(cpu)}
+    return {"seconds": statistics.median(found["run_seconds"][1:]), "cpu_seconds": max(cpu)}
 
 
 def memory(found: dict[str, Any]) -> dict[str, int]:
@@ -122,23 +121,23 @@ def memory(found: dict[str, Any]) -> dict[str, int]:
     return {"grown_bytes": grown, "known_bytes": planned, "packed_bytes": packed, "staged_bytes": rank["staged_bytes"]}
 
 
-def case(name: str, model: Path, shapes: list[object], mesh: str, batches: int) -> Row:
+def case(name: str, model: Path, shapes: list[object], mesh: str, runs: int) -> Row:
     """One model on one mesh."""
     alone, _, first = compiled(model, "1", shapes)
     build, made, error = compiled(model, mesh, shapes)
     if first or error:
         return {"model": name, "mesh": mesh, "ok": False, "note": (first or error)[:300]}
-    feed(build, batches)
+    feed(build)
     devices = len(made["peak_bytes"])
-    runs = [run(alone, 1, "alone", 1), run(build, 1, "one", 1), run(build, devices, "many", 1)]
-    failed = next((note for _, note in runs if note), "")
+    done = [run(alone, 1, "alone", runs), run(build, 1, "one", runs), run(build, devices, "many", runs)]
+    failed = next((note for _, note in done if note), "")
     if failed:
         return {"model": name, "mesh": mesh, "ok": False, "note": failed[:300]}
-    single, one, many = (found for found, _ in runs)
-    equal, apart = same("one", batches)
-    _, worst = same("alone", batches)
+    single, one, many = (found for found, _ in done)
+    equal, apart = same("one")
+    _, worst = same("alone")
     planned = sum(t["bytes"] for t in made["transfers"])
-    sent = sum(r["payload_bytes"] for r in many["ranks"]) / batches
+    sent = sum(r["payload_bytes"] for r in many["ranks"]) / runs
     peaks = many["peak_bytes"] == made["peak_bytes"] == one["peak_bytes"]
     alike = (equal or (rounded(build) and apart < 1e-5)) and worst < 1e-4
     return {
@@ -180,7 +179,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", default=list(MODELS))
     parser.add_argument("--meshes", nargs="*", default=["2", "3", "4", "2x2"])
-    parser.add_argument("--batches", type=int, default=3)
+    parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--models", type=Path, help="a folder of NAME.onnx")
     parser.add_argument("--scaling", action="store_true", help="the speed of two processes beside one, and nothing else")
     parser.add_argument("--rounds", type=int, default=5)
@@ -203,7 +202,7 @@ def main() -> int:
             continue
         shapes: list[object] = [x for k, v in MODELS[name].items() for x in ("--shape", f"{k}={v}")]
         for mesh in args.meshes:
-            rows.append(case(name, model, shapes, mesh, args.batches))
+            rows.append(case(name, model, shapes, mesh, args.runs))
             print(json.dumps(rows[-1]), flush=True)
         kept |= {(r["model"], r.get("mesh")): r for r in rows}
         record.write("distributed", list(kept.values()))

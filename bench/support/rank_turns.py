@@ -10,6 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from tapestry import api, flags, launch
 
 TIMEOUT = 120.0  # seconds: many ranks start at once, and a batch over a slow link takes long
@@ -29,13 +31,10 @@ def turns(feeds: Sequence[Mapping[str, Any]], me: Any, session: Any, wire: Any) 
 
 def main() -> None:
     """Load the build, and take turns."""
-    from tapestry.runtime.processes.batches import stream
-
     place, compiled = flags.world(), api.load(Path(sys.argv[1]))
-    feeds = [b.feeds(compiled.build.plan.graph) for b in stream([Path(sys.argv[2])], None, "")]
-    job = launch.job_of(
-        launch.Request(folder=Path(sys.argv[1]), threads=1, timeout=TIMEOUT), place.world, (), compiled, place.locals
-    )
+    feeds = [dict(np.load(p)) for p in sorted(Path(sys.argv[2]).glob("*.npz"))]
+    request = launch.Request(folder=Path(sys.argv[1]), threads=1, timeout=TIMEOUT)
+    job = launch.job_of(request, place.world, compiled, place.locals)
     launch.as_rank(place, replace(job, serve=partial(turns, feeds)))
 
 

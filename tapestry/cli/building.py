@@ -95,19 +95,18 @@ def explain(args: argparse.Namespace) -> Outcome:
     """``tapestry explain``: the plan as a person reads it."""
     from tapestry.build import store
     from tapestry.viz import build_diff as build_diff_module
-    from tapestry.viz import explain, measured, trace
+    from tapestry.viz import explain, measured
 
     if args.analyze:
         from tapestry import launch
 
-        build, analysis = launch.analyze(args.build, args.processes, args.trace)
+        build, analysis = launch.analyze(args.build, args.processes)
         return Outcome({**build.report, "analysis": analysis}, lambda: print(measured.text(analysis), end=""), insist=True)
     if args.processes:
         raise TapestryError("nothing is run", where="--processes", hint="--analyze runs the build")
     build, _ = store.read(args.build)
     other = store.read(args.diff)[0] if args.diff else None
-    timed = explain.schedule(build)
-    document = explain.document(build, why=args.why, timed=timed)
+    document = explain.document(build, why=args.why)
     text = explain.text(build, document, critical=args.critical_path, every=args.verbose or args.why)
     if args.kernels:
         from tapestry.codegen.kernel_sources import chosen_kernels
@@ -117,9 +116,6 @@ def explain(args: argparse.Namespace) -> Outcome:
     if other is not None:
         document["diff"] = build_diff_module.compare(build, other, document)
         text = build_diff_module.diff_text(document["diff"])
-    if args.trace:
-        document["trace"] = {"file": str(args.trace), **trace.write_trace(args.trace, build.plan, timed)}
-        text += explain.trace_text(document["trace"])
     return Outcome({**build.report, **document, "text": text}, lambda: print(text, end=""), insist=True)
 
 
@@ -286,16 +282,8 @@ def _run_processes(args: argparse.Namespace) -> Outcome:
             hint="python -m tapestry.runtime BUILD for each rank, or --processes N to start ranks here",
         )
     request = launch.request(args)
-    with bar(args, "run") as report:
-        how = launch.Launch(
-            processes=1 if args.processes is None else args.processes,
-            restarts=args.max_restarts,
-            port=args.port,
-            check=args.check,
-            progress=report,
-            tell=_tell,
-        )
-        document = launch.run(request, how)
+    processes = 1 if args.processes is None else args.processes
+    document = launch.run(request, launch.Launch(processes=processes, port=args.port, check=args.check, tell=_tell))
     return Outcome(document, lambda: tables.show(tables.ran_on_processes(document)), status=0 if document["passed"] else 1)
 
 

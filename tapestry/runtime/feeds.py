@@ -1,11 +1,12 @@
-"""Inputs that a model accepts: random ones (indices inside their tables, masks with every row partly open), and whether
-given indices are inside their tables.
+"""Inputs that a model accepts: random ones (indices inside their tables, masks with every row partly open), those of files, and
+whether given indices are inside their tables.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from types import EllipsisType
 from typing import Any
 
@@ -24,6 +25,27 @@ def random_feeds(graph: Graph, seed: int) -> dict[str, Any]:
     rng = np.random.default_rng(seed)
     tables = _tables(graph)
     return {t: _random(graph.tensors[t], tables.get(t), rng) for t in graph.inputs}
+
+
+def given_feeds(graph: Graph, files: Iterable[tuple[str, Path]], seed: int) -> dict[str, Any]:
+    """The inputs, read from files (mapped where that can be); those without a file are random.
+
+    Raises:
+        TapestryError: a file does not read.
+    """
+    return random_feeds(graph, seed) | {name: read_array(path) for name, path in files}
+
+
+def read_array(path: Path) -> Array:
+    """A .npy file, mapped.
+
+    Raises:
+        TapestryError: it is none.
+    """
+    try:
+        return np.load(path, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError, EOFError) as e:
+        raise TapestryError(f"not an array: {e}", where=str(path), hint="a .npy file written by numpy.save") from None
 
 
 def made_up(graph: Graph, given: Iterable[str], seed: int, tell: Callable[[str], None]) -> dict[str, Any]:

@@ -303,13 +303,6 @@ def _folded_out(lines: Iterable[str]) -> Iterator[str]:
         yield from wrapped(line, " " * (4 + len(line) - len(line.lstrip())))
 
 
-def trace_text(written: Mapping[str, Any]) -> str:
-    """What a trace file holds."""
-    left = f" ({written['devices_left_out']} devices left out)" if written["devices_left_out"] else ""
-    counts = f"{written['slices']:,} slices on {written['devices']} devices{left}, {written['flows']:,} arrows"
-    return f"trace {written['file']}: {counts}\n"
-
-
 def chosen_text(rows: Sequence[Mapping[str, Any]], graph: Graph) -> str:
     """What computes each operation, alike ones once; below, what comes before that in the table, and why it does not."""
     names = tensor_names(graph)

@@ -7,21 +7,22 @@ transfer's own, and the rest is reported as waiting. Medians over the batches, w
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 
+from tapestry.build.atomic import new_file
 from tapestry.build.store import Build
 from tapestry.ir.program import Launch, Reduce, Transfer, payload_bytes, transfer_bytes
 from tapestry.viz import explain
 from tapestry.viz.format import duration, step_text, template, together, wrapped
 from tapestry.viz.step_work import step_work
-from tapestry.viz.trace import named, write_events
 
 Slices = Sequence[np.ndarray[Any, Any]]  # per rank: rows of (batch, step, device, stream, start, end), nanoseconds
 Row = dict[str, Any]
@@ -33,8 +34,15 @@ def write_measured(path: Path, build: Build, slices: Slices) -> dict[str, int]:
     """Write a Chrome trace, whole or not at all; returns how many ranks and slices it has."""
     events, counts = list(_events(build, slices)), {"ranks": len(slices), "slices": sum(len(s) for s in slices)}
     other = {"what": "a real run", **counts, "topology": build.topology, "steps": rows(build, slices)}
-    write_events(path, events, other)
+    _write_events(path, events, other)
     return counts
+
+
+def _write_events(path: Path, events: Sequence[Row], other: Mapping[str, Any]) -> None:
+    """Write events as a Chrome trace, whole or not at all; ``other`` is data about all of it."""
+    data = {"traceEvents": events, "displayTimeUnit": "ns", "otherData": other}
+    with new_file(path) as temporary, temporary.open("w") as f:
+        json.dump(data, f, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
 
 
 def _events(build: Build, slices: Slices) -> Iterator[Row]:
@@ -42,9 +50,9 @@ def _events(build: Build, slices: Slices) -> Iterator[Row]:
     begin = min((int(s[:, 4].min()) for s in slices if len(s)), default=0)
     for rank, of_rank in enumerate(slices):
         devices = sorted({int(d) for d in of_rank[:, 2]} - {-1})
-        yield named("process_name", rank, 0, {"name": f"rank {rank} (devices {', '.join(map(str, devices))})"})
+        yield _named("process_name", rank, 0, f"rank {rank} (devices {', '.join(map(str, devices))})")
         for tid, stream in enumerate(RANK_STREAMS):
-            yield named("thread_name", rank, tid, {"name": stream})
+            yield _named("thread_name", rank, tid, stream)
         for n, (batch, step, device, stream, start, end) in enumerate(cast("list[list[int]]", of_rank.tolist())):
             if step == len(build.program.steps):  # outputs on their way to rank 0
                 continue
@@ -69,6 +77,11 @@ def _events(build: Build, slices: Slices) -> Iterator[Row]:
                 "dur": (end - start) / 1e3,
                 "args": args,
             }
+
+
+def _named(what: str, pid: int, tid: int, name: str) -> Row:
+    """The name of a process or a thread."""
+    return {"name": what, "ph": "M", "ts": 0, "pid": pid, "tid": tid, "args": {"name": name}}
 
 
 def rows(build: Build, slices: Slices) -> list[Row]:

@@ -212,20 +212,7 @@ def ran_on_processes(document: Mapping[str, Any]) -> RenderableType:
         peak = sum(document["peak_bytes"][d] for d in r["devices"])
         numbers = (r["weight_bytes"], peak, r["resident_bytes"]["running"], r["payload_bytes"])
         table.add_row(str(r["rank"]), ", ".join(map(str, r["devices"])), *map(human, numbers), str(r["messages"]))
-    again = f", started again {document['restarts']} times" if document["restarts"] else ""
-    skipped = f", {document['skipped']} done before" if document["skipped"] else ""
-    line = f"{some(document['batches'], 'batch')}{skipped}{again}; the last took {document['seconds']:.3f} s"
-    results = [ran(document)] if "outputs" in document else [of_batches(document["checked"])] if "checked" in document else []
-    return Group(*results, table, line, *document["warnings"])
-
-
-def of_batches(checked: Mapping[str, Any]) -> RenderableType:
-    """How far each batch of a stream is from the reference, over its outputs."""
-    table = titled("Batches", ("batch", "compared with", "rel err", ""), left=("batch", "compared with"))
-    for name, result in checked.items():
-        worst = max((float(o["rel_err"]) for o in result["outputs"].values()), default=0.0)
-        table.add_row(name, result["reference"], f"{worst:.2e}", "passed" if result["passed"] else "FAILED")
-    return table
+    return Group(ran(document), table, *document["warnings"])
 
 
 # kernels

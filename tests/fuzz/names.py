@@ -78,7 +78,7 @@ def commands(model: Path, folder: Path, target: str) -> Iterator[list[str | Path
     b = folder / "build"
     yield ["compile", model, "-o", b, "--devices", "2", "--topology", "cpu", "--target", target]
     yield ["doctor", model, "-v"]
-    yield ["explain", b, "--why", "--critical-path", "--kernels", "-v", "--trace", folder / "trace.json"]
+    yield ["explain", b, "--why", "--critical-path", "--kernels", "-v"]
     yield ["verify", b, "-v"]
     yield ["kernels", b, "-o", folder / "kernels"]
     yield ["view", b, "-o", folder / "view.html"]

@@ -64,12 +64,13 @@ def test_the_same_name_of_another_file(tmp_path):
     compiled, given = api.load(attention_build()), []
     name = compiled.build.plan.graph.inputs[0]
     for r in range(2):
-        (tmp_path / f"host{r}").mkdir()
-        np.savez(tmp_path / f"host{r}" / "b0.npz", **compiled.random_feeds(r))
-        given.append((["--threads", 1, "--inputs", tmp_path / f"host{r}", "--output", tmp_path / "out"], {}))
+        file = tmp_path / f"host{r}" / "x.npy"
+        file.parent.mkdir()
+        np.save(file, compiled.random_feeds(r)[name])
+        given.append((["--threads", 1, "--input", f"{name}={file}", "--output", tmp_path / "out"], {}))
     said = ranks(*given)
-    assert any(f"rank 1 has another input '{name}' than rank 0 in b0" in err for err in said), said
-    assert not list((tmp_path / "out").glob("b*"))
+    assert any(f"rank 1 has another input '{name}' than rank 0" in err for err in said), said
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.slow
@@ -221,14 +222,11 @@ def test_several_hosts_need_a_token(monkeypatch, tmp_path):
 
 @pytest.mark.slow
 def test_a_run_on_one_host_listens_on_loopback_alone(tmp_path):
-    compiled = api.load(attention_build())
-    (tmp_path / "in").mkdir()
-    for k in range(300):
-        np.savez(tmp_path / "in" / f"b{k:03}.npz", **compiled.random_feeds(k))
-    command = [sys.executable, "-m", "tapestry", "run", attention_build(), "--processes", 2, "--inputs", tmp_path / "in"]
-    p = subprocess.Popen([*map(str, command), "--output", str(tmp_path / "out"), "-q"], env=ENV, start_new_session=True)
+    mark = tmp_path / "mark"
+    command = [sys.executable, "-m", "tests.support.programs.slow_ranks", mark, 1, "tapestry", "run", attention_build()]
+    p = subprocess.Popen([*map(str, command), "--processes", "2", "-q"], env=ENV, start_new_session=True)
     try:
-        while not any((tmp_path / "out").glob("b*")):
+        while not mark.exists():
             assert p.poll() is None
             time.sleep(0.01)
         children = Path(f"/proc/{p.pid}/task/{p.pid}/children").read_text().split()

@@ -73,19 +73,21 @@ class Hosts:
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | more, start_new_session=True
         )
 
-    def rank(self, host: int, *argv: object, env: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
-        """A rank for each host, as whoever sets torchrun's variables starts it."""
+    def rank(
+        self, host: int, *argv: object, slow: Path | None = None, env: Mapping[str, str] | None = None
+    ) -> subprocess.Popen[str]:
+        """A rank for each host, as whoever sets torchrun's variables starts it; ``slow``: with this mark (`slow_ranks`)."""
         place = {"RANK": str(host), "WORLD_SIZE": "2", "MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": str(PORT)}
-        return self.start(host, ["tapestry.runtime", *argv], place | dict(env or {}))
+        return self.start(host, [*_module(slow), *argv], place | dict(env or {}))
 
-    def agent(self, host: int, restarts: int, *argv: object) -> subprocess.Popen[str]:
-        """torchrun with one rank on a host."""
+    def agent(self, host: int, restarts: int, *argv: object, slow: Path) -> subprocess.Popen[str]:
+        """torchrun with one slow rank on a host."""
         options = [
             "--nnodes", 2, "--nproc-per-node", 1, "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{ADDRESSES[0]}:{PORT}",
             "--rdzv-id", "hosts", "--max-restarts", restarts, "--local-addr", ADDRESSES[host],
             "--rdzv-conf", f"is_host={int(host == 0)}",
         ]  # fmt: skip
-        return self.start(host, ["torch.distributed.run", *options, "-m", "tapestry.runtime", *argv])
+        return self.start(host, ["torch.distributed.run", *options, "-m", *_module(slow), *argv])
 
     def gone(self, seconds: float) -> bool:
         """Whether no process is left on either host within some seconds."""
@@ -95,6 +97,10 @@ class Hosts:
                 return True
             time.sleep(0.1)
         return False
+
+
+def _module(slow: Path | None) -> list[object]:
+    return ["tapestry.runtime"] if slow is None else ["tests.support.programs.slow_ranks", slow, 0.2, "tapestry.runtime"]
 
 
 def free_port() -> int:

@@ -1,11 +1,10 @@
-"""Explaining a plan: the simulated schedule, alternatives against brute force, comparisons, traces, text and documents."""
+"""Explaining a plan: the simulated schedule, alternatives against brute force, comparisons, text and documents."""
 
 from __future__ import annotations
 
 import itertools
 import json
 import random
-from collections import defaultdict
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -29,7 +28,7 @@ from tapestry.plan.simulate import COMPUTE, TRANSFER, Schedule, critical_path, r
 from tapestry.plan.solver.network import evaluate
 from tapestry.plan.strategy import Pin, strategies
 from tapestry.plan.topology import PRESETS, Topology, from_data, parse_mesh, to_data, topology
-from tapestry.viz import build_diff, explain, trace
+from tapestry.viz import build_diff, explain, measured
 from tapestry.viz.format import area, columns, times
 from tapestry.viz.summary import beside_one_device
 from tests.support.command_line import document, run
@@ -321,64 +320,6 @@ def test_operations_match_by_results_then_by_nodes():
     assert len(pairs) + len(left) == len(a) and len(pairs) + len(right) == len(b)
 
 
-# --- traces
-
-
-def assert_trace(data: dict, devices: int) -> None:
-    """What Perfetto's JSON importer asks for, and more: no overlaps on a track, arrows that begin and end in slices."""
-    tracks: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
-    flows: dict[int, list[dict]] = defaultdict(list)
-    for e in data["traceEvents"]:
-        assert (
-            isinstance(e["name"], str)
-            and e["ph"] in "XMsf"
-            and isinstance(e["pid"], int)
-            and isinstance(e["tid"], int)
-            and e["ts"] >= 0
-        )
-        if e["ph"] == "X":
-            assert e["dur"] >= 0 and e["args"]["kind"] == e["cat"]
-            tracks[e["pid"], e["tid"]].append((round(e["ts"] * 1e3), round((e["ts"] + e["dur"]) * 1e3)))
-        elif e["ph"] in "sf":
-            flows[e["id"]].append(e)
-    for slices in tracks.values():
-        assert all(b[0] >= a[1] for a, b in itertools.pairwise(sorted(slices)))
-    assert {d for d, _ in tracks} == set(range(devices))
-    for begin, end in flows.values():
-        assert (
-            begin["ph"] == "s"
-            and end["ph"] == "f"
-            and end["bp"] == "e"
-            and begin["ts"] <= end["ts"]
-            and begin["pid"] != end["pid"]
-        )
-        for e in (begin, end):
-            assert any(lo <= round(e["ts"] * 1e3) <= hi for lo, hi in tracks[e["pid"], e["tid"]])
-    named = {(e["pid"], e["tid"]) for e in data["traceEvents"] if e["name"] == "thread_name"}
-    assert set(tracks) <= named and len(flows) == data["otherData"]["flows"]
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize(("name", "mesh"), [("attention", "2x2"), ("conv_chain", "4"), ("mlp", "1")])
-def test_traces(tmp_path, name, mesh):
-    b = built(name, mesh).build
-    s = explain.schedule(b)
-    counts = trace.write_trace(tmp_path / "new" / "t.json", b.plan, s)
-    data = json.loads((tmp_path / "new" / "t.json").read_text())
-    assert_trace(data, b.program.devices)
-    slices = [e for e in data["traceEvents"] if e["ph"] == "X"]
-    assert len(slices) == counts["slices"] == sum(int((~np.isnan(t.end)).sum()) for t in s.timed)
-    assert max(e["ts"] + e["dur"] for e in slices) == pytest.approx(s.total * 1e6, abs=2e-3)
-
-
-def test_traces_of_random_plans(tmp_path):
-    topo = topology(parse_mesh("2x3"))
-    for n in range(5):
-        plan = random_plan(case("attention").graph, topo.mesh, random.Random(n))
-        assert trace.write_trace(tmp_path / "t.json", plan, simulate(plan, lower(plan), topo))["flows"] > 0
-        assert_trace(json.loads((tmp_path / "t.json").read_text()), 6)
-
-
 def test_a_trace_appears_whole_or_not_at_all(tmp_path, monkeypatch):
     b, path = built().build, tmp_path / "t.json"
     path.write_text("before")
@@ -386,23 +327,10 @@ def test_a_trace_appears_whole_or_not_at_all(tmp_path, monkeypatch):
     def fail(*_args, **_named):
         raise OSError("disk full")
 
-    monkeypatch.setattr(trace.json, "dump", fail)
+    monkeypatch.setattr(measured.json, "dump", fail)
     with pytest.raises(TapestryError, match=r"t\.json: cannot be written\n  because: disk full"):
-        trace.write_trace(path, b.plan, explain.schedule(b))
+        measured.write_measured(path, b, [])
     assert path.read_text() == "before" and list(tmp_path.iterdir()) == [path]
-
-
-def test_large_traces_are_cut_and_say_so(monkeypatch):
-    topo = topology(parse_mesh("2x2"))
-    plan = random_plan(case("attention").graph, topo.mesh, random.Random(1))
-    s = simulate(plan, lower(plan), topo)
-    arrows = trace.trace(plan, s)[1]["flows"]
-    monkeypatch.setattr(trace, "MAX_SLICES", 2 * len(s.timed))
-    events, counts = trace.trace(plan, s)
-    assert counts["devices"] == 2 and counts["devices_left_out"] == 2 and {e["pid"] for e in events} == {0, 1}
-    assert counts["flows_left_out"] > 0 and counts["flows"] + counts["flows_left_out"] == arrows
-    monkeypatch.setattr(trace, "MAX_FLOWS", 3)
-    assert trace.trace(plan, s)[1]["flows"] == 3
 
 
 # --- the command
@@ -412,16 +340,14 @@ def test_the_command(tmp_path):
     for folder, pins in (("a", ()), ("b", ("up:m=4@d0",))):
         built(pins=pins).save(tmp_path / folder)
     a, b = tmp_path / "a", tmp_path / "b"
-    d = document("explain", a, "--why", "--critical-path", "--diff", b, "--trace", tmp_path / "t.json")
-    assert {"operations", "steps", "memory", "simulated", "critical_path", "diff", "trace", "text", "objective_s"} <= set(d)
-    assert d["operations"][0]["next_best"] and d["diff"]["operations"] and d["trace"]["slices"] > 0
-    assert_trace(json.loads((tmp_path / "t.json").read_text()), 4)
-    status, text, _ = run("explain", a, "--why", "--critical-path", "--trace", tmp_path / "t.json")
-    assert status == 0 and "next best" in text and "critical path" in text and "slices on 4 devices" in text
+    d = document("explain", a, "--why", "--critical-path", "--diff", b)
+    assert {"operations", "steps", "memory", "simulated", "critical_path", "diff", "text", "objective_s"} <= set(d)
+    assert d["operations"][0]["next_best"] and d["diff"]["operations"]
+    status, text, _ = run("explain", a, "--why", "--critical-path")
+    assert status == 0 and "next best" in text and "critical path" in text
     status, text, _ = run("explain", a, "--diff", a)
     assert status == 0 and "the same plan" in text
     assert run("explain", a, "--diff", tmp_path / "none")[0] == 2
-    assert run("explain", a, "--trace", a)[0] == 2  # a folder
     assert document("explain", b)["operations"][0]["pins"] == ["up:m=4@d0"]
 
 

@@ -16,9 +16,8 @@ LIMIT = 1 << 30  # bytes of a rank's report; an interval of its trace takes 64
 
 
 class RunReport(msgspec.Struct, forbid_unknown_fields=True):
-    """One batch on one rank: seconds on the clock and of the processor, what its devices used, (count, bytes) sent by kind."""
+    """One run on one rank: seconds on the clock and of the processor, what its devices used, (count, bytes) sent by kind."""
 
-    batch: int
     seconds: float
     cpu: float
     peak: list[int]
@@ -28,7 +27,7 @@ class RunReport(msgspec.Struct, forbid_unknown_fields=True):
 
 class RankReport(msgspec.Struct, forbid_unknown_fields=True):
     """One rank's measurements; ``trace`` has rows of six int64: batch, step, device, stream, start, end; ``backend_calls`` are
-    those of torch.distributed in the last batch, by name."""
+    those of torch.distributed in the last run, by name."""
 
     rank: int
     devices: list[int]
@@ -73,7 +72,7 @@ def _received(rank: int, waiting: Callable[[int], None]) -> RankReport:
     size = torch.zeros(1, dtype=torch.int64)
     dist.recv(size, rank)
     if not 0 < int(size) <= LIMIT:
-        raise RunError(f"rank {rank} reports {int(size)} bytes", where=f"rank {rank}", hint="fewer batches with --trace")
+        raise RunError(f"rank {rank} reports {int(size)} bytes", where=f"rank {rank}", hint="a run without --trace")
     data = torch.empty(int(size), dtype=torch.uint8)
     dist.recv(data, rank)
     try:

@@ -5,8 +5,8 @@ in shared memory that says what it is doing. A rank that ends is seen at once; o
 Others' errors are heard for a tenth of a second more, because who notices first is seldom who is to blame. The kernel kills
 the ranks when this process dies.
 
-The rendezvous store opens after the last fork and is gone before the next: its thread takes locks of the C library for every
-rank that connects, and a process forked in that moment would inherit a lock that nobody opens.
+The rendezvous store opens after the last fork: its thread takes locks of the C library for every rank that connects, and a
+process forked in that moment would inherit a lock that nobody opens.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import os
 import secrets
 import signal
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -60,13 +60,12 @@ class Child:
 
 
 @dataclass(slots=True)
-class Attempt:
-    """One start of all ranks."""
+class Watch:
+    """All ranks of a run, from their start to their end."""
 
     job: Job
     children: list[Child]
     slots: Slots
-    advance: Callable[[int], None]
     secret: bytes = field(default_factory=partial(secrets.token_bytes, 32))
     seen: dict[int, tuple[float, float]] = field(default_factory=dict[int, tuple[float, float]])
 
@@ -94,14 +93,10 @@ class Attempt:
                 try:
                     if not c.pipe.poll():
                         break
-                    kind, what = c.pipe.recv()
+                    c.said = c.pipe.recv()
                 except (EOFError, OSError):
                     c.listening = False
                     break
-                if kind == "batch":
-                    self.advance(what)
-                else:
-                    c.said = (kind, what)
 
     def failed(self, c: Child) -> bool:
         """Whether a rank has failed: said so, or ended without a word."""
@@ -193,52 +188,37 @@ def step_words(program: Program, ops: Sequence[Any], step: int) -> str:
     return f" ({what} of '{getattr(s, 'dst', getattr(s, 'buffer', ''))}')"
 
 
-def supervise(
-    job: Job,
-    world: int,
-    open_session: Open,
-    *,
-    restarts: int = 0,
-    port: int = 0,
-    advance: Callable[[int], None] = lambda batch: None,
-    tell: Callable[[str], None] = lambda text: None,
-) -> dict[str, Any]:
-    """Run a job on ``world`` processes of this host, starting again up to ``restarts`` times.
+def supervise(job: Job, world: int, open_session: Open, *, port: int = 0) -> dict[str, Any]:
+    """Run a job on ``world`` processes of this host.
 
     Args:
         port: for the rendezvous; 0 takes a free one.
-        advance: called with the number of each batch that is done.
-        tell: called with the message of a failure that a restart mends.
 
     Raises:
         RunError: who failed, at what step, and why; no process is left.
     """
     with _interruptible():
-        for attempt in range(restarts + 1):
-            run = Attempt(job, [], shared(world), advance)
-            try:
-                _fork(run, world, open_session)
-                outcome = _meet(run, port)
-            except Interrupted as e:
-                doing = "; ".join(f"rank {c.rank} was {run.doing(c.rank)}" for c in run.children)
-                ended = RunError(f"interrupted by {e}: all ranks are ended", why=doing)
-                ended.status = 130
-                raise ended from None
-            finally:
-                run.end()
-            if not isinstance(outcome, str):
-                return {**outcome, "restarts": attempt}
-            if attempt == restarts:
-                raise RunError(outcome, hint="" if restarts else "--max-restarts R starts again after a failure")
-            tell(f"{outcome}; starting again ({attempt + 1} of {restarts})")
-    raise AssertionError("unreachable")
+        run = Watch(job, [], shared(world))
+        try:
+            _fork(run, world, open_session)
+            outcome = _meet(run, port)
+        except Interrupted as e:
+            doing = "; ".join(f"rank {c.rank} was {run.doing(c.rank)}" for c in run.children)
+            ended = RunError(f"interrupted by {e}: all ranks are ended", why=doing)
+            ended.status = 130
+            raise ended from None
+        finally:
+            run.end()
+    if isinstance(outcome, str):
+        raise RunError(outcome)
+    return outcome
 
 
-def _meet(run: Attempt, port: int) -> dict[str, Any] | str:
+def _meet(run: Watch, port: int) -> dict[str, Any] | str:
     """Open the store that the ranks wait for, tell them where, and see them to the end; the store ends with this call."""
     store = _store(port, run.job.timeout)
     for c in run.children:
-        with suppress(OSError):  # a rank that is gone already, as `Attempt.failed` will see
+        with suppress(OSError):  # a rank that is gone already, as `Watch.failed` will see
             c.pipe.send(store.port)
     return run.result()
 
@@ -252,7 +232,7 @@ def _store(port: int, timeout: float) -> Any:
         raise RunError(what, where="rank 0, before the first step", hint="--port 0 takes a free one") from None
 
 
-def _fork(run: Attempt, world: int, open_session: Open) -> None:
+def _fork(run: Watch, world: int, open_session: Open) -> None:
     context = multiprocessing.get_context("fork")
     for rank in range(world):
         ours, theirs = context.Pipe()
@@ -266,7 +246,7 @@ def _fork(run: Attempt, world: int, open_session: Open) -> None:
         run.children.append(Child(process, ours, rank))
 
 
-def _child(rank: int, world: int, run: Attempt, pipe: Connection, open_session: Open, parent: int) -> None:
+def _child(rank: int, world: int, run: Watch, pipe: Connection, open_session: Open, parent: int) -> None:
     """The whole life of a rank."""
     for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(name, signal.SIG_IGN if name == signal.SIGINT else signal.SIG_DFL)
@@ -286,7 +266,6 @@ def _child(rank: int, world: int, run: Attempt, pipe: Connection, open_session: 
             slots=run.slots,
             local=rank,
             secret=run.secret,
-            advance=lambda batch, steps: pipe.send(("batch", batch)),
         )
         document = work(me, run.job, open_session)
         run.slots[rank, PHASE] = DONE

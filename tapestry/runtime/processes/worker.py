@@ -1,4 +1,4 @@
-"""What one rank of a run does: agree with the others, load its weights, run the batches, report."""
+"""What one rank of a run does: agree with the others, load its weights, run, report."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -27,8 +28,9 @@ from tapestry.errors import RunError, TapestryError
 from tapestry.ir.graph import Graph
 from tapestry.onnx_eval.opaque_node import HostValue
 from tapestry.plugins import entry_points as plugins
+from tapestry.runtime.feeds import given_feeds
+from tapestry.runtime.outputs import write_outputs
 from tapestry.runtime.processes import host_values
-from tapestry.runtime.processes.batches import Batch
 from tapestry.runtime.processes.distributed import RankExecutor
 from tapestry.runtime.processes.heartbeat import IDLE, WAIT, Heartbeat, HeartbeatPublisher, Slots, describe, end_soon, guilty
 from tapestry.runtime.processes.process_backend import BACKENDS, device_of
@@ -40,7 +42,7 @@ from tapestry.runtime.session import MakeExecutor, Session, check_feeds
 from tapestry.runtime.step_messages import owners
 from tapestry.runtime.target_protocol import Target
 
-# What all ranks must have in common, before the first step and before each batch: ranks of different worlds would give a
+# What all ranks must have in common, before the first step: ranks of different worlds would give a
 # wrong answer, and no error.
 
 
@@ -49,7 +51,6 @@ DIGEST = 32  # bytes of SHA-256
 HINTS = {
     "threads": "--threads, the same on all hosts",
     "seed": "--seed, the same on all hosts",
-    "batches": "--inputs, the same on all hosts",
     "inputs": "--input, the same on all hosts",
 }
 
@@ -64,9 +65,8 @@ def world_of(job: Job, device: torch.device) -> dict[str, Any]:
         "torch": str(torch.__version__),
         "byte order": sys.byteorder,
         "devices": job.build.program.devices,
-        "batches": [b.name for b in job.batches],
-        "inputs": sorted({n for b in job.batches for n, _ in b.inputs}),
-        "seed": sorted({b.seed for b in job.batches if b.source is None}),
+        "inputs": sorted(name for name, _ in job.inputs),
+        "seed": job.seed,
         "threads": job.threads,
         "target": plugins.brought_by("targets", job.build.target),
         "kind of device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
@@ -76,13 +76,13 @@ def world_of(job: Job, device: torch.device) -> dict[str, Any]:
     }
 
 
-def agree(me: Rank, job: Job, device: torch.device, todo: list[int]) -> set[int]:
-    """The batches that rank 0 wants done, once all ranks are of one world.
+def agree(me: Rank, job: Job, device: torch.device) -> None:
+    """See that all ranks are of one world.
 
     Raises:
         RunError: a rank differs (in what, and which), or did not come.
     """
-    about = {"agree": world_of(job, device), "host": socket.gethostname(), "pid": os.getpid(), "local": me.local, "todo": todo}
+    about = {"agree": world_of(job, device), "host": socket.gethostname(), "pid": os.getpid(), "local": me.local}
     me.store.set(f"hello/{me.rank}", seal(me.secret, about | {"machine": platform.machine()}))
     everybody = _collect(me, job.timeout)
     for r, other in enumerate(everybody):
@@ -102,7 +102,6 @@ def agree(me: Rank, job: Job, device: torch.device, todo: list[int]) -> set[int]
             raise RunError(
                 f"ranks {gpus.index(gpus[twice])} and {twice} are both number {local} on {host}", hint="LOCAL_RANK for each"
             )
-    return set(everybody[0]["todo"])
 
 
 def _collect(me: Rank, timeout: float) -> list[dict[str, Any]]:
@@ -121,8 +120,8 @@ def _collect(me: Rank, timeout: float) -> list[dict[str, Any]]:
     return [unseal(me.secret, me.store.get(f"hello/{r}"), r) for r in range(me.world)]
 
 
-def same_inputs(me: Rank, graph: Graph, batch: str, feeds: Mapping[str, Any], waiting: Callable[[], None]) -> None:
-    """Compare the inputs of a batch, as the ranks have read them, by their hashes; all ranks go on, or none.
+def same_inputs(me: Rank, graph: Graph, feeds: Mapping[str, Any], waiting: Callable[[], None]) -> None:
+    """Compare the inputs, as the ranks have read them, by their hashes; all ranks go on, or none.
 
     Raises:
         RunError: an input differs. PeerLost: a rank is gone. TapestryError: one is missing, or of another shape or dtype.
@@ -145,8 +144,8 @@ def same_inputs(me: Rank, graph: Graph, batch: str, feeds: Mapping[str, Any], wa
     rank = next(r for r, theirs in enumerate(everybody) if not torch.equal(theirs, everybody[0]))
     first = int(torch.nonzero(everybody[rank] != everybody[0])[0])
     raise RunError(
-        f"rank {rank} has another input '{graph.inputs[first // DIGEST]}' than rank 0 in {batch}",
-        where=f"rank {rank}, before the first step of {batch}",
+        f"rank {rank} has another input '{graph.inputs[first // DIGEST]}' than rank 0",
+        where=f"rank {rank}, before the first step",
         hint="the same files on all hosts",
     )
 
@@ -157,7 +156,7 @@ def _digest(value: Any) -> bytes:
     return hashlib.sha256(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data).digest()
 
 
-def summary(job: Job, ranks: list[RankReport], todo: set[int]) -> dict[str, Any]:
+def summary(job: Job, ranks: list[RankReport]) -> dict[str, Any]:
     """One document from what all ranks measured."""
     peak, packed = [0] * job.build.program.devices, [0] * job.build.program.devices
     transfers: dict[str, list[int]] = {}
@@ -165,17 +164,15 @@ def summary(job: Job, ranks: list[RankReport], todo: set[int]) -> dict[str, Any]
         for run in r.runs:
             for d in r.devices:
                 peak[d], packed[d] = max(peak[d], run.peak[d]), run.packed[d]
-        for kind, (count, total) in r.runs[-1].sent.items() if r.runs else ():
+        for kind, (count, total) in r.runs[-1].sent.items():
             transfers.setdefault(kind, [count, 0])[1] += total
-    each = [max(r.runs[k].seconds for r in ranks) for k in range(len(todo))]
+    each = [max(r.runs[k].seconds for r in ranks) for k in range(job.runs)]
     return {
         "peak_bytes": peak,
         "packed_bytes": packed,
         "transfers": [{"kind": k, "count": c, "bytes": b} for k, (c, b) in transfers.items()],
-        "batches": len(todo),
-        "skipped": len(job.batches) - len(todo),
-        "batch_seconds": each,
-        "seconds": each[-1] if each else 0.0,
+        "run_seconds": each,
+        "seconds": each[-1],
         "ranks": [r.row() for r in ranks],
         "slices": [r.slices() for r in ranks],
     }
@@ -198,16 +195,22 @@ class Job:
 
     Attributes:
         identity: the hash of the build, which all ranks must share.
+        inputs: files of some inputs; the others are random by ``seed``.
+        output: the folder for the results (``None``: nowhere).
+        runs: how often, each time on the same inputs.
         timeout: seconds after which silence is a failure.
         threads: of torch, for each rank.
         kernels: what the set of kernels on this host depends on, which all ranks must share.
-        serve: instead of batches, what each rank does with its session until it is told to end.
+        serve: instead of runs, what each rank does with its session until it is told to end.
     """
 
     build: Build
     constants: bytes
     identity: str
-    batches: tuple[Batch, ...]
+    inputs: tuple[tuple[str, Path], ...] = ()
+    seed: int = 0
+    output: Path | None = None
+    runs: int = 1
     timeout: float = 30.0
     trace: bool = False
     threads: int = 1
@@ -217,7 +220,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rank:
-    """One process of a run: its place, the rendezvous store (of this attempt alone), its slot, and whom to tell of progress.
+    """One process of a run: its place, the rendezvous store (of this attempt alone), and its slot.
 
     ``local`` is its number on its host, which is that of its GPU; ``secret`` is what it knows in common with the others.
     """
@@ -226,14 +229,13 @@ class Rank:
     world: int
     store: Any
     slots: Slots
-    advance: Callable[[int, int], None] = lambda done, total: None
     beats: bool = False
     local: int = 0
     secret: bytes = b""
 
 
 def work(me: Rank, job: Job, open_session: Open) -> dict[str, Any]:
-    """Run everything; the document is complete on rank 0.
+    """Run everything; the document is complete on rank 0 (of ranks that serve there is none).
 
     Raises:
         TapestryError: this rank's own fault. PeerLost: another one's.
@@ -246,7 +248,7 @@ def work(me: Rank, job: Job, open_session: Open) -> dict[str, Any]:
     beats = HeartbeatPublisher(me.store, heartbeat, me.world, job.timeout + PARTING) if me.beats else None
     owners(job.build.program.devices, me.world)
     device = device_of(job.build.target, me.rank, me.local)
-    todo = agree(me, job, device, [b.number for b in job.batches if not b.done])
+    agree(me, job, device)
     wire = Wire(me.rank, me.world, bytes.fromhex(job.identity)[:16], heartbeat, device=device)
     try:
         dist.init_process_group(
@@ -268,7 +270,7 @@ def work(me: Rank, job: Job, open_session: Open) -> dict[str, Any]:
         executor.connect([a.size for a in job.build.plan.mesh], timedelta(seconds=job.timeout + 2))
         if job.serve is not None:
             job.serve(me, session, wire)
-        document = _batches(me, job, session, wire, todo, memory)
+        document = _runs(me, job, session, wire, memory) if job.serve is None else {}
     except PeerLost as e:
         if beats is not None:
             end_soon(heartbeat, 2 * PARTING)
@@ -280,34 +282,34 @@ def work(me: Rank, job: Job, open_session: Open) -> dict[str, Any]:
     return document
 
 
-def _batches(me: Rank, job: Job, session: Session, wire: Wire, todo: set[int], memory: dict[str, int]) -> dict[str, Any]:
-    """Everything that is to be run, and the document."""
-    executor = session.executor
+def _runs(me: Rank, job: Job, session: Session, wire: Wire, memory: dict[str, int]) -> dict[str, Any]:
+    """Everything that is to be run, and the document, with the values of the host among the last results."""
+    executor, graph = session.executor, session.build.plan.graph
     assert isinstance(executor, RankExecutor)
-    done = [_run(b, session, wire, me) for b in job.batches if b.number in todo]
-    document = _report(me, job, executor, wire, [run for run, _ in done], todo, memory)
-    return document and {**document, "hosted": done[-1][1] if done else {}}
-
-
-def _run(batch: Batch, session: Session, wire: Wire, me: Rank) -> tuple[RunReport, dict[str, Any]]:
-    """One batch; rank 0 keeps the results, and has the values of the host among them."""
-    wire.batch = batch.number
-    wire.heartbeat.batch(batch.number)
     wire.heartbeat.at(-1, IDLE)
+    feeds = given_feeds(graph, job.inputs, job.seed)
+    done = [_run(k, feeds, job, session, wire, me) for k in range(job.runs)]
+    document = _report(me, job, executor, wire, [report for report, _ in done], memory)
+    return document and {**document, "hosted": done[-1][1]}
+
+
+def _run(
+    number: int, feeds: Mapping[str, Any], job: Job, session: Session, wire: Wire, me: Rank
+) -> tuple[RunReport, dict[str, Any]]:
+    """One run, whose results rank 0 keeps; the values of the host among them."""
+    wire.batch = number
+    wire.heartbeat.batch(number)
+    wire.heartbeat.at(-1, IDLE)
+    before = time.process_time()
     graph = session.build.plan.graph
-    feeds, before = batch.feeds(graph), time.process_time()
-    same_inputs(me, graph, batch.name, feeds, partial(wire.heartbeat.at, -1, WAIT))
+    same_inputs(me, graph, feeds, partial(wire.heartbeat.at, -1, WAIT))
     result = session.run(feeds)
     spent = time.process_time() - before
-    if wire.rank == 0:
-        if not batch.done:
-            batch.keep(result.outputs)
-        me.advance(batch.number, len(session.build.program.steps))
+    if wire.rank == 0 and job.output is not None:
+        write_outputs(job.output, result.outputs)
     used = result.measured
-    report = RunReport(
-        batch=batch.number, seconds=result.seconds, cpu=spent, peak=used.peak, packed=used.packed, sent=used.transfers
-    )
-    return report, {} if batch.source else {n: v for n, v in result.outputs.items() if graph.tensors[n].on_host}
+    report = RunReport(seconds=result.seconds, cpu=spent, peak=used.peak, packed=used.packed, sent=used.transfers)
+    return report, {n: v for n, v in result.outputs.items() if graph.tensors[n].on_host}
 
 
 def _barrier(me: Rank, job: Job, heartbeat: Heartbeat) -> None:
@@ -345,7 +347,7 @@ def _blamed(e: PeerLost, beats: HeartbeatPublisher | None, me: Rank) -> Exceptio
 
 
 def _report(
-    me: Rank, job: Job, executor: RankExecutor, wire: Wire, runs: list[RunReport], todo: set[int], memory: dict[str, int]
+    me: Rank, job: Job, executor: RankExecutor, wire: Wire, runs: list[RunReport], memory: dict[str, int]
 ) -> dict[str, Any]:
     """Everything that was measured, put together on rank 0."""
     rows = np.array([(s.batch, s.step, s.device, s.stream, s.start, s.end) for s in executor.slices], np.int64).reshape(-1, 6)
@@ -364,7 +366,7 @@ def _report(
         backend_calls=executor.backend_calls,
     )
     everybody = gather(mine, me.world, partial(wire.heartbeat.at, -1, WAIT))
-    return summary(job, everybody, todo) if everybody else {}
+    return summary(job, everybody) if everybody else {}
 
 
 def cause(e: BaseException, slot: Slots) -> tuple[str, str]:

@@ -48,7 +48,7 @@ def main() -> int:
     try:
         compiled = api.load(order.folder)
         request = launch.Request(folder=Path(order.folder), timeout=order.timeout, threads=order.threads)
-        job = launch.job_of(request, order.processes, (), compiled)
+        job = launch.job_of(request, order.processes, compiled)
         from tapestry.runtime.processes.supervisor import supervise
 
         loader = Loader(compiled)

@@ -295,7 +295,7 @@ def test_every_command_knows_stages(model, tmp_path):
     document("compile", model, "-o", b, "--mesh", "2x2", "--stages", "2", "--micro-batches", "2")
     assert document("verify", b)["passed"]
     assert document("run", b, "--check")["passed"]
-    status, out, err = run("explain", b, "--why", "--critical-path", "--trace", tmp_path / "t.json")
+    status, out, err = run("explain", b, "--why", "--critical-path")
     assert status == 0, err
     assert "stage 0: devices 0 to 1" in out and "in stage 1" in out and "without stages: objective" in out
     rows = document("explain", b, "--why")["operations"]

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from onnx import TensorProto as T
 from onnx import helper
 
 import tapestry
-from tapestry import launch
+from tapestry import api, launch
 from tapestry.api import Compiled
 from tapestry.ir.graph import Block
 from tapestry.ir.program import Launch, Load, Reduce, Transfer, transfer_bytes
@@ -38,33 +39,33 @@ class Trial:
         path.write_bytes(proto.SerializeToString())
         return path
 
-    def outputs(self, build: Compiled, processes: int, *, batches: int = 0, check: bool = False) -> dict[str, bytes]:
-        """Every file that a run wrote; bytes and peaks are held against the plan."""
+    def outputs(self, build: Compiled, processes: int, *, runs: int = 1, check: bool = False) -> dict[str, bytes]:
+        """Every file that a run wrote, or several of the same ranks; bytes and peaks are held against the plan."""
         place = self.folder / f"build-{build.build.program.devices}"
         build.save(place)
         out = self.folder / f"out-{build.build.program.devices}-{processes}"
-        stream: list[Path] = []
-        if batches:
-            stream = [self.folder / "in"]
-            stream[0].mkdir(exist_ok=True)
-            for k in range(batches):
-                np.savez(stream[0] / f"b{k}.npz", **build.random_feeds(k))
-        request = launch.Request(folder=place, output=out, stream=stream, timeout=60.0, threads=1)
-        found = launch.run(request, launch.Launch(processes=processes, check=check))
+        request = launch.Request(folder=place, output=out, timeout=60.0, threads=1)
+        if runs == 1:
+            found = launch.run(request, launch.Launch(processes=processes, check=check))
+            self.expect(found["passed"], f"{processes} processes did not pass: {found.get('reason')}")
+        else:
+            from tapestry.runtime.processes.supervisor import supervise
+
+            job = replace(launch.job_of(request, processes, api.load(place)), runs=runs)
+            found = supervise(job, processes, api.open_session)
         program = build.build.program
         planned = sum(transfer_bytes(s, program) for s in program.steps if isinstance(s, Transfer | Reduce))
         sent = sum(r["payload_bytes"] for r in found["ranks"])
-        self.expect(found["passed"], f"{processes} processes did not pass: {found.get('reason')}")
         self.expect(found["peak_bytes"] == list(build.build.peak_bytes), f"peaks on {processes} processes")
         if processes == program.devices:
-            self.expect(sent == planned * max(1, batches), f"{sent} bytes sent, {planned} planned")
+            self.expect(sent == planned * runs, f"{sent} bytes sent, {planned} planned")
         return {str(p.relative_to(out)): p.read_bytes() for p in sorted(out.rglob("*.npy"))}
 
-    def same(self, build: Compiled, *processes: int, batches: int = 0, check: bool = False) -> dict[str, bytes]:
+    def same(self, build: Compiled, *processes: int, runs: int = 1, check: bool = False) -> dict[str, bytes]:
         """One process and many: the same bits in the same files."""
-        first = self.outputs(build, 1, batches=batches)
+        first = self.outputs(build, 1, runs=runs)
         for n in processes:
-            found = self.outputs(build, n, batches=batches, check=check)
+            found = self.outputs(build, n, runs=runs, check=check)
             self.expect(found == first and len(first) > 0, f"{n} processes: files that differ of {sorted(found)}")
         return first
 
@@ -92,11 +93,11 @@ def heads(b: int = 2, h: int = 3, s: int = 6, n: int = 24, d: int = 8) -> Any:
 
 
 def staged(t: Trial) -> Facts:
-    """Two stages of two devices, four micro-batches, a stream of three batches."""
+    """Two stages of two devices, four micro-batches, three runs of the same ranks."""
     (t.folder / "nodes.json").write_text(json.dumps(NODES))
     how: dict[str, Any] = {"mesh": "2x2", "topology": str(t.folder / "nodes.json"), "memory": "640KB"}
     build = tapestry.compile(t.model(tower()), stages=2, micro_batches=4, **how)
-    t.same(build, 2, 3, 4, batches=3)
+    t.same(build, 2, 3, 4, runs=3)
     crossing = [s for s in build.build.program.steps if isinstance(s, Transfer)]
     return {"stages": len(build.report["stages"]), "micro_batches": build.report["micro_batches"], "transfers": len(crossing)}
 
@@ -144,7 +145,7 @@ def overlapped(t: Trial) -> Facts:
 def streamed(t: Trial) -> Facts:
     """Weights that do not fit are loaded for every use, each rank its own slices."""
     build = tapestry.compile(t.model(tower()), devices=2, memory="420KB", stages=1, micro_batches=1)
-    t.same(build, 2, batches=2)
+    t.same(build, 2, runs=2)
     t.same(build, 2, check=True)
     loads = [s.buffer for s in build.build.program.steps if isinstance(s, Load)]
     return {"streamed": len(build.build.plan.streamed), "loads": len(loads)}
