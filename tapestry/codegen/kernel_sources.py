@@ -15,6 +15,7 @@ from tapestry.errors import BuildError
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.kernel import Box, Kernel
 from tapestry.ir.program import Launch, Program
+from tapestry.ir.recognition.route_groups import unread
 from tapestry.ir.syntax.printer import signature
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ def kernels_of_steps(graph: Graph, program: Program, every: bool = False) -> tup
     Args:
         every: those of operations, too, that Triton has no kernel for.
     """
-    kinds = [signature(op, graph) for op in graph.ops]
+    kinds = [(signature(op, graph), isinstance(op, Block) and unread(graph, op) is not None) for op in graph.ops]
     alike: dict[tuple[object, ...], str] = {}  # to the key of its first device's kernel
     keys: dict[tuple[object, ...], str] = {}
     found: dict[str, Kernel] = {}

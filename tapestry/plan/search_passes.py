@@ -24,7 +24,7 @@ from tapestry.plan.search.priced_plan import NEAR, PricedPlan, TooBig, peak
 from tapestry.plan.search.problem import Problem
 from tapestry.plan.search.resume import start_of
 from tapestry.plan.solver.budget import SECOND, Budget
-from tapestry.plan.structural_search import SIMPLIFYING, WORTH, Improvement, Tried
+from tapestry.plan.structural_search import SIMPLIFYING, WORTH, Improvement, Tried, rewritten
 from tapestry.plan.task import STEPS, Task
 from tapestry.plan.whole_graph import WholePlan, idle_beside, one_device, within_tables
 from tapestry.rewrites.core.driver import OPTIONAL, disabled_by, rules_of, simplify, without
@@ -32,7 +32,7 @@ from tapestry.rewrites.core.rule import Move, own_rules
 
 STRUCTURE = 3.0 * SECOND  # for the built-in structural rules
 FIRST = 0.7  # of the budget, for one form of the model
-UNFUSED, WHOLE = "unfused", "recurrences whole"
+UNFUSED, WHOLE, ROUTES = "unfused", "recurrences whole", "part_routes"
 NAMED = 4  # forms that a sentence names; more are counted
 BESIDE = 4.0 * SECOND  # for splits in time where a plan in space fits
 OTHERS, LEAST = 0.5, 0.5 * SECOND  # of the first form's work, or at least so much, for all others
@@ -194,7 +194,12 @@ def _objective(candidate: Candidate) -> float:
 
 
 def _others(first: Form, graph: Graph, task: Task) -> Iterator[tuple[str, Iterator[Form]]]:
-    """The forms beside the fused one, by what they leave out: fusions, then some simplifications, fewest first."""
+    """The forms beside the fused one: experts in groups, then by what they leave out: fusions, and some simplifications,
+    fewest first."""
+    for parts in sorted({a.size for a in task.topology.mesh} - {1}, reverse=True):
+        moves = [m for m in own_rules()[ROUTES].sized(first.graph, parts) if isinstance(m, Move)] if task.rewritable else []
+        if moves:
+            yield f"experts in {parts} groups", _in_groups(first, moves, task)
     if first.graph is not graph:
         yield UNFUSED, iter([Form(name=UNFUSED, graph=graph, moves=())])
     if task.whole:
@@ -218,6 +223,13 @@ def _others(first: Form, graph: Graph, task: Task) -> Iterator[tuple[str, Iterat
 
     for rules in itertools.chain.from_iterable(itertools.combinations(OPTIONAL, n) for n in range(1, len(OPTIONAL) + 1)):
         yield f"without {' and '.join(rules)}", without_rules(rules)
+
+
+def _in_groups(first: Form, moves: list[Move], task: Task) -> Iterator[Form]:
+    """A form with the matrices of its routed products in groups, which may be on a device each."""
+    task.meter.spent += SIMPLIFYING * len(first.graph.ops)
+    new, done = rewritten(first.graph, moves, task.disabled_rules | disabled_by(first.moves))
+    yield Form(name=f"{first.name} in groups", graph=new, moves=(*first.moves, *done))
 
 
 def _recurrences_whole(task: Task, lifted: Graph) -> Form:

@@ -146,7 +146,7 @@ class Improvement:
 
     def _made(self, graph: Graph, moves: list[Move], budget: Budget) -> tuple[Graph, list[Move]]:
         budget.spend(SIMPLIFYING * len(graph.ops))
-        return _rewritten(graph, moves, self.disabled)
+        return rewritten(graph, moves, self.disabled)
 
     def _planned(self, graph: Graph, budget: Budget, best: PricedPlan) -> PricedPlan:
         other = self.plan(graph, budget, best.objective)
@@ -168,7 +168,7 @@ def _tried(some: list[Derivation], objective: float, taken: bool) -> Tried:
 def variants(graph: Graph, mesh: Mesh, disabled: frozenset[str] = _NONE) -> Iterator[tuple[Graph, list[Move]]]:
     """Every graph that one kind of move, applied wherever it can be, makes of a graph; whatever it does to the latency."""
     for _, _, moves in _kinds(graph, mesh, disabled):
-        new, done = _rewritten(graph, moves, disabled)
+        new, done = rewritten(graph, moves, disabled)
         if done and len(new.ops) <= len(graph.ops) + MOST_NEW_OPS * len(done):
             yield new, done
 
@@ -194,6 +194,7 @@ def _kinds(graph: Graph, mesh: Mesh, disabled: frozenset[str]) -> Iterator[tuple
         yield from ((rule, kind, moves) for kind, moves in kinds.items())
 
 
-def _rewritten(graph: Graph, moves: list[Move], disabled: frozenset[str]) -> tuple[Graph, list[Move]]:
+def rewritten(graph: Graph, moves: list[Move], disabled: frozenset[str]) -> tuple[Graph, list[Move]]:
+    """The simplified graph after those of some moves that are legal, and these."""
     graph, done = apply_legal(graph, moves, disabled)
     return simplify(graph, disabled=disabled), done

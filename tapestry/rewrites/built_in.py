@@ -20,6 +20,7 @@ from tapestry.rewrites.splitting import slice_strided  # noqa: F401
 from tapestry.rewrites.splitting import phases  # noqa: F401
 from tapestry.rewrites.splitting import slice_dilated  # noqa: F401
 from tapestry.rewrites.splitting import overlap_halo  # noqa: F401
+from tapestry.rewrites.splitting import part_routes  # noqa: F401
 from tapestry.rewrites.splitting import split  # noqa: F401
 from tapestry.rewrites.splitting import split_reduce  # noqa: F401
 from tapestry.rewrites.splitting import split_time  # noqa: F401
@@ -43,7 +44,8 @@ from tapestry.rewrites.fusion import nest  # noqa: F401
 ORDER = (
     "block_scan", "share", "drop_dead", "compose_views", "drop_results", "inline_map", "lay_out", "fuse_contraction",
     "route_products", "fuse_epilogue", "fuse_maps", "fuse_nested", "fuse_places", "fuse_product", "fuse_results", "fuse_rows",
-    "fuse_sums", "micro_batch", "narrow_factors", "overlap", "recompute", "select_first", "slice_dilated", "slice_strided",
+    "fuse_sums", "micro_batch", "narrow_factors", "overlap", "part_routes",
+    "recompute", "select_first", "slice_dilated", "slice_strided",
     "split", "split_reduce", "split_time", "stream_softmax", "unfuse",
 )  # fmt: skip
 

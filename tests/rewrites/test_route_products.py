@@ -94,18 +94,19 @@ def test_it_costs_one_matrix_for_each_row_and_reads_each_matrix_once() -> None:
 
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("body", ["x * t", "t * x"])
-@pytest.mark.parametrize(("rows", "columns"), [(5, 6), (70, 9), (11, 75)])
+@pytest.mark.parametrize(("rows", "columns"), [(5, 6), (70, 9), (11, 75), (128, 64)])
 @pytest.mark.parametrize("kind", ["f32", "bf16"])
-def test_triton_computes_it_and_leaves_out_what_no_row_of_a_tile_picks(kind: str, rows: int, columns: int, body: str) -> None:
-    """Rows are tiles' rows or their columns, as the product has them."""
+def test_triton_sorts_rows_and_multiplies_each_tile_by_one_matrix(kind: str, rows: int, columns: int, body: str) -> None:
+    """Rows are tiles' rows or their columns, as the product has them; a matrix may have no row, or all."""
     case = text().replace("x * t", body).replace("w, 0.0)", "w, f32(0.0))").replace("acc0, 0.0)", "acc0, f32(0.0))")
     case = case.replace("i64", "int").replace("f32", "K").replace("5", str(rows)).replace("6", str(columns)).replace("K", kind)
     after = RULE.apply(parse(case.replace("int", "i64")), parse_move("route_products@y{tensor=t}"))
     rng = np.random.default_rng(2)
     numpy = np.float32 if kind == "f32" else ml_dtypes.bfloat16
     values = {"x": rng.standard_normal((rows, 3)).astype(numpy), "w": rng.standard_normal((4, columns, 3)).astype(numpy)}
-    check(to_text(after), {**values, "e": np.sort(rng.integers(0, 4, rows))})
-    assert "if tl.max(" in source_of(to_text(after))
+    for picks in (rng.integers(0, 4, rows), np.full(rows, 3), rng.integers(0, 2, rows) * 3):  # of all, of one, of two
+        check(to_text(after), {**values, "e": picks})
+    assert "y_order(" in (source := source_of(to_text(after))) and "for v in" not in source
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from tapestry.codegen.blocks.lowered import Task, points
 from tapestry.codegen.blocks.operands import EXACT_IN, HALVES, common_operand, compute
 from tapestry.codegen.blocks.regroup import split_groups
 from tapestry.ir.expr import Acc, Arg, Call, Const, Expr, Let, arg_positions, distinct, instructions, number, rewrite, uncast
-from tapestry.ir.graph import Dim
+from tapestry.ir.graph import Dim, names_of
 from tapestry.ir.index import Aff, dims_of
 from tapestry.ir.monoid import MONOIDS, ByPrimitive, Moments, Monoid, Product, sums
 from tapestry.ir.recognition.attention_roles import Attention, attention
@@ -22,9 +22,10 @@ from tapestry.ir.recognition.contraction import (
     narrow,
     product_roles,
     products,
+    roles,
 )
 from tapestry.ir.recognition.exponential import INT8, exponential
-from tapestry.ir.recognition.selection_sum import Selection, selection
+from tapestry.ir.recognition.selection_sum import Selection, routed, selection
 from tapestry.ir.types import FLOAT8, FLOATS
 
 
@@ -216,6 +217,9 @@ def folded(task: Task) -> Folded | None:
     a, b = body.args
     row = kept(task.monoid, task.dims, task.reduce, task.body) if task.mode == "full" else None
     found = product_roles(task, body, row)
+    first, second = (dims_varied(task, e) - names_of(task.inner_dims) for e in (a, b))
+    if routed(task) and (one := roles(task.dims, (), first, second)):
+        found = replace(one, taps=task.reduce)  # one matrix after another
     if found is None:
         return None
     m, n = found.rows, found.columns

@@ -30,6 +30,7 @@ from tapestry.codegen.blocks.ragged_parts import most_parts, splits
 from tapestry.codegen.triton.config_fields import KernelConfig
 from tapestry.codegen.triton.task.chips import Chip, chip_of, on_chip
 from tapestry.codegen.triton.task.descriptors import aligned, operand_boxes, stream_boxes
+from tapestry.codegen.triton.task.row_order import sorted_rows
 from tapestry.ir.expr import Call, Index, arg_positions, instructions, walk
 from tapestry.ir.graph import Dim
 from tapestry.ir.monoid import MONOIDS
@@ -54,6 +55,8 @@ def memory_config(form: KernelForm, chip: Chip) -> KernelConfig:
         return _rows(task)
     if form.kind == "scan":
         return _scan(task)
+    if form.kind == "order":
+        return KernelConfig(block=min(4096, power_of_two(points(task.dims))), num_warps=8)
     if form.kind == "gather" and form.picked is not None:
         return _gather_tile(form.task, form.picked)
     return _reduce(form, chip)
@@ -276,7 +279,8 @@ def _dot(form: KernelForm, chip: Chip, kinds: int = 1) -> list[tuple[float, Kern
     assert c is not None
     held = len(c.pairs) + (_lanes_held(form.task, f) if f else 0)
     m, n, crowded = points(c.m), points(c.n), _crowded(form, c, chip)
-    half, ready = c.operand != "f32", chip.descriptors and operand_boxes(form.task, c) is not None
+    half = c.operand != "f32"
+    ready = chip.descriptors and operand_boxes(form.task, c) is not None and not sorted_rows(form)
     size, smooth = operand_size(c.operand), _smooth(form, c)
     rough = half and not c.masked and not (ready or aligned(form.task, c))
     least = 16 if size > 1 else 32  # points of k that a matrix instruction takes
@@ -406,14 +410,19 @@ def _folded_seconds(k: KernelConfig, form: KernelForm, f: Folded, chip: Chip) ->
     c = f.product
     depth = points(c.k) * points(c.taps)
     batch, m, n = points(c.batch), points(c.m), points(c.n)
-    turns = points(f.outer) * (-(-n // k.bn) if f.folds else 1)
-    programs = batch * -(-m // k.bm) * (1 if f.folds else -(-n // k.bn)) * k.split_k
+    turns = -(-points(f.outer) * (-(-n // k.bn) if f.folds else 1) // k.split_k)
+    tall, wide = -(-m // k.bm), 1 if f.folds else -(-n // k.bn)
+    if made := sorted_rows(form):  # of each matrix one tile is not full: half of it on average
+        found, rows = made
+        turns, spare = 1, min(found.over.size, points(rows)) // 2
+        tall, wide = (tall + spare, wide) if rows == c.m else (tall, wide + spare)
+    programs = batch * tall * wide * k.split_k
     one = replace(k, split_k=1)
     each = _dot_seconds(one, (1, min(m, k.bm), min(n, k.bn), depth), c.operand, form.precision, chip) - _FILL
-    whole = _dot_seconds(one, (batch * points(f.outer), m, n, depth), c.operand, form.precision, chip)
+    whole = _dot_seconds(one, (batch * (1 if made else points(f.outer)), m, n, depth), c.operand, form.precision, chip)
     fields = sum(itemsize(compute(e.dtype)) for e in form.task.body)
     second = 0.0 if k.split_k == 1 else _LAUNCH + 2 * k.split_k * batch * m * fields / chip.bandwidth
-    return max(-(-programs // chip.units) * -(-turns // k.split_k) * max(0.0, each) + _FILL, whole) + second
+    return max(-(-programs // chip.units) * turns * max(0.0, each) + _FILL, whole) + second
 
 
 def _forms(

@@ -5,10 +5,11 @@ matrix that a row is multiplied by, as a mixture of experts does.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 
 from tapestry.ir.expr import Arg, Call, Const, Expr, Index, Let, call
 from tapestry.ir.graph import Dim
-from tapestry.ir.index import dim
+from tapestry.ir.index import Aff, dim, dims_of
 from tapestry.ir.monoid import primitive_of
 from tapestry.ir.recognition.contraction import Nest, dims_read, inner_product
 
@@ -21,18 +22,24 @@ class Selection:
         wanted: the place, which does not depend on ``over``.
         picked: what stands at v.
         over: the reduced dimension v.
-        shift: the first place of a block of it.
+        base: the first place, which may vary along map dimensions; ``shift`` where it does not.
     """
 
     wanted: Expr
     picked: Expr
     over: Dim
-    shift: int
+    base: Aff
+
+    @property
+    def shift(self) -> int:
+        """The first place of a block of ``over``."""
+        return self.base.const
 
 
 def selection(op: Nest) -> Selection | None:
     """The selection that an operation is; ``None`` where it is none."""
-    return None if op.inner else _selection(op)
+    found = None if op.inner else _selection(op)
+    return found if found and not found.base.terms else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,14 +47,16 @@ class Routed:
     """``sum_v where(wanted == v, sum_m rows * matrices, 0)``: each row times the matrix that ``wanted`` names for it.
 
     Attributes:
-        wanted, over, shift: as in `Selection`.
+        wanted, over, base: as in `Selection`.
+        places: how many matrices there are, of which each row picks one.
         rows, matrices: the factors; only the second varies along ``over``.
         of_rows, of_columns: map dimensions of the rows, along which ``wanted`` may vary, and of the matrices.
     """
 
     wanted: Expr
     over: Dim
-    shift: int
+    base: Aff
+    places: int
     rows: Expr
     matrices: Expr
     of_rows: tuple[Dim, ...]
@@ -62,10 +71,14 @@ def routed(op: Nest) -> Routed | None:
     a, b = ((f, dims_read(op, f)) for f in product.args)
     (rows, along), (matrices, dims) = (a, b) if s.over.name in b[1] else (b, a)
     along |= dims_read(op, s.wanted)
-    if s.over.name not in dims or s.over.name in along or any(d.name in dims & along for d in op.dims):
+    groups = dims_of(s.base)
+    if s.over.name not in dims or s.over.name in along or any(d.name in dims & along - groups for d in op.dims if d.size > 1):
         return None
+    places = s.over.size * prod(d.size for d in op.dims if d.name in groups)
     own, columns = (tuple(d for d in op.dims if (d.name in dims) == picked) for picked in (False, True))
-    return Routed(wanted=s.wanted, over=s.over, shift=s.shift, rows=rows, matrices=matrices, of_rows=own, of_columns=columns)
+    return Routed(
+        wanted=s.wanted, over=s.over, base=s.base, places=places, rows=rows, matrices=matrices, of_rows=own, of_columns=columns
+    )
 
 
 def as_onnx_counts(wanted: Expr, count: int) -> Expr:
@@ -92,14 +105,17 @@ def _selection(op: Nest) -> Selection | None:
     test, picked, zero = e.args
     if not isinstance(test, Call) or test.fn != "eq" or not isinstance(zero, Const) or zero.value != 0:
         return None
-    over = op.reduce[0]
+    over, units = op.reduce[0], {d.name for d in op.dims if d.size == 1}
     for wanted, place in (test.args, test.args[::-1]):
         if (
             isinstance(place, Index)
-            and place.aff - place.aff.const == dim(over.name)
-            and over.name not in dims_read(op, wanted)
+            and (
+                base := Aff(tuple(t for t in (place.aff - dim(over.name)).terms if t[0] not in units), place.aff.const)
+            ).is_affine
+            and dims_of(base) <= {d.name for d in op.dims}
+            and not (dims_of(base) | {over.name}) & dims_read(op, wanted)
         ):
-            return Selection(wanted=wanted, picked=picked, over=over, shift=place.aff.const)
+            return Selection(wanted=wanted, picked=picked, over=over, base=base)
     return None
 
 

@@ -17,10 +17,12 @@ import numpy as np
 from tapestry.ir.expr import Call, Const, Index, arg_positions, count_calls, number, walk
 from tapestry.ir.footprint import Boxes
 from tapestry.ir.graph import Block, Graph, Op, Opaque
+from tapestry.ir.index import Aff, dim, dims_of
 from tapestry.ir.monoid import MONOIDS
 from tapestry.ir.recognition.contraction import dims_read, dims_varied, inner_product, kept, products
+from tapestry.ir.recognition.route_groups import guarded, unread
 from tapestry.ir.recognition.running_state import as_scan
-from tapestry.ir.recognition.selection_sum import routed, selection
+from tapestry.ir.recognition.selection_sum import Routed, routed, selection
 from tapestry.ir.recognition.state import counted, layered, native, row_groups, varies
 from tapestry.ir.types import itemsize
 from tapestry.plan.cost.kernel_class import GATHER, kernel_class
@@ -28,6 +30,9 @@ from tapestry.plan.topology import Device, Topology
 from tapestry.plan.topology.measured_costs import PRODUCTS
 
 HIDDEN = -1e4  # a score from which on it is that of no key
+WASTED = (
+    64  # rows of a tile that are none, on average for each matrix, or as many as there are (`codegen.triton.task.row_order`)
+)
 
 
 def sizes(boxes: Boxes) -> np.ndarray:
@@ -66,7 +71,10 @@ def flops(op: Op, block: np.ndarray, final: np.ndarray) -> tuple[np.ndarray, np.
 def arithmetic(op: Op, block: Boxes, final: Boxes) -> tuple[np.ndarray, np.ndarray]:
     """`flops` of boxes rather than of point counts, exact for operations whose state fields run over different dimensions."""
     if isinstance(op, Block) and (route := routed(op)) is not None:  # each row is multiplied by one of the matrices
-        return 2 * sizes(block) // route.over.size, sizes(final) * (1 + count_calls(op.then))
+        rows, share, met = _picked(op, route, block)
+        once = 2 * sizes(block) / np.maximum(rows * share * route.places, 1)  # FLOPs of a row and a matrix
+        heavy = once * (rows * share + np.minimum(WASTED * met, rows * share))
+        return heavy.astype(np.int64), sizes(final) * (1 + count_calls(op.then))
     if isinstance(op, Block) and layered(op):
         return layered_flops(op, block, final)
     heavy, light = flops(op, work(op, block), sizes(final))
@@ -76,6 +84,15 @@ def arithmetic(op: Op, block: Boxes, final: Boxes) -> tuple[np.ndarray, np.ndarr
         along = dims_read(op, e)
         light = light + sizes(block[:, [i for i, d in enumerate(op.space) if d.name in along]]) * count
     return heavy, light
+
+
+def _picked(op: Block, route: Routed, block: Boxes) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Of each device's block: rows; the share of them that pick one of its matrices, and how many matrices some row picks,
+    on average over routes that pick each alike."""
+    along = {d.name for d in route.of_rows}
+    rows = sizes(block[:, [i for i, d in enumerate(op.space) if d.name in along]])
+    share = _share(op, route.base + dim(route.over.name), block)
+    return rows, share, share * route.places * (1 - (1 - 1 / route.places) ** rows)
 
 
 def layered_flops(op: Block, block: Boxes, final: Boxes) -> tuple[np.ndarray, np.ndarray]:
@@ -169,9 +186,10 @@ def _quantities(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The same; ``reads``: tensors, what is read of them, and which of the boxes count."""
     found: dict[str, np.ndarray] = {}
-    picks = kernel_class(op) == GATHER
+    picks, shares = kernel_class(op) == GATHER, shares_read(op, block)
     for tensor, boxes, counts in reads:
         cells = np.minimum(sizes(boxes), sizes(final)) if picks else sizes(boxes)
+        cells = (cells * shares[tensor]).astype(np.int64) if tensor in shares else cells
         found[tensor] = found.get(tensor, 0) + (cells if counts is None else cells * counts)
     looks: dict[str, list[Boxes]] = {}
     for tensor, boxes, _ in reads:
@@ -188,7 +206,32 @@ def _quantities(
         cells = [_cells_written(op, graph, k, block) for k in range(len(op.outs))]
         written = sum(n * itemsize(graph.tensors[t].dtype) for t, n in zip(op.outs, cells, strict=True))
         return np.zeros_like(read), 10 * np.sum(cells, axis=0), read + written
-    return *arithmetic(op, block, final), read + sizes(final) * sum(itemsize(graph.tensors[t].dtype) for t in op.outs)
+    written = sizes(final) * sum(itemsize(graph.tensors[t].dtype) for t in op.outs)
+    if (group := unread(graph, op)) is not None:  # (rows of other groups are not written)
+        written = written * _share(op, group.base, block)
+    return *arithmetic(op, block, final), read + written
+
+
+def shares_read(op: Op, block: Boxes) -> dict[str, np.ndarray]:
+    """The share that is read of a routed product's rows and matrices, or of what a guard keeps for one group; by tensor."""
+    if not isinstance(op, Block):
+        return {}
+    if (route := routed(op)) is not None:
+        _, share, met = _picked(op, route, block)
+        of_rows, of_matrices = ([op.reads[k].tensor for k in arg_positions((e,))] for e in (route.rows, route.matrices))
+        return dict.fromkeys(of_rows, share) | dict.fromkeys(of_matrices, met / np.maximum(share * route.places, 1))
+    out = dict[str, np.ndarray]()
+    for found in (guarded(e) for e in (*op.body, *op.then)):
+        if found is not None:
+            kept = {op.reads[k].tensor for k in arg_positions((found.value,)) if dims_of(found.base) & op.read_dims(k)}
+            out |= dict.fromkeys(kept, _share(op, found.base, block))
+    return out
+
+
+def _share(op: Block, place: Aff, block: Boxes) -> np.ndarray:
+    """The share of all matrices, or groups of them, that each device's block has."""
+    along = [i for i, d in enumerate(op.space) if d.name in dims_of(place)]
+    return sizes(block[:, along]) / prod(op.space[i].size for i in along)
 
 
 def _hull(several: Sequence[Boxes]) -> np.ndarray:

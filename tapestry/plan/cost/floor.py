@@ -14,12 +14,13 @@ from math import prod
 
 import numpy as np
 
+from tapestry.ir.footprint import Boxes
 from tapestry.ir.graph import Block, Graph, Op, Read
 from tapestry.ir.index import bounds, dims_of
 from tapestry.ir.plan import device_count
 from tapestry.ir.recognition.selection_sum import selection
 from tapestry.ir.types import itemsize
-from tapestry.plan.cost.compute import arithmetic, norm, rates_of
+from tapestry.plan.cost.compute import arithmetic, norm, rates_of, shares_read
 from tapestry.plan.topology import Topology
 
 
@@ -35,7 +36,7 @@ def least_seconds(graph: Graph, topo: Topology, *, everywhere: bool = True) -> f
         whole = np.array([[(0, d.size) for d in op.space]], np.int64).reshape(1, len(op.space), 2)
         heavy, light = arithmetic(op, whole, whole[:, : len(op.dims)])
         final = prod(d.size for d in op.dims)
-        moved = final * sum(itemsize(graph.tensors[t].dtype) for t in op.outs) + _read_bytes(op, graph, final)
+        moved = final * sum(itemsize(graph.tensors[t].dtype) for t in op.outs) + _read_bytes(op, graph, whole)
         launch, *best = zip(*(rates_of(op, graph, d) for d in kinds), strict=True)
         work = (float(heavy[0]), float(light[0]), moved)
         each = [np.array(w / max(k)) for w, k in zip(work, best, strict=True)]
@@ -43,13 +44,13 @@ def least_seconds(graph: Graph, topo: Topology, *, everywhere: bool = True) -> f
     return total
 
 
-def _read_bytes(op: Op, graph: Graph, final: int) -> int:
+def _read_bytes(op: Op, graph: Graph, whole: Boxes) -> float:
     if not isinstance(op, Block):
         return sum(graph.tensors[t].nbytes for t in op.inputs)
-    most: dict[str, int] = {}
+    most, final, shares = dict[str, float](), prod(d.size for d in op.dims), shares_read(op, whole)
     for r in op.reads:
         cells = least_cells(op, r, graph.tensors[r.tensor].shape)
-        cells = min(cells, final) if selection(op) else cells
+        cells = min(cells, final) if selection(op) else cells * float(shares.get(r.tensor, [1.0])[0])
         most[r.tensor] = max(most.get(r.tensor, 0), cells * itemsize(graph.tensors[r.tensor].dtype))
     return sum(most.values())
 

@@ -238,6 +238,6 @@ def _routes(op: Block) -> Iterator[tuple[str, tuple[int, int]]]:
     """Tensors whose values name a routed product's matrices, and the values that do: nothing is said of a product by no matrix,
     as a place outside is an error in ONNX."""
     found = routed(op)
-    place = place_read(found.wanted, found.over.size) if found else None
+    place = place_read(found.wanted, found.places) if found else None
     if found and place:
-        yield op.reads[place[0]].tensor, (-found.over.size if place[1] else 0, found.over.size)
+        yield op.reads[place[0]].tensor, (-found.places if place[1] else 0, found.places)

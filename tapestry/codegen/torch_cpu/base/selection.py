@@ -7,12 +7,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import prod
 
+import numpy as np
 import torch
 
 from tapestry.codegen.torch_cpu.base.point_values import Expressions, States
 from tapestry.codegen.torch_cpu.base.strided_reads import SAME_BITS, Frame, Tensor
 from tapestry.codegen.torch_cpu.base.ways import Refusal
 from tapestry.ir.graph import Block, Graph
+from tapestry.ir.index import dims_of, evaluate
 from tapestry.ir.kernel import Kernel
 from tapestry.ir.recognition.contraction import dims_read
 from tapestry.ir.recognition.selection_sum import routed, selection
@@ -21,15 +23,19 @@ from tapestry.ir.recognition.selection_sum import routed, selection
 def product_by_groups(op: Block, graph: Graph, kernel: Kernel, frame: Frame) -> States | Refusal:
     """``sum_v where(i == v, sum_m x * w[v], 0)``: for each v one product, of the rows that want it; exact on any block of v."""
     found = routed(op)
-    if found is None or found.shift or 0 in frame.extents:
+    if found is None or found.base.const or 0 in frame.extents:
         return Refusal("no matrix is picked for each row")
+    of_base = dims_of(found.base)
     names, extent = [d.name for d in op.space], dict(zip((d.name for d in op.space), frame.extents, strict=True))
-    rows, columns = [d.name for d in found.of_rows], [d.name for d in found.of_columns]
+    rows, columns = ([d.name for d in dims if d.name not in of_base] for dims in (found.of_rows, found.of_columns))
+    groups = [d.name for d in op.dims if d.name in of_base]
     inner, over = [d.name for d in op.inner_dims], found.over.name
     n, (lo, hi) = len(op.dims), kernel.block[len(op.dims)]
     index = Expressions(op, graph, kernel, (found.wanted,), Frame(op.dims, kernel.block[:n]))
     factors = Expressions(op, graph, kernel, (found.rows, found.matrices), frame)
-    back = [[*rows, *columns].index(d.name) for d in op.dims]
+    back = [[*groups, *rows, *columns].index(d.name) for d in op.dims]
+    at = np.meshgrid(*(np.arange(*kernel.block[[d.name for d in op.dims].index(g)]) for g in groups), indexing="ij")
+    bases = np.atleast_1d(evaluate(found.base, dict(zip(groups, at, strict=True)))).ravel().tolist()
 
     def matrix(x: Tensor, *groups: list[str]) -> Tensor:
         """A value with an axis for each group of dimensions, in that order."""
@@ -43,13 +49,14 @@ def product_by_groups(op: Block, graph: Graph, kernel: Kernel, frame: Frame) -> 
         wanted = index.values(ins, [])[0] - lo
         place = matrix(wanted.reshape(*wanted.shape, *[1] * (len(names) - n)) if wanted.dim() == n else wanted, rows)
         x, w = factors.values(ins, [])
-        x, w = matrix(x, rows, inner), matrix(w, [over], columns, inner)
-        out = torch.zeros(len(place), w.shape[1], dtype=w.dtype)
-        for v in sorted(set(place.flatten().numpy().tolist())):
-            if 0 <= v < hi - lo:
+        x, w = matrix(x, groups, rows, inner), matrix(w, groups, [over], columns, inner)
+        out = torch.zeros(len(bases), len(place), w.shape[2], dtype=w.dtype)
+        picked = sorted(set(place.flatten().numpy().tolist()))
+        for k, base in enumerate(bases):
+            for v in (v for v in picked if base <= v < base + hi - lo):
                 mine = place == v
-                out[mine] = x[mine] @ w[v].T
-        return [out.reshape([extent[d] for d in (*rows, *columns)]).permute(back)]
+                out[k, mine] = x[k, mine] @ w[k, v - base].T
+        return [out.reshape([extent[d] for d in (*groups, *rows, *columns)]).permute(back)]
 
     return states
 

@@ -15,13 +15,14 @@ from tapestry.codegen.triton.config_fields import KernelConfig
 from tapestry.codegen.triton.emit.emit_dot import Axes, dot_options, k_loop, mentions, operands, product_axes, tile_order
 from tapestry.codegen.triton.task.chips import Chip
 from tapestry.codegen.triton.task.descriptors import operand_boxes
+from tapestry.codegen.triton.task.row_order import sorted_rows
 from tapestry.codegen.triton.text.axes import Axis, View
 from tapestry.codegen.triton.text.folds import lane_reduction, tile_reduction
 from tapestry.codegen.triton.text.scope import Frame, Scope, Written
-from tapestry.ir.expr import Expr, Index, call
+from tapestry.ir.expr import Expr
 from tapestry.ir.index import dim, dims_of
-from tapestry.ir.recognition.contraction import Kept, dims_read
-from tapestry.ir.recognition.selection_sum import routed
+from tapestry.ir.recognition.contraction import Kept
+from tapestry.ir.recognition.selection_sum import Routed
 
 
 def emit_folded(frame: Frame, op: KernelForm, f: Folded, config: KernelConfig, chip: Chip) -> Written:
@@ -33,7 +34,10 @@ def emit_folded(frame: Frame, op: KernelForm, f: Folded, config: KernelConfig, c
     ax, outer = _tile_axes(frame, f, config)
     product = namer.take("product")
     accs = frame.accumulators()
-    boxes = operand_boxes(task, c) if config.descriptors and chip.descriptors else None
+    made = sorted_rows(op)
+    if made:
+        (ax.m if made[1] == c.m else ax.n).spare = made[0].over.size + 1
+    boxes = operand_boxes(task, c) if config.descriptors and chip.descriptors and not made else None
     loads, rows, columns = operands(frame, c, ax, boxes, config)
     how = dot_options(c.operand, op.precision, config.bk, chip)
     step = f"{product} = tl.dot({rows[c.a]}, {columns[c.b]}, {product}, {how})"
@@ -51,34 +55,44 @@ def emit_folded(frame: Frame, op: KernelForm, f: Folded, config: KernelConfig, c
         merge = [f"{own} = {text}", *merge]
     last = _results(frame, ax, accs, own, folds=f.folds)
     turn = [f"{product} = tl.zeros((ROWS, COLS), tl.float32)", *inner, *tile.lines, *merge]
-    turn = turn if f.folds else _only_picked(frame, scalars, (ax.m, ax.n), turn)
-    loop = _turns(frame, ax, outer, turn, last if own else [], folds=f.folds)
-    n = [] if f.folds else [*_index(frame, ax.n, "pid_n * COLS", [*turn, *last]), *ax.n.lines]
+    index, begin = [_index(frame, a, f"pid_{x} * {a.tile}", [*turn, *last]) for a, x in ((ax.m, "m"), (ax.n, "n"))], list[str]()
+    if made:
+        k = 0 if made[1] == c.m else 1
+        index[k], begin, picked = _by_order(frame, made[0], (ax.m, ax.n)[k], index[k], outer)
+        inside = [*start, *outer.lines, *turn, *last] if frame.loose else [*outer.lines, *turn]
+        each = [picked, *(f"    {line}" for line in inside)]
+        each = each if frame.loose else [*start, *each, *last]
+    else:
+        each = [*start, *_turns(frame, ax, outer, turn, last if own else [], folds=f.folds), *last]
     lines = (
         frame.program(),
         *_program(ax, config, folds=f.folds),
         *ax.batch.lines,
-        *_index(frame, ax.m, "pid_m * ROWS", [*turn, *last]),
+        *index[0],
         *ax.m.lines,
-        *n,
-        *start,
-        *loop,
-        *last,
+        *([] if f.folds else [*index[1], *ax.n.lines]),
+        *begin,
+        *each,
     )
     programs = ax.batch.tiles * ax.m.tiles * (1 if f.folds else ax.n.tiles)
     return Written(constants=(("ROWS", config.bm), ("COLS", config.bn), ("BK", config.bk)), lines=lines, programs=programs)
 
 
-def _only_picked(frame: Frame, scalars: list[tuple[Axis, str]], lanes: tuple[Axis, Axis], turn: list[str]) -> list[str]:
-    """A turn that nothing is done in where no row of the tile picks its matrix: the matrix is not loaded either."""
-    found = routed(frame.task)
-    along = dims_read(frame.task, found.wanted) if found else frozenset[str]()
-    rows = [a for a in lanes if along & {d.name for d in a.dims}]
-    if found is None or len(rows) != 1:
-        return turn
-    scope = Scope(frame, View([*scalars, (rows[0], "")], frame.task.ranges))
-    (test,) = scope.printer.all((call("eq", found.wanted, Index(dim(found.over.name) + found.shift)),))
-    return [*scope.lines, f"if tl.max(({test}).to(tl.int32), axis=0) > 0:", *(f"    {line}" for line in turn)]
+def _by_order(frame: Frame, found: Routed, rows: Axis, index: list[str], outer: Axis) -> tuple[list[str], list[str], str]:
+    """Lines that say which rows a tile has, by the order (`task.row_order`), and which matrix they all pick; and the test that
+    it is one of the block's, without which nothing is loaded or multiplied."""
+    order, at, count = frame.reads[max(frame.reads)], frame.namer.take("at"), found.over.size
+    frame.pointers.add(order)
+    scope = Scope(frame, View([(rows, "")], frame.task.ranges))
+    (wanted,) = scope.printer.all((found.wanted,))
+    picked = f"({wanted}) - ({found.base.const})" if found.base.const else wanted
+    wide, kind = (".to(tl.int64)", "tl.int64") if frame.wide else ("", "tl.int32")
+    lines = [
+        *(line.replace(f"{rows.name} =", f"{at} =", 1) for line in index),
+        f"{rows.name} = tl.load({order}_ptr + {at}){wide}",
+    ]
+    begin = [*scope.lines, f"{outer.name} = tl.min(tl.where({rows.inside()}, {picked}, {count}), axis=0).to({kind})"]
+    return lines, begin, f"if ({outer.name} >= 0) & ({outer.name} < {count}):"
 
 
 def _tile_axes(frame: Frame, f: Folded, config: KernelConfig) -> tuple[Axes, Axis]:

@@ -14,6 +14,7 @@ from tapestry.codegen.triton.config_fields import KernelConfig
 from tapestry.codegen.triton.emit.emit_dot import emit_dot
 from tapestry.codegen.triton.emit.emit_folded import emit_folded
 from tapestry.codegen.triton.emit.emit_map import emit_gather, emit_map
+from tapestry.codegen.triton.emit.emit_order import emit_order
 from tapestry.codegen.triton.emit.emit_reduce import emit_reduce
 from tapestry.codegen.triton.emit.emit_rows import emit_rows
 from tapestry.codegen.triton.emit.emit_scan import emit_scan
@@ -25,12 +26,14 @@ from tapestry.codegen.triton.task.chips import CHIPS, DEFAULT, PRECISIONS, Chip,
 from tapestry.codegen.triton.task.descriptors import Descriptor, descriptor_type
 from tapestry.codegen.triton.task.kernel_choice import kernel_form
 from tapestry.codegen.triton.task.primitives import NARROW_POINTERS, POINTERS
+from tapestry.codegen.triton.task.row_order import elements, in_order
 from tapestry.codegen.triton.text.axes import identifier
 from tapestry.codegen.triton.text.device_functions import sources
 from tapestry.codegen.triton.text.scope import Frame, Written, frame
 from tapestry.errors import TapestryError
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.kernel import Box, Kernel, size
+from tapestry.ir.recognition.route_groups import unread
 from tapestry.ir.syntax.printer import op_text
 from tapestry.ir.types import itemsize
 from tapestry.system.quoting import printable
@@ -180,15 +183,17 @@ def generate(
     chosen = config or default_config(found, target)
     op = graph.ops[kernel.op]
     name = identifier(op.source[-1] if op.source else op.outs[0]) + ("" if kernel.mode == "full" else f"_{kernel.mode}")
-    stages, copied, parts = _passes_of_kernel(found, chosen, name, target)
+    stages, copied, parts, between = _passes_of_kernel(found, chosen, name, target)
     buffers = _Buffers(found, copied, parts)
     none = not any(map(size, kernel.outs))  # nothing to write: no program
+    loose = _loose(graph, kernel)
     made: list[tuple[Frame, Written, Pass]] = []
     for k, (stage, stage_config, wish) in enumerate(stages):
         taken = {launch.function for _, _, launch in made}
         held, function = frame(stage.task, wish, CHIPS[target].float8)
         if function in taken:  # names are cut at the end
             held, function = frame(stage.task, f"pass{k}_{wish}", CHIPS[target].float8)
+        held.loose = loose and k == len(stages) - 1
         written = _emit(held, stage, stage_config, chip_of(target))
         written = _on_device(held, written) if stage_config.warp_specialize else written
         launch = _pass(held, function, written, stage_config, buffers.of(held, k, len(stages)))
@@ -196,14 +201,13 @@ def generate(
     names = {p: n for held, _, _ in made[len(copied) :] for p, n in held.reads.items()}
     last = made[-1][0]
     lines = [*header(graph, kernel, found, [launch for _, _, launch in made], chosen, target), *_module(made)]
-    scratch = (*(found.packed.scratch if found.packed is not None and copied else ()), *(parts.scratch if parts else ()))
     return TritonKernel(
         name=made[-1][2].function,
         source="\n".join(lines) + "\n",
         reads=buffers.positions,
         passes=tuple(p for _, _, p in made),
         args=tuple(f"{n}_ptr" for n in (*(names[p] for p in buffers.positions), *last.states, *last.outs)),
-        scratch=scratch,
+        scratch=between,
         kind=found.kind,
         config=chosen,
         target=target,
@@ -213,23 +217,36 @@ def generate(
 
 def _passes_of_kernel(
     found: KernelForm, config: KernelConfig, name: str, target: str
-) -> tuple[list[tuple[KernelForm, KernelConfig, str]], tuple[int, ...], Parts | None]:
-    """The passes of a kernel as (operation, config, name), which reads are copied first, and the parts, if there are any."""
+) -> tuple[list[tuple[KernelForm, KernelConfig, str]], tuple[int, ...], Parts | None, tuple[tuple[str, int], ...]]:
+    """The passes of a kernel as (operation, config, name), which reads are made first, the parts, if there are any, and
+    (dtype, elements) of what lives between the passes."""
     stages: list[tuple[KernelForm, KernelConfig, str]] = []
-    base, copied = found, tuple[int, ...]()
+    base, copied, between = found, tuple[int, ...](), tuple[tuple[str, int], ...]()
     if found.packed is not None and config.packed:
-        base, copied = found.packed.product, tuple(p for p, _ in found.packed.copies)
+        base, copied, between = found.packed.product, tuple(p for p, _ in found.packed.copies), found.packed.scratch
         stages += [(copy, default_config(copy, target), f"{name}_rows") for _, copy in found.packed.copies]
     if config.split_k > 1 and (cut := splits(base, config.split_k)):
         parts = in_parts(base, cut, config.split_k)
         stages += [(parts.first, config, f"{name}_parts"), (parts.second, default_config(parts.second, target), name)]
-        return stages, copied, parts
-    return [*stages, (base, config, name)], copied, None
+        return stages, copied, parts, (*between, *parts.scratch)
+    if ordered := in_order(base, config):
+        first, tile, base, position = ordered
+        stages.append((first, replace(default_config(first, target), rows=tile), f"{name}_order"))
+        held = elements(points(first.task.dims), first.picked.over.size if first.picked else 0, tile)
+        copied, between = (*copied, position), (*between, ("i32", held))
+    return [*stages, (base, config, name)], copied, None, between
 
 
 def kernel_key(graph: Graph, kernel: Kernel) -> str:
     """Equal for kernels whose sources are the same up to names: wherever they stand in the model or in a tensor."""
-    return hashlib.sha256(task_text(lower(graph, kernel)).encode()).hexdigest()
+    loose = " loose" if _loose(graph, kernel) else ""
+    return hashlib.sha256(f"{task_text(lower(graph, kernel))}{loose}".encode()).hexdigest()
+
+
+def _loose(graph: Graph, kernel: Kernel) -> bool:
+    """Whether a kernel need not write rows of other groups, which nobody reads."""
+    op = graph.ops[kernel.op]
+    return kernel.mode == "full" and isinstance(op, Block) and unread(graph, op) is not None
 
 
 def _pass(held: Frame, function: str, written: Written, config: KernelConfig, buffers: Mapping[str, int]) -> Pass:
@@ -263,12 +280,12 @@ class _Buffers:
     def of(self, held: Frame, stage: int, stages: int) -> dict[str, int]:
         """For one pass, variable name to the number of its buffer."""
         task = held.task
-        if stage < len(self.copied):
+        if stage < len(self.copied) and self.copied[stage] in self.positions:
             (name,) = held.reads.values()
             return {name: self.positions.index(self.copied[stage]), held.outs[0]: self.total + stage}
         found = {n: self._read(p) for p, n in held.reads.items()}
         found |= {n: len(self.positions) + k for k, n in enumerate(held.states)}
-        outs = self.total - len(task.outs) if stage == stages - 1 else self.total + len(self.copied)
+        outs = self.total - len(task.outs) if stage == stages - 1 else self.total + min(stage, len(self.copied))
         return found | {n: outs + k for k, n in enumerate(held.outs)}
 
     def _read(self, p: int) -> int:
@@ -286,6 +303,8 @@ def _emit(held: Frame, op: KernelForm, config: KernelConfig, chip: Chip) -> Writ
         return emit_stream(held, op, config, chip)
     if op.kind == "gather" and op.picked is not None:
         return emit_gather(held, op.picked, config)
+    if op.kind == "order" and op.picked is not None:
+        return emit_order(held, op.picked, config)
     if op.kind == "scan":
         return emit_scan(held, config, reverse=op.reverse)
     plain_forms = {"map": emit_map, "rows": emit_rows, "reduce": emit_reduce, "nest": emit_reduce}

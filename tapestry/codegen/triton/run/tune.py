@@ -34,6 +34,7 @@ from tapestry.ir.expr import Index, walk
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.kernel import Kernel, shape
 from tapestry.ir.program import Program
+from tapestry.ir.recognition.route_groups import unread
 from tapestry.ir.types import FLOAT8, numpy_dtype
 
 Tensor = torch.Tensor
@@ -92,6 +93,7 @@ class Data:
     outs: list[Tensor]
     expected: list[Tensor]
     narrow: bool = False  # whether 8-bit floats are multiplied, whose sums not every chip keeps in f32
+    loose: bool = False  # whether a kernel may leave cells alone that nobody reads: 0 is expected there
 
 
 def cuda_timer(device: torch.device, budget: float = 0.05) -> Timer:
@@ -234,7 +236,7 @@ def _try(graph: Graph, kernel: Kernel, data: Data, how: How, config: KernelConfi
 def _timed(call: Call, data: Data, how: How, config: KernelConfig | None) -> Trial:
     """The time of a call, if what it computes is right."""
     for out in data.outs:
-        out.fill_(float("nan") if out.is_floating_point() else 1)
+        out.fill_(0 if data.loose else float("nan") if out.is_floating_point() else 1)
     try:
         call()
         why = wrong(data, COARSE if how.precision == "tf32" or data.narrow else 1)
@@ -287,7 +289,8 @@ def random_data(graph: Graph, kernel: Kernel, device: torch.device, seed: int) -
     expected = [v.contiguous() for v in TorchCpu().kernel(graph, kernel)(ins, [s.clone() for s in states])]
     outs = [torch.empty(shape(b), dtype=TORCH_DTYPES[d], device=device) for b, d in zip(kernel.outs, results, strict=True)]
     there = [None if x is None else x.to(device) for x in ins]
-    return Data(there, [s.to(device) for s in states], outs, expected, any(d in FLOAT8 for d in dtypes))
+    narrow = any(d in FLOAT8 for d in dtypes)
+    return Data(there, [s.to(device) for s in states], outs, expected, narrow, unread(graph, op) is not None)
 
 
 def _random(dtype: str, extents: Sequence[int], rng: np.random.Generator, rows: int) -> Tensor:

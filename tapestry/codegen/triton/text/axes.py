@@ -80,17 +80,18 @@ class Axis:
         self.name = namer.take("_".join(d.name for d in self.dims) if 0 < len(self.dims) <= 4 else wish)
         self.lines: list[str] = []
         self.size = prod(d.size for d in dims)
+        self.spare = 0  # tiles more than the points fill, where lanes are given by an order
         self._named: dict[str, str] = {}
 
     @property
     def ragged(self) -> bool:
         """Whether the last tile reaches past the end, so that lanes must be masked."""
-        return self.block > 0 and self.size % self.block != 0
+        return self.spare > 0 or (self.block > 0 and self.size % self.block != 0)
 
     @property
     def tiles(self) -> int:
         """Number of tiles (for a scalar axis, of elements)."""
-        return -(-self.size // self.block) if self.block else self.size
+        return -(-self.size // self.block) + self.spare if self.block else self.size
 
     def define(self, text: str, wish: str) -> str:
         """A variable for an expression over this axis (the same one when it was defined before)."""

@@ -24,7 +24,7 @@ from tapestry.ir.recognition.exponential import Exponential, exponential
 
 def reduction(frame: Frame, tile: Scope, cols: Axis, accs: tuple[str, ...]) -> tuple[list[str], list[str], list[str]]:
     """Lines before the loop over tiles, lines that merge one tile (after the scope's own), and lines after the loop."""
-    values = tile.printer.all(frame.task.body)
+    values = tile.values(frame.task.body)
     inside = tile.view.laid(cols, cols.inside()) if cols.ragged else ""
     if (first := centred(frame.task)) is not None:
         start, lines = _centred(frame, first, values, inside, cols, accs, once=cols.tiles == 1)

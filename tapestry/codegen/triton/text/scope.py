@@ -10,8 +10,9 @@ from tapestry.codegen.triton.task.descriptors import Descriptor
 from tapestry.codegen.triton.task.primitives import TRITON_TYPES, literal, typed
 from tapestry.codegen.triton.text.axes import Axis, Namer, View
 from tapestry.codegen.triton.text.expressions import Printer
-from tapestry.ir.expr import Acc, Arg, Call, Expr, Index, Let, walk
+from tapestry.ir.expr import Acc, Arg, Call, Expr, Index, Let, arg_positions, walk
 from tapestry.ir.index import Aff, Ranges, span
+from tapestry.ir.recognition.route_groups import guarded
 from tapestry.ir.types import FLOAT8
 
 
@@ -26,6 +27,7 @@ class Frame:
         assigned: variables that have a value already.
         pointers: names of the buffers that are accessed by pointer.
         descriptors: parameter to the name of its buffer and its descriptor.
+        loose: whether rows of other groups may be left as they are (`ir.recognition.route_groups`).
         native: floats of 8 bits that the chip converts and multiplies; ``operands``, names of the buffers whose pointers are
             to such floats, because a matrix unit takes them as they are. Other buffers of them are bits.
     """
@@ -41,6 +43,7 @@ class Frame:
     assigned: set[str] = field(default_factory=set[str])
     pointers: set[str] = field(default_factory=set[str])
     descriptors: dict[str, tuple[str, Descriptor]] = field(default_factory=dict[str, tuple[str, Descriptor]])
+    loose: bool = False
     native: frozenset[str] = frozenset()
     operands: set[str] = field(default_factory=set[str])
 
@@ -113,6 +116,7 @@ class Scope:
         self.narrow = narrow  # what varies along one tile axis is loaded as a vector: a tile of it would decide how others lie
         self.lines: list[str] = []
         self.printer = Printer(self.leaf, self.lines, frame.namer, frame.helpers, frame.native)
+        self.own, self._along = "", list[Axis]()  # a mask of the rows that are of the group, and the axes it varies along
         self._loaded: dict[int, str] = {}
         self._shared: dict[str, str] = {}
 
@@ -151,6 +155,7 @@ class Scope:
         masks, masked = self._checks(access.checks, name)
         tails = [a for a in view.axes if a.ragged and (a in along or a in masked)]
         masks += [view.laid(a, a.inside()) for a in tails]
+        masks += [self.own] if self.own and all(a in along for a in self._along) else []
         if any((a.block or view.suffix[id(a)]) and a not in along for a in masked):
             offset += f" + tl.zeros({view.shape}, tl.int32)"
         if native := raw and access.dtype in FLOAT8:
@@ -182,7 +187,20 @@ class Scope:
 
     def results(self, values: tuple[Expr, ...]) -> list[str]:
         """Texts of values to be stored; a store rounds to the dtype of its buffer, so a last cast from f32 is left to it."""
-        return self.printer.all(tuple(_unrounded(e) for e in values))
+        return self.values(tuple(_unrounded(e) for e in values))
+
+    def values(self, exprs: tuple[Expr, ...]) -> list[str]:
+        """Texts of values; what only rows of a group need is loaded for those alone."""
+        found = guarded(exprs[0]) if len(exprs) == 1 else None
+        if found is None or not isinstance(e := exprs[0], Call):
+            return self.printer.all(exprs)
+        (test,) = self.printer.all(e.args[:1])
+        used = {id(a) for p in arg_positions((found.wanted,)) for a in self.view.axes_of(self.frame.task.reads[p].offset)}
+        own = self.frame.namer.take("own")
+        self.lines.append(f"{own} = {test}")
+        self.own, self._along = own, [a for a in self.view.axes if id(a) in used]
+        (value,) = self.printer.all((found.value,))
+        return [f"tl.where({own}, {value}, 0)"]
 
     def store_results(self, states: tuple[str, ...] = ()) -> list[str]:
         """Store what ``then`` makes of the states that the scope has (``full``), or the states themselves (``partial``); the
@@ -206,6 +224,7 @@ class Scope:
         masks = self._checks(access.checks, name)[0]
         masks += [view.laid(a, a.inside()) for a in view.axes if a.ragged and not (a in absent and a.size > 1)]
         masks += [view.laid(a, a.define(f"{a.name} == 0", f"{a.name}_first")) for a in absent if a.size > 1]
+        masks += [self.own] if self.own and self.frame.loose else []
         self.lines.append(f"tl.store({text}, {value}" + (f", mask={' & '.join(masks)})" if masks else ")"))
 
     def _pointer(self, name: str, offset: str) -> str:
