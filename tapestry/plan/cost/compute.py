@@ -19,13 +19,14 @@ from tapestry.ir.footprint import Boxes
 from tapestry.ir.graph import Block, Graph, Op, Opaque
 from tapestry.ir.index import Aff, dim, dims_of
 from tapestry.ir.monoid import MONOIDS
+from tapestry.ir.recognition.attention_roles import attention
 from tapestry.ir.recognition.contraction import dims_read, dims_varied, inner_product, kept, products
 from tapestry.ir.recognition.route_groups import guarded, unread
 from tapestry.ir.recognition.running_state import as_scan
 from tapestry.ir.recognition.selection_sum import Routed, routed, selection
 from tapestry.ir.recognition.state import counted, layered, native, row_groups, varies
 from tapestry.ir.types import itemsize
-from tapestry.plan.cost.kernel_class import GATHER, kernel_class
+from tapestry.plan.cost.kernel_class import ATTENTION, DECODING, GATHER, SCORED, kernel_class
 from tapestry.plan.topology import Device, Topology
 from tapestry.plan.topology.measured_costs import PRODUCTS
 
@@ -178,13 +179,13 @@ def quantities(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(contraction FLOPs, other FLOPs, bytes read and written) per device: what `seconds_each` prices, and what
     `tapestry calibrate` holds measured times against."""
-    return _quantities(op, graph, block, final, [(t, boxes, None) for (t, _), boxes in reads.items()])
+    return _quantities(op, graph, block, final, [(t, boxes, None) for (t, _), boxes in reads.items()])[:3]
 
 
 def _quantities(
     op: Op, graph: Graph, block: Boxes, final: Boxes, reads: Sequence[tuple[str, Boxes, np.ndarray | None]]
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The same; ``reads``: tensors, what is read of them, and which of the boxes count."""
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """The same, and an attention's heads; ``reads``: tensors, what is read of them, and which of the boxes count."""
     found: dict[str, np.ndarray] = {}
     picks, shares = kernel_class(op) == GATHER, shares_read(op, block)
     for tensor, boxes, counts in reads:
@@ -205,11 +206,19 @@ def _quantities(
     if not isinstance(op, Block):
         cells = [_cells_written(op, graph, k, block) for k in range(len(op.outs))]
         written = sum(n * itemsize(graph.tensors[t].dtype) for t, n in zip(op.outs, cells, strict=True))
-        return np.zeros_like(read), 10 * np.sum(cells, axis=0), read + written
+        return np.zeros_like(read), 10 * np.sum(cells, axis=0), read + written, np.zeros_like(read)
     written = sizes(final) * sum(itemsize(graph.tensors[t].dtype) for t in op.outs)
     if (group := unread(graph, op)) is not None:  # (rows of other groups are not written)
         written = written * _share(op, group.base, block)
-    return *arithmetic(op, block, final), read + written
+    return *arithmetic(op, block, final), read + written, _heads(op, block)
+
+
+def _heads(op: Block, block: Boxes) -> np.ndarray:
+    """The heads of an attention in each device's block, of all that it has in a batch; else none."""
+    roles = attention(op) if kernel_class(op) in (ATTENTION, SCORED, DECODING) else None
+    if roles is None:
+        return np.zeros(len(block), np.int64)
+    return sizes(block[:, [i for i, d in enumerate(op.dims) if d not in (*roles.rows, *roles.columns)]])
 
 
 def shares_read(op: Op, block: Boxes) -> dict[str, np.ndarray]:
@@ -273,7 +282,7 @@ def seconds_each(
     op: Op, graph: Graph, block: Boxes, final: Boxes, reads: dict[tuple[str, bytes], Boxes], topo: Topology
 ) -> np.ndarray:
     """Time of every device: its block of the index space, what it ends with, and each distinct footprint it reads."""
-    return _priced(op, graph, quantities(op, graph, block, final, reads), topo)
+    return _priced(op, graph, _quantities(op, graph, block, final, [(t, b, None) for (t, _), b in reads.items()]), topo)
 
 
 def seconds_of_all(
@@ -299,15 +308,16 @@ def _over_devices(boxes: np.ndarray) -> Boxes:
     return boxes.reshape(boxes.shape[0] * boxes.shape[1], *boxes.shape[2:])  # (-1 says nothing where there are no dimensions)
 
 
-def _priced(op: Op, graph: Graph, work: tuple[np.ndarray, np.ndarray, np.ndarray], topo: Topology) -> np.ndarray:
-    """Seconds of what `quantities` says of every device."""
-    heavy, light, moved = work
+def _priced(op: Op, graph: Graph, work: tuple[np.ndarray, ...], topo: Topology) -> np.ndarray:
+    """Seconds of what `_quantities` says of every device."""
+    heavy, light, moved, heads = work
     rates = [rates_of(op, graph, d) for d in topo.kinds or (topo.device,)]
     launch, rate, vector, bandwidth = np.array(rates).T
     power = topo.each(lambda d: d.power)
     if np.all(power == 1):
         return heavy / rate + light / vector + moved / bandwidth + launch
-    return norm([heavy / rate, light / vector, moved / bandwidth], power) + launch
+    each = topo.each(lambda d: d.kernel(kernel_class(op), "f32").head)
+    return norm([heavy / rate, light / vector, moved / bandwidth, heads * each], power) + launch
 
 
 def norm(terms: Sequence[np.ndarray], power: np.ndarray) -> np.ndarray:

@@ -254,4 +254,5 @@ def weakest(kinds: Sequence[Device]) -> Device:
 
 
 def _slowest(found: Sequence[KernelRates]) -> KernelRates:
-    return KernelRates(max(k.launch for k in found), min(k.rate for k in found), min(k.bandwidth for k in found))
+    slowest = (max(k.launch for k in found), min(k.rate for k in found), min(k.bandwidth for k in found))
+    return KernelRates(*slowest, max(k.head for k in found))

@@ -48,11 +48,13 @@ MAX_POINTS, MAX_TABLES, MAX_GROUP = 1024, 1024, 4096
 
 @dataclass(frozen=True, slots=True)
 class KernelRates:
-    """A kernel of one class takes ``launch + work / rate + bytes / bandwidth`` seconds."""
+    """A kernel of one class takes ``launch + work / rate + bytes / bandwidth`` seconds; ``head``: more for each of an
+    attention's heads, whose rows and keys are no others'."""
 
     launch: float
     rate: float
     bandwidth: float
+    head: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,9 +111,9 @@ def read_classes(data: Mapping[str, Any]) -> dict[str, KernelRates]:
 
 def read_rates(name: str, v: Mapping[str, Any]) -> KernelRates:
     """One class of kernels."""
-    out = KernelRates(float(v["launch"]), float(v["rate"]), float(v["bandwidth"]))
-    sane = all(map(isfinite, (out.launch, out.rate, out.bandwidth)))
-    if not sane or out.launch < 0 or min(out.rate, out.bandwidth) <= 0:
+    out = KernelRates(float(v["launch"]), float(v["rate"]), float(v["bandwidth"]), float(v.get("head", 0.0)))
+    sane = all(map(isfinite, (out.launch, out.rate, out.bandwidth, out.head)))
+    if not sane or min(out.launch, out.head) < 0 or min(out.rate, out.bandwidth) <= 0:
         raise ValueError(f"class '{name}': launch must not be negative, rates must be positive")
     return out
 
@@ -171,7 +173,7 @@ def read_overlap(data: Mapping[str, Any]) -> bool:
 
 def classes_data(found: Mapping[str, KernelRates]) -> dict[str, dict[str, float]]:
     """`read_classes` reads it back."""
-    return {k: asdict(v) for k, v in found.items()}
+    return {k: {n: x for n, x in asdict(v).items() if n != "head" or x} for k, v in found.items()}
 
 
 def calls_data(found: Sequence[CallTimes]) -> list[dict[str, Any]]:

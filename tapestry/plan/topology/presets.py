@@ -65,13 +65,13 @@ EIGHTS = ("f8e4m3fn", "f8e5m2", "f8e4m3fnuz", "f8e5m2fnuz")
 def _gpu(
     memory: float, bandwidth: float, half: float, tf32: float, vector: float, i8: float, f8: float, host: float = 5.0e10,
     launch: float = 3e-6, reached: tuple[float, float, float] = REACHED,
-    attention: Sequence[tuple[float, float, float]] = (),
+    attention: Sequence[tuple[float, float, float, float]] = (),
 ) -> Device:  # fmt: skip
     """A GPU from its data sheet, in GiB that a process can use and TFLOP/s.
 
     Args:
         vector: of float32 without matrix units.
-        attention: (µs of a launch, TFLOP/s, TB/s) of attention in 16 bits: of many rows, of few.
+        attention: (µs of a launch, TFLOP/s, TB/s, ns of a head) of attention in 16 bits: of many rows, of few.
     """
     flops = {"bf16": half, "f16": half, **dict.fromkeys(("i8", "u8"), i8), **dict.fromkeys(EIGHTS, f8)}
     flops |= {"tf32": tf32} if tf32 else {}
@@ -85,8 +85,8 @@ def _gpu(
         host=host,
         power=POWER,
         classes={
-            name: KernelRates(start / 1e6, rate * 1e12 * plain / (half * products * 1e12), memory * 1e12)
-            for name, (start, rate, memory) in zip(("attention", "decoding"), attention, strict=False)
+            name: KernelRates(start / 1e6, rate * 1e12 * plain / (half * products * 1e12), memory * 1e12, head / 1e9)
+            for name, (start, rate, memory, head) in zip(("attention", "decoding"), attention, strict=False)
         },
         flops={**{t: x * products * 1e12 for t, x in flops.items()}, "f32": plain, "other": plain},
     )
@@ -96,16 +96,16 @@ def _gpu(
 # the driver keeps (torch says 79.2, 139.8 and 39.5 GiB) and a context takes (0.5 to 1 GiB). Cards that are no preset are here
 # for their rates. What has no units for f8 widens it to f16.
 GPUS = {
-    "h100": _gpu(78, 3.35e12, 989, 495, 67, 1979, 1979, attention=((16.6, 407, 0.713), (11.6, 15, 2.4))),  # SXM
-    "h200": _gpu(139, 4.8e12, 989, 495, 67, 1979, 1979, attention=((16.6, 424, 0.772), (11, 15, 2.95))),  # SXM
+    "h100": _gpu(78, 3.35e12, 989, 495, 67, 1979, 1979, attention=((15, 397, 0.778, 27.3), (10.1, 22, 2.53, 5.4))),  # SXM
+    "h200": _gpu(139, 4.8e12, 989, 495, 67, 1979, 1979, attention=((14.8, 417, 0.8, 28.4), (9.5, 36, 3.14, 6.9))),  # SXM
     "a100": _gpu(38.8, 1.555e12, 312, 156, 19.5, 624, 312, 2.0e10, 4.5e-6, (0.8, 0.9, 1.0),
-                 ((13.5, 124, 0.457), (16.5, 30, 1.55))),  # SXM, 40 GB
+                 ((13.3, 122, 0.478, 27.8), (14.3, 23, 1.78, 9.6))),  # SXM, 40 GB
     "a100-pcie": _gpu(38.8, 1.555e12, 312, 156, 19.5, 624, 312, host=2.0e10),  # 40 GB, NVIDIA A100 data sheet
     "a40": _gpu(44, 6.96e11, 150, 74.8, 37.4, 299, 150),
     "l40s": _gpu(44, 8.64e11, 362, 183, 91.6, 733, 733, reached=(0.62, 0.9, 0.8),
-                 attention=((9.58, 122, 0.463), (8.1, 8, 0.75))),
+                 attention=((9.1, 120, 0.46, 7), (7.6, 10, 0.87, 4.8))),
     "b200": _gpu(175, 8.0e12, 2250, 1100, 75, 4500, 4500, reached=(0.7, 0.9, 0.76),
-                 attention=((17, 906, 1.15), (11.5, 70, 7.0))),
+                 attention=((15.4, 874, 1.22, 22.7), (11.2, 102, 6.96, 1.5))),
     "mi300x": _gpu(184, 5.3e12, 1300, 0, 163, 2600, 2600),  # Triton has no TF32 there
 }  # fmt: skip
 CHIP_OF = {
