@@ -210,10 +210,10 @@ def _quantities(
     written = sizes(final) * sum(itemsize(graph.tensors[t].dtype) for t in op.outs)
     if (group := unread(graph, op)) is not None:  # (rows of other groups are not written)
         written = written * _share(op, group.base, block)
-    return *arithmetic(op, block, final), read + written, _heads(op, block)
+    return *arithmetic(op, block, final), read + written, _heads_of_block(op, block)
 
 
-def _heads(op: Block, block: Boxes) -> np.ndarray:
+def _heads_of_block(op: Block, block: Boxes) -> np.ndarray:
     """The heads of an attention in each device's block, of all that it has in a batch; else none."""
     roles = attention(op) if kernel_class(op) in (ATTENTION, SCORED, DECODING) else None
     if roles is None:
