@@ -28,7 +28,7 @@ from tapestry.plan.structural_search import SIMPLIFYING, WORTH, Improvement, Tri
 from tapestry.plan.task import STEPS, Task
 from tapestry.plan.whole_graph import WholePlan, idle_beside, one_device, within_tables
 from tapestry.rewrites.core.driver import OPTIONAL, disabled_by, rules_of, simplify, without
-from tapestry.rewrites.core.rule import Move, own_rules
+from tapestry.rewrites.core.rule import Move, Sized, own_rules
 
 STRUCTURE = 3.0 * SECOND  # for the built-in structural rules
 FIRST = 0.7  # of the budget, for one form of the model
@@ -197,7 +197,10 @@ def _others(first: Form, graph: Graph, task: Task) -> Iterator[tuple[str, Iterat
     """The forms beside the fused one: experts in groups, then by what they leave out: fusions, and some simplifications,
     fewest first."""
     for parts in sorted({a.size for a in task.topology.mesh} - {1}, reverse=True):
-        moves = [m for m in own_rules()[ROUTES].sized(first.graph, parts) if isinstance(m, Move)] if task.rewritable else []
+        rule = own_rules()[ROUTES]
+        allowed = task.rewritable and ROUTES not in task.disabled_rules
+        found = rule.sized(first.graph, parts) if allowed and isinstance(rule, Sized) else ()
+        moves = [m for m in found if isinstance(m, Move)]
         if moves:
             yield f"experts in {parts} groups", _in_groups(first, moves, task)
     if first.graph is not graph:
