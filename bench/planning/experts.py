@@ -1,12 +1,12 @@
 """Mixtures of experts by their makers' sizes, two layers each, for 8 H100: plans, their bytes, and what kernels multiply.
 
-    python -m bench experts [NAME …] [--json] [--python PATH] [--limit SECONDS]
+    python -m bench experts [NAME …] [--python PATH] [--limit SECONDS]
 
 At prefill (8,192 tokens of one sequence) and decoding (64 sequences, a token each). What a kernel of routed products multiplies
 is counted by running its text in a small numpy stand-in of Triton, in which only routes and orders have values, for programs
 drawn from its grid: each ``tl.dot`` counts. It is divided by what the rows that pick one of its matrices need. Routes are drawn
-anew: each token picks its experts, all different, evenly (``even``) or by a Zipf law (``skewed``). Needs transformers; exits 1
-where a model is refused.
+anew: each token picks its experts, all different, evenly (``even``) or by a Zipf law (``skewed``). A line of JSON for each
+row. Needs transformers; exits 1 where a model is refused.
 """
 
 from __future__ import annotations
@@ -241,7 +241,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     other_python.add_python(parser)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(MODELS)}")
-    parser.add_argument("--json", action="store_true")
     parser.add_argument("--limit", type=float, default=400, help="seconds of a model at one size")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args()

@@ -89,7 +89,7 @@ def _by_group(reader: Block, op: Block, own: Group) -> bool:
     """Whether an operation reads a result at rows of the group alone."""
     for k in (k for k, r in enumerate(reader.reads) if r.tensor == op.outs[0]):
         found = by_rows(reader, late=k in reader.then_reads())
-        if found is None or k not in arg_positions((found.value,)) or {k} <= reader.then_reads() & reader.body_reads():
+        if found is None or k not in arg_positions((found.value,)) or k in reader.then_reads() & reader.body_reads():
             return False
         env = placed(op.dims, reader.reads[k].index)
         there = replace(own.place, index=tuple(substitute(e, env, reader.ranges) for e in own.place.index))

@@ -31,9 +31,8 @@ from tapestry.plan.topology import Device, Topology
 from tapestry.plan.topology.measured_costs import PRODUCTS
 
 HIDDEN = -1e4  # a score from which on it is that of no key
-WASTED = (
-    64  # rows of a tile that are none, on average for each matrix, or as many as there are (`codegen.triton.task.row_order`)
-)
+# rows of a tile that are none, on average for each matrix, or as many as there are (`codegen.triton.task.row_order`)
+WASTED = 64
 
 
 def sizes(boxes: Boxes) -> np.ndarray:

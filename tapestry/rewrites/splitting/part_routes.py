@@ -130,7 +130,7 @@ def _chain(graph: Graph, op: Block, parts: int) -> list[tuple[int, Block, Read]]
         return no
     if count % parts:
         return refuse(f"{count} matrices are not {parts} groups of the same size", f"{count % parts} would be left")
-    out, place = [(graph.find(op.outs[0]), op, op.reads[known[0]])], op.reads[known[0]]
+    out = [(graph.find(op.outs[0]), op, op.reads[known[0]])]
     while True:
         _, before, place = out[-1]
         tensor = before.outs[0]

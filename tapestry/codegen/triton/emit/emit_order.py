@@ -26,8 +26,8 @@ def emit_order(frame: Frame, s: Selection, config: KernelConfig) -> Written:
             f"{rows.name} = {start} + tl.arange(0, BLOCK)",
             *rows.lines,
             *scope.lines,
-            f"{matrix} = ({wanted}).to(tl.int32)" + (f" - ({s.shift})" if s.shift else ""),
-            f"{matrix} = " + (f"tl.where({rows.inside()}, {known}, {count + 1})" if rows.ragged else known),
+            f"{matrix} = {wanted}" + (f" - ({s.shift})" if s.shift else ""),
+            f"{matrix} = ({f'tl.where({rows.inside()}, {known}, {count + 1})' if rows.ragged else known}).to(tl.int32)",
             *each,
         ]
         return [f"for {start} in range(0, {rows.size}, BLOCK):", *(f"    {line}" for line in lines)]
