@@ -38,7 +38,7 @@ class Constraints:
         layouts: those that were asked for, as text; ``pins`` likewise.
         moves: rewrites that the graph has behind it.
         cuts: the pipeline stage of each tensor, where stages are given.
-        rewritable: whether more may be tried: a pin names an operation of the graph as it is.
+        rewritable: whether more may be tried.
     """
 
     given: Given | None

@@ -167,7 +167,7 @@ def constrain(c: Compilation) -> Compilation:
             pins=options.pins,
             cuts=cuts,
             moves=(*map(driver.without, sorted(LEFT_OUT.get())), *(given.moves if given else ())),
-            rewritable=not options.pins and not given and not cuts,
+            rewritable=not given and not cuts,
         ),
     )
 
@@ -186,7 +186,7 @@ def resume(c: Compilation) -> Compilation:
     start = start_of(earlier.plan)
     if isinstance(key, str) and isinstance(bound, float) and math.isfinite(bound):
         start = start_of(earlier.plan, bound, key)
-    if not constraints.rewritable or not earlier.moves or "fit" in earlier.report:
+    if constraints.pins or not constraints.rewritable or not earlier.moves or "fit" in earlier.report:
         return c.made(start=start)
     try:
         moves = [parse_move(m) for m in earlier.moves]
@@ -252,8 +252,7 @@ def state_task(c: Compilation) -> Compilation:
     task = Task(
         topology=topology,
         topologies=[topology] if equal_parts else shared(topology),
-        pins=pins,
-        folded=_folded(lifted),
+        pins={c.graph.ops[i].outs[0]: p for i, p in parse_pins(pins, c.graph, topology.mesh, _folded(lifted)).items()},
         inputs=inputs,
         outputs=outputs,
         fixed=fixed,
@@ -261,7 +260,7 @@ def state_task(c: Compilation) -> Compilation:
         rewritable=free,
         request=Request(stages=1) if language else staging(asked, bound=c.constraints.whole_mesh),
         previous_plan=_fitted_before(earlier) if earlier else None,
-        machine=machine if free and not same_model else None,
+        machine=machine if free and (pins or not same_model) else None,
         disabled_rules=disabled | c.without,
         book=BOOK in map(str, c.options.rules),
         lifted=lifted.graph if free and not earlier else None,

@@ -6,7 +6,7 @@ readers), so that an operation of an optimal plan has none below zero, unless me
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
@@ -62,19 +62,15 @@ class Alternative:
     excess: int | None = None
 
 
-def best_alternatives(
-    plan: Plan, topo: Topology, pins: Mapping[int, tuple[Pin, ...]] | None = None
-) -> list[Alternative | None]:
+def best_alternatives(plan: Plan, topo: Topology) -> list[Alternative | None]:
     """For every operation, its best alternative; ``None`` where it has no other strategy.
 
-    Pinned operations may take any strategy here, which shows what the pin costs.
-
-    Args:
-        pins: as the plan was searched with. They are kept only if it has a strategy that would not exist without them.
+    Pinned operations may take any strategy here, which shows what the pin costs; but for those whose own would not be offered
+    without a pin.
     """
     if plan.stages:
         return _by_stage(plan, topo, best_alternatives)
-    problem, choice = _problem(plan, topo, pins or {})
+    problem, choice = _problem(plan, topo)
     moves = _Moves(plan, topo)
     out: list[Alternative | None] = []
     lowerings = 0
@@ -95,16 +91,14 @@ def best_alternatives(
     return out
 
 
-def priced_strategies(
-    plan: Plan, topo: Topology, pins: Mapping[int, tuple[Pin, ...]] | None = None, most: int = 8
-) -> list[list[tuple[Strategy, float]]]:
+def priced_strategies(plan: Plan, topo: Topology, most: int = 8) -> list[list[tuple[Strategy, float]]]:
     """For every operation its best other strategies, the cheapest first, with how many seconds more the whole plan would cost.
 
     The first one is that of `best_alternatives`.
     """
     if plan.stages:
         return _by_stage(plan, topo, partial(priced_strategies, most=most))
-    problem, choice = _problem(plan, topo, pins or {})
+    problem, choice = _problem(plan, topo)
     rows: list[list[tuple[Strategy, float]]] = []
     for i, costs in enumerate(local_costs(problem, choice)):
         order = [k for k in np.argsort(costs, kind="stable").tolist() if k != choice[i] and np.isfinite(costs[k])]
@@ -130,13 +124,19 @@ def local_costs(problem: Problem, choice: list[int]) -> list[np.ndarray]:
     return out
 
 
-def _problem(plan: Plan, topo: Topology, pins: Mapping[int, tuple[Pin, ...]]) -> tuple[Problem, list[int]]:
+def _problem(plan: Plan, topo: Topology) -> tuple[Problem, list[int]]:
     """The search's problem again, and what the plan chose in it."""
     problem = build(plan.graph, topo, {}, plan.inputs, plan.outputs, streamed=plan.streamed)
     plan = replace(plan, strategies=tuple(map(still, plan.strategies)))
-    if any(s not in m.strategies for m, s in zip(problem.menus, plan.strategies, strict=True)):
+    own = zip(problem.menus, plan.strategies, strict=True)
+    pins = {i: _pins(s) for i, (menu, s) in enumerate(own) if s not in menu.strategies}
+    if pins:
         problem = build(plan.graph, topo, pins, plan.inputs, plan.outputs, streamed=plan.streamed)
     return problem, choice_of(problem, plan)
+
+
+def _pins(s: Strategy) -> tuple[Pin, ...]:
+    return tuple(Pin(d, a) for a, d in enumerate(s.dims) if d is not None)
 
 
 def _excess(plan: Plan, topo: Topology, i: int, s: Strategy) -> int:

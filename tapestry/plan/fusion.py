@@ -22,6 +22,7 @@ from tapestry.ir.types import itemsize
 from tapestry.plan.topology.fabric import Device
 from tapestry.rewrites.core.applied import chosen
 from tapestry.rewrites.core.driver import simplify
+from tapestry.rewrites.core.matching import Accept
 from tapestry.rewrites.core.rule import Move
 from tapestry.rewrites.core.tile_footprint import Tile, evaluated, loaded, tile_of
 from tapestry.rewrites.fusion.contractions import FuseContraction
@@ -47,8 +48,15 @@ class Machine:
     eager: bool
 
 
-def fused(graph: Graph, machine: Machine, disabled: frozenset[str] = _NONE) -> tuple[Graph, list[Move]]:
-    """The graph with every fusion that pays, and the moves that lead there; ``disabled``: rules that are left out."""
+def fused(
+    graph: Graph, machine: Machine, disabled: frozenset[str] = _NONE, keeps: Accept | None = None
+) -> tuple[Graph, list[Move]]:
+    """The graph with every fusion that pays, and the moves that lead there.
+
+    Args:
+        disabled: rules that are left out.
+        keeps: whether some operations may become others.
+    """
     prices: dict[Block, float] = {}
     once = _worked_out_once(graph) if machine.eager else _NONE
 
@@ -75,9 +83,13 @@ def fused(graph: Graph, machine: Machine, disabled: frozenset[str] = _NONE) -> t
     kernels = (NarrowFactors(), None), inlining, (FuseContraction(), accept_product), (LayOut(), lays_out), sums
     for rule, wanted in (inlining, sums) if machine.eager else kernels:
         if rule.name not in disabled:
-            graph, moves = chosen(rule, graph, wanted)
+            graph, moves = chosen(rule, graph, _both(keeps, wanted) if keeps and wanted else keeps or wanted)
             found += moves
     return (simplify(graph, disabled=disabled) if found else graph), found
+
+
+def _both(first: Accept, then: Accept) -> Accept:
+    return lambda old, new: first(old, new) and then(old, new)
 
 
 def _worked_out_once(graph: Graph) -> frozenset[str]:

@@ -1,9 +1,9 @@
 """What a user asks of a plan: pinned splits and fixed layouts, checked against the graph and the mesh.
 
 ``conv1:h=8@d0`` cuts dimension h of operation conv1 in 8 parts over mesh axis d0 (``@d0+d1`` over both), ``conv1:h=d0`` in as
-many as the axis has; ``x:2=8@d0`` lays axis 2 of tensor x over d0; ``x:replicated`` puts all of x on every device. Operations,
-tensors, dimensions and axes may be called as the model's author calls them, and by patterns:
-``layers.*.self_attn.q_proj:out=tp``.
+many as the axis has, ``conv1:h=d0,w=d1`` two dimensions; ``conv1:replicated`` cuts none, ``conv1:replicated@d0`` none over d0.
+``x:2=8@d0`` lays axis 2 of tensor x over d0; ``x:replicated`` puts all of x on every device. Operations, tensors, dimensions
+and axes may be called as the model's author calls them, and by patterns: ``layers.*.self_attn.q_proj:out=tp``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tapestry.ir.provenance import parts as parts_of_model
 from tapestry.ir.recognition.running_state import as_scan
 from tapestry.plan.strategy import Pin
 from tapestry.rewrites.core.applied import apply_moves
-from tapestry.rewrites.core.rule import Move
+from tapestry.rewrites.core.rule import Move, Refusal
 from tapestry.rewrites.splitting import block_scan
 from tapestry.rewrites.splitting.split import refusal
 
@@ -40,22 +40,39 @@ def parse_pins(texts: Sequence[str], graph: Graph, mesh: Mesh, folded: Sequence[
     out: dict[int, tuple[Pin, ...]] = {}
     for i, p in read_pins(texts, graph, mesh, folded):
         axes = _axes("+".join(p.axes), p.parts, mesh, p.text)
-        total = prod(mesh[a].size for a in axes)
-        for known in out.get(i, ()):
-            total *= mesh[known.axis].size if known.dim == p.dim else 1
-        why = refusal(graph.ops[i], Split(p.dim, total, f"mesh.{mesh[axes[0]].name}"))
-        if why is not None:
-            raise PlanError(f"the pin is impossible: {why.reason}", where=f"--pin '{p.text}'", why=why.witness)
-        taken = [mesh[known.axis].name for known in out.get(i, ()) if known.axis in axes]
+        taken = [mesh[known.axis].name for known in out.get(i, ()) if known.axis in axes and known.dim != p.dim]
         if taken:
             raise PlanError(f"mesh axis '{taken[0]}' is pinned twice for this operation", where=f"--pin '{p.text}'")
-        out[i] = out.get(i, ()) + tuple(Pin(p.dim, a) for a in axes)
+        out[i] = tuple(dict.fromkeys((*out.get(i, ()), *(Pin(p.dim, a) for a in axes))))
+        why = _impossible(graph.ops[i], out[i], mesh)
+        if why is not None:
+            raise PlanError(f"the pin is impossible: {why.reason}", where=f"--pin '{p.text}'", why=why.witness)
     return out
+
+
+def _impossible(op: Op, pins: Sequence[Pin], mesh: Mesh) -> Refusal | None:
+    """Why an operation cannot be cut as its pins say; ``None`` where it can."""
+    cuts = {p.dim: prod(mesh[q.axis].size for q in pins if q.dim == p.dim) for p in pins if p.dim}
+    found = (refusal(op, Split(d, n, f"mesh.{mesh[pins[0].axis].name}")) for d, n in cuts.items())
+    return next((why for why in found if why is not None), None)
+
+
+def held(pins: Mapping[str, tuple[Pin, ...]], ops: Sequence[Op], mesh: Mesh) -> dict[int, tuple[Pin, ...]] | None:
+    """Pins by operation, of those by first result; ``None`` where an operation is gone, or cannot be cut so any more."""
+    makers = {t: i for i, op in enumerate(ops) for t in op.outs if t in pins}
+    out: dict[int, tuple[Pin, ...]] = {}
+    for t, mine in pins.items() if len(makers) == len(pins) else ():  # (several of them may be one operation now)
+        i = makers[t]
+        out[i] = tuple(dict.fromkeys((*out.get(i, ()), *mine)))
+        if len({p.axis for p in out[i]}) < len(out[i]) or _impossible(ops[i], out[i], mesh):
+            return None
+    return out if len(makers) == len(pins) else None
 
 
 @dataclass(frozen=True, slots=True)
 class AskedPin:
-    """A pin of an operation before it is known on which devices that runs; ``parts`` where they are given."""
+    """A pin of an operation before it is known on which devices that runs; ``parts`` where they are given. Without a dimension
+    no axis cuts it."""
 
     dim: str
     axes: tuple[str, ...]
@@ -67,10 +84,9 @@ class AskedPin:
         at = {a.name: k for k, a in enumerate(mesh)}
         if any(a not in at for a in self.axes):
             return None
-        parts = prod(mesh[at[a]].size for a in self.axes)
-        if self.parts not in (None, str(parts)) or refusal(op, Split(self.dim, parts, f"mesh.{self.axes[0]}")) is not None:
-            return None
-        return tuple(Pin(self.dim, k) for k in sorted(at[a] for a in self.axes))
+        found = tuple(Pin(self.dim, k) for k in sorted(at[a] for a in self.axes))
+        parts = prod(mesh[p.axis].size for p in found)
+        return None if self.parts not in (None, str(parts)) or _impossible(op, found, mesh) else found
 
 
 def read_pins(texts: Sequence[str], graph: Graph, mesh: Mesh, folded: Sequence[str] = ()) -> Iterator[tuple[int, AskedPin]]:
@@ -80,14 +96,17 @@ def read_pins(texts: Sequence[str], graph: Graph, mesh: Mesh, folded: Sequence[s
         PlanError: the operation, dimension or axis does not exist.
     """
     for text in texts:
-        m = re.fullmatch(r"(.+):(\w+)=(?:(\d+)@)?([\w+]+)", text)
-        if not m:
-            hint = "OPERATION:dim=parts@axis or OPERATION:dim=axis, as in conv1:h=8@d0 or layers.*.mlp.up_proj:out=d0"
-            hint += "; a pin for each dimension" if "," in text else ""
-            raise PlanError(f"'{text}' is not a pin", where="--pin", hint=hint)
-        _axes(m.group(4), None, mesh, text)
-        for i, dim in _operations(m.group(1), m.group(2), graph, text, folded):
-            yield i, AskedPin(dim, tuple(m.group(4).split("+")), m.group(3), text)
+        name, _, said = text.rpartition(":")
+        for item in said.split(","):
+            m = re.fullmatch(r"(?:(\w+)=(?:(\d+)@)?|replicated(?:@|$))([\w+]*)", item)
+            if not name or not m or (m.group(1) and not m.group(3)):
+                hint = "OPERATION:dim=parts@axis or OPERATION:dim=axis, as in conv1:h=8@d0 or layers.*.mlp.up_proj:out=d0"
+                hint += ", OPERATION:dim=axis,dim=axis or OPERATION:replicated"
+                raise PlanError(f"'{text}' is not a pin", where="--pin", hint=hint)
+            axes = m.group(3) or "+".join(a.name for a in mesh)
+            _axes(axes, None, mesh, text)
+            for i, dim in _operations(name, m.group(1) or "", graph, text, folded):
+                yield i, AskedPin(dim, tuple(axes.split("+")), m.group(2), text)
 
 
 def scan_blocks(pins: Mapping[int, tuple[Pin, ...]], graph: Graph, mesh: Mesh) -> tuple[Graph, list[Move], list[str]]:
@@ -146,6 +165,8 @@ def _operations(name: str, wanted: str, graph: Graph, text: str, folded: Sequenc
         known = sorted({*(s for op in graph.ops for s in (*op.source, *op.outs)), *operation_names(graph)})
         close = get_close_matches(name, known, 4) or known[:6]
         raise PlanError(f"there is no operation '{name}'", where=f"--pin '{text}'", hint=f"for example {', '.join(close)}")
+    if not wanted:
+        return [(i, "") for i in found]
     out = [(i, d) for i in found for d in _dimensions(graph.ops[i], wanted, graph)]
     out = out or [(i, d) for i in found for d in _axis(graph.ops[i], wanted)]
     if not out:

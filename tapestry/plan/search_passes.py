@@ -15,7 +15,6 @@ from dataclasses import dataclass, field, replace
 from tapestry.errors import some
 from tapestry.ir.graph import Graph, changes
 from tapestry.plan.algebra import Book
-from tapestry.plan.fusion import fused
 from tapestry.plan.memory.memory_fit import Fitted, fit
 from tapestry.plan.memory.refit import refitted
 from tapestry.plan.pipelines.stage_choice import Choice, choose
@@ -180,7 +179,7 @@ def try_other_forms(candidate: Candidate, graph: Graph, task: Task, budget: Budg
         if budget.over() or not (missing or (task.several_devices and task.meter.spent < most)):
             scope = replace(scope, untried=(*scope.untried, name))
             continue
-        for form in forms:
+        for form in filter(lambda f: task.keeps(f.graph), forms):
             problems = enumerate_strategies(form, task)
             other = _solved(form, problems, task, budget, _objective(best))
             scope = scope.and_form(form, other.result, problems)
@@ -239,7 +238,7 @@ def _recurrences_whole(task: Task, lifted: Graph) -> Form:
     """Every recurrence as one operation, which one device runs as a library does, and several cut by batch; all fusions."""
     graph = simplify(lifted, disabled=task.disabled_rules)
     task.meter.spent += SIMPLIFYING * len(lifted.ops)
-    new, fusions = fused(graph, task.machine, task.disabled_rules) if task.machine else (graph, list[Move]())
+    new, fusions = task.fused(graph, task.disabled_rules)
     return Form(name=WHOLE, graph=new, moves=(without(STEPS), *fusions))
 
 
@@ -247,7 +246,7 @@ def _fused_and_not(graph: Graph, task: Task, left_out: tuple[str, ...]) -> Itera
     """A graph with every fusion that pays on one device, and without."""
     moves, suffix = tuple(map(without, sorted(left_out))), f" without {' and '.join(left_out)}" if left_out else ""
     disabled = task.disabled_rules | frozenset(left_out)
-    new, fusions = fused(graph, task.machine, disabled) if task.machine else (graph, list[Move]())
+    new, fusions = task.fused(graph, disabled)
     if fusions:
         yield Form(name=f"fused{suffix}", graph=new, moves=(*moves, *fusions))
     yield Form(name=f"{UNFUSED if fusions else 'as simplified'}{suffix}", graph=graph, moves=moves)
@@ -268,7 +267,7 @@ def fit_in_time(candidate: Candidate, task: Task, budget: Budget) -> Candidate:
     if task.fixed.language:
         result.hint += ", or no --for: a format says nothing of weights that are streamed"
         raise result
-    if not task.rewritable:
+    if task.pins or not task.rewritable:
         result.hint += "; pins and annotations keep the graph as it is: without them weights may be streamed"
         raise result
     part = budget.share(FIRST) if task.request.stages != 1 and task.several_devices else budget  # stages may still fit
@@ -283,7 +282,7 @@ def _beside_space(candidate: Candidate, result: PricedPlan, task: Task, budget: 
     free, graph = result.unlimited, candidate.form.graph
     dear = free is not None and free.objective < result.objective * (1 - NEAR)
     asked = bool(task.previous_plan) or (dear and len(graph.ops) <= SMALL and not budget.over())  # (what is found stays)
-    if not asked or not task.rewritable or task.request.explicit or task.fixed.language:
+    if not asked or task.pins or not task.rewritable or task.request.explicit or task.fixed.language:
         return candidate
     fitted = _fitted(graph, free if free and dear else result, task, budget.part(BESIDE))
     candidate = replace(candidate, scope=replace(candidate.scope, in_time=True))
@@ -315,9 +314,6 @@ def restructure(candidate: Candidate, graph: Graph, task: Task, budget: Budget) 
     least = task.meter.spent / max(1, len(scope.forms))
     book = _book(task, disabled)
 
-    def refuse(graph: Graph) -> tuple[Graph, list[Move]]:
-        return fused(graph, task.machine, disabled) if task.machine else (graph, [])
-
     search = Improvement(
         plan=task.attempt,
         budget=budget,
@@ -326,7 +322,8 @@ def restructure(candidate: Candidate, graph: Graph, task: Task, budget: Budget) 
         least=least,
         disabled=disabled,
         book=book.derivations if book else None,
-        refuse=refuse,
+        refuse=lambda graph: task.fused(graph, disabled),
+        keeps=task.keeps,
     )
     unfused = graph if form.moves and not disabled_by(form.moves) else None
     new, found, moves, anew = search.run(form.graph, result, unfused)

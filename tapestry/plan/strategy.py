@@ -27,7 +27,7 @@ SCATTERS = 3  # output axes, the longest ones, along which a reduction that is c
 
 @dataclass(frozen=True, slots=True)
 class Pin:
-    """A split that the user insists on: dimension ``dim`` cut by mesh axis number ``axis``."""
+    """What the user insists on: dimension ``dim`` cut by mesh axis number ``axis``; none ("") cut by it."""
 
     dim: str
     axis: int
@@ -86,6 +86,8 @@ def merges(op: Op, s: Strategy) -> list[tuple[int, bool]]:
 def _axis_choices(op: Op, size: int, pinned: str | None, *, every: bool = False) -> list[tuple[str | None, int | None]]:
     """(dimension, scatter axis) for one mesh axis; ``every``: also those that are left out."""
     out: list[tuple[str | None, int | None]] = [] if pinned else [(None, None)]
+    if pinned == "":
+        return out
     reduced = _reduced_names(op)
     largest = max((d.size for d in op.reduce), default=0) if isinstance(op, Block) else 0
     for d in splittable(op):

@@ -68,6 +68,7 @@ class Improvement:
         book_units: of the budget, for planning what the book derives.
         book: what the book of equations makes of a graph's regions, if it is tried; ``refuse`` fuses by price what it made.
         derived: what came of it.
+        keeps: whether a graph may take the place of another one.
     """
 
     plan: Callable[[Graph, Budget, float], PricedPlan]
@@ -83,6 +84,7 @@ class Improvement:
     book: Callable[[Graph], list[Derivation]] | None = None
     refuse: Callable[[Graph], tuple[Graph, list[Move]]] = lambda graph: (graph, [])
     derived: list[Tried] = field(default_factory=list[Tried])
+    keeps: Callable[[Graph], bool] = lambda graph: True
 
     def run(self, graph: Graph, found: PricedPlan, unfused: Graph | None = None) -> tuple[Graph, PricedPlan, list[Move], bool]:
         """The graph, its best plan and the moves that led to it, from a graph and its plan; or from what it was before it was
@@ -146,7 +148,8 @@ class Improvement:
 
     def _made(self, graph: Graph, moves: list[Move], budget: Budget) -> tuple[Graph, list[Move]]:
         budget.spend(SIMPLIFYING * len(graph.ops))
-        return rewritten(graph, moves, self.disabled)
+        new, done = rewritten(graph, moves, self.disabled)
+        return (new, done) if self.keeps(new) else (graph, [])
 
     def _planned(self, graph: Graph, budget: Budget, best: PricedPlan) -> PricedPlan:
         other = self.plan(graph, budget, best.objective)

@@ -11,12 +11,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from tapestry.errors import PlanError
-from tapestry.ir.graph import Graph
+from tapestry.ir.graph import Graph, Op
 from tapestry.ir.plan import Layout, Mesh, Plan, device_count
-from tapestry.plan.fusion import Machine
+from tapestry.plan.fusion import Machine, fused
 from tapestry.plan.layout_constraints import LayoutConstraints
 from tapestry.plan.pipelines.stage_choice import Request
-from tapestry.plan.requests import parse_pins
+from tapestry.plan.requests import held
 from tapestry.plan.search.planner import TINY, cheapest
 from tapestry.plan.search.priced_plan import PricedPlan, TooBig
 from tapestry.plan.search.problem import Problem, Tables, build
@@ -38,8 +38,8 @@ class Task:
 
     Attributes:
         topologies: the topology, once for each way to share dimensions among devices that differ.
-        folded: names of nodes that pins may name although they are no operations any more.
-        rewritable: whether structural rewrites may be tried: a pin names an operation of the graph as it is.
+        pins: by the first result of an operation, which every form of the graph has.
+        rewritable: whether structural rewrites may be tried.
         request: what is asked of pipeline stages; what they keep to is there, and not of the whole mesh.
         previous_plan: an earlier plan that fits in time only, with the moves to its graph.
         machine: for which fusions are chosen before the search; none: the graph stays as it is.
@@ -53,8 +53,7 @@ class Task:
 
     topology: Topology
     topologies: Sequence[Topology]
-    pins: Sequence[str]
-    folded: Sequence[str]
+    pins: Mapping[str, tuple[Pin, ...]]
     inputs: Mapping[str, Layout]
     outputs: Mapping[str, Layout]
     fixed: LayoutConstraints
@@ -81,7 +80,8 @@ class Task:
         Raises:
             PlanError: what is asked for leaves some operation without a strategy.
         """
-        pins = self._pins(graph)
+        pins = held(self.pins, graph.ops, self.topology.mesh)
+        assert pins is not None, "a form without an operation that is pinned"
         out: list[Problem] = []
         failed: list[PlanError] = []
         for topology in self.topologies:
@@ -107,11 +107,26 @@ class Task:
         """The problem of a graph and of each graph that rewrites make of it, with the moves that led there."""
         others = variants(graph, self.topology.mesh, disabled_by(moves)) if self.rewritable else iter(())
         for g, more in itertools.chain([(graph, list[Move]())], others):
-            problem = build(g, self.topology, self._pins(g), self.inputs, self.outputs, self.fixed)
-            yield problem, tuple(map(str, [*moves, *more]))
+            pins = held(self.pins, g.ops, self.topology.mesh)
+            if pins is not None:
+                problem = build(g, self.topology, pins, self.inputs, self.outputs, self.fixed)
+                yield problem, tuple(map(str, [*moves, *more]))
 
-    def _pins(self, graph: Graph) -> dict[int, tuple[Pin, ...]]:
-        return parse_pins(self.pins, graph, self.topology.mesh, self.folded)
+    def keeps(self, graph: Graph) -> bool:
+        """Whether a graph has all operations that are pinned."""
+        return held(self.pins, graph.ops, self.topology.mesh) is not None
+
+    def fused(self, graph: Graph, disabled: frozenset[str]) -> tuple[Graph, list[Move]]:
+        """A graph with every fusion that pays on one device and leaves pinned operations, and the moves to it."""
+
+        def keeps(old: Sequence[Op], new: Sequence[Op]) -> bool:
+            mine = {t: self.pins[t] for op in old for t in op.outs if t in self.pins}
+            return not mine or held(mine, new, self.topology.mesh) is not None
+
+        new, moves = (
+            fused(graph, self.machine, disabled, keeps if self.pins else None) if self.machine else (graph, list[Move]())
+        )
+        return (new, moves) if self.keeps(new) else (graph, [])
 
 
 def staging(request: Request, *, bound: bool) -> Request:

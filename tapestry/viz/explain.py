@@ -33,7 +33,7 @@ from tapestry.ir.provenance import dim_names, operation_names, parts, tensor_nam
 from tapestry.plan.alternatives import Alternative, best_alternatives
 from tapestry.plan.cost.block_cost import block_cost
 from tapestry.plan.pipelines.staged_plan import stage_topology
-from tapestry.plan.requests import parse_pins, read_pins
+from tapestry.plan.requests import read_pins
 from tapestry.plan.simulate import COMPUTE, TRANSFER, Schedule, critical_path, simulate
 from tapestry.plan.topology import Topology, from_data
 from tapestry.viz.folded import folded
@@ -125,8 +125,8 @@ def _operation_rows(build: Build, timed: Schedule, why: bool) -> list[Document]:
     requests = build.report.get("requests", {}).get("pins", [])
     pinned = {text: _pinned(text, plan) for text in requests}
     topo, others = from_data(build.topology), list[Alternative | None]()
-    if why:  # (pins name the operations and the mesh of the whole model, not those of stages)
-        others = best_alternatives(plan, topo, {} if plan.stages else parse_pins(requests, plan.graph, plan.mesh))
+    if why:
+        others = best_alternatives(plan, topo)
     out: list[Document] = []
     names, of_model, alike = operation_names(plan.graph), parts(plan.graph), counterparts(plan)
     for i, (op, s) in enumerate(zip(plan.graph.ops, plan.strategies, strict=True)):

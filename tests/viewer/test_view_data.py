@@ -106,9 +106,8 @@ def test_a_fold_reads_alike(tmp_path):
 
 def test_alternatives_are_priced_as_explain_prices_them(made, data):
     plan, topology = made.build.plan, from_data(made.build.topology)
-    pins = parse_pins(viewed.HALO_PINS, plan.graph, plan.mesh)
-    best = best_alternatives(plan, topology, pins)
-    for rows, one, op in zip(priced_strategies(plan, topology, pins), best, data["ops"], strict=True):
+    best = best_alternatives(plan, topology)
+    for rows, one, op in zip(priced_strategies(plan, topology), best, data["ops"], strict=True):
         assert (rows[:1] == []) == (one is None)
         if one is not None:
             assert (rows[0][0], rows[0][1]) == (one.strategy, pytest.approx(one.seconds))

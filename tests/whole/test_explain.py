@@ -213,7 +213,7 @@ def test_optimal_plans_have_no_better_alternative_and_pins_may():
     assert all(a is None or a.seconds >= -1e-15 for a in best_alternatives(best, topo))
     pins = {0: (Pin("m", 0),)}
     forced = search(graph, topo, pins=pins).plan
-    found = best_alternatives(forced, topo, pins)[0]
+    found = best_alternatives(forced, topo)[0]
     assert found is not None and found.seconds < 0 and found.excess == 0
 
 

@@ -83,7 +83,7 @@ def test_a_name_that_is_nearly_right(tmp_path: Path, capsys: pytest.CaptureFixtu
     ("words", "right"),
     [
         ("compile MODEL -o OUT --mesh tp=2,tp=4", "tp stands twice"),
-        ("compile MODEL -o OUT --devices 2 --pin up:b0=d0,n=d0", "a pin for each dimension"),
+        ("compile MODEL -o OUT --devices 2 --pin up:i=d0,n=d0", "mesh axis 'd0' is pinned twice"),
         ("compile MODEL -o OUT --devices 2 --topology machine.json", "machine.json: not a topology: no such preset or file"),
         ("compile MODEL -o OUT --target cuda", "triton:sm80, "),
         ("run OUT", "there is no such folder"),

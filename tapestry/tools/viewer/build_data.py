@@ -16,7 +16,6 @@ from tapestry.ir.plan import Mesh, Strategy
 from tapestry.ir.program import Launch
 from tapestry.ir.provenance import operation_names
 from tapestry.plan.alternatives import priced_strategies
-from tapestry.plan.requests import parse_pins
 from tapestry.plan.topology import from_data
 from tapestry.tools.viewer.op_shapes import Row, shape_of, text_of
 from tapestry.tools.viewer.program_tables import edges, lanes, memory, tables
@@ -92,8 +91,7 @@ def _shapes(graph: Graph, alike: Sequence[str]) -> tuple[list[Row], list[int]]:
 
 def _operations(build: Build, of_op: Sequence[int], launched: Mapping[int, Sequence[str]]) -> list[Row]:
     plan = build.plan
-    topology, pins = from_data(build.topology), build.report.get("requests", {}).get("pins", [])
-    others = priced_strategies(plan, topology, parse_pins(pins, plan.graph, plan.mesh))
+    others = priced_strategies(plan, from_data(build.topology))
     names = operation_names(plan.graph)
     out: list[Row] = []
     for i, (op, s) in enumerate(zip(plan.graph.ops, plan.strategies, strict=True)):
@@ -116,8 +114,8 @@ def _operations(build: Build, of_op: Sequence[int], launched: Mapping[int, Seque
 
 
 def _pins(name: str, s: Strategy, mesh: Mesh) -> list[str]:
-    """The pins that insist on a strategy's cuts."""
-    return [f"{name}:{d}={a.size}@{a.name}" for d, a in zip(s.dims, mesh, strict=True) if d is not None]
+    """The pins that insist on a strategy's cuts, or on none."""
+    return [f"{name}:{d}={a.size}@{a.name}" if d else f"{name}:replicated@{a.name}" for d, a in zip(s.dims, mesh, strict=True)]
 
 
 def _tensors(graph: Graph) -> dict[str, list[Any]]:

@@ -11,7 +11,7 @@ export function choices(build, i, say) {
 }
 
 const option = (pin) => `--pin '${pin}'`;
-const pins = (list, say) => (list.length ? h("code", { role: "button", tabindex: 0, onclick: (e) => (e.stopPropagation(), copy(list, say)) }, list.map(option).join(" ")) : quiet("cannot be pinned"));
+const pins = (list, say) => h("code", { role: "button", tabindex: 0, onclick: (e) => (e.stopPropagation(), copy(list, say)) }, list.map(option).join(" "));
 
 function copy(list, say) {
   if (!list.length) return;
