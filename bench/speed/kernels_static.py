@@ -1,4 +1,4 @@
-"""Every kernel of real models at real sizes, as the assembler sees it: registers, spills, serialised wgmma, loops; no GPU.
+"""Every kernel of real models at real sizes, as the assembler sees it: registers, spills, serialised wgmma; no GPU.
 
     python -m bench kernels_static [--only NAME …] [--dtypes f16 bf16] [--targets sm80 sm90 sm100] [--seconds 150]
 
@@ -78,7 +78,6 @@ def kernel_row(graph: Graph, kernel: Kernel, found: Sound, ops: int, target: str
     each_run = len(made.launches) - len(done_once(made, weights)[0])
     times = {"roofline_us": roofline(work, form, chip), "predicted_us": predicted(
         work, form, chip, prod(main[0].grid), in_flight(made, main[0], main[1], chip))}  # fmt: skip
-    last = passes[-1][1]
     k = found.made.config
     tile = {
         n: getattr(k, n) for n in (("bm", "bn", "bk") if found.made.kind in ("dot", "folded", "stream") else ("rows", "cols"))
@@ -88,9 +87,9 @@ def kernel_row(graph: Graph, kernel: Kernel, found: Sound, ops: int, target: str
         "kernel": found.made.name, "kind": found.made.kind, "ops": ops, "launches": each_run,
         "once": len(made.launches) - each_run, **{k: round(v * 1e6, 2) for k, v in times.items()}, **tile, **more,
         "num_warps": k.num_warps, "num_stages": k.num_stages, "registers": max(r.registers for _, r in passes),
-        "spills": max(r.spills for _, r in passes), "shared": max(r.shared for _, r in passes), "loop": last.loop,
+        "spills": max(r.spills for _, r in passes), "shared": max(r.shared for _, r in passes),
         "programs": min(int(occupancy(r, p.num_warps, chip) * chip.warps) // p.num_warps for p, r in passes),
-        "loop_mix": dict(last.loop_mix), "occupancy": round(min(occupancy(r, p.num_warps, chip) for p, r in passes), 3),
+        "occupancy": round(min(occupancy(r, p.num_warps, chip) for p, r in passes), 3),
         "matrix": next((m for _, r in passes if (m := matrix_instruction(r))), ""),
         "messages": sorted({m for _, r in passes for m in r.messages}), "faults": [f.why for f in found.faults],
         "refused": [why for _, why in found.refused],

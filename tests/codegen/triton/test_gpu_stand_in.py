@@ -65,16 +65,12 @@ LISTING = """
 """
 
 
-def test_loops_and_loads_are_read_from_a_listing() -> None:
+def test_loads_are_read_from_a_listing() -> None:
     filler = "\n".join("        /*0035*/                   IADD3 R20, R20, 0x1, RZ ;" for _ in range(14))
-    lines, labels = machine_code.read_disassembly(LISTING.replace("{filler}", filler))
-    inside = machine_code.main_loop(lines, labels)
-    assert len(inside) == 14 + 6 and inside[0].op == "LDG.E.128" and inside[-1].name == "BRA"
-    kinds = [machine_code.kind_of(line) for line in inside]
-    assert (kinds.count("global"), kinds.count("matrix"), kinds.count("waits"), kinds.count("other")) == (3, 1, 1, 15)
+    lines = machine_code.read_disassembly(LISTING.replace("{filler}", filler))
     assert machine_code.thread_loads(lines) == 16 + 16 + 8, "all three are under way until the product takes two of them"
-    copies = [machine_code.Line(*x, False) for x in (("LDGSTS.E.128", " [R1], [R2.64]"), ("LDGDEPBAR", ""))]
-    wait = machine_code.Line("DEPBAR.LE", " SB0, 0x1", False)
+    copies = [machine_code.Line(*x) for x in (("LDGSTS.E.128", " [R1], [R2.64]"), ("LDGDEPBAR", ""))]
+    wait = machine_code.Line("DEPBAR.LE", " SB0, 0x1")
     assert machine_code.thread_loads([*copies, *copies, wait, *copies]) == 32
     assert machine_code.thread_loads([*copies, *copies, *copies, wait]) == 48
 

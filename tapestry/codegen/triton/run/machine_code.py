@@ -1,4 +1,4 @@
-"""What the machine code of a compiled kernel says: registers, spills, instructions, its hottest loop, loads in flight."""
+"""What the machine code of a compiled kernel says: registers, spills, instructions, loads in flight."""
 
 from __future__ import annotations
 
@@ -7,25 +7,15 @@ import subprocess
 import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tapestry.codegen.triton.run.launcher import tool
 
 _GLOBAL = re.compile(r"^(LDG|STG|LDGSTS|global_(?:load|store)|buffer_(?:load|store))")
 # "        /*0010*/   @!P0 LDG.E.128 R4, [R2.64] ;"
-_CUDA_LINE = re.compile(r"^\s*/\*[0-9a-f]+\*/\s+(?P<if>@!?U?P\w+\s+)?(?P<op>[A-Z][A-Z0-9_]*[\w.]*)(?P<args>[^;]*);")
-_LABEL = re.compile(r"^(\.L_x_\d+):")
-_SPIN = 16  # instructions: a loop of fewer only waits for a barrier
+_CUDA_LINE = re.compile(r"^\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?(?P<op>[A-Z][A-Z0-9_]*[\w.]*)(?P<args>[^;]*);")
 MATRIX = ("UTCQMMA", "UTCIMMA", "UTCHMMA", "QGMMA", "IGMMA", "HGMMA", "QMMA", "IMMA", "HMMA", "DMMA", "v_mfma")  # fastest first
-_KINDS = (
-    ("matrix", re.compile("|".join(MATRIX))),
-    ("spills", re.compile("LDL|STL")),
-    ("global", re.compile("LDG|STG|UTMA|UBLK|ATOM|RED|LD$|ST$")),
-    ("shared", re.compile("LDS|STS|LDSM|STSM|LDTM|STTM|LDT|STT")),
-    ("waits", re.compile("BAR|SYNCS|DEPBAR|LDGDEPBAR|WARPGROUP|MEMBAR|FENCE|WARPSYNC|UTCBAR|CCTL|NANOSLEEP|ERRBAR|YIELD")),
-    ("floats", re.compile("MUFU|F[A-Z]|H[A-Z]|D(ADD|MUL|FMA|SETP|MNMX)|I2F|F2I")),
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,9 +31,6 @@ class Resources:
         total: number of instructions.
         global_bytes, wide_bytes: bytes per thread that the listing's accesses of global memory move (not those by descriptors),
             and how many of these in accesses of 16 bytes.
-        loop: instructions of the loop that counts: of the innermost ones the longest with matrix instructions, else the
-            longest; 0 without any (and on AMD, whose listing is not taken apart).
-        loop_mix: these by kind: matrix, spills, global, shared, waits, floats, other (integers, addresses, control).
         thread_loads: bytes per thread of loads that are under way at once (not those by descriptors).
         messages: what the assembler warns of, such as ``C7515 … wgmma.mma_async instructions are serialized due to …``.
     """
@@ -56,8 +43,6 @@ class Resources:
     stack: int = 0
     global_bytes: int = 0
     wide_bytes: int = 0
-    loop: int = 0
-    loop_mix: Mapping[str, int] = field(default_factory=dict[str, int])
     thread_loads: int = 0
     messages: tuple[str, ...] = ()
 
@@ -69,11 +54,10 @@ class Resources:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One instruction: opcode with its modifiers, operands, and whether a predicate guards it."""
+    """One instruction: opcode with its modifiers, and operands."""
 
     op: str
     args: str
-    guarded: bool
 
     @property
     def name(self) -> str:
@@ -100,19 +84,16 @@ def of_cuda(cubin: bytes, said: str, shared: int) -> Resources:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(cubin)
         listing = _tool("nvdisasm", "-c", str(path))
-    lines, labels = read_disassembly(listing)
+    lines = read_disassembly(listing)
     counts = Counter(line.name for line in lines)
     counts += Counter(f"{line.name}.128" for line in lines if ".128" in line.op)
     moved = [_width(line.op) for line in lines if _GLOBAL.match(line.op)]
-    inside = main_loop(lines, labels)
     return replace(
         of_assembler(said, shared),
         instructions=dict(counts),
         total=len(lines),
         global_bytes=sum(moved),
         wide_bytes=sum(n for n in moved if n == 16),
-        loop=len(inside),
-        loop_mix=dict(Counter(kind_of(line) for line in inside)),
         thread_loads=thread_loads(lines),
     )
 
@@ -143,41 +124,9 @@ def messages(said: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(" ".join(f"{code} {text}".split()) for code, text in found))
 
 
-def read_disassembly(listing: str) -> tuple[list[Line], dict[str, int]]:
-    """A disassembly's instructions in order, and before which of them each label stands."""
-    lines: list[Line] = []
-    labels: dict[str, int] = {}
-    for text in listing.splitlines():
-        if m := _LABEL.match(text):
-            labels[m.group(1)] = len(lines)
-        elif m := _CUDA_LINE.match(text):
-            lines.append(Line(m["op"], m["args"], bool(m["if"])))
-    return lines, labels
-
-
-def main_loop(lines: Sequence[Line], labels: Mapping[str, int]) -> Sequence[Line]:
-    """The instructions of the innermost loop that counts (see `Resources`); none where there is no loop.
-
-    A loop is what a branch on a condition goes back over; other branches back come from code that was moved out of the way.
-    """
-    found: list[tuple[int, int]] = []
-    for at, line in enumerate(lines):
-        if line.name != "BRA" or not (line.guarded or re.search(r"\bU?P\d", line.args)):
-            continue
-        target = re.search(r"\.L_x_\d+", line.args)
-        first = labels.get(target.group(), at + 1) if target else at + 1
-        if at - first >= _SPIN:
-            found.append((first, at))
-    inner = [(a, b) for a, b in found if not any((c, d) != (a, b) and a <= c and d <= b for c, d in found)]
-    inside = [lines[a : b + 1] for a, b in inner]
-    multiplying = [part for part in inside if any(kind_of(line) == "matrix" for line in part)]
-    found_loops = multiplying or inside
-    return max(found_loops, key=len) if found_loops else ()
-
-
-def kind_of(line: Line) -> str:
-    """What an instruction is for: one of the kinds of ``loop_mix``."""
-    return next((kind for kind, pattern in _KINDS if pattern.match(line.name)), "other")
+def read_disassembly(listing: str) -> list[Line]:
+    """A disassembly's instructions in order."""
+    return [Line(m["op"], m["args"]) for text in listing.splitlines() if (m := _CUDA_LINE.match(text))]
 
 
 def thread_loads(lines: Sequence[Line]) -> int:
