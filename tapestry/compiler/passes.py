@@ -330,6 +330,11 @@ def restructure(c: Compilation) -> Compilation:
     return c.made(candidate=search.restructure(c.candidate, c.graph, c.task, c.budget))
 
 
+def prefer_few_bytes(c: Compilation) -> Compilation:
+    """Of nearly equal plans the one that sends least."""
+    return c.made(candidate=search.prefer_few_bytes(c.candidate, c.budget))
+
+
 def choose_stages(c: Compilation) -> Compilation:
     """Pipeline stages, where they are asked for or pay."""
     planned, plan = search.choose_stages(c.candidate, c.task, c.budget)

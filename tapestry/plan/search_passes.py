@@ -18,6 +18,7 @@ from tapestry.plan.algebra import Book
 from tapestry.plan.memory.memory_fit import Fitted, fit
 from tapestry.plan.memory.refit import refitted
 from tapestry.plan.pipelines.stage_choice import Choice, choose
+from tapestry.plan.search.fewest_bytes import fewest_bytes, preferred
 from tapestry.plan.search.planner import SMALL, TINY, cheapest
 from tapestry.plan.search.priced_plan import NEAR, PricedPlan, TooBig, peak
 from tapestry.plan.search.problem import Problem
@@ -172,7 +173,7 @@ def try_other_forms(candidate: Candidate, graph: Graph, task: Task, budget: Budg
 
     On one device only where nothing fits: two weights at once take more room.
     """
-    best, scope, spent = candidate, candidate.scope, task.meter.spent
+    best, scope, spent, least = candidate, candidate.scope, task.meter.spent, _objective(candidate)
     most = spent + max(LEAST, OTHERS * spent)
     for name, forms in _others(candidate.form, graph, task):
         missing = isinstance(best.result, TooBig)
@@ -183,9 +184,16 @@ def try_other_forms(candidate: Candidate, graph: Graph, task: Task, budget: Budg
             problems = enumerate_strategies(form, task)
             other = _solved(form, problems, task, budget, _objective(best))
             scope = scope.and_form(form, other.result, problems)
-            if _objective(other) < _objective(best):
+            if _preferred(other, best, least):
                 best = other
+            least = min(least, _objective(other))
     return replace(best, scope=scope)
+
+
+def _preferred(one: Candidate, best: Candidate, least: float) -> bool:
+    if isinstance(one.result, TooBig) or isinstance(best.result, TooBig):
+        return _objective(one) < _objective(best)
+    return preferred(one.result, best.result, least)
 
 
 def _objective(candidate: Candidate) -> float:
@@ -358,6 +366,13 @@ def _closed(graph: Graph, found: PricedPlan, task: Task, budget: Budget) -> Pric
     again = cheapest(task.problems(graph), budget, start_of(found.plan))
     best = again if again.objective < found.objective else found
     return replace(best, bound=min(max(found.bound, again.bound), best.objective))
+
+
+def prefer_few_bytes(candidate: Candidate, budget: Budget) -> Candidate:
+    """Of nearly equal plans in space the one that sends least."""
+    found = candidate.result
+    plain = isinstance(found, TooBig) or candidate.fitted is not None
+    return candidate if plain else replace(candidate, result=fewest_bytes(found, budget))
 
 
 def choose_stages(candidate: Candidate, task: Task, budget: Budget) -> tuple[Planned, PricedPlan]:

@@ -15,6 +15,7 @@ from tapestry.ir.graph import Graph
 from tapestry.ir.plan import Mesh, device_count
 from tapestry.ir.syntax.printer import signature
 from tapestry.plan.algebra import Derivation
+from tapestry.plan.search.fewest_bytes import preferred
 from tapestry.plan.search.priced_plan import PricedPlan
 from tapestry.plan.solver.budget import Budget
 from tapestry.plan.solver.pairs import PROVED, proved
@@ -141,7 +142,7 @@ class Improvement:
                 continue
             new, done = self._made(graph, moves, budget)
             candidate = candidate if new.ops == one.ops else self._planned(new, budget, found)
-            if candidate.objective < found.objective * WORTH:
+            if candidate.objective < found.objective * WORTH and preferred(candidate, found, candidate.objective):
                 self.units = max(0.0, self.units - (begin - ours.left()))
                 return new, candidate, done
         return None

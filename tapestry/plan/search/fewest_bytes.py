@@ -1,0 +1,61 @@
+"""Of plans that take nearly the same time the one that sends least: the clock is not so exact, and what is not sent cannot be
+late.
+
+What travels is priced dearer, and the network answers again: a chain of operations then changes its cut as a whole. The plan
+is taken where the clock says that it is as good.
+"""
+
+from __future__ import annotations
+
+from tapestry.ir.program import Reduce, Transfer, transfer_bytes
+from tapestry.ir.syntax.printer import signature
+from tapestry.plan.search.planner import ringed
+from tapestry.plan.search.priced_plan import PricedPlan, choice_of, peak, priced_plan
+from tapestry.plan.solver.budget import SECOND, Budget
+from tapestry.plan.solver.network import Factor, Network, solve
+
+NEARLY = 1.005  # of the best time
+DEARER = (1.25, 2.0, 4.0, 16.0)  # times what travels costs
+LARGE = 1 << 24  # cells of tables: with more, they are not made again
+
+
+def fewest_bytes(found: PricedPlan, budget: Budget) -> PricedPlan:
+    """The plan, or one that `preferred` is to it, of the same graph."""
+    problem = found.problem
+    if problem is None or not sends(found)[1]:
+        return found
+    merging = [Factor((i,), m.merging) for i, m in enumerate(problem.menus) if m.merging.any()]
+    factors = [*problem.factors, *merging]
+    tables = {id(f.table): f.table for f in factors}
+    if sum(t.size for t in tables.values()) > LARGE:
+        return found
+    alone, choice = {id(f.table) for f in problem.factors if len(f.nodes) == 1}, choice_of(problem, found.plan)
+    best, met = found, [choice]
+    for times in DEARER:
+        dear = {k: t if k in alone else t * times for k, t in tables.items()}
+        dear |= {id(f.table): (times - 1) * f.table for f in merging}
+        network = Network(problem.sizes, [Factor(f.nodes, dear[id(f.table)]) for f in factors])
+        answer = solve(network, budget.part(SECOND), choice, quick=True).choice
+        if answer not in met and not budget.over():
+            met.append(answer)
+            other = ringed(priced_plan(problem, answer, found.bound))
+            budget.spend(problem.lowering)
+            if peak(other) <= problem.topo.device.memory and preferred(other, best, found.objective):
+                best = other
+    return best
+
+
+def preferred(one: PricedPlan, best: PricedPlan, least: float) -> bool:
+    """Whether a plan takes the place of the best one: it is clearly faster, or nearly as fast and sends fewer bytes, else in
+    fewer transfers, else cuts operations that are alike more alike; ``least``: seconds that some plan takes."""
+    if max(one.objective, best.objective) > NEARLY * min(one.objective, best.objective, least):
+        return one.objective < best.objective
+    return (*sends(one), one.objective) < (*sends(best), best.objective)
+
+
+def sends(found: PricedPlan) -> tuple[int, int, int]:
+    """Bytes, transfers, and kinds of operations with what cuts them."""
+    steps = [s for s in found.program.steps if isinstance(s, Transfer | Reduce)]
+    cuts = zip(found.plan.graph.ops, found.plan.strategies, strict=True)
+    kinds = {(signature(op, found.plan.graph), s.dims) for op, s in cuts}
+    return sum(transfer_bytes(s, found.program) for s in steps), len(steps), len(kinds)
