@@ -247,7 +247,7 @@ def by_ranks(args: argparse.Namespace) -> bool:
 
 
 def calibrate(p: argparse.ArgumentParser) -> None:
-    """What is measured, or fitted."""
+    """What is measured."""
     to = p.add_mutually_exclusive_group(required=True)
     to.add_argument("-o", "--output", type=Path, metavar="FILE.json")
     to.add_argument("--auto", action="store_true", help="measure again what --topology auto uses for N devices")
@@ -255,7 +255,6 @@ def calibrate(p: argparse.ArgumentParser) -> None:
     p.add_argument("--threads", type=whole(1), metavar="T", help="threads of each process (default: the cores, shared evenly)")
     p.add_argument("--seconds", type=seconds, metavar="S", help="about how long to measure (40; with --auto 3 for each round)")
     p.add_argument("--device", metavar="FILE_OR_PRESET", help="take the device from there; measure calls alone (GPUs: NCCL)")
-    p.add_argument("--from-trace", type=Path, metavar="FILE", help="instead: fit to the trace of a real run (run --trace)")
 
 
 def tune(p: argparse.ArgumentParser) -> None:

@@ -306,22 +306,19 @@ def calibrate(args: argparse.Namespace) -> Outcome:
     flags.before_torch()
     from tapestry.codegen.torch_cpu import TorchCpu
     from tapestry.plan.topology import device_data, parse_mesh, topology
-    from tapestry.runtime.calibration import automatic, start, trace_fit
+    from tapestry.runtime.calibration import automatic, start
     from tapestry.runtime.calibration.document import ROUNDS, write
-    from tapestry.runtime.calibration.machine import memory_bytes
     from tapestry.runtime.calibration.rounds import agreed
     from tapestry.viz import tables
 
     place = flags.world()
-    if args.auto and (place.world > 1 or args.device or args.from_trace or args.threads):
+    if args.auto and (place.world > 1 or args.device or args.threads):
         raise TapestryError("it is measured as a plan of N devices runs here", where="--auto", hint="with --processes N alone")
     output, processes = automatic.place(args.processes) if args.auto else (args.output, args.processes)
     most, seconds = (ROUNDS, args.seconds or automatic.SECONDS) if args.auto else (1, args.seconds or start.START_SECONDS)
     given = device_data(topology(parse_mesh("2"), args.device).device) if args.device else None
     with bar(args, "calibrate") as report:
-        if args.from_trace:
-            document = trace_fit.from_trace(args.from_trace, memory_bytes())
-        elif place.world > 1:
+        if place.world > 1:
             document = start.on_rank(TorchCpu, place, args.threads, seconds=seconds, given=given, say=report)
         else:
             how = partial(start.calibrate, TorchCpu, processes, args.threads, seconds=seconds, given=given, say=report)

@@ -22,7 +22,6 @@ from tapestry.build.store import Build
 from tapestry.ir.program import Launch, Reduce, Transfer, payload_bytes, transfer_bytes
 from tapestry.viz import explain
 from tapestry.viz.format import duration, step_text, template, together, wrapped
-from tapestry.viz.step_work import step_work
 
 Slices = Sequence[np.ndarray[Any, Any]]  # per rank: rows of (batch, step, device, stream, start, end), nanoseconds
 Row = dict[str, Any]
@@ -109,7 +108,6 @@ def rows(build: Build, slices: Slices) -> list[Row]:
             "measured_s": longest if compute else least, "waited_s": 0.0 if compute else longest - least,
             "what": step_text(step, build.program, build.plan.graph.ops),
         }  # fmt: skip
-        row |= step_work(step, build.plan, build.program)
         if isinstance(step, Transfer | Reduce):
             row |= {"bytes": transfer_bytes(step, build.program), "payload_bytes": payload_bytes(step, build.program)}
         out.append(row)

@@ -19,7 +19,7 @@ from tapestry.codegen.torch_cpu import TorchCpu
 from tapestry.errors import TapestryError
 from tapestry.ir.collective_calls import CALLS
 from tapestry.plan.cost.kernel_class import kernel_class
-from tapestry.plan.topology import from_data, parse_mesh, to_data, topology
+from tapestry.plan.topology import from_data, parse_mesh, topology
 from tapestry.plan.topology.measured_costs import CLASSES
 from tapestry.runtime.calibration import automatic, rounds, start
 from tapestry.runtime.calibration import document as document_module
@@ -29,7 +29,6 @@ from tapestry.runtime.calibration.kernel_clock import KernelClock
 from tapestry.runtime.calibration.measure import Measurements, Task
 from tapestry.runtime.calibration.probes import probes
 from tapestry.runtime.calibration.rate_fit import KernelPoint, fit_kernels, fit_table, rising
-from tapestry.runtime.calibration.trace_fit import from_trace
 from tests.support.command_line import run
 from tests.support.small_models import save
 
@@ -189,42 +188,6 @@ def test_calls_alone_are_measured_for_a_device_that_is_given(tmp_path: Path):
     topo, preset = topology(parse_mesh("2"), str(tmp_path / "h.json")), topology(parse_mesh("2"), "h100")
     assert topo.device == preset.device and topo.alone is None and topo.overlap
     assert {c.call for c in topo.calls} == set(CALLS) and not made["measured"]["kernels"]
-
-
-def trace(tmp_path: Path, steps: list[dict]) -> Path:
-    before = topology(parse_mesh("2"), "cpu", memory=123456789)
-    path = tmp_path / "trace.json"
-    path.write_text(json.dumps({"traceEvents": [], "otherData": {"topology": to_data(before), "steps": steps}}))
-    return path
-
-
-def test_a_trace_is_fitted_class_by_class_and_call_by_call(tmp_path: Path):
-    def kernel(kind: str, w: float, n: float, factor: float) -> dict:
-        work = {"class": kind, "dtype": "f32", "work": [w, 0.0, n]}
-        return {"kind": "compute", "measured_s": factor * seconds(w, n), "estimated_s": 1.0, **work}
-
-    steps = [kernel("contraction", w, n, 1.0) for w, n in SIZES] + [kernel("row", w, n, 10.0) for w, n in SIZES]
-    steps += [kernel("map", 8.0, 8.0, 1.0)]
-    call = {"kind": "all_reduce", "call": "all_reduce", "group": 2}
-    steps += [{**call, "call_bytes": n, "measured_s": 1e-4 + n * 1e-9} for n in (8, 1024, 65536, 1 << 20)]
-    steps += [{**call, "call": "broadcast", "call_bytes": 8, "measured_s": 1e-4}]
-    made = from_trace(trace(tmp_path, steps), memory=1 << 33)
-    classes = made["device"]["classes"]
-    assert classes["contraction"]["rate"] == pytest.approx(RATE) and classes["row"]["rate"] == pytest.approx(RATE / 10)
-    assert made["device"]["memory"] == 1 << 33  # the build's limit is no property of the machine
-    assert "map" not in classes and made["fit"]["map"]["kept"] and made["fit"]["broadcast of 2"]["kept"]
-    assert made["fit"]["contraction"]["worst_error"] < 1e-6
-    write(tmp_path / "t.json", made)
-    topo = topology(parse_mesh("2"), str(tmp_path / "t.json"))
-    assert topo.call_seconds("all_reduce", 2, 65536) == pytest.approx(1e-4 + 65536e-9, rel=1e-3)
-    assert topo.call_seconds("broadcast", 2, 8) is None
-
-
-@pytest.mark.parametrize("text", ["", "[]", '{"otherData": {}}', '{"otherData": {"topology": {}, "steps": [{}]}}'])
-def test_what_is_no_trace_is_refused(tmp_path: Path, text: str):
-    (tmp_path / "t.json").write_text(text)
-    with pytest.raises(TapestryError):
-        from_trace(tmp_path / "t.json", memory=1)
 
 
 def test_a_machine_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
