@@ -275,8 +275,6 @@ def rules(p: argparse.ArgumentParser) -> None:
     p.add_argument("--derive", metavar="GRAPH.tap", help=text)
     p.add_argument("--mesh", default="1", metavar="2x4", help="with --derive: also cut the forms over these devices (1)")
     p.add_argument("--forms", type=whole(1), default=100, metavar="N", help="with --derive: at most N forms (100)")
-    p.add_argument("--dot", action="store_true", help="with --derive: print a graph for Graphviz")
-    p.add_argument("--svg", type=Path, metavar="FILE", help="with --derive: also write a picture")
     p.add_argument("--view", type=Path, metavar="FILE.html", help="with --derive: also write a page that shows each form")
     text = "compare plans and runs with the book of equations, without it, without each equation used, with each one alone"
     p.add_argument("--ablate", action="append", type=Path, default=[], metavar="MODEL", help=text)

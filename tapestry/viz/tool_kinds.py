@@ -109,10 +109,6 @@ class Page(Drawing, Protocol):
 class Pictures(Protocol):
     """Pictures of what is no build: ``tapestry.draw`` has those of builds too."""
 
-    def derivation(self, document: Mapping[str, Any], /) -> Drawing:
-        """The forms that rules make of a graph."""
-        ...
-
     def tiles(self, of: Sequence[int], pattern: Tiling, /) -> Drawing:
         """The tiles of a tensor."""
         ...

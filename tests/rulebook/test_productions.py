@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import xml.etree.ElementTree as ET
 from dataclasses import replace
 
 import numpy as np
@@ -121,8 +120,7 @@ def test_a_price_is_that_of_the_plan():
 
 
 def test_on_the_command_line(tmp_path):
-    svg = tmp_path / "linear.svg"
-    status, out, _ = run("rules", "--derive", "Linear", "--mesh", "2", "--forms", "40", "--svg", svg, "--json")
+    status, out, _ = run("rules", "--derive", "Linear", "--mesh", "2", "--forms", "40", "--json")
     document = json.loads(out)
     assert status == 0
     assert len(document["forms"]) == 40
@@ -132,8 +130,6 @@ def test_on_the_command_line(tmp_path):
         status, text, _ = run("opt", tmp_path / "g.tap", *(x for m in form["moves"] for x in ("-r", m)))
         assert status == 0
         assert parse(text).ops == parse(form["graph"]).ops
-    drawn = ET.fromstring(svg.read_text())
-    assert len([r for r in drawn.iter() if r.get("class") == "card"]) > 20
     status, out, _ = run("rules", "--derive", "Linear", "--forms", "9")
     assert status == 0
     assert "9 forms" in out
