@@ -275,7 +275,7 @@ def rules(p: argparse.ArgumentParser) -> None:
     p.add_argument("--derive", metavar="GRAPH.tap", help=text)
     p.add_argument("--mesh", default="1", metavar="2x4", help="with --derive: also cut the forms over these devices (1)")
     p.add_argument("--forms", type=whole(1), default=100, metavar="N", help="with --derive: at most N forms (100)")
-    p.add_argument("--view", type=Path, metavar="FILE.html", help="with --derive: also write a page that shows each form")
+    p.add_argument("--dot", action="store_true", help="with --derive: print a graph for Graphviz")
     text = "compare plans and runs with the book of equations, without it, without each equation used, with each one alone"
     p.add_argument("--ablate", action="append", type=Path, default=[], metavar="MODEL", help=text)
     text = "look for equations that the book lacks, prove them, and rank them by what they save on the models"
@@ -332,6 +332,14 @@ def view(p: argparse.ArgumentParser) -> None:
     p.add_argument("-o", "--output", type=Path, metavar="FILE.html", help="the page to write (default: BUILD.html)")
     p.add_argument("--open", action="store_true", help="open the page in the browser")
     p.add_argument("--trace", type=Path, metavar="FILE", help="a file of run --trace: measured beside simulated times")
+
+
+def compare_arguments(p: argparse.ArgumentParser) -> None:
+    """The model, what it is held against, and `options.Options`."""
+    p.add_argument("model", type=Path, help="an ONNX file")
+    text = "megatron, fsdp or sequence; or a tp-plan, DTensor's placements, pins (a line each), an annotated model"
+    p.add_argument("--with", dest="beside", required=True, metavar="IDEA_OR_FILE", help=text)
+    flags(p)
 
 
 def compile(p: argparse.ArgumentParser) -> None:

@@ -33,6 +33,7 @@ COMMANDS: dict[str, tuple[Command | None, Sequence[Arguments], str]] = {
         "run a plan (random inputs when none are given)",
     ),
     "explain": (building.explain, [arguments.explain], "show the plan: how it is cut, what it sends, what it costs"),
+    "compare": (None, [arguments.compare_arguments], "show the plan beside one that somebody else would make"),
     "view": (None, [arguments.view], "write one HTML page: graph, index spaces, tensors, time, alternatives"),
     "verify": (building.verify, [arguments.build, arguments.verify], "check a build again, from its files alone"),
     "kernels": (

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 OFFERED: Mapping[str, Mapping[str, tuple[str, str]]] = {
     "Command": {
+        "compare": ("tapestry.tools.compare.side_by_side", "side_by_side"),
         "view": ("tapestry.tools.viewer", "view"),
         "export": ("tapestry.tools.exports", "export"),
         "tiles": ("tapestry.tools.tiling", "tiles"),

@@ -115,14 +115,10 @@ class Pictures(Protocol):
 
 
 class Pages(Protocol):
-    """Pages of builds, and of other documents that the page knows."""
+    """Pages of builds."""
 
     def view(self, builds: Sequence[tuple[Build, Mapping[str, int], Sequence[Mapping[str, Any]], bytes]]) -> Page:
         """The page of one build, or of two: each with the laws and the evidence of its certificate, and its log of rewrites."""
-        ...
-
-    def titled(self, document: dict[str, Any], title: str) -> Page:
-        """The page of a document."""
         ...
 
 

@@ -16,7 +16,7 @@ RELEASE = Path(__file__).parent / "release.json"
 """{command: its flags} of the last release; a flag is taken out in the commit that takes it out of the program, and says so."""
 CONTRACT = SHARED / "design.md"
 ABSENT = {
-    "compare": "for later", "compile --compute": "never built; products have --precision and --accumulate",
+    "compile --compute": "never built; products have --precision and --accumulate",
     "fuzz": "python -m tests.fuzz has taken its place",
 }  # fmt: skip
 

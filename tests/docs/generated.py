@@ -275,9 +275,11 @@ def _flags() -> str:
     out: list[str] = []
     for name, parser in commands.choices.items():
         actions = [a for a in parser._actions if not isinstance(a, argparse._HelpAction)]
-        common = [a for a in actions if a.dest in ("json", "quiet", "verbose")]
+        shared = {a.dest for a in commands.choices["compile"]._actions} - {"model"} if name == "compare" else set()
+        common = [a for a in actions if a.dest in ("json", "quiet", "verbose", *shared)]
         lines = [[_flag(a), _default(a), (a.help or "").replace("|", "\\|")] for a in actions if a not in common]
         lines = [[c.replace("|", "\\|") if k == 0 else c for k, c in enumerate(line)] for line in lines]
+        lines += [["the flags of `compile`", "", "what both plans are asked for"]] if shared else []
         out.append(f"## {name}\n\n{(helps.get(name) or '').capitalize()}.\n\n{table('argument | default | meaning', lines)}")
     return "\n\n".join(out)
 

@@ -115,6 +115,8 @@ def test_the_space_of_derivations_on_the_command_line(tmp_path) -> None:
     assert status == 0 and forms[0]["of"] is None and best["seconds"] < forms[0]["seconds"]
     status, text, _ = run("opt", file, *(x for m in best["moves"] for x in ("-r", m)))
     assert status == 0 and parse(text).ops == parse(best["graph"]).ops
+    status, out, _ = run("rules", "--derive", file, "--forms", "30", "--dot")
+    assert status == 0 and out.startswith("digraph") and "reassociate_contraction" in out
 
 
 def test_ablation_on_the_command_line(tmp_path) -> None:

@@ -14,7 +14,7 @@ from tapestry.errors import PlanError
 from tapestry.plan.requests import held
 from tapestry.plan.strategy import Pin
 from tapestry.plan.topology import parse_mesh
-from tests.exports.test_tp_plan import INNER, LAYERS, MEGATRON, TOKENS, decoder
+from tests.support.programs.decoder_net import INNER, LAYERS, MEGATRON, TOKENS, decoder
 from tests.support.small_models import N, net
 
 

@@ -18,7 +18,7 @@ import numpy as np
 import onnx
 from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
-from tapestry.errors import ModelError, TapestryError, refusing
+from tapestry.errors import ModelError, PlanError, TapestryError, refusing
 from tapestry.lift.file.protos import attributes, node_name, static_shape, subgraphs
 from tapestry.lift.normalize.inference import InferenceError, infer_shapes
 from tapestry.onnx_eval.reference_evaluator import reference_evaluator
@@ -362,7 +362,7 @@ class _Rank:
         except (onnx.shape_inference.InferenceError, onnx.defs.SchemaError) as e:
             shapes = ", ".join(str(list(self._shape(i))) for i in held)
             where = f"node '{node_name(node)}' ({node.op_type})"
-            raise ModelError("a rank cannot run it on its parts", where=where, why=f"{shapes}: {str(e)[:200]}") from None
+            raise PlanError("a rank cannot run it on its parts", where=where, why=f"{shapes}: {str(e)[:200]}") from None
         cut = any(self._shape(i) != self.whole.get(i) for i in held)
         for name in node.output:
             if name:

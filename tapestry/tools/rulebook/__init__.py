@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING, Any
 from tapestry.arguments import shapes
 from tapestry.cli.outcome import Outcome
 from tapestry.errors import TapestryError
-from tapestry.plugins import tool
-from tapestry.viz.tool_kinds import Pages
 
 if TYPE_CHECKING:
     from tapestry.tools.rulebook.production_space import ProductionSpace
@@ -26,13 +24,13 @@ ROUNDS = 15  # runs of a build, of which the median counts
 def laboratory(args: argparse.Namespace) -> Outcome:
     """``tapestry rules --derive``, ``--ablate`` or ``--discover``."""
     if args.derive:
-        return derived(args.derive, mesh=args.mesh, most=args.forms, view=args.view)
+        return derived(args.derive, mesh=args.mesh, most=args.forms, dot=args.dot)
     if args.ablate:
         return ablated(args.ablate, shapes(args.shapes))
     return discovered(args.discover, shapes(args.shapes), args.terms)
 
 
-def derived(what: str, *, mesh: str, most: int, view: Path | None = None) -> Outcome:
+def derived(what: str, *, mesh: str, most: int, dot: bool) -> Outcome:
     """``tapestry rules --derive``: the forms that productions make of a graph, by which of which, with what each costs."""
     from tapestry.ir.syntax.parser import parse
     from tapestry.plan.algebra import Book
@@ -51,12 +49,9 @@ def derived(what: str, *, mesh: str, most: int, view: Path | None = None) -> Out
     )
     space.derive(graph)
     document = _space(space)
-    if view:
-        name = Path(what).name
-        tool(Pages).titled({"derivations": document, "name": name}, f"forms of {name} · Tapestry").save(view)
 
     def text() -> None:
-        print("\n".join(_listed(document)))
+        print("\n".join(_dot(document) if dot else _listed(document)))
 
     return Outcome(document, text, insist=True)
 
@@ -81,6 +76,18 @@ def _space(space: ProductionSpace) -> Row:
     again = [{"of": a, "form": b, "by": str(m)} for a, b, m in space.again]
     mesh = {a.name: a.size for a in space.topology.mesh}
     return {"mesh": mesh, "deepest": max(r["depth"] for r in rows), "pruned": dict(space.pruned), "again": again, "forms": rows}
+
+
+def _dot(document: Row) -> Iterator[str]:
+    rows = document["forms"]
+    best = min(rows, key=lambda r: r["seconds"])["form"]
+    yield "digraph derivations {"
+    for r in rows:
+        label = f"{r['seconds'] * 1e6:.4g} µs, {r['peak_bytes']:,} B"
+        yield f'  f{r["form"]} [label="{label}"{" style=bold" if r["form"] == best else ""}];'
+    made = [(r, "") for r in rows if r["of"] is not None] + [(r, " style=dashed") for r in document["again"]]
+    yield from (f'  f{r["of"]} -> f{r["form"]} [label="{r["by"].partition("@")[0]}"{style}];' for r, style in made)
+    yield "}"
 
 
 def _listed(document: Row) -> Iterator[str]:

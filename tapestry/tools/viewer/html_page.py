@@ -34,7 +34,6 @@ MODULES = (
     "rewrites",
     "kernels",
     "certificate",
-    "derivations",
     "main",
 )
 """In the order in which they need each other."""

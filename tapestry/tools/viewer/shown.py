@@ -13,7 +13,6 @@ from typing import Any
 from tapestry.build.atomic import write_text
 from tapestry.build.store import Build
 from tapestry.tools.viewer.build_data import Source
-from tapestry.tools.viewer.html_page import assemble
 from tapestry.tools.viewer.saved import of_sources
 
 Parts = tuple[Build, Mapping[str, int], Sequence[Mapping[str, Any]], bytes]
@@ -43,11 +42,6 @@ class Page:
         sandbox = "allow-scripts allow-downloads"
         frame = f'width="100%" height="760" style="border: 1px solid #ccc" sandbox="{sandbox}"'
         return f'<iframe {frame} srcdoc="{html.escape(self.html)}"></iframe>'
-
-
-def titled(document: dict[str, Any], title: str) -> Page:
-    """The page of other data than a build."""
-    return Page(assemble(document, title))
 
 
 def view(builds: Sequence[Parts]) -> Page:

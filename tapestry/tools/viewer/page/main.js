@@ -10,7 +10,6 @@ import { choices } from "./choices.js";
 import { rewrites } from "./rewrites.js";
 import { kernels } from "./kernels.js";
 import { certificate, compare } from "./certificate.js";
-import { derivations } from "./derivations.js";
 
 const TABS = [["graph", "Graph"], ["space", "Index space"], ["tensors", "Tensors"], ["choices", "Alternatives"], ["kernel", "Kernel"], ["rewrites", "Rewrites"], ["certificate", "Certificate"], ["compare", "Compare"], ["lanes", "Time"]];
 const HELP = [["j, k or ↓, ↑", "next and previous operation"], ["1 … 9", "panels"], ["[ and ]", "previous and next device"], ["← →, with Shift ↑ ↓", "move the point of the index space"], ["o", "open or close the layer of the operation"], ["f", "the whole graph"], ["+ and −", "zoom the time"], ["/", "search"], ["t", "light or dark"], ["b", "the other build"], ["s", "save the picture as SVG"], ["?", "this list"]];
@@ -222,7 +221,6 @@ function keys(e) {
 
 async function start() {
   const data = await unpack(document.getElementById("data").textContent);
-  if (data.derivations) return derivations(data.derivations, data.name);
   page.builds = data.builds.map((b) => new Build(b));
   page.diff = data.diff;
   if (page.builds.length > 1) page.builds.forEach((b, k) => (k ? Object.assign(b, { cuts: page.builds[0].cuts, colours: page.builds[0].colours }) : b.colour(page.builds.slice(1))));

@@ -1,0 +1,70 @@
+"""``tapestry compare``: our plan beside somebody else's, and what that one should change."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import onnx
+import pytest
+
+import tapestry
+from bench.doors.onnx_folders import FAST
+from tests.support.command_line import document, run
+from tests.support.programs.decoder_net import decoder
+
+LAYER = "model.layers.*."
+STYLES = {f"{LAYER}self_attn.{n}_proj": "colwise" for n in "qkv"} | {f"{LAYER}self_attn.o_proj": "rowwise"}
+STYLES |= {f"{LAYER}mlp.up_proj": "colwise", f"{LAYER}mlp.down_proj": "rowwise"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A decoder, a machine with fast links, and plans."""
+    at = tmp_path_factory.mktemp("compare")
+    onnx.save(onnx.shape_inference.infer_shapes(decoder()), at / "m.onnx")
+    (at / "fast.json").write_text(json.dumps(FAST))
+    (at / "tp.json").write_text(json.dumps(STYLES))
+    (at / "late.json").write_text(json.dumps({**STYLES, "lm_head": "colwise"}))
+    (at / "odd.json").write_text(json.dumps({**STYLES, f"{LAYER}mlp.down_proj": "colwise"}))
+    (at / "pins.txt").write_text("# all by hand\nlayers.*.mlp.up_proj:in=tp\nlm_head:replicated\n")
+    (at / "placed.json").write_text(json.dumps({"m.model.embed_tokens.weight": ["Shard(1)"]}))
+    return at
+
+
+def compared(folder: Path, what: object, *more: object) -> dict:
+    """The document."""
+    at = ("--mesh", "tp=2", "--topology", folder / "fast.json")
+    return document("compare", folder / "m.onnx", "--with", what, *(more or at))
+
+
+@pytest.mark.parametrize("what", ["megatron", "sequence", "tp.json", "pins.txt", "placed.json"])
+def test_what_people_would_do_is_no_faster_and_its_changes_keep_their_promise(folder: Path, what: str):
+    found = compared(folder, folder / what if "." in what else what)
+    assert found["ours"]["objective_s"] <= found["theirs"]["objective_s"] * (1 + 1e-9)
+    assert found["pins"] or found["layouts"]
+    at = {"mesh": {"tp": 2}, "topology": str(folder / "fast.json"), "layouts": found["layouts"]}
+    for row in found["changes"]:
+        pins = [p for p in found["pins"] if p != row["instead_of"]] + row["pins"]
+        changed = tapestry.compile(folder / "m.onnx", pins=pins, **at).report["objective_s"]
+        assert found["theirs"]["objective_s"] - changed == pytest.approx(row["gain_s"], rel=0.1)
+
+
+def test_megatron_is_the_plan_that_its_styles_say(folder: Path):
+    by_idea, by_file = (compared(folder, w) for w in ("megatron", folder / "tp.json"))
+    assert by_idea["theirs"] == by_file["theirs"]
+    assert by_file["notes"] == ["proved: it computes the model"]
+
+
+@pytest.mark.parametrize(("what", "cell"), [("late.json", "y[0, 0, 0] is"), ("odd.json", "cannot run it on its parts")])
+def test_a_plan_that_computes_something_else_is_refused(folder: Path, what: str, cell: str):
+    status, _, said = run("compare", folder / "m.onnx", "--with", folder / what, "--mesh", "tp=2", "--topology", "h100")
+    assert status == 2 and cell in said
+
+
+def test_annotations_and_what_is_nothing(folder: Path):
+    same = compared(folder, folder / "m.onnx")
+    assert same["diff"]["same"] and not same["changes"]
+    for what, said in (("alpa", "one of megatron"), ("fsdp", "no input has 2 cells along axis 0")):
+        status, _, text = run("compare", folder / "m.onnx", "--with", what, "--mesh", "tp=2")
+        assert status == 2 and said in text
