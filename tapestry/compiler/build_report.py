@@ -266,6 +266,7 @@ def _bounded(priced: PricedPlan, planned: Planned, task: Task) -> dict[str, Any]
         "left_out": scope.left_out,
         "bound_of": of,
         "not_bounded": missing,
+        "waited_s": scope.waited,
         "equations": [t.data() for t in scope.equations],
         "forms": {"tried": list(scope.forms), "untried": list(scope.untried)},
     }

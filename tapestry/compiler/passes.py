@@ -335,6 +335,11 @@ def prefer_few_bytes(c: Compilation) -> Compilation:
     return c.made(candidate=search.prefer_few_bytes(c.candidate, c.budget))
 
 
+def hide_transfers(c: Compilation) -> Compilation:
+    """Operations next to transfers in parts, where that takes less time."""
+    return c.made(candidate=search.hide_transfers(c.candidate, c.task, c.budget))
+
+
 def choose_stages(c: Compilation) -> Compilation:
     """Pipeline stages, where they are asked for or pay."""
     planned, plan = search.choose_stages(c.candidate, c.task, c.budget)

@@ -64,6 +64,7 @@ PASSES = (
     Pass(passes.fit_in_time,          "search",   "memory is a hard limit: where no form fits in space, or plans get dear"),
     Pass(passes.restructure,          "search",   "moves around the best form alone, since each is planned anew"),
     Pass(passes.prefer_few_bytes,     "search",   "the clock is not exact to half a percent; of the best form alone"),
+    Pass(passes.hide_transfers,       "search",   "splits the operations of the plan in hand, whose strategies it keeps"),
     Pass(passes.choose_stages,        "search",   "of the graph as it is now; stages are compared with the plan without"),
     Pass(passes.compare_whole_graph,  "search",   "what a person would try first is never better than the plan"),
     Pass(passes.say,                  "search",   "the plan taken, in the words of a format"),

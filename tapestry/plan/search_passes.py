@@ -19,10 +19,12 @@ from tapestry.plan.memory.memory_fit import Fitted, fit
 from tapestry.plan.memory.refit import refitted
 from tapestry.plan.pipelines.stage_choice import Choice, choose
 from tapestry.plan.search.fewest_bytes import fewest_bytes, preferred
+from tapestry.plan.search.hidden_transfers import hidden
 from tapestry.plan.search.planner import SMALL, TINY, cheapest
 from tapestry.plan.search.priced_plan import NEAR, PricedPlan, TooBig, peak
 from tapestry.plan.search.problem import Problem
 from tapestry.plan.search.resume import start_of
+from tapestry.plan.simulate import simulate
 from tapestry.plan.solver.budget import SECOND, Budget
 from tapestry.plan.structural_search import SIMPLIFYING, WORTH, Improvement, Tried, rewritten
 from tapestry.plan.task import STEPS, Task
@@ -35,6 +37,7 @@ FIRST = 0.7  # of the budget, for one form of the model
 UNFUSED, WHOLE, ROUTES = "unfused", "recurrences whole", "part_routes"
 NAMED = 4  # forms that a sentence names; more are counted
 BESIDE = 4.0 * SECOND  # for splits in time where a plan in space fits
+HIDING = 4.0 * SECOND  # for those that hide transfers, whatever the search of plans has used up
 OTHERS, LEAST = 0.5, 0.5 * SECOND  # of the first form's work, or at least so much, for all others
 
 
@@ -66,6 +69,7 @@ class Scope:
         moves: whether moves could rewrite the best form: tried one at a time, so that no bound is of all of them.
         equations: what the book of equations derived, and what came of it.
         in_time: whether splits in time were tried beside those in space, of which the bound is not.
+        waited: seconds that devices waited for transfers, at most, before operations next to them were split.
     """
 
     forms: tuple[str, ...] = ()
@@ -78,6 +82,7 @@ class Scope:
     moves: bool = False
     equations: tuple[Tried, ...] = ()
     in_time: bool = False
+    waited: float = 0.0
 
     def text(self) -> str:
         """Which plans the bound is of."""
@@ -373,6 +378,23 @@ def prefer_few_bytes(candidate: Candidate, budget: Budget) -> Candidate:
     found = candidate.result
     plain = isinstance(found, TooBig) or candidate.fitted is not None
     return candidate if plain else replace(candidate, result=fewest_bytes(found, budget))
+
+
+def hide_transfers(candidate: Candidate, task: Task, budget: Budget) -> Candidate:
+    """Operations next to transfers in parts, one of which travels while the next is computed."""
+    found, form = candidate.result, candidate.form
+    if isinstance(found, TooBig) or not found.problem or candidate.fitted or task.fixed.language or not task.rewritable:
+        return candidate
+    if not task.topology.overlap or task.request.explicit or "split_time" in task.disabled_rules:
+        return candidate
+    topo = found.problem.topo
+    own = replace(budget, until=budget.meter.spent + HIDING)
+    before = float(simulate(found.plan, found.program, topo).exposed().max())
+    best, moves = hidden(found, lambda graph: task.problem(graph, topo), own)
+    if not moves:
+        return candidate
+    form = replace(form, graph=best.plan.graph, moves=(*form.moves, *moves))
+    return replace(candidate, form=form, result=best, scope=replace(candidate.scope, in_time=True, waited=before))
 
 
 def choose_stages(candidate: Candidate, task: Task, budget: Budget) -> tuple[Planned, PricedPlan]:

@@ -112,6 +112,11 @@ class Task:
                 problem = build(g, self.topology, pins, self.inputs, self.outputs, self.fixed)
                 yield problem, tuple(map(str, [*moves, *more]))
 
+    def problem(self, graph: Graph, topology: Topology) -> Problem | None:
+        """The strategies of a graph on one topology; ``None`` where it lacks an operation that is pinned."""
+        pins, known = held(self.pins, graph.ops, topology.mesh), self.tables.setdefault(topology.mesh, Tables())
+        return None if pins is None else build(graph, topology, pins, self.inputs, self.outputs, self.fixed, known=known)
+
     def keeps(self, graph: Graph) -> bool:
         """Whether a graph has all operations that are pinned."""
         return held(self.pins, graph.ops, self.topology.mesh) is not None

@@ -38,7 +38,6 @@ from tapestry.plan.simulate import COMPUTE, TRANSFER, Schedule, critical_path, s
 from tapestry.plan.topology import Topology, from_data
 from tapestry.viz.folded import folded
 from tapestry.viz.format import (
-    area,
     counterparts,
     duration,
     figures_text,
@@ -53,7 +52,7 @@ from tapestry.viz.format import (
     together,
     wrapped,
 )
-from tapestry.viz.size_map import size_map_lines
+from tapestry.viz.size_regions import size_region_lines
 from tapestry.viz.summary import plan_lines, speed
 from tapestry.viz.tables import accumulate_lines, proof
 
@@ -286,7 +285,7 @@ def text(build: Build, facts: Document, *, critical: bool = False, every: bool =
     """A `document` as a person reads it; ``every`` step on its own, or alike ones once."""
     head, notes = _head(build, facts["simulated"]), _notes(build, facts["simulated"])
     sized = build.report.get("sizes", {})
-    sizes = [*size_map_lines(sized), "", "the plan of region a:"] if "regions" in sized else []
+    sizes = [*size_region_lines(sized), "", "the plan of region a:"] if "regions" in sized else []
     steps = _steps(build, facts) if every else folded(build, facts)  # (one line each, for grep)
     lines = [
         *sizes, build.model, *_folded_out(head), "", *steps, "", *_folded_out(_memory_text(facts["memory"])), "",
@@ -510,14 +509,8 @@ def _memory_text(memory: Mapping[str, Any]) -> Iterator[str]:
     if len(peak) > 8 or len({*peak}) == 1:
         peaks = f"{human(min(peak))} to {human(max(peak))}" if min(peak) < max(peak) else f"{human(peak[0])} on each"
     yield f"peak memory per device: {peaks}"
-    weights, first = memory["weight_bytes"], memory["first_step"]
-    above = [max(0, b - weights) for b in memory["alive_bytes"][first:]]
-    yield f"memory on device {worst} over steps {first} to {memory['steps'] - 1}, above {human(weights)} of weights:"
-    lines = area(above, 64)
-    labels = [human(max(above, default=0)), *[""] * (len(lines) - 2), "0 B"]
-    for label, line in zip(labels, lines, strict=True):
-        yield f"  {label:>11} │{line}".rstrip()
-    yield f"  peak {human(peak[worst])} of {human(memory['allowed_bytes'])} at step {memory['peak_step']}, {memory['peak_at']}"
+    weights, at = human(memory["weight_bytes"]), f"at step {memory['peak_step']}, {memory['peak_at']}"
+    yield f"  peak {human(peak[worst])} of {human(memory['allowed_bytes'])}, {weights} of it weights, {at}"
     largest = ", ".join(f"'{b['buffer']}' {human(b['bytes'])}" for b in memory["largest"])
     yield f"  on device {worst} at the peak: {largest}"
 

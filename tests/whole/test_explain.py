@@ -29,7 +29,7 @@ from tapestry.plan.solver.network import evaluate
 from tapestry.plan.strategy import Pin, strategies
 from tapestry.plan.topology import PRESETS, Topology, from_data, parse_mesh, to_data, topology
 from tapestry.viz import build_diff, explain, measured
-from tapestry.viz.format import area, columns, times
+from tapestry.viz.format import times
 from tapestry.viz.summary import beside_one_device
 from tests.support.command_line import document, run
 from tests.support.small_models import N, T, case, f32, net, random_plan, save
@@ -276,15 +276,6 @@ def test_documents_add_up(name):
         next(r["next_best"] for r in d["operations"] if r["next_best"])
     )
     json.dumps(d, allow_nan=False)
-
-
-def test_charts_keep_peaks():
-    values = [0] * 1000
-    values[503] = 8
-    assert len(columns(values, 72)) == 72 and max(columns(values, 72)) == 8
-    lines = area(values, 72, 3)
-    assert len(lines) == 3 and {len(x) for x in lines} == {72} and all(x.count("█") == 1 for x in lines)
-    assert area([8, 1, 0], 10, 1) == ["█▁ "] and area([], 10, 1) == [""]
 
 
 def test_a_plan_does_not_differ_from_itself():
