@@ -125,7 +125,7 @@ def speed(build: Build, simulated: Mapping[str, Any]) -> Iterator[str]:
     which = "the busiest device" if build.plan.devices > 1 else "the device"
     yield f"simulated {duration(simulated['seconds'])}; {which} computes for {computes}, sends for {sends}, waits for {waits}"
     if before := build.report.get("waited_s"):
-        yield f"operations next to transfers are run in parts, which travel behind kernels; whole, it waited for {duration(before)}"
+        yield f"operations next to transfers are run in parts; whole, it waited for {duration(before)}"
     yield from beside_one_device(build.report)
     peak = max(build.peak_bytes)
     yield f"memory: at most {human(peak)} on a device, {peak / build.memory:.1%} of {human(build.memory)}"
