@@ -73,17 +73,23 @@ def bind_symbols(c: Compilation) -> Compilation:
 
 
 def check_memory(c: Compilation) -> Compilation:
-    """Bytes without a unit that cannot even hold the inputs are refused before the model is lifted, which may take a minute.
+    """A limit that cannot hold the outputs, which stay to the end, is refused before the model is lifted, which may take a
+    minute; so are bytes without a unit that cannot even hold the inputs.
 
     Raises:
-        PlanError: all devices together have less memory than the inputs take.
+        PlanError: all devices together have less memory.
     """
     memory, source = c.options.memory, c.source
+    memories, held = c.topology.memories(), sum(_nbytes(o.type.tensor_type) for o in source.model.graph.output)
+    if held > sum(memories):
+        what = f"no plan fits: the outputs take {held:,} bytes, {some(len(memories), 'device')} can hold {sum(memories):,}"
+        hint = "more memory (--memory), more devices (--devices) or a smaller batch (--shape)"
+        raise PlanError(what, where="--memory" if memory else "", why="they are held to the end", hint=hint)
     if memory is None or not memory.isdecimal() or int(memory) >= BARE:
         return c
     read = {t for n in source.model.graph.node for t in n.input}
     need = sum(_nbytes(i.type.tensor_type) for i in source.model.graph.input if i.name in {*source.inputs} & read)
-    if need > sum(memories := c.topology.memories()):
+    if need > sum(memories):
         what = f"{memory} bytes per device cannot hold the model's inputs: no plan fits"
         why = f"they take {need:,} bytes, {some(len(memories), 'device')} can hold {sum(memories):,}"
         raise PlanError(what, where="--memory", why=why, hint=f"{memory} is bytes; write {memory}MiB")
