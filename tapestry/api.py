@@ -448,7 +448,7 @@ def open_session(
     from tapestry.runtime.one_process.logical_devices import LocalExecutor
     from tapestry.verify.certificate import check_memory
 
-    check_memory(build.plan.graph, build.program, native_sums=build.plan.native_sums)
+    check_memory(build.plan, build.program)
     if build.target.startswith("triton"):
         return _triton_session(build, constants, weights, make, libraries)
     from tapestry.codegen.torch_cpu import TorchCpu

@@ -31,7 +31,7 @@ class SizedOpener:
         from tapestry.codegen.torch_cpu import How, TorchCpu, compile_waiting
         from tapestry.runtime.one_process.logical_devices import LocalExecutor
 
-        check_memory(build.plan.graph, build.program, native_sums=build.plan.native_sums)
+        check_memory(build.plan, build.program)
 
         class Executor(LocalExecutor):
             reads_late = True

@@ -22,7 +22,7 @@ from tapestry.ir.graph import Block, Graph, Op
 from tapestry.ir.kernel import size, whole
 from tapestry.ir.laws import where
 from tapestry.ir.monoid import MONOIDS
-from tapestry.ir.plan import Mesh, Stage
+from tapestry.ir.plan import Mesh, Plan, Stage
 from tapestry.ir.program import Buffer, Free, Launch, Load, Program, Reduce, Transfer, allocated
 from tapestry.ir.recognition.state import native
 from tapestry.ir.syntax.printer import signature
@@ -147,7 +147,7 @@ def check(
     return dict(r.lists.laws)
 
 
-def check_memory(graph: Graph, program: Program, *, native_sums: bool) -> None:
+def check_memory(plan: Plan, program: Program) -> None:
     """Check that a program of a build that somebody else may have written stays inside its buffers, and computes its graph.
 
     All laws of the graph and of the steps, with footprints by interval arithmetic; not its peak, its cuts or its claims.
@@ -155,8 +155,10 @@ def check_memory(graph: Graph, program: Program, *, native_sums: bool) -> None:
     Raises:
         LawError: a law does not hold.
     """
-    laws.check(graph)
-    _walk(_Replay(graph, program, Hulls(), frozenset(graph.weights), native_sums), None)
+    laws.check(plan.graph)
+    replay = _Replay(plan.graph, program, Hulls(), frozenset(plan.graph.weights), plan.native_sums)
+    replay.rings = any(any(s.ring) for s in plan.strategies)  # (the graph alone has no notes of cuts)
+    _walk(replay, None)
 
 
 def check_boxes(graph: Graph, program: Program, lists: Lists) -> None:
