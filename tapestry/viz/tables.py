@@ -29,7 +29,8 @@ def compiled(report: Mapping[str, Any]) -> RenderableType:
     facts.add_column()
     size = f"{some(report['nodes'], 'node')} → {some(report['ops'], 'operation')}"
     facts.add_row("model", f"{size} → {some(report['signatures'], 'distinct signature')}")
-    gap = f"gap {report['gap']:.2%}{proof(report)}"
+    late = " at the time limit" if report["search"]["ended"] == "time" else ""
+    gap = f"gap {report['gap']:.2%}{proof(report)}{late}"
     costs = f"objective {duration(report['objective_s'])}, lower bound {duration(report['lower_bound_s'])}"
     facts.add_row("plan", f"{costs}, {gap}")
     for line in accumulate_lines(report):

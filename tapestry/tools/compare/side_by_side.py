@@ -26,7 +26,7 @@ from tapestry.tools.compare.ideas import IDEAS, cuts_of, pins_of
 from tapestry.viz import build_diff
 from tapestry.viz.format import duration, human, signed
 
-MOST = 3  # changes that are shown
+MOST, WORTH = 3, 1 - 1e-3  # changes that are shown, and of the time, what one must leave at most
 AXES = {"colwise": "out", "rowwise": "in", "embedding_rowwise": "vocab", "embedding_colwise": "out"}
 Document = dict[str, Any]
 
@@ -142,7 +142,7 @@ def _changes(
         return _searched(begun, [*asked.pins, *left], [*asked.layouts, *layouts]).at.plan
 
     found = [(p, without([p])) for p in pins]
-    found = sorted((f for f in found if f[1].objective < theirs.objective), key=lambda f: f[1].objective)[:MOST]
+    found = sorted((f for f in found if f[1].objective < WORTH * theirs.objective), key=lambda f: f[1].objective)[:MOST]
     graph, mesh = begun.at.graph, begun.at.topology.mesh
     rows: list[Document] = []
     for pin, plan in found:
