@@ -7,11 +7,13 @@ from pathlib import Path
 
 import onnx
 import pytest
+from onnx import TensorProto as T
 
 import tapestry
 from bench.doors.onnx_folders import FAST
 from tests.support.command_line import document, run
 from tests.support.programs.decoder_net import decoder
+from tests.support.small_models import N, f32, net
 
 LAYER = "model.layers.*."
 STYLES = {f"{LAYER}self_attn.{n}_proj": "colwise" for n in "qkv"} | {f"{LAYER}self_attn.o_proj": "rowwise"}
@@ -57,6 +59,15 @@ def test_megatron_is_the_plan_that_its_styles_say(folder: Path):
 
 
 @pytest.mark.parametrize(("what", "cell"), [("late.json", "y[0, 0, 0] is"), ("odd.json", "cannot run it on its parts")])
+def test_biases_and_residuals_leave_pairs(tmp_path: Path):
+    nodes = [N("MatMul", ["x", "w"], ["a"], "up"), N("Add", ["a", "b"], ["h"], "bias"), N("Relu", ["h"], ["r"], "r")]
+    nodes += [N("MatMul", ["r", "v"], ["d"], "down"), N("Add", ["d", "x"], ["y"], "add")]
+    weights = {"w": f32(16, 32), "b": f32(32), "v": f32(32, 16)}
+    onnx.save(net(nodes, {"x": (T.FLOAT, [6, 16])}, {"y": T.FLOAT}, weights), tmp_path / "m.onnx")
+    found = document("compare", tmp_path / "m.onnx", "--with", "megatron", "--mesh", "tp=2", "--topology", "cpu")
+    assert {p.partition(":")[2] for p in found["pins"]} == {"n=tp", "m=tp"}
+
+
 def test_a_plan_that_computes_something_else_is_refused(folder: Path, what: str, cell: str):
     status, _, said = run("compare", folder / "m.onnx", "--with", folder / what, "--mesh", "tp=2", "--topology", "h100")
     assert status == 2 and cell in said

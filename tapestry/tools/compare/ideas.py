@@ -81,8 +81,7 @@ def _pairs(graph: Graph) -> dict[int, str]:
             out |= {i: summed, **{k: first[k] for k in cut[summed]}}
         elif op.monoid and products(op) and weights:
             own = {d for r in weights for e in r.index for d in dims_of(e)}
-            others = {d for r in op.reads if r not in weights for e in r.index for d in dims_of(e)}
-            first |= dict.fromkeys([i], next((d.name for d in op.dims if d.name in own - others), ""))
+            first[i] = next((d.name for d in op.dims if d.name in own), "")
             cut = {first[i]: frozenset({i})}
         at = next((k for k, d in enumerate(op.dims) if d.name in cut), None)
         made |= dict.fromkeys(op.outs, (at, cut[op.dims[at].name])) if at is not None else {}
