@@ -58,7 +58,6 @@ def test_megatron_is_the_plan_that_its_styles_say(folder: Path):
     assert by_file["notes"] == ["proved: it computes the model"]
 
 
-@pytest.mark.parametrize(("what", "cell"), [("late.json", "y[0, 0, 0] is"), ("odd.json", "cannot run it on its parts")])
 def test_biases_and_residuals_leave_pairs(tmp_path: Path):
     nodes = [N("MatMul", ["x", "w"], ["a"], "up"), N("Add", ["a", "b"], ["h"], "bias"), N("Relu", ["h"], ["r"], "r")]
     nodes += [N("MatMul", ["r", "v"], ["d"], "down"), N("Add", ["d", "x"], ["y"], "add")]
@@ -68,6 +67,7 @@ def test_biases_and_residuals_leave_pairs(tmp_path: Path):
     assert {p.partition(":")[2] for p in found["pins"]} == {"n=tp", "m=tp"}
 
 
+@pytest.mark.parametrize(("what", "cell"), [("late.json", "y[0, 0, 0] is"), ("odd.json", "cannot run it on its parts")])
 def test_a_plan_that_computes_something_else_is_refused(folder: Path, what: str, cell: str):
     status, _, said = run("compare", folder / "m.onnx", "--with", folder / what, "--mesh", "tp=2", "--topology", "h100")
     assert status == 2 and cell in said
