@@ -40,15 +40,14 @@ def hidden(found: PricedPlan, problem_of: Callable[[Graph], Problem | None], bud
     Args:
         problem_of: what the operations of a rewritten graph may do; ``None``: it may not be planned.
     """
-    best, moves, tried = found, list[Move](), set[Move]()
+    best, moves = found, list[Move]()
     while best.problem and not budget.over():
         timed, more = on_the_clock(best.problem, best.plan)[1], list[Move]()
         if timed.exposed().max() < WAITED * timed.total:
             break
         for groups in _splits(best, timed):
             now = best
-            for group in groups if not budget.over() and groups[0][0] not in tried else ():
-                tried.add(group[0])
+            for group in groups if not budget.over() else ():
                 other, done = _in_parts(now, group, problem_of, budget)
                 if other.objective < best.objective * GAIN and peak(other) <= best.problem.topo.device.memory:
                     best, more = other, done
