@@ -376,8 +376,9 @@ def _closed(graph: Graph, found: PricedPlan, task: Task, budget: Budget) -> Pric
 def prefer_few_bytes(candidate: Candidate, budget: Budget) -> Candidate:
     """Of nearly equal plans in space the one that sends least."""
     found = candidate.result
-    plain = isinstance(found, TooBig) or candidate.fitted is not None
-    return candidate if plain else replace(candidate, result=fewest_bytes(found, budget))
+    if isinstance(found, TooBig) or candidate.fitted:
+        return candidate
+    return replace(candidate, result=fewest_bytes(found, budget))
 
 
 def hide_transfers(candidate: Candidate, task: Task, budget: Budget) -> Candidate:

@@ -41,6 +41,7 @@ def hidden(found: PricedPlan, problem_of: Callable[[Graph], Problem | None], bud
         problem_of: what the operations of a rewritten graph may do; ``None``: it may not be planned.
     """
     best, moves = found, list[Move]()
+    limit = best.problem.topo.device.memory if best.problem else 0
     while best.problem and not budget.over():
         timed, more = on_the_clock(best.problem, best.plan)[1], list[Move]()
         if timed.exposed().max() < WAITED * timed.total:
@@ -49,7 +50,7 @@ def hidden(found: PricedPlan, problem_of: Callable[[Graph], Problem | None], bud
             now = best
             for group in groups if not budget.over() else ():
                 other, done = _in_parts(now, group, problem_of, budget)
-                if other.objective < best.objective * GAIN and peak(other) <= best.problem.topo.device.memory:
+                if other.objective < best.objective * GAIN and peak(other) <= limit:
                     best, more = other, done
                 if other.objective > now.objective * HOPELESS:
                     break

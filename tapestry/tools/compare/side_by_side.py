@@ -80,7 +80,8 @@ def _asked(args: argparse.Namespace, begun: Runner) -> tuple[list[str], list[str
         said = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("#")]
     if isinstance(said, list):
         return list(map(str, cast("list[object]", said))), [], []
-    plan = cast("Mapping[str, Any]", said.get("tp_plan", said) if isinstance(said, dict) else {})
+    whole = cast("Mapping[str, Any]", said if isinstance(said, dict) else {})
+    plan = cast("Mapping[str, Any]", whole.get("tp_plan", whole))
     if plan and all(isinstance(v, list) for v in plan.values()):
         return [], [text for name, places in plan.items() for text in _placed(name, places, mesh)], []
     styles = {
