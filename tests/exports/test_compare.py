@@ -79,3 +79,10 @@ def test_annotations_and_what_is_nothing(folder: Path):
     for what, said in (("alpa", "one of megatron"), ("fsdp", "no input has 2 cells along axis 0")):
         status, _, text = run("compare", folder / "m.onnx", "--with", what, "--mesh", "tp=2")
         assert status == 2 and said in text
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe", b'{"a": ["Shard"]}', b'{"a": ["Shard(0)", "Shard(1)"]}', b"[", b"{}"])
+def test_a_file_that_is_no_plan_is_refused(content: bytes, folder: Path, tmp_path: Path):
+    (tmp_path / "plan.json").write_bytes(content)
+    status, _, said = run("compare", folder / "m.onnx", "--with", tmp_path / "plan.json", "--mesh", "tp=2")
+    assert status == 2 and said.startswith("tapestry compare:") and "Traceback" not in said

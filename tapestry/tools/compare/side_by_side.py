@@ -15,7 +15,7 @@ from tapestry.build.store import Build
 from tapestry.cli.outcome import Command, Outcome, bar
 from tapestry.compiler import pipeline
 from tapestry.compiler.pass_runner import Runner
-from tapestry.errors import PlanError, TapestryError
+from tapestry.errors import PlanError, TapestryError, refusing
 from tapestry.frontends.choices import opened_source, options
 from tapestry.ir.plan import Mesh
 from tapestry.options import FLAGS, Options
@@ -73,7 +73,12 @@ def _asked(args: argparse.Namespace, begun: Runner) -> tuple[list[str], list[str
     if not Path(args.beside).is_file():
         hint = f"one of {', '.join(IDEAS)}, or a file: a tp-plan, DTensor's placements, pins, an annotated model"
         raise TapestryError("there is no such idea or file", where=f"--with {args.beside}", hint=hint)
-    text = Path(args.beside).read_text(encoding="utf-8")
+    with refusing(TapestryError, "it is no plan", args.beside, "a tp-plan, DTensor's placements, or pins, a line each"):
+        return _read(args, Path(args.beside).read_text(encoding="utf-8"), mesh)
+
+
+def _read(args: argparse.Namespace, text: str, mesh: Mesh) -> tuple[list[str], list[str], list[str]]:
+    """Pins and layouts of a file, and what is said of them."""
     try:
         said: object = json.loads(text)
     except ValueError:
