@@ -131,6 +131,7 @@ def _searched(begun: Runner, pins: Sequence[str], layouts: Sequence[str]) -> Run
     """The plan with pins and layouts, from the lifted model."""
     at = begun.at
     inputs, outputs = parse_layouts(layouts, at.graph, at.topology.mesh)
+    inputs, outputs = {**at.constraints.inputs, **inputs}, {**at.constraints.outputs, **outputs}  # (annotations say some)
     kept = replace(at.constraints, pins=pins, layouts=layouts, inputs=inputs, outputs=outputs)
     asked = replace(at.options, pins=pins, layouts=layouts)
     new = replace(begun, at=at.made(options=asked, constraints=kept), rows=[], seconds={}, printed={})
