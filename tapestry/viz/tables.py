@@ -238,7 +238,6 @@ def _resources(r: Mapping[str, Any]) -> str:
     grid = f"grid {'×'.join(map(str, r['grid']))}, {some(r['num_warps'], 'warp')}, {r['registers']} registers"
     text = f"{grid}, {shared}, occupancy {r['occupancy']:.0%}, {r['wide_share']:.0%} of bytes in 16-byte accesses"
     text += f", {r['matrix']}" if r["matrix"] else ""
-    text += f", loop of {r['loop']} instructions" if r["loop"] else ""
     text += f", {human(r['in_flight'])} in flight" if r["in_flight"] else ""
     text += f"; {', '.join(m.split()[0] for m in r['messages'])}" if r["messages"] else ""
     if "bytes" not in r:

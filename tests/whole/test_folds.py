@@ -8,11 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 import tapestry
 from tapestry.ir.graph import Names
 from tapestry.viz import format, tables
-from tests.support.command_line import run
+from tests.support.command_line import document, run
 from tests.support.paths import SHARED
 
 MODEL = SHARED / "models" / "llama_tiny.onnx.gz"
@@ -100,7 +101,7 @@ def test_without_names_the_structure_says_what_is_alike(builds) -> None:
 
 def row(k: int, **more: object) -> dict:
     machine = {"grid": [65535, 16, 1], "num_warps": 8, "registers": 255, "spills": 12, "shared": 233472, "shared_limit": 233472}
-    machine |= {"loop": 401, "in_flight": 3 << 20, "messages": ["C7515 wgmma.mma_async instructions are serialized"]}
+    machine |= {"in_flight": 3 << 20, "messages": ["C7515 wgmma.mma_async instructions are serialized"]}
     work = {"flops": 123456789012, "bytes": 98765432, "roofline_s": 5.072e-05, "predicted_s": 6.5e-05}
     work["refused"] = [{"knobs": {}, "why": "245,784 bytes of shared memory, of 232,448"}]
     more = {"occupancy": 0.125, "matrix": "wgmma", "wide_share": 1.0, "kind": "dot", "launches": 32, **work, **more}
@@ -115,9 +116,16 @@ def test_kernels_fit_and_fold() -> None:
     assert [x.split()[0] for x in text.splitlines() if re.match(r" +\d+ +\d", x)] == ["64", "32"]
     assert "3.25 ms" in text and "50.7 µs" not in text and "12 spills" in text
     plain = " ".join(text.split())
-    assert (
-        "C7515" in plain and "loop of 401" in plain and "predicted 65 µs" in plain and "passed over 1: 245,784 bytes" in plain
-    )
+    assert "C7515" in plain and "predicted 65 µs" in plain and "passed over 1: 245,784 bytes" in plain
+
+
+def test_the_table_reads_what_real_kernels_say(tmp_path: Path) -> None:
+    x = torch.randn(70, 40)
+    tapestry.compile(torch.nn.Sequential(torch.nn.Linear(40, 24), torch.nn.ReLU()).eval(), (x,)).save(tmp_path / "b")
+    words = ("kernels", str(tmp_path / "b"), "--target", "triton:sm90")
+    assert len(lines_of(*words, "-o", tmp_path / "k")) >= 4
+    real = document(*words, "-o", tmp_path / "k2")["kernels"]
+    assert real and all(row(0).keys() <= one.keys() for one in real), "the row above is one that there is"
 
 
 @pytest.mark.slow
