@@ -18,15 +18,16 @@ import numpy as np
 from bench.support.random_plan import random_plan
 from tapestry import api
 from tapestry.build import store
+from tapestry.ir.graph import Graph
 from tapestry.ir.plan import Plan, Strategy
 from tapestry.ir.program import peak_bytes
+from tapestry.ir.recognition.input_axes import NONE, input_axes
 from tapestry.plan.lower import lower
 from tapestry.plan.search.problem import Problem, build
 from tapestry.plan.simulate import simulate
 from tapestry.plan.solver.network import Factor, Network, solve
 from tapestry.plan.strategy import footprints
 from tapestry.plan.topology import Topology, to_data, topology
-from tapestry.plan.whole_graph import batch_dims
 from tapestry.verify import certificate
 
 LARGE = 1 << 12  # cells; smaller weights are nobody's load
@@ -60,6 +61,17 @@ class Competitors:
         path = self.folder / "elsewhere.json"
         path.write_text(json.dumps({"device": {"memory": d.memory, "flops": flops, **rates}, "levels": [level]}))
         return chosen(build(self.graph, topology(self.topo.mesh, str(path)), {}, {}, {}), [])
+
+
+def batch_dims(graph: Graph) -> list[str | None]:
+    """For each operation the dimension that counts what axis 0 of the inputs counts (or axis 1, where axis 0 of every input is
+    1 long)."""
+    inputs = [t for t in graph.inputs if t not in graph.weights and graph.tensors[t].shape]
+    at = 0 if any(graph.tensors[t].shape[0] > 1 for t in inputs) else 1
+    long = max((graph.tensors[t].shape[at] for t in inputs if len(graph.tensors[t].shape) > at), default=1)
+    batch = {(t, at) for t in inputs if graph.tensors[t].shape[at : at + 1] == (long,)}
+    runs = zip(graph.ops, input_axes(graph), strict=True)
+    return [next((d.name for d in op.dims if d.size > 1 and along.get(d.name, NONE) & batch), None) for op, along in runs]
 
 
 def preferred(problem: Problem, wanted: Wanted) -> Plan:

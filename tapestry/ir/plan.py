@@ -6,6 +6,7 @@ A Plan is replayable as Moves: ``split@y{dim=n,parts=8,to=mesh.d0}`` for every p
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -142,13 +143,12 @@ def device_count(mesh: Mesh) -> int:
     return n
 
 
-def coordinates(mesh: Mesh) -> list[tuple[int, ...]]:
+@lru_cache(maxsize=1 << 8)
+def coordinates(mesh: Mesh) -> tuple[tuple[int, ...], ...]:
     """Mesh coordinates of each device."""
-    out: list[tuple[int, ...]] = [()]
-    for a in mesh:
-        places = sorted(range(a.size), key=a.order.__getitem__) if a.order else range(a.size)
-        out = [(*c, k) for c in out for k in places]
-    return out
+    return tuple(
+        itertools.product(*(sorted(range(a.size), key=a.order.__getitem__) if a.order else range(a.size) for a in mesh))
+    )
 
 
 def stages_refused(plan: Plan) -> str:

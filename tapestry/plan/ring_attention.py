@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from functools import lru_cache
 
 import numpy as np
 
@@ -87,12 +88,19 @@ def held(op: Op, graph: Graph, s: Strategy, mesh: Mesh, read: int, step: int) ->
 
 def passed_on(wanted: Boxes, mesh: Mesh, axis: int) -> tuple[Message, ...]:
     """Every device takes its next block from its neighbour along the axis."""
+    return _passed_on(wanted.tobytes(), wanted.shape, mesh, axis)
+
+
+@lru_cache(maxsize=1 << 10)
+def _passed_on(raw: bytes, shape: tuple[int, ...], mesh: Mesh, axis: int) -> tuple[Message, ...]:
+    boxes = [tuple((lo, hi) for lo, hi in box) for box in np.frombuffer(raw, np.int64).reshape(shape).tolist()]
+    pairs = enumerate(zip(neighbours(mesh, axis), boxes, strict=True))
+    return Shared(Message(src, dst, box) for dst, (src, box) in pairs if all(lo < hi for lo, hi in box))
+
+
+@lru_cache(maxsize=1 << 8)
+def neighbours(mesh: Mesh, axis: int) -> list[int]:
+    """The device from which each takes its next block: the next one along the axis."""
     places = coordinates(mesh)
     number = {c: d for d, c in enumerate(places)}
-    out: list[Message] = []
-    for d, c in enumerate(places):
-        neighbour = number[(*c[:axis], (c[axis] + 1) % mesh[axis].size, *c[axis + 1 :])]
-        box = tuple((int(lo), int(hi)) for lo, hi in wanted[d])
-        if all(lo < hi for lo, hi in box):
-            out.append(Message(neighbour, d, box))
-    return Shared(out)
+    return [number[(*c[:axis], (c[axis] + 1) % mesh[axis].size, *c[axis + 1 :])] for c in places]

@@ -28,7 +28,7 @@ from tapestry.plan.simulate import simulate
 from tapestry.plan.solver.budget import SECOND, Budget
 from tapestry.plan.structural_search import SIMPLIFYING, WORTH, Improvement, Tried, rewritten
 from tapestry.plan.task import STEPS, Task
-from tapestry.plan.whole_graph import WholePlan, idle_beside, one_device, within_tables
+from tapestry.plan.whole_graph import WholePlan, idle_beside, one_device
 from tapestry.rewrites.core.driver import OPTIONAL, disabled_by, rules_of, simplify, without
 from tapestry.rewrites.core.rule import Move, Sized, own_rules
 
@@ -391,7 +391,7 @@ def hide_transfers(candidate: Candidate, task: Task, budget: Budget) -> Candidat
     topo = found.problem.topo
     own = replace(budget, until=budget.meter.spent + HIDING)
     before = float(simulate(found.plan, found.program, topo).exposed().max())
-    best, moves = hidden(found, lambda graph: task.problem(graph, topo), own)
+    best, moves = hidden(found, lambda graph, only: task.problem(graph, topo, only), own)
     if not moves:
         return candidate
     form = replace(form, graph=best.plan.graph, moves=(*form.moves, *moves))
@@ -417,9 +417,9 @@ def choose_stages(candidate: Candidate, task: Task, budget: Budget) -> tuple[Pla
 def compare_whole_graph(
     planned: Planned, plan: PricedPlan, form: Form, task: Task, budget: Budget
 ) -> tuple[Planned, PricedPlan, int]:
-    """The plan, or a whole-graph alternative that is better; and the peak bytes of one device that computes everything.
+    """The plan, or one device where that is better; and the peak bytes of one device that computes everything.
 
-    One device is also taken where the plan does the same on all, and where the plan is predicted to be faster by no more than
+    One device is taken where the plan does the same on all, and where the plan is predicted to be faster by no more than
     predictions are off (`Topology.margin`), unless stages, pins or layouts of the mesh are asked for.
     """
     base = Form(name="", graph=planned.graph, moves=planned.base)
@@ -429,14 +429,11 @@ def compare_whole_graph(
     unsharded = peak(alone[0][0])
     if not task.several_devices:
         return planned, plan, unsharded
-    others = within_tables(plan.problem, budget) if plan.problem else []
-    best = min((o for o in others if o.found and o.fits), key=lambda o: o.objective, default=None)
-    if best and best.found and best.objective < plan.objective * WORTH:
-        plan = replace(best.found, bound=min(plan.bound, best.objective))
+    others: tuple[WholePlan, ...] = ()
     if not task.topology.kinds:
         fitting = [(f, o) for f, o in alone if peak(f) <= task.topology.device.memory]
         found, of = min(fitting or alone, key=lambda a: a[0].objective)
-        others = [WholePlan(name="one device", objective=found.objective, fits=bool(fitting)), *others]
+        others = (WholePlan(name="one device", objective=found.objective, fits=bool(fitting)),)
         same = found.objective <= plan.objective and not any(d for s in plan.plan.strategies for d in s.dims)
         free = task.request.stages is None and not task.request.explicit and bool(fitting)
         close = found.objective * (1 - task.topology.margin) < plan.objective * WORTH
@@ -446,4 +443,4 @@ def compare_whole_graph(
             report = {"stages": [plan.objective], "micro_batches": 1}
             choice = replace(planned.choice, found=plan, staged=True, moves=(), report=report)
             planned = replace(planned, graph=of.graph, moves=of.moves, base=of.moves, choice=choice, fitted=None)
-    return replace(planned, alternatives=tuple(others)), plan, unsharded
+    return replace(planned, alternatives=others), plan, unsharded

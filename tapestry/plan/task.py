@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from tapestry.errors import PlanError
 from tapestry.ir.graph import Graph, Op
-from tapestry.ir.plan import Layout, Mesh, Plan, device_count
+from tapestry.ir.plan import Layout, Mesh, Plan, Strategy, device_count
 from tapestry.plan.fusion import Machine, fused
 from tapestry.plan.layout_constraints import LayoutConstraints
 from tapestry.plan.pipelines.stage_choice import Request
@@ -112,10 +112,13 @@ class Task:
                 problem = build(g, self.topology, pins, self.inputs, self.outputs, self.fixed)
                 yield problem, tuple(map(str, [*moves, *more]))
 
-    def problem(self, graph: Graph, topology: Topology) -> Problem | None:
-        """The strategies of a graph on one topology; ``None`` where it lacks an operation that is pinned."""
+    def problem(self, graph: Graph, topology: Topology, only: Mapping[int, Strategy]) -> Problem | None:
+        """The strategies of a graph on one topology, ``only`` one of some operations; ``None`` where it lacks an operation that
+        is pinned."""
         pins, known = held(self.pins, graph.ops, topology.mesh), self.tables.setdefault(topology.mesh, Tables())
-        return None if pins is None else build(graph, topology, pins, self.inputs, self.outputs, self.fixed, known=known)
+        if pins is None:
+            return None
+        return build(graph, topology, pins, self.inputs, self.outputs, self.fixed, known=known, only=only)
 
     def keeps(self, graph: Graph) -> bool:
         """Whether a graph has all operations that are pinned."""

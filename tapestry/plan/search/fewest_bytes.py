@@ -30,13 +30,15 @@ def fewest_bytes(found: PricedPlan, budget: Budget) -> PricedPlan:
     if sum(t.size for t in tables.values()) > LARGE:
         return found
     alone, choice = {id(f.table) for f in problem.factors if len(f.nodes) == 1}, choice_of(problem, found.plan)
-    best, met = found, [choice]
+    best, met, own = found, [choice], budget.part(SECOND)
     for times in DEARER:
+        if own.over():
+            break
         dear = {k: t if k in alone else t * times for k, t in tables.items()}
         dear |= {id(f.table): (times - 1) * f.table for f in merging}
         network = Network(problem.sizes, [Factor(f.nodes, dear[id(f.table)]) for f in factors])
-        answer = solve(network, budget.part(SECOND), choice, quick=True).choice
-        if answer not in met and not budget.over():
+        answer = solve(network, own, choice, quick=True, plain=True).choice
+        if answer not in met:
             met.append(answer)
             other = ringed(priced_plan(problem, answer, found.bound))
             budget.spend(problem.lowering)

@@ -7,13 +7,13 @@ what puts them together again the cheapest one; the clock says whether that is f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
 
 import numpy as np
 
 from tapestry.ir.graph import Graph, Op
-from tapestry.ir.plan import Strategy
+from tapestry.ir.plan import Strategy, still
 from tapestry.ir.program import Reduce, Transfer
 from tapestry.ir.syntax.printer import signature
 from tapestry.plan.pipelines.stage_constraints import before_cut
@@ -27,6 +27,7 @@ from tapestry.rewrites.core.driver import apply_legal
 from tapestry.rewrites.core.rule import Move
 from tapestry.rewrites.splitting.split_time import split_time_refusal, time_move
 
+ProblemOf = Callable[[Graph, Mapping[int, Strategy]], Problem | None]
 WAITED = 0.01  # of the time: less is not worth more launches
 PARTS = (2, 4)
 KINDS = 6  # of operations beside what is waited for most
@@ -34,11 +35,11 @@ GAIN = 1 - 1e-3  # of the time, that a split is worth at least
 HOPELESS = 1.005  # of the time: more parts are not tried then
 
 
-def hidden(found: PricedPlan, problem_of: Callable[[Graph], Problem | None], budget: Budget) -> tuple[PricedPlan, list[Move]]:
+def hidden(found: PricedPlan, problem_of: ProblemOf, budget: Budget) -> tuple[PricedPlan, list[Move]]:
     """A plan that waits less, and the moves that lead to its graph; the same one and none where nothing gains.
 
     Args:
-        problem_of: what the operations of a rewritten graph may do; ``None``: it may not be planned.
+        problem_of: what the operations of a rewritten graph may do, some of them one thing; ``None``: it may not be planned.
     """
     best, moves = found, list[Move]()
     limit = best.problem.topo.device.memory if best.problem else 0
@@ -88,17 +89,18 @@ def _splits(found: PricedPlan, timed: Schedule) -> Iterator[list[list[Move]]]:
                 yield [[time_move(op, d.name, n, 0) for op in alike[kind]] for n in allowed]
 
 
-def _in_parts(
-    found: PricedPlan, group: Sequence[Move], problem_of: Callable[[Graph], Problem | None], budget: Budget
-) -> tuple[PricedPlan, list[Move]]:
+def _in_parts(found: PricedPlan, group: Sequence[Move], problem_of: ProblemOf, budget: Budget) -> tuple[PricedPlan, list[Move]]:
     graph, done = apply_legal(found.plan.graph, group)
-    problem = problem_of(graph) if done else None
+    known = start_of(found.plan).strategies
+    mine = {t: known.get(t) or known.get(before_cut(t)) for t in (op.outs[0] for op in graph.ops)}
+    kept = {t: still(s) for t, s in mine.items() if s}
+    joined = {m.at for m in done}
+    only = {i: kept[t] for i, t in enumerate(op.outs[0] for op in graph.ops) if t in kept and t not in joined}
+    problem = problem_of(graph, only) if done else None
     if problem is None:
         return found, []
     budget.spend(problem.work + 2 * problem.lowering)
-    known = start_of(found.plan).strategies
-    mine = {op.outs[0]: op.outs[0] if op.outs[0] in known else before_cut(op.outs[0]) for op in graph.ops}
-    choice = beginning(problem, Start({t: known[of] for t, of in mine.items() if of in known}))
+    choice = beginning(problem, Start(kept))
     if choice is None:
         return found, []
     plans = (ringed(priced_plan(problem, c, found.bound)) for c in (choice, _joined_late(problem, choice, done)))

@@ -29,6 +29,7 @@ class Arc(NamedTuple):
 
     Attributes:
         flows: positions of the transfers in between, of different tensors: they follow each other on the one transfer stream.
+            Those of tensors that are made later are among them: they, too, begin after the first operation's kernels.
         along: whether it waits for all of the first operation, merging included: for what the second one's first kernel reads.
     """
 
@@ -86,9 +87,11 @@ class Paths:
         through: dict[tuple[int, int], tuple[int, ...]] = {(i, count): () for i in range(count)}
         first = {(makers[t], i) for i, op in enumerate(graph.ops) for t in _first_read(op) if t in makers}
         through |= dict.fromkeys(sorted(first), ())
-        for k, f in enumerate(flows):
-            ends = f.maker, f.reader if f.reader >= 0 else count
-            through[ends] = (*through.get(ends, ()), k)
+        into = dict[int, list[int]]()
+        for k in sorted(range(len(flows)), key=lambda k: -flows[k].maker):
+            head = flows[k].reader if flows[k].reader >= 0 else count
+            into.setdefault(head, []).append(k)
+            through[flows[k].maker, head] = tuple(into[head])
         arcs = [Arc(i - 1, i, (), False) for i in range(count)]
         arcs += [Arc(*ends, ks, ends in first or ends[1] == count) for ends, ks in through.items()]
         self.arcs = sorted(arcs, key=lambda a: (a.head, a.tail, a.along))

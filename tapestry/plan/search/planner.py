@@ -22,14 +22,14 @@ from tapestry.plan.layout_constraints import LayoutConstraints
 from tapestry.plan.search.any_order import least_seconds
 from tapestry.plan.search.branches import KNOWN, Branching, Usages
 from tapestry.plan.search.memory_limit import demands, within_memory
-from tapestry.plan.search.priced_plan import PricedPlan, choice_of, on_the_clock, peak, priced_plan, too_big
+from tapestry.plan.search.priced_plan import PricedPlan, choice_of, on_the_clock, peak, priced_plan, summed, too_big
 from tapestry.plan.search.problem import Problem, build
 from tapestry.plan.search.resume import Start
 from tapestry.plan.search.time_bound import Game
 from tapestry.plan.search.to_ring import with_rings
 from tapestry.plan.simulate import simulate
 from tapestry.plan.solver.budget import SECOND, Budget
-from tapestry.plan.solver.network import solve
+from tapestry.plan.solver.network import evaluate, solve
 from tapestry.plan.solver.pairs import PROVED, proved
 from tapestry.plan.solver.shared_prices import Demand
 from tapestry.plan.strategy import Pin
@@ -96,6 +96,7 @@ CLOSE = 2.0 * SECOND  # for branches that close what the game leaves
 SMALL = 100  # operations of graphs for which that is tried
 TINY = 24  # operations of graphs for which it is tried in passing too
 MIXTURES = 3  # plans of a mixed answer, with more and more room for what lowering adds
+HOPELESS = 1.15  # of what the costs of a plan add up to: the clock is not asked, where that takes long
 ROUNDS = 48  # of the bound on time; answers that may be faster are put on the clock
 
 
@@ -193,8 +194,9 @@ def _on_the_clock(
     game, watched, met = Game(problem, uses, limits), max(problem.sizes, default=1) > 1, [choice_of(problem, best.plan)]
     if watched:
         budget.found(best.objective, bound)
+    most = HOPELESS * summed(best) if problem.lowering > SECOND else np.inf
     for choice, least in game.play(choice_of(problem, best.plan), ROUNDS, budget):
-        if least < best.objective * (1 - PROVED):
+        if least < best.objective * (1 - PROVED) and evaluate(choice, problem.factors) < most:
             budget.spend(problem.lowering)
             other = ringed(priced_plan(problem, choice, -np.inf))
             best = _faster(other, best) if peak(other) <= limit else best
@@ -205,7 +207,7 @@ def _on_the_clock(
             break  # no plan of this form is better, or than that of another one
     bound = max(bound, game.bound)
     if game.paths.repeats and not (proved(best.objective, bound) or bound >= upper):
-        best = _mixture(problem, best, game, budget)
+        best = _mixture(problem, best, game, budget, most)
         budget.found(best.objective, bound)
     if watched and len(problem.menus) <= small and bound < min(best.objective, upper) * (1 - PROVED):
         usages = Usages(uses, limits, game.price)
@@ -214,12 +216,13 @@ def _on_the_clock(
     return replace(best, bound=min(bound, best.objective))
 
 
-def _mixture(problem: Problem, best: PricedPlan, game: Game, budget: Budget) -> PricedPlan:
-    """A plan at least as good: layers that are alike take different choices, as the game's mixed answer does."""
+def _mixture(problem: Problem, best: PricedPlan, game: Game, budget: Budget, most: float) -> PricedPlan:
+    """A plan at least as good: layers that are alike take different choices, as the game's mixed answer does. None whose costs
+    add up to ``most`` is."""
     limit, spare = problem.topo.device.memory, 0.0
     for _ in range(MIXTURES):
         choice = game.mixed(spare)
-        if choice is None or budget.over():
+        if choice is None or budget.over() or evaluate(choice, problem.factors) >= most:
             break
         other = ringed(priced_plan(problem, choice, -np.inf))
         budget.spend(problem.lowering)

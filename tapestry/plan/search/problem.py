@@ -42,36 +42,52 @@ from tapestry.plan.topology import Device, Topology
 
 
 def ring_floors(
-    op: Block, graph: Graph, s: Strategy, wanted: dict[int, Boxes], own: np.ndarray, lanes: list[int], topo: Topology
-) -> dict[int, np.ndarray]:
-    """For each read that may travel round a ring, by lane: seconds of all its messages but for what kernels may hide.
+    op: Block,
+    graph: Graph,
+    s: Strategy,
+    wanted: dict[int, Boxes],
+    own: np.ndarray,
+    lanes: list[int],
+    topo: Topology,
+    order: Sequence[int],
+) -> dict[int, list[tuple[np.ndarray, Boxes]]]:
+    """For each read that may travel, and each ring: by lane, seconds of all its messages but for what kernels may hide, and
+    what each device has of it to begin with.
 
     A device gets all blocks but its own, one message after another. The kernel of the last block, at least an even share of all
-    that they do, follows the last message. Where transfers and kernels share a stream, all of them and their launches add up.
+    that they do, follows the last message. A kernel for each block is a launch for each. Where transfers and kernels share a
+    stream, all of them and their launches add up.
 
     Args:
         wanted: what each read gathers.
         own: seconds of the operation's kernels, by lane.
+        order: its reads, those of what is made last first. Kernels hide what follows them at the end: an `Arc` that counts a
+            tensor's way counts those of what is made later, too.
     """
-    out: dict[int, np.ndarray] = {}
+    out: dict[int, list[tuple[np.ndarray, Boxes]]] = {}
     launch = np.broadcast_to(topo.each(lambda d: d.launch), device_count(topo.mesh))[lanes]
     for r in ring_attention.rings(op, s, topo.mesh):
         axis = ring_attention.axis_of(r)
         assert axis is not None
-        turning = ring_attention.travelling(op, r)
-        for k in turning:
-            held = ring_attention.held(op, graph, r, topo.mesh, k, 0)
+        turning, steps = ring_attention.travelling(op, r), topo.mesh[axis].size - 1
+        floors, begin, waits = dict[int, np.ndarray](), dict[int, Boxes](), np.zeros(len(lanes))
+        launches = (steps + 1) * launch / len({op.reads[k].tensor for k in turning})  # (shared out among what travels)
+        hides, level = own - own / (steps + 1), dict[str, np.ndarray]()
+        for k in (k for k in order if k in turning):
+            held = begin[k] = ring_attention.held(op, graph, r, topo.mesh, k, 0)
             width = itemsize(graph.tensors[op.reads[k].tensor].dtype)
             missing = np.maximum(compute.sizes(wanted[k]) - compute.sizes(held), 0) * width
-            senders = {m.dst: m.src for m in ring_attention.passed_on(held, topo.mesh, axis)}
-            links = [link_between(topo, senders[d], d) if d in senders else None for d in lanes]
-            steps = topo.mesh[axis].size - 1
+            senders, takes = ring_attention.neighbours(topo.mesh, axis), np.all(held[lanes, :, 0] < held[lanes, :, 1], axis=1)
+            links = [link_between(topo, senders[d], d) if t else None for d, t in zip(lanes, takes.tolist(), strict=True)]
             way = [steps * link.alpha + missing[d] * link.beta if link else 0.0 for d, link in zip(lanes, links, strict=True)]
-            if topo.overlap:
-                floor = np.maximum(np.array(way) + own / topo.mesh[axis].size - own, 0.0)
-            else:  # (launches are shared out among the tensors that travel)
-                floor = np.array(way) + topo.mesh[axis].size * launch / len({op.reads[m].tensor for m in turning})
-            out[k] = np.minimum(out[k], floor) if k in out else floor
+            most = level.setdefault(op.reads[k].tensor, hides)
+            hidden = np.minimum(way, most) if topo.overlap else -launches
+            floors[k], hides = np.array(way) - hidden, np.minimum(hides, most - hidden)
+            waits += floors[k]
+        if topo.overlap:  # kernels take as much longer as there are launches, or wait
+            floors = {k: np.where(launches * len(floors) > waits, launches, f) for k, f in floors.items()}
+        for k, f in floors.items():
+            out.setdefault(k, []).append((f[:, None], begin[k]))
     return out
 
 
@@ -181,9 +197,10 @@ def build(
     fixed: LayoutConstraints = LayoutConstraints(),  # noqa: B008  (immutable)
     streamed: frozenset[str] = frozenset(),
     known: Tables | None = None,
+    only: Mapping[int, Strategy] | None = None,
 ) -> Problem:
     """The network of a graph on a topology; ``pins`` by operation, fixed layouts by tensor; ``streamed`` weights; ``known``
-    tables of other graphs on the same topology."""
+    tables of other graphs on the same topology; ``only``: the one strategy of some operations, where they have it."""
     sayable = fixed.language(graph, topo.mesh) if fixed.language else [None] * len(graph.ops)
     ends = {
         t: (None,) * len(topo.mesh) for op, s in zip(graph.ops, sayable, strict=True) if s and s.ends_whole for t in op.outs
@@ -193,10 +210,11 @@ def build(
     before, kinds, keys = tables.work(), tables.menus, list[str]()
     for i, op in enumerate(graph.ops):
         given = fixed.key(op)
-        key = f"{signature(op, graph)} {pins.get(i, ())} {given} {sayable[i] or ''}"
+        mine = only.get(i) if only else None
+        key = f"{signature(op, graph)} {pins.get(i, ())} {given} {sayable[i] or ''} {mine or ''}"
         keys.append(key)
         if key not in kinds:
-            kinds[key] = _menu(op, graph, topo, pins.get(i, ()), given, sayable[i])
+            kinds[key] = _menu(op, graph, topo, pins.get(i, ()), given, sayable[i], mine)
         problem.menus.append(kinds[key])
     problem.distinct = len(set(keys))
     _edges(problem, keys, tables)
@@ -205,13 +223,15 @@ def build(
     return problem
 
 
-def _menu(op: Op, graph: Graph, topo: Topology, pins: tuple[Pin, ...], given: Key, sayable: Sayable | None) -> Menu:
+def _menu(
+    op: Op, graph: Graph, topo: Topology, pins: tuple[Pin, ...], given: Key, sayable: Sayable | None, only: Strategy | None
+) -> Menu:
     pins = (*pins, *stated(given, {p.axis for p in pins}))
     every = allowed(op, given, every_strategy(op, topo.mesh, pins), graph, topo.mesh)
     if sayable and not (every := [s for s in every if sayable.of(op, s, graph, topo.mesh)]):
         where, hint = f"node '{', '.join(op.source)}'", "compile without --for, or without the pin or layout"
         raise PlanError("no split that is asked for can be said in the format", where=where, hint=hint)
-    offered = every[:MAX_STRATEGIES]
+    offered = [only] if only and only in every else every[:MAX_STRATEGIES]
     skipped = len(every) - len(offered) + left_out(op, topo.mesh, pins)
     blocks = np.stack([op_boxes(op, s.dims, topo.mesh) for s in offered])
     finals = np.stack([result_boxes(op, s, topo.mesh) for s in offered])
@@ -265,6 +285,7 @@ def _edges(problem: Problem, keys: list[str], tables: Tables) -> None:
         for k, t in enumerate(op.operands):
             if t:
                 positions.setdefault(t, []).append(k)
+        turns = isinstance(op, Block) and bool(op.inner)
         for t, where in positions.items():
             maker = makers.get(t)
             if maker is None and t not in problem.inputs:
@@ -277,9 +298,10 @@ def _edges(problem: Problem, keys: list[str], tables: Tables) -> None:
                 unary[i] += loading[key]
                 continue
             held = [problem.inputs[t]] if maker is None else _layouts(problem, maker, t)
-            key = (tuple(held), graph.tensors[t].shape, graph.tensors[t].dtype, keys[i], tuple(where))
+            order = tuple(sorted(range(len(op.operands)), key=lambda k: -makers.get(op.operands[k], -1))) if turns else ()
+            key = (tuple(held), graph.tensors[t].shape, graph.tensors[t].dtype, keys[i], tuple(where), order)
             if key not in cache:
-                cache[key] = _table(problem, held, i, t, where)
+                cache[key] = _table(problem, held, i, t, where, order)
             table, least = cache[key]
             if maker is None:
                 unary[i] += table[0]
@@ -321,13 +343,15 @@ def _layouts(problem: Problem, maker: int, tensor: str) -> list[Layout]:
     return [out_layout(op, s.out, op.outs.index(tensor)) for s in problem.menus[maker].strategies]
 
 
-def _table(problem: Problem, held: list[Layout], reader: int, tensor: str, where: list[int]) -> tuple[np.ndarray, np.ndarray]:
+def _table(
+    problem: Problem, held: list[Layout], reader: int, tensor: str, where: list[int], order: tuple[int, ...]
+) -> tuple[np.ndarray, np.ndarray]:
     """Seconds for every (layout of the producer, strategy of the reader), and those of a `Flow`; equal rows and columns are
     computed once.
 
     On the clock, readers may share a transfer, one footprint may cover another, a device that receives nothing goes on, and
     what may travel round a ring, or is read after states are merged alone, is waited for less: so a flow counts a reader's
-    dearest footprint that a device lacks, less what may hide it.
+    dearest footprint that a device lacks, less what may hide it; or what goes round a ring, and its beginning.
     """
     graph, topo = problem.graph, problem.topo
     t = graph.tensors[tensor]
@@ -335,32 +359,32 @@ def _table(problem: Problem, held: list[Layout], reader: int, tensor: str, where
     sources = [(layout, tensor_boxes(t.shape, layout, topo.mesh)) for layout in rows]
     columns: dict[bytes, int] = {}
     wanted: list[Boxes] = []
-    needs, waits = list[list[int]](), list[list[tuple[int, np.ndarray | float, np.ndarray]]]()
+    needs, waits = list[list[int]](), list[list[tuple[int, list[tuple[np.ndarray, int]], np.ndarray]]]()
     op, menu, kept = graph.ops[reader], problem.menus[reader], lanes(topo)
+
+    def column(boxes: Boxes) -> int:
+        raw = boxes.tobytes()
+        if raw not in columns:
+            columns[raw] = len(wanted)
+            wanted.append(boxes)
+        return columns[raw]
+
     for n, (s, reads) in enumerate(zip(menu.strategies, menu.reads, strict=True)):
-        mine: dict[int, None] = {}
-        for k in where:
-            raw = reads[k].tobytes()
-            if raw not in columns:
-                columns[raw] = len(wanted)
-                wanted.append(reads[k])
-            mine[columns[raw]] = None
-        needs.append(list(mine))
-        rings = ring_floors(op, graph, s, reads, menu.own[:, n], kept, topo) if isinstance(op, Block) and op.inner else {}
+        needs.append(list(dict.fromkeys(column(reads[k]) for k in where)))
+        rings = ring_floors(op, graph, s, reads, menu.own[:, n], kept, topo, order) if isinstance(op, Block) and order else {}
         late = isinstance(op, Block) and op.lowers and (bool(rings) or bool(merges(op, s)))
         hides = (menu.own[:, n] + menu.merging[n])[:, None] if late else np.zeros((len(kept), 1))
         early = op.body_reads() if isinstance(op, Block) and late else frozenset(where)
-        waits.append(
-            [
-                (columns[reads[k].tobytes()], rings[k][:, None] if k in rings else np.inf, hides * (k not in early))
-                for k in where
-            ]
-        )
+        around = {k: [(floor, column(begin)) for floor, begin in rings.get(k, ())] for k in where}
+        waits.append([(column(reads[k]), around[k], hides * (k not in early)) for k in where])
     found = transfer.costs(sources, wanted, itemsize(t.dtype), topo).seconds
     lacking = _lacking(sources, wanted, topo) * found
     at = [rows[layout] for layout in held]
-    waiting = [[np.clip(lacking[:, :, n] - hidden, 0.0, ring) for n, ring, hidden in w] for w in waits]
-    least = np.stack([np.max(w, axis=0) for w in waiting], axis=2)
+    least = np.zeros((len(kept), len(sources), len(waits)))
+    for n, each in enumerate(waits):
+        for whole, rings, hidden in each:  # gathered, or a part that then goes round
+            ways = [np.maximum(lacking[:, :, whole] - hidden, 0.0), *(lacking[:, :, b] + floor for floor, b in rings)]
+            least[:, :, n] = np.maximum(least[:, :, n], np.minimum.reduce(ways))
     return np.stack([found[:, n].sum(axis=1) for n in needs], axis=1)[at], least[:, at]
 
 

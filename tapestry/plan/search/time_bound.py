@@ -26,10 +26,11 @@ from tapestry.plan.solver.shared_prices import PRICES_ROUNDING, Demand, Limits, 
 STALL = 8  # rounds without a better bound
 LEAST, MOST = 1 / 16, 1 / 2  # of the way to the next average
 SOLVE = 2.0 * SECOND  # for one answer
-FEW, LIMITED = 6, 24  # rounds where each takes seconds, without limits and with prices to be found
+LIMITED = 24  # rounds where each takes seconds, as prices are to be found
 HALVINGS = 8  # for the part of a mixture that has to leave room
 NEW = 1e-6  # of the best average against all answers: less is no new answer
 BETTER = 1e-4  # of the bound: less does not count
+ENOUGH = 1e-3  # of the bound, where each round takes long
 
 
 @dataclass(slots=True)
@@ -70,7 +71,7 @@ class Game:
             return
         master, stall, part = Master(self.paths, self.paths.repeats, self.memory.rows), 0, 1.0
         self.master, self.known, best, dear = master, [list(choice)], np.zeros(()), self.memory.by_row(price)
-        rounds = rounds if not self.paths.large else LIMITED if self.demands else FEW
+        rounds = LIMITED if self.paths.large and self.demands else rounds
         for n in range(rounds):
             if n and budget.over():
                 return
@@ -97,7 +98,9 @@ class Game:
             self.known.append(found.choice)
             value = self.paths.largest(found.choice) if self.fits(found.choice) else np.inf
             yield found.choice, value
-            if value <= self.bound * (1 + PROVED):
+            if value <= self.bound * (1 + PROVED) or master.value <= self.bound * (
+                1 + (ENOUGH if self.paths.large else BETTER)
+            ):
                 return
 
     def fits(self, choice: Sequence[int], spare: float = 0.0) -> bool:

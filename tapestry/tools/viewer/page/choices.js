@@ -75,6 +75,6 @@ function front(build, say) {
 }
 
 function others(build) {
-  const rows = (build.report.alternatives ?? []).map((a) => h("tr", {}, cell(a.name), amount(seconds(a.objective_s)), cell(a.fits === false ? "does not fit" : a.fits === null ? "not worked out" : "fits")));
+  const rows = (build.report.alternatives ?? []).map((a) => h("tr", {}, cell(a.name), amount(seconds(a.objective_s)), cell(a.fits === false ? "does not fit" : "fits")));
   return rows.length > 0 && table(["whole-graph plan", "objective", "memory"], rows);
 }
