@@ -18,7 +18,7 @@ from tapestry.plan.algebra import Book
 from tapestry.plan.memory.memory_fit import Fitted, fit
 from tapestry.plan.memory.refit import refitted
 from tapestry.plan.pipelines.stage_choice import Choice, choose
-from tapestry.plan.search.fewest_bytes import fewest_bytes, preferred
+from tapestry.plan.search.fewest_bytes import fewest_bytes, preferred, shared
 from tapestry.plan.search.hidden_transfers import hidden
 from tapestry.plan.search.planner import SMALL, TINY, cheapest
 from tapestry.plan.search.priced_plan import NEAR, PricedPlan, TooBig, peak
@@ -174,15 +174,16 @@ def _solved(form: Form, problems: Sequence[Problem], task: Task, budget: Budget,
 
 
 def try_other_forms(candidate: Candidate, graph: Graph, task: Task, budget: Budget) -> Candidate:
-    """The other forms of the graph, in a fixed order while there is work for them; the best of all.
+    """The other forms of the graph, in a fixed order while there is work for them, twice as much as the first one took; the
+    best of all.
 
     On one device only where nothing fits: two weights at once take more room.
     """
     best, scope, spent, least = candidate, candidate.scope, task.meter.spent, _objective(candidate)
     most = spent + max(LEAST, OTHERS * spent)
     for name, forms in _others(candidate.form, graph, task):
-        missing = isinstance(best.result, TooBig)
-        if budget.over() or not (missing or (task.several_devices and task.meter.spent < most)):
+        missing, room = isinstance(best.result, TooBig), budget.left() >= 2 * spent
+        if budget.over() or not (missing or (task.several_devices and room and task.meter.spent < most)):
             scope = replace(scope, untried=(*scope.untried, name))
             continue
         for form in filter(lambda f: task.keeps(f.graph), forms):
@@ -374,11 +375,11 @@ def _closed(graph: Graph, found: PricedPlan, task: Task, budget: Budget) -> Pric
 
 
 def prefer_few_bytes(candidate: Candidate, budget: Budget) -> Candidate:
-    """Of nearly equal plans in space the one that sends least."""
+    """Operations that read what others gather anyway, and of nearly equal plans in space the one that sends least."""
     found = candidate.result
     if isinstance(found, TooBig) or candidate.fitted:
         return candidate
-    return replace(candidate, result=fewest_bytes(found, budget))
+    return replace(candidate, result=fewest_bytes(shared(found, budget), budget))
 
 
 def hide_transfers(candidate: Candidate, task: Task, budget: Budget) -> Candidate:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from tapestry.ir.program import Reduce, Transfer, allocated
+from tapestry.ir.program import Free, Reduce, Transfer, allocated
 from tapestry.plan.hoist_transfers import early, in_better_order
 from tapestry.plan.lower import lower
 from tapestry.plan.simulate import simulate
@@ -75,13 +75,13 @@ def test_a_transfer_stands_right_behind_what_it_sends():
             if not isinstance(step, Transfer) or before.steps.index(step) <= i:
                 continue
             ahead += 1
-            behind = steps[i - 1]
-            free = not isinstance(behind, Transfer | Reduce) and step.src not in allocated(behind)
-            assert not free or rises(before, steps, i, step)
+            at = next(k for k in range(i - 1, -1, -1) if not isinstance(steps[k], Free))
+            free = not isinstance(steps[at], Transfer | Reduce) and step.src not in allocated(steps[at])
+            assert not free or rises(before, steps, i, at)
     assert ahead > 5
 
 
-def rises(program, steps, i: int, step: Transfer) -> bool:
-    """Whether a device's peak would rise were a transfer one place earlier."""
-    moved = replace(program, steps=(*steps[: i - 1], step, steps[i - 1], *steps[i + 1 :]))
+def rises(program, steps, i: int, at: int) -> bool:
+    """Whether a device's peak would rise were a step at an earlier place."""
+    moved = replace(program, steps=(*steps[:at], steps[i], *steps[at:i], *steps[i + 1 :]))
     return any(a > b for a, b in zip(peak(moved), peak(program), strict=True))

@@ -17,12 +17,12 @@ def least_seconds(timed: Schedule) -> float:
     """Seconds that the steps of a schedule take in any order of the transfers."""
     if not timed.overlap:
         return timed.total
-    heads, tails = _heads(timed), _tails(timed)
-    out = max((float(np.nanmax(h + t.took + q)) for h, t, q in zip(heads, timed.timed, tails, strict=True)), default=0.0)
+    heads, after = _heads(timed), tails(timed)
+    out = max((float(np.nanmax(h + t.took + q)) for h, t, q in zip(heads, timed.timed, after, strict=True)), default=0.0)
     moves = [n for n, t in enumerate(timed.timed) if t.stream == TRANSFER]
     for d in range(timed.program.devices):
         mine = [n for n in moves if not np.isnan(timed.timed[n].took[d])]
-        jobs = [(float(heads[n][d]), float(timed.timed[n].took[d]), float(tails[n][d])) for n in mine]
+        jobs = [(float(heads[n][d]), float(timed.timed[n].took[d]), float(after[n][d])) for n in mine]
         out = max(out, _one_after_another(jobs))
     return out
 
@@ -56,8 +56,8 @@ def _heads(timed: Schedule) -> list[np.ndarray]:
     return out
 
 
-def _tails(timed: Schedule) -> list[np.ndarray]:
-    """What follows each step at least, by device."""
+def tails(timed: Schedule) -> list[np.ndarray]:
+    """Seconds that follow each step at least, by device."""
     devices = timed.program.devices
     after, free, out = dict[str, np.ndarray](), np.zeros(devices), list[np.ndarray]()
     for t in reversed(timed.timed):

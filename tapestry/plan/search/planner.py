@@ -95,7 +95,6 @@ def fingerprint(problem: Problem) -> str:
 CLOSE = 2.0 * SECOND  # for branches that close what the game leaves
 SMALL = 100  # operations of graphs for which that is tried
 TINY = 24  # operations of graphs for which it is tried in passing too
-MIXTURES = 3  # plans of a mixed answer, with more and more room for what lowering adds
 HOPELESS = 1.15  # of what the costs of a plan add up to: the clock is not asked, where that takes long
 ROUNDS = 48  # of the bound on time; answers that may be faster are put on the clock
 
@@ -206,31 +205,11 @@ def _on_the_clock(
         if proved(best.objective, game.bound) or game.bound >= upper:
             break  # no plan of this form is better, or than that of another one
     bound = max(bound, game.bound)
-    if game.paths.repeats and not (proved(best.objective, bound) or bound >= upper):
-        best = _mixture(problem, best, game, budget, most)
-        budget.found(best.objective, bound)
     if watched and len(problem.menus) <= small and bound < min(best.objective, upper) * (1 - PROVED):
         usages = Usages(uses, limits, game.price)
         best, bound = _branched(problem, best, budget.part(CLOSE), bound, upper, met=met, usages=usages)
         budget.found(best.objective, bound)
     return replace(best, bound=min(bound, best.objective))
-
-
-def _mixture(problem: Problem, best: PricedPlan, game: Game, budget: Budget, most: float) -> PricedPlan:
-    """A plan at least as good: layers that are alike take different choices, as the game's mixed answer does. None whose costs
-    add up to ``most`` is."""
-    limit, spare = problem.topo.device.memory, 0.0
-    for _ in range(MIXTURES):
-        choice = game.mixed(spare)
-        if choice is None or budget.over() or evaluate(choice, problem.factors) >= most:
-            break
-        other = ringed(priced_plan(problem, choice, -np.inf))
-        budget.spend(problem.lowering)
-        over = peak(other) - limit
-        if over <= 0:
-            return _faster(other, best)
-        spare += over / limit
-    return best
 
 
 def _branched(

@@ -178,6 +178,7 @@ class Tables:
     pairs: dict[tuple[object, ...], tuple[np.ndarray, np.ndarray]] = field(
         default_factory=dict[tuple[object, ...], tuple[np.ndarray, np.ndarray]]
     )
+    moves: dict[tuple[object, ...], Moves] = field(default_factory=lambda: dict[tuple[object, ...], Moves]())
     loads: dict[tuple[object, ...], np.ndarray] = field(default_factory=dict[tuple[object, ...], np.ndarray])
 
     def work(self) -> float:
@@ -278,7 +279,10 @@ def _edges(problem: Problem, keys: list[str], tables: Tables) -> None:
     """Unary costs with transfers from fixed layouts, and a table per pair of operations that share a tensor."""
     graph = problem.graph
     makers = graph.producers()
-    cache, loading = tables.pairs, tables.loads
+    cache, loading, readers = tables.pairs, tables.loads, dict[str, list[tuple[int, int]]]()
+    for i, op in enumerate(graph.ops):
+        for k, t in enumerate(op.operands):
+            readers.setdefault(t, []).append((i, k))
     unary = [m.seconds.copy() for m in problem.menus]
     for i, op in enumerate(graph.ops):
         positions: dict[str, list[int]] = {}
@@ -299,9 +303,10 @@ def _edges(problem: Problem, keys: list[str], tables: Tables) -> None:
                 continue
             held = [problem.inputs[t]] if maker is None else _layouts(problem, maker, t)
             order = tuple(sorted(range(len(op.operands)), key=lambda k: -makers.get(op.operands[k], -1))) if turns else ()
-            key = (tuple(held), graph.tensors[t].shape, graph.tensors[t].dtype, keys[i], tuple(where), order)
+            moves = _moves(problem, held, t, readers[t], keys, tables)
+            key = (id(moves), tuple(held), keys[i], tuple(where), order)
             if key not in cache:
-                cache[key] = _table(problem, held, i, t, where, order)
+                cache[key] = _table(problem, moves, held, i, where, order)
             table, least = cache[key]
             if maker is None:
                 unary[i] += table[0]
@@ -309,10 +314,12 @@ def _edges(problem: Problem, keys: list[str], tables: Tables) -> None:
                 problem.factors.append(Factor((maker, i), table))
             if least.any():
                 problem.flows.append(Flow(-1 if maker is None else maker, i, t, least))
-    for t, layout in problem.outputs.items():
+    for t in problem.outputs:
         maker = makers.get(t)
         if maker is not None:
-            seconds, least = _ending(problem, maker, t, layout)
+            seconds, least = _ending(
+                problem, maker, t, _moves(problem, _layouts(problem, maker, t), t, readers.get(t, []), keys, tables)
+            )
             unary[maker] += seconds
             problem.flows += [Flow(maker, -1, t, least)] if least.any() else []
     problem.factors += [Factor((i,), u) for i, u in enumerate(unary)]
@@ -343,49 +350,76 @@ def _layouts(problem: Problem, maker: int, tensor: str) -> list[Layout]:
     return [out_layout(op, s.out, op.outs.index(tensor)) for s in problem.menus[maker].strategies]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Moves:
+    """What brings a tensor from its layouts to its footprints, of all readers and where it must end.
+
+    Attributes:
+        rows, columns: numbers of layouts, and of footprints by their bytes.
+        seconds: [layout, footprint] of the transfer.
+        least: [lane, layout, footprint], what a device that lacks some of it waits at least: one footprint may cover another,
+            and larger ones may take less.
+    """
+
+    rows: Mapping[Layout, int]
+    columns: Mapping[bytes, int]
+    seconds: np.ndarray
+    least: np.ndarray
+
+
+def _moves(
+    problem: Problem, held: list[Layout], tensor: str, readers: list[tuple[int, int]], keys: list[str], tables: Tables
+) -> Moves:
+    graph, topo, t = problem.graph, problem.topo, problem.graph.tensors[tensor]
+    end = problem.outputs.get(tensor)
+    key = (tuple(held), t.shape, t.dtype, tuple((keys[i], k) for i, k in readers), end)
+    if key not in tables.moves:
+        wanted = {} if end is None else {b.tobytes(): b for b in [tensor_boxes(t.shape, end, topo.mesh)]}
+        for i, k in readers:
+            op, menu = graph.ops[i], problem.menus[i]
+            wanted |= {r[k].tobytes(): r[k] for r in menu.reads}
+            rings = [r for s in menu.strategies for r in ring_attention.rings(op, s, topo.mesh)]
+            begins = (
+                ring_attention.held(op, graph, r, topo.mesh, k, 0) for r in rings if k in ring_attention.travelling(op, r)
+            )
+            wanted |= {b.tobytes(): b for b in begins}
+        rows = {layout: n for n, layout in enumerate(dict.fromkeys(held))}
+        sources = [(layout, tensor_boxes(t.shape, layout, topo.mesh)) for layout in rows]
+        found = transfer.costs(sources, list(wanted.values()), itemsize(t.dtype), topo).seconds
+        at = np.stack([b[lanes(topo)] for b in wanted.values()])
+        inside = (at[None, ..., 0] <= at[:, None, ..., 0]) & (at[:, None, ..., 1] <= at[None, ..., 1])
+        least = np.where(np.all(inside, axis=(2, 3)), found[:, None], np.inf).min(axis=2)
+        columns = {raw: n for n, raw in enumerate(wanted)}
+        tables.moves[key] = Moves(rows, columns, found, _lacking(sources, list(wanted.values()), topo) * least)
+    return tables.moves[key]
+
+
 def _table(
-    problem: Problem, held: list[Layout], reader: int, tensor: str, where: list[int], order: tuple[int, ...]
+    problem: Problem, moves: Moves, held: list[Layout], reader: int, where: list[int], order: tuple[int, ...]
 ) -> tuple[np.ndarray, np.ndarray]:
     """Seconds for every (layout of the producer, strategy of the reader), and those of a `Flow`; equal rows and columns are
     computed once.
 
-    On the clock, readers may share a transfer, one footprint may cover another, a device that receives nothing goes on, and
-    what may travel round a ring, or is read after states are merged alone, is waited for less: so a flow counts a reader's
-    dearest footprint that a device lacks, less what may hide it; or what goes round a ring, and its beginning.
+    On the clock, readers may share a transfer, a device that receives nothing goes on, and what may travel round a ring, or is
+    read after states are merged alone, is waited for less: so a flow counts a reader's dearest footprint that a device lacks,
+    less what may hide it; or what goes round a ring, and its beginning.
     """
-    graph, topo = problem.graph, problem.topo
-    t = graph.tensors[tensor]
-    rows = {layout: n for n, layout in enumerate(dict.fromkeys(held))}
-    sources = [(layout, tensor_boxes(t.shape, layout, topo.mesh)) for layout in rows]
-    columns: dict[bytes, int] = {}
-    wanted: list[Boxes] = []
-    needs, waits = list[list[int]](), list[list[tuple[int, list[tuple[np.ndarray, int]], np.ndarray]]]()
+    graph, topo, columns = problem.graph, problem.topo, moves.columns
     op, menu, kept = graph.ops[reader], problem.menus[reader], lanes(topo)
-
-    def column(boxes: Boxes) -> int:
-        raw = boxes.tobytes()
-        if raw not in columns:
-            columns[raw] = len(wanted)
-            wanted.append(boxes)
-        return columns[raw]
-
+    found = np.zeros((len(moves.rows), len(menu.reads)))
+    least = np.zeros((len(kept), *found.shape))
     for n, (s, reads) in enumerate(zip(menu.strategies, menu.reads, strict=True)):
-        needs.append(list(dict.fromkeys(column(reads[k]) for k in where)))
+        found[:, n] = moves.seconds[:, list({columns[reads[k].tobytes()] for k in where})].sum(axis=1)
         rings = ring_floors(op, graph, s, reads, menu.own[:, n], kept, topo, order) if isinstance(op, Block) and order else {}
         late = isinstance(op, Block) and op.lowers and (bool(rings) or bool(merges(op, s)))
         hides = (menu.own[:, n] + menu.merging[n])[:, None] if late else np.zeros((len(kept), 1))
         early = op.body_reads() if isinstance(op, Block) and late else frozenset(where)
-        around = {k: [(floor, column(begin)) for floor, begin in rings.get(k, ())] for k in where}
-        waits.append([(column(reads[k]), around[k], hides * (k not in early)) for k in where])
-    found = transfer.costs(sources, wanted, itemsize(t.dtype), topo).seconds
-    lacking = _lacking(sources, wanted, topo) * found
-    at = [rows[layout] for layout in held]
-    least = np.zeros((len(kept), len(sources), len(waits)))
-    for n, each in enumerate(waits):
-        for whole, rings, hidden in each:  # gathered, or a part that then goes round
-            ways = [np.maximum(lacking[:, :, whole] - hidden, 0.0), *(lacking[:, :, b] + floor for floor, b in rings)]
-            least[:, :, n] = np.maximum(least[:, :, n], np.minimum.reduce(ways))
-    return np.stack([found[:, n].sum(axis=1) for n in needs], axis=1)[at], least[:, at]
+        for k in where:  # gathered, or a part that then goes round
+            whole = np.maximum(moves.least[:, :, columns[reads[k].tobytes()]] - hides * (k not in early), 0.0)
+            around = (moves.least[:, :, columns[begin.tobytes()]] + floor for floor, begin in rings.get(k, ()))
+            least[:, :, n] = np.maximum(least[:, :, n], np.minimum.reduce([whole, *around]))
+    at = [moves.rows[layout] for layout in held]
+    return found[at], least[:, at]
 
 
 def _lacking(held: list[tuple[Layout, Boxes]], wanted: list[Boxes], topo: Topology) -> np.ndarray:
@@ -396,13 +430,12 @@ def _lacking(held: list[tuple[Layout, Boxes]], wanted: list[Boxes], topo: Topolo
     return np.moveaxis(~inside & np.all(want[..., 0] < want[..., 1], axis=-1), 2, 0)
 
 
-def _ending(problem: Problem, maker: int, tensor: str, layout: Layout) -> tuple[np.ndarray, np.ndarray]:
+def _ending(problem: Problem, maker: int, tensor: str, moves: Moves) -> tuple[np.ndarray, np.ndarray]:
     """Seconds to bring an output from each strategy's layout to the one it must end in, and those of a `Flow`."""
     t, mesh = problem.graph.tensors[tensor], problem.topo.mesh
-    held = [(h, tensor_boxes(t.shape, h, mesh)) for h in _layouts(problem, maker, tensor)]
-    wanted = [tensor_boxes(t.shape, layout, mesh)]
-    found = transfer.costs(held, wanted, itemsize(t.dtype), problem.topo).seconds
-    return found[:, 0], _lacking(held, wanted, problem.topo) * found
+    at = [moves.rows[h] for h in _layouts(problem, maker, tensor)]
+    n = moves.columns[tensor_boxes(t.shape, problem.outputs[tensor], mesh).tobytes()]
+    return moves.seconds[at, n], moves.least[:, at, n : n + 1]
 
 
 def _load_seconds(problem: Problem, reader: int, tensor: str, where: list[int]) -> np.ndarray:

@@ -27,10 +27,9 @@ STALL = 8  # rounds without a better bound
 LEAST, MOST = 1 / 16, 1 / 2  # of the way to the next average
 SOLVE = 2.0 * SECOND  # for one answer
 LIMITED = 24  # rounds where each takes seconds, as prices are to be found
-HALVINGS = 8  # for the part of a mixture that has to leave room
 NEW = 1e-6  # of the best average against all answers: less is no new answer
 BETTER = 1e-4  # of the bound: less does not count
-ENOUGH = 1e-3  # of the bound, where each round takes long
+ENOUGH = 3e-4  # of the bound, where each round takes long
 
 
 @dataclass(slots=True)
@@ -41,7 +40,7 @@ class Game:
         demands, limits: usages over time, and the most that there may be at each.
         bound: the best so far, in seconds: of every choice that keeps to the limits.
         price: of usages over time, at the best bound.
-        known: the choices of the last linear program, ``master``.
+        known: the choices of the last linear program.
     """
 
     problem: Problem
@@ -50,7 +49,6 @@ class Game:
     bound: float = 0.0
     price: np.ndarray | None = None
     known: list[list[int]] = field(default_factory=list[list[int]])
-    master: Master | None = None
     paths: Paths = field(init=False)
     memory: Limits = field(init=False)
 
@@ -70,7 +68,7 @@ class Game:
         if not self.problem.menus:
             return
         master, stall, part = Master(self.paths, self.paths.repeats, self.memory.rows), 0, 1.0
-        self.master, self.known, best, dear = master, [list(choice)], np.zeros(()), self.memory.by_row(price)
+        self.known, best, dear = [list(choice)], np.zeros(()), self.memory.by_row(price)
         rounds = LIMITED if self.paths.large and self.demands else rounds
         for n in range(rounds):
             if n and budget.over():
@@ -78,7 +76,7 @@ class Game:
             if stall == STALL:
                 if not master.even or self.paths.large or self.demands:
                     return
-                self.master = master = self._uneven(self.known[:-1])  # (layers alike were a way to begin)
+                master = self._uneven(self.known[:-1])  # (layers alike were a way to begin)
                 stall, part = 0, 1.0
             before = master.value
             master.against(self.known[-1], self.memory.mean(self.memory.excess(self.known[-1])))
@@ -103,36 +101,9 @@ class Game:
             ):
                 return
 
-    def fits(self, choice: Sequence[int], spare: float = 0.0) -> bool:
-        """Whether what a choice uses at least leaves a part of the limits."""
-        return self.memory.excess(choice).max(initial=-1.0) <= -spare
-
-    def mixed(self, spare: float) -> list[int] | None:
-        """The choices of the best mixed answer side by side, each for as many operations, one after another, as it counts: in
-        layers that repeat that takes about the bound. The first choice, which keeps to the limits, is taken for as many as
-        it takes to leave ``spare`` of them; None where there is no such mixture."""
-        if self.master is None or len(self.known) < 2:
-            return None
-        share = self.master.mixture()
-        low, high = 0.0, 1.0
-        for n in range(HALVINGS):
-            middle = (low + high) / 2 if n else 0.0
-            if self.fits(self._side_by_side(share, middle), spare):
-                high = middle
-                if not n:
-                    break
-            else:
-                low = middle
-        return self._side_by_side(share, high) if high < 1 else None
-
-    def _side_by_side(self, share: np.ndarray, first: float) -> list[int]:
-        """For each operation its choice in a mixture of which a part, besides its share, is the first choice."""
-        assert self.master
-        parts = (1 - first) * share
-        parts[0] += first
-        ends, count = np.cumsum(parts), self.paths.count
-        of = np.minimum(np.searchsorted(ends, (np.arange(count) + 0.5) / count), len(ends) - 1)
-        return [self.known[k][i] for i, k in enumerate(of.tolist())]
+    def fits(self, choice: Sequence[int]) -> bool:
+        """Whether what a choice uses at least keeps to the limits."""
+        return self.memory.excess(choice).max(initial=-1.0) <= 0
 
     def _answer(self, average: np.ndarray, price: np.ndarray, budget: Budget) -> tuple[Solution, np.ndarray]:
         """The cheapest choice by an average and prices, with a bound of all that keep to the limits; and the prices over

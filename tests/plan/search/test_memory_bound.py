@@ -15,7 +15,7 @@ from tapestry.plan.search.memory_limit import Room, demands
 from tapestry.plan.search.path_weights import Master
 from tapestry.plan.search.paths import Paths
 from tapestry.plan.search.planner import search
-from tapestry.plan.search.priced_plan import choice_of, peak
+from tapestry.plan.search.priced_plan import peak
 from tapestry.plan.search.problem import Problem, build
 from tapestry.plan.search.time_bound import Game
 from tapestry.plan.solver.budget import Budget
@@ -87,22 +87,3 @@ def test_the_linear_program_takes_prices_where_they_help(rows: int) -> None:
     assert average.shape == (paths.lanes, 2 * paths.count + len(paths.problem.flows)) and price.shape == (rows,)
     assert (price >= 0).all() and (price.sum() > 0) == bool(rows)
     assert (master.value > paths.largest(every[0]) * (1 + 1e-9)) == bool(rows)
-
-
-def test_a_mixed_answer_is_a_choice_within_the_limit() -> None:
-    """Half of the weights fit whole: layers side by side take two strategies, and about as long as the bound."""
-    graph, topo = deep(24, 2048), topology(parse_mesh("4"), "h100")
-    problem = build(graph, topo, {}, {}, {})
-    room, held = Room(problem, surely=True), [np.zeros(n) for n in problem.sizes]
-    for d in room.demands:
-        held[d.node] = held[d.node] + d.amounts * (d.hi - d.lo)
-    frugal, fast = [int(h.argmin()) for h in held], choice_of(problem, search(graph, topo).plan)
-    least, most = (float(room.estimate(c).max()) for c in (frugal, fast))
-    game = game_within(problem, (least + most) / 2)
-    assert game.mixed(0.0) is None
-    played(game, frugal)
-    choice = game.mixed(0.0)
-    assert choice is not None and game.fits(choice) and len(set(choice)) > 1
-    assert game.bound <= game.paths.largest(choice) * (1 + 1e-9)
-    assert game.paths.largest(choice) < game.paths.largest(frugal)
-    assert game.fits(game.mixed(0.2) or frugal, 0.2)
