@@ -79,8 +79,8 @@ def document(runner: Runner, build: store.Build) -> dict[str, Any]:
     out |= {"sizes": {"follow": follow}, "unfused": unfused(lifted.graph), "requests": requests}
     if c.front is not None:
         out["pareto"] = [asdict(p) for p in c.front]
-    if planned.alternatives:
-        out["alternatives"] = [a.data() for a in planned.alternatives]
+    if planned.alone:
+        out["one_device"] = dict(zip(("objective_s", "fits"), planned.alone, strict=True))
     if c.sums:
         out["accumulate"] = c.sums.data()
     if options.for_format:

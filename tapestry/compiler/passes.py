@@ -30,12 +30,12 @@ from tapestry.lift import onnx_to_graph as lift
 from tapestry.lift.onnx_to_graph import Lifted
 from tapestry.plan import search_passes as search
 from tapestry.plan.fusion import Machine
-from tapestry.plan.hoist_transfers import early, in_better_order
+from tapestry.plan.hoist_transfers import in_better_order
 from tapestry.plan.layout_constraints import Language, LayoutConstraints
 from tapestry.plan.pipelines.stage_choice import Request
 from tapestry.plan.pipelines.stage_constraints import asked_of
 from tapestry.plan.requests import parse_layouts, parse_pins, scan_blocks
-from tapestry.plan.search.pareto import fronts, undominated
+from tapestry.plan.search.pareto import SHARE, front, undominated
 from tapestry.plan.search.priced_plan import PricedPlan, on_the_clock, too_big
 from tapestry.plan.search.resume import Start, start_of
 from tapestry.plan.solver.budget import Budget, unseen
@@ -359,10 +359,11 @@ def compare_whole_graph(c: Compilation) -> Compilation:
 
 
 def pareto_front(c: Compilation) -> Compilation:
-    """Latency against memory, where that is asked for: plans of the graph and of what rewrites make of it."""
+    """Latency against memory, where that is asked for: plans of the graph that the search took."""
     if not c.options.pareto:
         return c
-    points = fronts(c.task.rewritten_problems(c.planned.graph, [*c.constraints.moves, *c.planned.base]), c.budget)
+    moves = tuple(map(str, [*c.constraints.moves, *c.planned.base]))
+    points = front(c.task.problems(c.planned.graph)[0], c.budget.share(SHARE), moves)
     return c.made(front=undominated([*points, *(c.planned.fitted.points if c.planned.fitted else ())]))
 
 
@@ -402,8 +403,8 @@ def say(c: Compilation) -> Compilation:
 def hoist_transfers(c: Compilation) -> Compilation:
     """The plan's program with transfers in the order that takes least time, each posted as early as memory allows."""
     plan = c.plan
-    ordered, seconds = in_better_order(plan.plan, plan.program, replace(c.topology, mesh=plan.plan.mesh))
-    return c.made(plan=replace(plan, program=early(ordered), objective=seconds, bound=min(plan.bound, seconds)))
+    program, seconds = in_better_order(plan.plan, plan.program, replace(c.topology, mesh=plan.plan.mesh))
+    return c.made(plan=replace(plan, program=program, objective=seconds, bound=min(plan.bound, seconds)))
 
 
 def verify(c: Compilation) -> Compilation:

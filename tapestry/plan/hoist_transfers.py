@@ -35,10 +35,10 @@ def early(program: Program) -> Program:
 
 
 def in_better_order(plan: Plan, program: Program, topo: Topology) -> tuple[Program, float]:
-    """A program whose transfers are issued in an order that takes less simulated time, or the same one; and that time. Only
-    where transfers and kernels overlap: in turns, only waiting for neighbours changes."""
+    """A program whose transfers are issued early, in an order that takes less simulated time, or the same one; and that time.
+    In another order only where transfers and kernels overlap: in turns, only waiting for neighbours changes."""
     known = Known()
-    timed = simulate(plan, program, topo, known)
+    timed = min((simulate(plan, p, topo, known) for p in (early(program), program)), key=lambda t: t.total)
     for _ in range(TRIES if topo.overlap else 0):
         other = simulate(plan, _merged(timed.program, _by_tails(timed)), topo, known)
         if other.total >= timed.total * LESS:
@@ -73,37 +73,36 @@ def _merged(program: Program, order: Sequence[int]) -> Program:
     """The program with its transfers and reductions in an order, each as early as that lets it be and memory allows: what a
     transfer or a reduction brings is sent on no sooner than it has to be, for to send it on at once would be to wait for it at
     once. The same program where a device's peak would rise."""
-    steps, moved = program.steps, set(order)
+    steps = program.steps
     if not order or len(steps) * program.devices > CELLS:
         return program
-    others = [i for i, s in enumerate(steps) if i not in moved and not isinstance(s, Free)]
+    others = [i for i, s in enumerate(steps) if not isinstance(s, Transfer | Reduce | Free)]
     before = np.searchsorted(others, np.arange(len(steps)), side="right")  # how many of the others, at every step
     alive = _alive(steps, program)
     peak, between = alive.max(axis=0), np.zeros((len(others) + 1, program.devices), np.int64)
     np.maximum.at(between, before, alive)
     readers = Counter(b for s in steps for b in reads_of(s))
     freed = {b for s in steps if isinstance(s, Free) for b in s.buffers}
-    new, there, at, k = list[Step](), dict[str, Step](), 0, 0
+    new, there, at, k, now = list[Step](), dict[str, Step](), 0, 0, np.zeros(program.devices, np.int64)
 
     def emit(step: Step) -> None:
-        new.append(step)
-        there.update(dict.fromkeys(allocated(step), step))
         readers.subtract(reads_of(step))
-        gone = [b for b in dict.fromkeys((*reads_of(step), *allocated(step))) if b in freed and not readers[b]]
-        if gone:
-            new.append(Free(buffers=tuple(gone)))
+        there.update(dict.fromkeys(allocated(step), step))
+        gone = tuple(b for b in dict.fromkeys((*reads_of(step), *allocated(step))) if b in freed and not readers[b])
+        for s in (step, Free(buffers=gone)) if gone else (step,):
+            new.append(s)
+            now[:] += _change(s, program)
 
     while at < len(order) or k < len(others):
         step = steps[order[at]] if at < len(order) else None
         kernel = steps[others[k]] if k < len(others) else None
         blocked = kernel is None or any(b not in there for b in reads_of(kernel))
         if step is not None and all(b in there for b in reads_of(step)):
-            need = sum((device_bytes(program.buffers[b]) for b in allocated(step)), np.zeros(program.devices, np.int64))
-            during = slice(k, int(before[order[at]]))  # of the others' steps, from here to where it was
-            sooner = all(isinstance(there[b], Launch | Load) for b in reads_of(step))
-            if blocked or (sooner and not np.any(between[during] + need > peak)):
-                between[during] += need
+            need, during = _change(step, program), slice(k + 1, int(before[order[at]]))  # of the others, to where it was
+            sooner = isinstance(step, Transfer) and all(isinstance(there[b], Launch | Load) for b in reads_of(step))
+            if blocked or during.stop <= k or (sooner and not np.any(np.vstack([now, between[during]]) + need > peak)):
                 emit(step)
+                between[during] += need
                 at += 1
                 continue
         if kernel is None or blocked:

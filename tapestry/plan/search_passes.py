@@ -28,7 +28,7 @@ from tapestry.plan.simulate import simulate
 from tapestry.plan.solver.budget import SECOND, Budget
 from tapestry.plan.structural_search import SIMPLIFYING, WORTH, Improvement, Tried, rewritten
 from tapestry.plan.task import STEPS, Task
-from tapestry.plan.whole_graph import WholePlan, idle_beside, one_device
+from tapestry.plan.whole_graph import idle_beside, one_device
 from tapestry.rewrites.core.driver import OPTIONAL, disabled_by, rules_of, simplify, without
 from tapestry.rewrites.core.rule import Move, Sized, own_rules
 
@@ -135,7 +135,7 @@ class Planned:
         base: those of them that led to ``graph``.
         fitted: how the plan was made to fit, if no plan in space does.
         scope: of which plans the bound is.
-        alternatives: whole-graph plans that a person would think of.
+        alone: seconds of the best plan of one device, and whether it fits.
     """
 
     graph: Graph
@@ -144,7 +144,7 @@ class Planned:
     choice: Choice
     fitted: Fitted | None
     scope: Scope = field(default_factory=Scope)
-    alternatives: tuple[WholePlan, ...] = ()
+    alone: tuple[float, bool] | None = None
 
 
 def fuse_by_price(graph: Graph, task: Task) -> Form:
@@ -182,7 +182,7 @@ def try_other_forms(candidate: Candidate, graph: Graph, task: Task, budget: Budg
     best, scope, spent, least = candidate, candidate.scope, task.meter.spent, _objective(candidate)
     most = spent + max(LEAST, OTHERS * spent)
     for name, forms in _others(candidate.form, graph, task):
-        missing, room = isinstance(best.result, TooBig), budget.left() >= 2 * spent
+        missing, room = isinstance(best.result, TooBig), budget.left() >= 2 * spent or name.startswith((WHOLE, "experts"))
         if budget.over() or not (missing or (task.several_devices and room and task.meter.spent < most)):
             scope = replace(scope, untried=(*scope.untried, name))
             continue
@@ -216,10 +216,10 @@ def _others(first: Form, graph: Graph, task: Task) -> Iterator[tuple[str, Iterat
         moves = [m for m in found if isinstance(m, Move)]
         if moves:
             yield f"experts in {parts} groups", _in_groups(first, moves, task)
-    if first.graph is not graph:
-        yield UNFUSED, iter([Form(name=UNFUSED, graph=graph, moves=())])
     if task.whole:
         yield WHOLE, iter([_recurrences_whole(task, task.whole)])
+    if first.graph is not graph:
+        yield UNFUSED, iter([Form(name=UNFUSED, graph=graph, moves=())])
     if task.lifted is None:
         return
     seen, differ, did = [graph.ops], set[str](), {step.by for step in changes(graph)}
@@ -430,11 +430,10 @@ def compare_whole_graph(
     unsharded = peak(alone[0][0])
     if not task.several_devices:
         return planned, plan, unsharded
-    others: tuple[WholePlan, ...] = ()
     if not task.topology.kinds:
         fitting = [(f, o) for f, o in alone if peak(f) <= task.topology.device.memory]
         found, of = min(fitting or alone, key=lambda a: a[0].objective)
-        others = (WholePlan(name="one device", objective=found.objective, fits=bool(fitting)),)
+        planned = replace(planned, alone=(found.objective, bool(fitting)))
         same = found.objective <= plan.objective and not any(d for s in plan.plan.strategies for d in s.dims)
         free = task.request.stages is None and not task.request.explicit and bool(fitting)
         close = found.objective * (1 - task.topology.margin) < plan.objective * WORTH
@@ -444,4 +443,4 @@ def compare_whole_graph(
             report = {"stages": [plan.objective], "micro_batches": 1}
             choice = replace(planned.choice, found=plan, staged=True, moves=(), report=report)
             planned = replace(planned, graph=of.graph, moves=of.moves, base=of.moves, choice=choice, fitted=None)
-    return replace(planned, alternatives=others), plan, unsharded
+    return planned, plan, unsharded

@@ -169,14 +169,6 @@ def _tried(some: list[Derivation], objective: float, taken: bool) -> Tried:
     )
 
 
-def variants(graph: Graph, mesh: Mesh, disabled: frozenset[str] = _NONE) -> Iterator[tuple[Graph, list[Move]]]:
-    """Every graph that one kind of move, applied wherever it can be, makes of a graph; whatever it does to the latency."""
-    for _, _, moves in _kinds(graph, mesh, disabled):
-        new, done = rewritten(graph, moves, disabled)
-        if done and len(new.ops) <= len(graph.ops) + MOST_NEW_OPS * len(done):
-            yield new, done
-
-
 def _moves(rule: Rule, graph: Graph, mesh: Mesh) -> Iterator[Move | Refusal]:
     """What a rule finds; one that cuts into parts is asked for as many as the mesh, or one of its axes, has devices."""
     if not isinstance(rule, Sized):

@@ -5,9 +5,8 @@ Everything but the graph, which rewrites change while plans are searched, is the
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from tapestry.errors import PlanError
@@ -23,9 +22,7 @@ from tapestry.plan.search.problem import Problem, Tables, build
 from tapestry.plan.search.resume import Start
 from tapestry.plan.solver.budget import Budget, Meter
 from tapestry.plan.strategy import Pin
-from tapestry.plan.structural_search import variants
 from tapestry.plan.topology import Topology
-from tapestry.rewrites.core.driver import disabled_by
 from tapestry.rewrites.core.rule import Move
 
 STEPS = "steps"  # what ``without@steps`` leaves out: writing recurrences out step by step
@@ -102,15 +99,6 @@ class Task:
             return cheapest(self.problems(graph), budget, self.start, upper, small=TINY)
         except TooBig as e:
             return replace(e.closest, objective=math.inf)
-
-    def rewritten_problems(self, graph: Graph, moves: Sequence[Move]) -> Iterator[tuple[Problem, tuple[str, ...]]]:
-        """The problem of a graph and of each graph that rewrites make of it, with the moves that led there."""
-        others = variants(graph, self.topology.mesh, disabled_by(moves)) if self.rewritable else iter(())
-        for g, more in itertools.chain([(graph, list[Move]())], others):
-            pins = held(self.pins, g.ops, self.topology.mesh)
-            if pins is not None:
-                problem = build(g, self.topology, pins, self.inputs, self.outputs, self.fixed)
-                yield problem, tuple(map(str, [*moves, *more]))
 
     def problem(self, graph: Graph, topology: Topology, only: Mapping[int, Strategy]) -> Problem | None:
         """The strategies of a graph on one topology, ``only`` one of some operations; ``None`` where it lacks an operation that

@@ -6,7 +6,7 @@ and no transfers.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from tapestry.ir.graph import Graph
 from tapestry.ir.plan import MeshAxis, Stage, stages_refused
@@ -18,19 +18,6 @@ from tapestry.plan.solver.budget import Budget
 from tapestry.plan.topology import Topology
 
 UNLIMITED = 1 << 62
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WholePlan:
-    """A plan of the whole graph by one idea, and whether it fits."""
-
-    name: str
-    objective: float
-    fits: bool
-
-    def data(self) -> dict[str, object]:
-        """For the JSON document."""
-        return {"name": self.name, "objective_s": self.objective, "fits": self.fits}
 
 
 def one_device(graph: Graph, topo: Topology, budget: Budget) -> PricedPlan:

@@ -339,10 +339,6 @@ def _notes(build: Build, simulated: Document) -> Iterator[str]:
     if "bound_of" in r:
         yield f"  the bound covers {r['bound_of']}"
     yield f"  assumed: {simulated['assumption']}"
-    unfit = {False: " (does not fit)", True: ""}
-    others = [f"{o['name']} {duration(o['objective_s'])}{unfit[o['fits']]}" for o in r.get("alternatives", ())]
-    if others:
-        yield f"  other plans: {', '.join(others)}"
     for tried in r.get("equations", ()):
         yield f"  {_equations_text(tried)}"
     for m in moves_text(build.moves):

@@ -110,7 +110,7 @@ def _kind(ways: dict[int, str], sources: list[set[int]]) -> str:
 
 def beside_one_device(report: Mapping[str, Any]) -> Iterator[str]:
     """How much faster than the best plan for one device; nothing where there is none to compare with."""
-    one = next((a for a in report.get("alternatives", ()) if a["name"] == "one device"), None)
+    one = report.get("one_device")
     if one and one["objective_s"] and report["objective_s"]:
         ratio = one["objective_s"] / report["objective_s"]
         fast, slow = f"{times(ratio)} times as fast as", f"{times(1 / ratio)} times as long as"

@@ -29,7 +29,7 @@ def test_earlier_and_otherwise_the_same(name):
                 continue
             moved += 1
             assert peak(after) == peak(before) and planned_transfers(after) == planned_transfers(before)
-            assert sorted(map(str, after.steps)) == sorted(map(str, before.steps))
+            assert what(after) == what(before)
             certificate.check(plan.annotated(), after, limit=1 << 40, stated_peak=peak(after), places=plan.places)
             ours, theirs = execute(c.graph, after, c)[0], execute(c.graph, before, c)[0]
             assert all(a.tobytes() == theirs[t].tobytes() for t, a in ours.items())
@@ -37,7 +37,7 @@ def test_earlier_and_otherwise_the_same(name):
             clocks = [simulate(plan, p, topo) for p in (after, before)]
             served = [{str(p.steps[t.step]): t.op for t in x.timed} for p, x in zip((after, before), clocks, strict=True)]
             assert served[0] == served[1]
-            assert clocks[0].total == pytest.approx(clocks[1].total)
+            assert clocks[0].total == pytest.approx(clocks[1].total, rel=1e-4)  # (in turns, waits for neighbours change)
     assert moved or name != "branches"
 
 
@@ -53,16 +53,20 @@ def test_in_better_order_and_otherwise_the_same(name):
             before = lower(plan)
             after, seconds = in_better_order(plan, before, topo)
             assert seconds == simulate(plan, after, topo).total
-            if after is before:
-                continue
-            faster += 1
-            assert seconds < simulate(plan, before, topo).total
+            assert seconds <= simulate(plan, before, topo).total
+            faster += seconds < simulate(plan, before, topo).total
             assert all(a <= b for a, b in zip(peak(after), peak(before), strict=True))
-            assert sorted(map(str, after.steps)) == sorted(map(str, before.steps))
+            assert what(after) == what(before)
             certificate.check(plan.annotated(), after, limit=1 << 40, stated_peak=peak(after), places=plan.places)
             ours, theirs = execute(c.graph, after, c)[0], execute(c.graph, before, c)[0]
             assert all(a.tobytes() == theirs[t].tobytes() for t, a in ours.items())
     assert faster or name != "branches"
+
+
+def what(program) -> tuple[list[str], list[str]]:
+    """Its steps, and what it frees, in any order."""
+    frees = [b for s in program.steps if isinstance(s, Free) for b in s.buffers]
+    return sorted(str(s) for s in program.steps if not isinstance(s, Free)), sorted(frees)
 
 
 def test_a_transfer_stands_right_behind_what_it_sends():

@@ -1,12 +1,10 @@
 """The front of latency against memory: plans of which no other is both faster and smaller.
 
-The fastest plan is sought within limits on memory that go down step by step, to where there is none. The fronts of several
-graphs (the model's own, and those that structural rewrites make of it) are put together.
+The fastest plan is sought within limits on memory that go down step by step, to where there is none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,7 +17,7 @@ from tapestry.plan.solver.budget import Budget
 from tapestry.plan.solver.network import solve
 
 STEPS = 24  # limits that are tried
-SHARE = 0.3  # of the budget left, for one graph
+SHARE = 0.3  # of the budget left
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,16 +27,6 @@ class Point:
     objective_s: float
     peak_bytes: int
     moves: tuple[str, ...] = ()
-
-
-def fronts(problems: Iterable[tuple[Problem, tuple[str, ...]]], budget: Budget) -> list[Point]:
-    """The front over several graphs with the moves that made them; the first one gets its share in any case."""
-    points: list[Point] = []
-    for problem, moves in problems:
-        points += front(problem, budget.share(SHARE), moves)
-        if budget.over():
-            break
-    return undominated(points)
 
 
 def front(problem: Problem, time_limit: float | Budget | None, moves: tuple[str, ...] = ()) -> list[Point]:

@@ -387,10 +387,11 @@ def _moves(
         sources = [(layout, tensor_boxes(t.shape, layout, topo.mesh)) for layout in rows]
         found = transfer.costs(sources, list(wanted.values()), itemsize(t.dtype), topo).seconds
         at = np.stack([b[lanes(topo)] for b in wanted.values()])
-        inside = (at[None, ..., 0] <= at[:, None, ..., 0]) & (at[:, None, ..., 1] <= at[None, ..., 1])
-        least = np.where(np.all(inside, axis=(2, 3)), found[:, None], np.inf).min(axis=2)
+        least = np.where(_inside(at[:, None], at[None]).all(axis=2), found[:, None], np.inf).min(axis=2)
+        have, want = np.stack([b[lanes(topo)] for _, b in sources])[:, None], at[None]
+        lacks = ~_inside(want, have) & np.all(want[..., 0] < want[..., 1], axis=-1)
         columns = {raw: n for n, raw in enumerate(wanted)}
-        tables.moves[key] = Moves(rows, columns, found, _lacking(sources, list(wanted.values()), topo) * least)
+        tables.moves[key] = Moves(rows, columns, found, np.moveaxis(lacks, 2, 0) * least)
     return tables.moves[key]
 
 
@@ -422,12 +423,9 @@ def _table(
     return found[at], least[:, at]
 
 
-def _lacking(held: list[tuple[Layout, Boxes]], wanted: list[Boxes], topo: Topology) -> np.ndarray:
-    """[lane, layout, footprint]: whether a device lacks some of a footprint."""
-    at = lanes(topo)
-    have, want = np.stack([b[at] for _, b in held])[:, None], np.stack([b[at] for b in wanted])[None]
-    inside = np.all((have[..., 0] <= want[..., 0]) & (want[..., 1] <= have[..., 1]), axis=-1)
-    return np.moveaxis(~inside & np.all(want[..., 0] < want[..., 1], axis=-1), 2, 0)
+def _inside(less: Boxes, more: Boxes) -> np.ndarray:
+    """Whether boxes lie in others."""
+    return np.all((more[..., 0] <= less[..., 0]) & (less[..., 1] <= more[..., 1]), axis=-1)
 
 
 def _ending(problem: Problem, maker: int, tensor: str, moves: Moves) -> tuple[np.ndarray, np.ndarray]:

@@ -70,7 +70,7 @@ def test_prices_raise_the_bound() -> None:
     tight = replace(topo, device=replace(topo.device, memory=int(0.5 * peak(free))))
     found = search(graph, tight)
     assert peak(found) <= tight.device.memory
-    assert free.objective * 1.02 < found.bound <= found.objective <= found.bound * 1.03
+    assert free.objective * 1.02 < found.bound <= found.objective <= found.bound * 1.05
 
 
 @pytest.mark.parametrize("rows", [0, 3])

@@ -8,42 +8,17 @@ import pytest
 
 from tapestry.ir.plan import Plan
 from tapestry.ir.program import peak_bytes
-from tapestry.ir.syntax.printer import to_text
 from tapestry.plan.lower import lower
-from tapestry.plan.search.pareto import Point, front, fronts, undominated
+from tapestry.plan.search.pareto import Point, front, undominated
 from tapestry.plan.search.priced_plan import priced_plan
 from tapestry.plan.search.problem import build
-from tapestry.plan.solver.budget import Budget
-from tapestry.plan.structural_search import variants
 from tapestry.plan.topology import topology
-from tapestry.rewrites.core.driver import replay
-from tapestry.rewrites.core.rule import Move
 from tests.support.small_models import case, mesh_of
 
 
 def test_undominated_points() -> None:
     points = [Point(3.0, 5), Point(1.0, 9), Point(2.0, 9), Point(2.0, 6), Point(2.5, 7), Point(3.0, 5)]
     assert undominated(points) == [Point(1.0, 9), Point(2.0, 6), Point(3.0, 5)]
-
-
-@pytest.mark.slow
-def test_graphs_that_rewrites_make_are_on_the_front() -> None:
-    """Points name the moves of their graph; no point of the model as it is beats the joint front."""
-    graph, topo = case("conv_chain").graph, topology(mesh_of("2"))
-    graphs = [(graph, list[Move]()), *variants(graph, topo.mesh)]
-    assert len(graphs) > 1
-    problems = [(build(g, topo, {}, {}, {}), tuple(map(str, moves))) for g, moves in graphs]
-    alone, found = front(problems[0][0], 20.0), fronts(problems, Budget.of(20.0))
-    for p in alone:
-        assert any(q.objective_s <= p.objective_s and q.peak_bytes <= p.peak_bytes for q in found)
-    assert {p.moves for p in found} <= {moves for _, moves in problems}
-    each = [front(p, 20.0, moves) for p, moves in problems]
-    assert found == undominated([p for points in each for p in points])
-    for g, moves in graphs[1:]:
-        assert to_text(replay(graph, moves)) == to_text(g)
-    stopped = Budget.of(20.0)
-    stopped.interrupt.set()
-    assert len(fronts(problems, stopped)) == 1
 
 
 def test_front_is_on_the_true_front() -> None:

@@ -71,10 +71,5 @@ function front(build, say) {
   axes(svg, x, y, [[mLow, bytes(mLow)], [mHigh, bytes(mHigh)]], [tLow, tHigh], "seconds against peak bytes");
   all.forEach((p, k) => svg.append(s("circle", { cx: x(p.peak_bytes), cy: y(p.objective_s), r: 5, class: p.name ? "incumbent-point" : "pareto-point", "data-point": k, onclick: () => say(`${seconds(p.objective_s)}, ${bytes(p.peak_bytes)}: ${p.moves.map(String).join(", ") || "no further moves"}`) },
     hint(`${p.name ?? "a point of the front"}: ${seconds(p.objective_s)}, ${bytes(p.peak_bytes)}`))));
-  return div(scrolled(svg), others(build));
-}
-
-function others(build) {
-  const rows = (build.report.alternatives ?? []).map((a) => h("tr", {}, cell(a.name), amount(seconds(a.objective_s)), cell(a.fits === false ? "does not fit" : "fits")));
-  return rows.length > 0 && table(["whole-graph plan", "objective", "memory"], rows);
+  return scrolled(svg);
 }
