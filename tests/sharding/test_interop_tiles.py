@@ -443,18 +443,22 @@ def test_the_model_carries_its_topology(tmp_path):
     assert "joined" not in tapestry.compile(path, devices=2).build.topology  # the links are of four
 
 
-def test_tilings_of_a_plan_alone_give_the_plan_again(tmp_path):
+def test_tilings_of_a_plan_alone_give_its_tilings_again(tmp_path):
+    """And a plan that takes as long, but for half a percent: of those the one that sends least is taken."""
     source = saved(tiled_model({}, (None, None)), tmp_path)
-    before = tapestry.compile(source, devices=4, pins=["mm:n=4@d0", "down:m=4@d0"], layouts=["y:0=4@d0"])
+    before = tapestry.compile(source, devices=4, topology="cpu", pins=["mm:n=4@d0", "down:m=4@d0"], layouts=["y:0=4@d0"])
     before.export(tmp_path / "both.onnx")
     m = onnx.load(tmp_path / "both.onnx")
-    assert {t: str(g) for t, g in tile_metadata.read(m).items()} == {"r": "{1,4: 0,1,2,3}", "y": "{4,1: 0,1,2,3}"}
+    tiles = {t: str(g) for t, g in tile_metadata.read(m).items()}
+    assert tiles == {"r": "{1,4: 0,1,2,3}", "y": "{4,1: 0,1,2,3}"}
     del m.configuration[:]
     for n in m.graph.node:
         del n.device_configurations[:]
     onnx.save(m, tmp_path / "tiles.onnx")
-    after = tapestry.compile(tmp_path / "tiles.onnx")
-    assert after.build.plan.strategies == before.build.plan.strategies
+    after = tapestry.compile(tmp_path / "tiles.onnx", topology="cpu")
+    after.export(tmp_path / "again.onnx")
+    assert {t: str(g) for t, g in tile_metadata.read(onnx.load(tmp_path / "again.onnx")).items()} == tiles
+    assert after.report["objective_s"] <= before.report["objective_s"] * 1.006
 
 
 # instance maps

@@ -74,10 +74,10 @@ def _asked(args: argparse.Namespace, begun: Runner) -> tuple[list[str], list[str
         hint = f"one of {', '.join(IDEAS)}, or a file: a tp-plan, DTensor's placements, pins, an annotated model"
         raise TapestryError("there is no such idea or file", where=f"--with {args.beside}", hint=hint)
     with refusing(TapestryError, "it is no plan", args.beside, "a tp-plan, DTensor's placements, or pins, a line each"):
-        return _written(args, Path(args.beside).read_text(encoding="utf-8"), mesh)
+        return _pins_in(args, Path(args.beside).read_text(encoding="utf-8"), mesh)
 
 
-def _written(args: argparse.Namespace, text: str, mesh: Mesh) -> tuple[list[str], list[str], list[str]]:
+def _pins_in(args: argparse.Namespace, text: str, mesh: Mesh) -> tuple[list[str], list[str], list[str]]:
     """Pins and layouts of a file, and what is said of them."""
     try:
         said: object = json.loads(text)
