@@ -24,8 +24,6 @@ from tapestry.plan.search.any_order import tails
 from tapestry.plan.simulate import TRANSFER, Known, Schedule, reads_of, simulate
 from tapestry.plan.topology import Topology
 
-TRIES = 4  # orders: each is made from the times of the one before
-LESS = 1 - 1e-9  # of the time: more is rounding
 CELLS = 1 << 24  # steps times devices beyond which memory over time is not worked out
 
 
@@ -38,12 +36,9 @@ def in_better_order(plan: Plan, program: Program, topo: Topology) -> tuple[Progr
     """A program whose transfers are issued early, in an order that takes less simulated time, or the same one; and that time.
     In another order only where transfers and kernels overlap: in turns, only waiting for neighbours changes."""
     known = Known()
-    timed = min((simulate(plan, p, topo, known) for p in (early(program), program)), key=lambda t: t.total)
-    for _ in range(TRIES if topo.overlap else 0):
-        other = simulate(plan, _merged(timed.program, _by_tails(timed)), topo, known)
-        if other.total >= timed.total * LESS:
-            break
-        timed = other
+    plain = simulate(plan, program, topo, known)
+    others = [early(program), *([_merged(program, _by_tails(plain))] if topo.overlap else [])]
+    timed = min((*(simulate(plan, p, topo, known) for p in others), plain), key=lambda t: t.total)
     return timed.program, timed.total
 
 

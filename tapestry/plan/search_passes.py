@@ -18,7 +18,7 @@ from tapestry.plan.algebra import Book
 from tapestry.plan.memory.memory_fit import Fitted, fit
 from tapestry.plan.memory.refit import refitted
 from tapestry.plan.pipelines.stage_choice import Choice, choose
-from tapestry.plan.search.fewest_bytes import fewest_bytes, preferred, shared
+from tapestry.plan.search.fewest_bytes import by_kinds, fewest_bytes, preferred
 from tapestry.plan.search.hidden_transfers import hidden
 from tapestry.plan.search.planner import SMALL, TINY, cheapest
 from tapestry.plan.search.priced_plan import NEAR, PricedPlan, TooBig, peak
@@ -375,11 +375,11 @@ def _closed(graph: Graph, found: PricedPlan, task: Task, budget: Budget) -> Pric
 
 
 def prefer_few_bytes(candidate: Candidate, budget: Budget) -> Candidate:
-    """Operations that read what others gather anyway, and of nearly equal plans in space the one that sends least."""
+    """Other choices of some kinds of operations, and of nearly equal plans in space the one that sends least."""
     found = candidate.result
     if isinstance(found, TooBig) or candidate.fitted:
         return candidate
-    return replace(candidate, result=fewest_bytes(shared(found, budget), budget))
+    return replace(candidate, result=fewest_bytes(by_kinds(found, budget), budget))
 
 
 def hide_transfers(candidate: Candidate, task: Task, budget: Budget) -> Candidate:

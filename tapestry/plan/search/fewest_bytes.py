@@ -2,9 +2,8 @@
 late.
 
 What travels is priced dearer, and the network answers again: a chain of operations then changes its cut as a whole. And as the
-network prices every reader of a tensor by itself, where on the clock a footprint travels once, operations are let read what
-another one gathers anyway: all that are alike, and do the same, together. A plan is taken where the clock says that it is as
-good.
+network knows neither what is hidden nor what travels once for several readers, kinds of operations are let do something else,
+one at a time: all that are alike, and do the same, together. A plan is taken where the clock says that it is as good.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from tapestry.plan.solver.network import Factor, Network, solve
 
 NEARLY = 1.005  # of the best time
 DEARER = (1.25, 2.0, 4.0, 16.0)  # times what travels costs
-BEST = 2  # strategies of an operation that are put on the clock: those that take least by themselves
-LARGE = 1 << 24  # cells of tables: with more, they are not made again
+BEST = 4  # other choices of a kind of operations that are put on the clock
+KINDS = 6.0 * SECOND  # for that
 
 
 def fewest_bytes(found: PricedPlan, budget: Budget) -> PricedPlan:
@@ -35,8 +34,6 @@ def fewest_bytes(found: PricedPlan, budget: Budget) -> PricedPlan:
     merging = [Factor((i,), m.merging) for i, m in enumerate(problem.menus) if m.merging.any()]
     factors = [*problem.factors, *merging]
     tables = {id(f.table): f.table for f in factors}
-    if sum(t.size for t in tables.values()) > LARGE:
-        return found
     alone, choice = {id(f.table) for f in problem.factors if len(f.nodes) == 1}, choice_of(problem, found.plan)
     best, met, own = found, [choice], budget.part(SECOND)
     for times in DEARER:
@@ -71,35 +68,41 @@ def sends(found: PricedPlan) -> tuple[int, int, int]:
     return sum(transfer_bytes(s, found.program) for s in steps), len(steps), len(kinds)
 
 
-def shared(found: PricedPlan, budget: Budget) -> PricedPlan:
-    """The plan, or one that is `preferred` to it, of the same graph, in which operations read what others gather."""
-    problem, own, met = found.problem, budget.part(SECOND), set[tuple[int, int, int]]()
-    while problem and not own.over():
-        choice = choice_of(problem, found.plan)
-        new = next(((i, c) for i, c in _offers(problem, choice) if (id(problem.menus[i]), choice[i], c) not in met), None)
-        if new is None:
-            break
-        i, c = new
+def by_kinds(found: PricedPlan, budget: Budget) -> PricedPlan:
+    """The plan, or one that is `preferred` to it, of the same graph, in which some kinds of operations do something else."""
+    problem, own, met = found.problem, budget.part(KINDS), set[tuple[int, int, int]]()
+    offers = _offers(problem, choice_of(problem, found.plan)) if problem else iter(())
+    while problem and not own.over() and (new := next(offers, None)) is not None:
+        i, c, choice = new
         alike = id(problem.menus[i]), choice[i]
+        if (*alike, c) in met:
+            continue
         met.add((*alike, c))
         changed = [c if (id(m), k) == alike else k for m, k in zip(problem.menus, choice, strict=True)]
         other = ringed(priced_plan(problem, changed, found.bound))
         own.spend(problem.lowering)
-        if peak(other) <= problem.topo.device.memory and preferred(other, found, min(other.objective, found.objective)):
-            found = other
+        if peak(other) <= problem.topo.device.memory and preferred(other, found, np.inf):
+            found, offers = other, _offers(problem, changed)
     return found
 
 
-def _offers(problem: Problem, choice: list[int]) -> Iterator[tuple[int, int]]:
-    """Operations, each with a strategy that reads of some tensor just what another operation reads of it."""
-    readers = dict[str, list[tuple[int, int]]]()
-    for i, op in enumerate(problem.graph.ops):
-        for k, t in enumerate(op.operands):
-            readers.setdefault(t, []).append((i, k))
-    for mine in (r for t, r in readers.items() if t in problem.graph.producers() and len(r) > 1):
-        read = [(i, k, problem.menus[i].reads[choice[i]][k].tobytes()) for i, k in mine]
-        for i, k, now in read:
-            wanted = {r for j, _, r in read if j != i} - {now}
-            menu = problem.menus[i]
-            fitting = [c for c, r in enumerate(menu.reads) if r[k].tobytes() in wanted] if wanted else []
-            yield from ((i, c) for c in sorted(fitting, key=lambda c: float(np.max(menu.own[:, c]) + menu.merging[c]))[:BEST])
+def _offers(problem: Problem, choice: list[int]) -> Iterator[tuple[int, int, list[int]]]:
+    """Of each kind of operations one, with another choice: those that add least to a choice of all; first of all kinds those
+    that read what is there anyway."""
+    rows, made = [np.zeros(n) for n in problem.sizes], problem.graph.producers()
+    for f in problem.factors:
+        for n in f.nodes:
+            rows[n] += f.table[tuple(slice(None) if m == n else choice[m] for m in f.nodes)]
+
+    def read(i: int, c: int) -> set[tuple[str, bytes]]:
+        mine = enumerate(problem.graph.ops[i].operands)
+        return {(t, problem.menus[i].reads[c][k].tobytes()) for k, t in mine if t in made}
+
+    there = {r for i, c in enumerate(choice) for r in read(i, c)}
+    offers = list[tuple[int, int, int]]()
+    for i in {(id(m), c): i for i, (m, c) in enumerate(zip(problem.menus, choice, strict=True))}.values():
+        alone, now = problem.menus[i].own.max(axis=0) + problem.menus[i].merging, read(i, choice[i])
+        shared = [-len((read(i, c) - now) & there) for c in range(len(alone))]
+        best = {*np.argsort(rows[i], kind="stable")[: BEST + 1].tolist(), *np.lexsort((alone, shared))[:BEST].tolist()}
+        offers += [(shared[c], i, c) for c in best if c != choice[i]]
+    yield from ((i, c, choice) for _, i, c in sorted(offers))

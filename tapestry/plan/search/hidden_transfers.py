@@ -32,7 +32,6 @@ WAITED = 0.01  # of the time: less is not worth more launches
 PARTS = (2, 4)
 KINDS = 6  # of operations beside what is waited for most
 GAIN = 1 - 1e-3  # of the time, that a split is worth at least
-HOPELESS = 1.005  # of the time: more parts are not tried then
 
 
 def hidden(found: PricedPlan, problem_of: ProblemOf, budget: Budget) -> tuple[PricedPlan, list[Move]]:
@@ -53,8 +52,6 @@ def hidden(found: PricedPlan, problem_of: ProblemOf, budget: Budget) -> tuple[Pr
                 other, done = _in_parts(now, group, problem_of, budget)
                 if other.objective < best.objective * GAIN and peak(other) <= limit:
                     best, more = other, done
-                if other.objective > now.objective * HOPELESS:
-                    break
             if more:
                 break
         if not more:

@@ -55,8 +55,7 @@ def ring_floors(
     what each device has of it to begin with.
 
     A device gets all blocks but its own, one message after another. The kernel of the last block, at least an even share of all
-    that they do, follows the last message. A kernel for each block is a launch for each. Where transfers and kernels share a
-    stream, all of them and their launches add up.
+    that they do, follows the last message. A kernel for each block is a launch for each.
 
     Args:
         wanted: what each read gathers.
@@ -72,7 +71,7 @@ def ring_floors(
         turning, steps = ring_attention.travelling(op, r), topo.mesh[axis].size - 1
         floors, begin, waits = dict[int, np.ndarray](), dict[int, Boxes](), np.zeros(len(lanes))
         launches = (steps + 1) * launch / len({op.reads[k].tensor for k in turning})  # (shared out among what travels)
-        hides, level = own - own / (steps + 1), dict[str, np.ndarray]()
+        hides, level = (own - own / (steps + 1)) * topo.overlap, dict[str, np.ndarray]()
         for k in (k for k in order if k in turning):
             held = begin[k] = ring_attention.held(op, graph, r, topo.mesh, k, 0)
             width = itemsize(graph.tensors[op.reads[k].tensor].dtype)
@@ -81,13 +80,11 @@ def ring_floors(
             links = [link_between(topo, senders[d], d) if t else None for d, t in zip(lanes, takes.tolist(), strict=True)]
             way = [steps * link.alpha + missing[d] * link.beta if link else 0.0 for d, link in zip(lanes, links, strict=True)]
             most = level.setdefault(op.reads[k].tensor, hides)
-            hidden = np.minimum(way, most) if topo.overlap else -launches
+            hidden = np.minimum(way, most)
             floors[k], hides = np.array(way) - hidden, np.minimum(hides, most - hidden)
             waits += floors[k]
-        if topo.overlap:  # kernels take as much longer as there are launches, or wait
-            floors = {k: np.where(launches * len(floors) > waits, launches, f) for k, f in floors.items()}
-        for k, f in floors.items():
-            out.setdefault(k, []).append((f[:, None], begin[k]))
+        for k, f in floors.items():  # kernels take as much longer as there are launches, or wait
+            out.setdefault(k, []).append((np.where(launches * len(floors) > waits, launches, f)[:, None], begin[k]))
     return out
 
 
@@ -162,7 +159,7 @@ class Problem:
     def lowering(self) -> float:
         """Units of work that lowering a plan of it takes, about."""
         devices = len(self.topo.memories())
-        return LOWERED * len(self.graph.ops) * (1 + min(devices, MANY) / 8 + max(devices - MANY, 0) / 256)
+        return LOWERED * len(self.graph.ops) * (1 + min(devices, MANY) / 16 + max(devices - MANY, 0) / 1024)
 
     @property
     def network(self) -> Network:
@@ -314,14 +311,15 @@ def _edges(problem: Problem, keys: list[str], tables: Tables) -> None:
                 problem.factors.append(Factor((maker, i), table))
             if least.any():
                 problem.flows.append(Flow(-1 if maker is None else maker, i, t, least))
-    for t in problem.outputs:
-        maker = makers.get(t)
-        if maker is not None:
-            seconds, least = _ending(
-                problem, maker, t, _moves(problem, _layouts(problem, maker, t), t, readers.get(t, []), keys, tables)
-            )
-            unary[maker] += seconds
-            problem.flows += [Flow(maker, -1, t, least)] if least.any() else []
+    for t in (t for t in problem.outputs if t in makers):  # from each strategy's layout to the one that it must end in
+        maker, held = makers[t], _layouts(problem, makers[t], t)
+        moves = _moves(problem, held, t, readers.get(t, []), keys, tables)
+        n = moves.columns[tensor_boxes(graph.tensors[t].shape, problem.outputs[t], problem.topo.mesh).tobytes()]
+        at = [moves.rows[h] for h in held]
+        unary[maker] += moves.seconds[at, n]
+        least = moves.least[:, at, n : n + 1]
+        if least.any():
+            problem.flows.append(Flow(maker, -1, t, least))
     problem.factors += [Factor((i,), u) for i, u in enumerate(unary)]
 
 
@@ -426,14 +424,6 @@ def _table(
 def _inside(less: Boxes, more: Boxes) -> np.ndarray:
     """Whether boxes lie in others."""
     return np.all((more[..., 0] <= less[..., 0]) & (less[..., 1] <= more[..., 1]), axis=-1)
-
-
-def _ending(problem: Problem, maker: int, tensor: str, moves: Moves) -> tuple[np.ndarray, np.ndarray]:
-    """Seconds to bring an output from each strategy's layout to the one it must end in, and those of a `Flow`."""
-    t, mesh = problem.graph.tensors[tensor], problem.topo.mesh
-    at = [moves.rows[h] for h in _layouts(problem, maker, tensor)]
-    n = moves.columns[tensor_boxes(t.shape, problem.outputs[tensor], mesh).tobytes()]
-    return moves.seconds[at, n], moves.least[:, at, n : n + 1]
 
 
 def _load_seconds(problem: Problem, reader: int, tensor: str, where: list[int]) -> np.ndarray:
