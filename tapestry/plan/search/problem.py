@@ -72,12 +72,12 @@ def ring_floors(
         floors, begin, waits = dict[int, np.ndarray](), dict[int, Boxes](), np.zeros(len(lanes))
         launches = (steps + 1) * launch / len({op.reads[k].tensor for k in turning})  # (shared out among what travels)
         hides, level = (own - own / (steps + 1)) * topo.overlap, dict[str, np.ndarray]()
-        for k in (k for k in order if k in turning):
+        for k in sorted(turning, key=order.index):
             held = begin[k] = ring_attention.held(op, graph, r, topo.mesh, k, 0)
             width = itemsize(graph.tensors[op.reads[k].tensor].dtype)
             missing = np.maximum(compute.sizes(wanted[k]) - compute.sizes(held), 0) * width
             senders, takes = ring_attention.neighbours(topo.mesh, axis), np.all(held[lanes, :, 0] < held[lanes, :, 1], axis=1)
-            links = [link_between(topo, senders[d], d) if t else None for d, t in zip(lanes, takes.tolist(), strict=True)]
+            links = [link_between(topo, senders[d], d) if t else None for d, t in zip(lanes, takes, strict=True)]
             way = [steps * link.alpha + missing[d] * link.beta if link else 0.0 for d, link in zip(lanes, links, strict=True)]
             most = level.setdefault(op.reads[k].tensor, hides)
             hidden = np.minimum(way, most)
@@ -286,7 +286,7 @@ def _edges(problem: Problem, keys: list[str], tables: Tables) -> None:
         for k, t in enumerate(op.operands):
             if t:
                 positions.setdefault(t, []).append(k)
-        turns = isinstance(op, Block) and bool(op.inner)
+        turns = isinstance(op, Block) and op.inner
         for t, where in positions.items():
             maker = makers.get(t)
             if maker is None and t not in problem.inputs:
@@ -312,7 +312,7 @@ def _edges(problem: Problem, keys: list[str], tables: Tables) -> None:
             if least.any():
                 problem.flows.append(Flow(-1 if maker is None else maker, i, t, least))
     for t in (t for t in problem.outputs if t in makers):  # from each strategy's layout to the one that it must end in
-        maker, held = makers[t], _layouts(problem, makers[t], t)
+        held = _layouts(problem, maker := makers[t], t)
         moves = _moves(problem, held, t, readers.get(t, []), keys, tables)
         n = moves.columns[tensor_boxes(graph.tensors[t].shape, problem.outputs[t], problem.topo.mesh).tobytes()]
         at = [moves.rows[h] for h in held]
@@ -368,6 +368,7 @@ class Moves:
 def _moves(
     problem: Problem, held: list[Layout], tensor: str, readers: list[tuple[int, int]], keys: list[str], tables: Tables
 ) -> Moves:
+    """The moves of a tensor from the layouts in which it may be held; those of one that is alike are made once."""
     graph, topo, t = problem.graph, problem.topo, problem.graph.tensors[tensor]
     end = problem.outputs.get(tensor)
     key = (tuple(held), t.shape, t.dtype, tuple((keys[i], k) for i, k in readers), end)
