@@ -15,11 +15,11 @@ import numpy as np
 
 from tapestry.ir.footprint import Boxes, hull
 from tapestry.ir.graph import Block, Graph, Op
+from tapestry.ir.index import dims_of
 from tapestry.ir.monoid import MONOIDS
 from tapestry.ir.plan import Mesh, Strategy, coordinates, shares
 from tapestry.ir.program import Message, Shared
 from tapestry.plan.strategy import op_boxes
-from tapestry.rewrites.core.edit import read_dims
 
 
 def axis_of(s: Strategy) -> int | None:
@@ -38,7 +38,7 @@ def travelling(op: Op, s: Strategy) -> frozenset[int]:
 def _round(op: Block, cut: str | None, along: str | None) -> frozenset[int]:
     out: list[int] = []
     for k in op.body_reads() - op.then_reads():
-        index = read_dims(replace(op.reads[k], when=()))
+        index = {n for e in op.reads[k].index for n in dims_of(e)}
         if along in index and cut not in index:
             out.append(k)
     return frozenset(out)

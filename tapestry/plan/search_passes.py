@@ -38,7 +38,7 @@ UNFUSED, WHOLE, ROUTES = "unfused", "recurrences whole", "part_routes"
 NAMED = 4  # forms that a sentence names; more are counted
 BESIDE = 4.0 * SECOND  # for splits in time where a plan in space fits
 HIDING = 4.0 * SECOND  # for those that hide transfers, whatever the search of plans has used up
-OTHERS, LEAST = 0.5, 0.5 * SECOND  # of the first form's work, or at least so much, for all others
+OTHERS, LEAST = 0.5, 0.5 * SECOND  # of the work so far, or at least so much, for the book; for forms without simplifications
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,16 +174,16 @@ def _solved(form: Form, problems: Sequence[Problem], task: Task, budget: Budget,
 
 
 def try_other_forms(candidate: Candidate, graph: Graph, task: Task, budget: Budget) -> Candidate:
-    """The other forms of the graph, in a fixed order while there is work for them, twice as much as the first one took; the
+    """The other forms of the graph, in a fixed order; those that leave out simplifications while they take little work. The
     best of all.
 
     On one device only where nothing fits: two weights at once take more room.
     """
     best, scope, spent, least = candidate, candidate.scope, task.meter.spent, _objective(candidate)
-    most = spent + max(LEAST, OTHERS * spent)
     for name, forms in _others(candidate.form, graph, task):
-        missing, room = isinstance(best.result, TooBig), budget.left() >= 2 * spent or name.startswith((WHOLE, "experts"))
-        if budget.over() or not (missing or (task.several_devices and room and task.meter.spent < most)):
+        missing, few = isinstance(best.result, TooBig), name == UNFUSED or task.meter.spent < spent + LEAST
+        room = (few and budget.left() >= 2 * spent) or name.startswith((WHOLE, "experts"))
+        if budget.over() or not (missing or (task.several_devices and room)):
             scope = replace(scope, untried=(*scope.untried, name))
             continue
         for form in filter(lambda f: task.keeps(f.graph), forms):

@@ -71,7 +71,7 @@ def _seconds(found: Senders, own: np.ndarray, want: Boxes, width: int, topo: Top
     if topo.calls:
         known, gathers = _measured(found, own, width, topo, parts)
         most: np.ndarray = np.max(filled, axis=-1) + topo.device.launch
-        total = np.where(np.isnan(known), total, known + np.where(gathers & _in_place(found, want), 0.0, most))
+        total = np.where(np.isnan(known), total, known + np.where(_in_place(found, want, gathers), 0.0, most))
     return total
 
 
@@ -99,13 +99,16 @@ def _measured(found: Senders, own: np.ndarray, width: int, topo: Topology, parts
     return seconds, gathers
 
 
-def _in_place(found: Senders, want: Boxes) -> np.ndarray:
-    """Whether parts one after another are the footprint, as they are where its outermost axis alone is brought together."""
-    extents = want[..., 1] - want[..., 0]
-    held = np.stack([b for _, b in found.held])
-    cut = np.any(held[:, None, ..., 1] - held[:, None, ..., 0] != extents, axis=2)
-    before = np.cumsum(cut, axis=-1) == 0
-    return (cut.sum(axis=-1) == 1) & np.all(~before | (extents <= 1).all(axis=1), axis=-1)
+def _in_place(found: Senders, want: Boxes, gathers: np.ndarray) -> np.ndarray:
+    """Where parts that are gathered are the footprint one after another, as they are where its outermost axis alone is brought
+    together."""
+    layout, footprint = np.nonzero(gathers)
+    boxes, held = want[footprint], np.stack([b for _, b in found.held])[layout]
+    extents = boxes[..., 1] - boxes[..., 0]
+    cut = np.any(held[..., 1] - held[..., 0] != extents, axis=1)
+    out, before = np.zeros_like(gathers), np.cumsum(cut, axis=-1) == 0
+    out[layout, footprint] = (cut.sum(axis=-1) == 1) & np.all(~before | (extents <= 1).all(axis=1), axis=-1)
+    return out
 
 
 def _modelled(found: Senders, own: np.ndarray, width: int, topo: Topology, parts: Digits) -> np.ndarray:

@@ -70,10 +70,18 @@ def sends(found: PricedPlan) -> tuple[int, int, int]:
 
 def by_kinds(found: PricedPlan, budget: Budget) -> PricedPlan:
     """The plan, or one that is `preferred` to it, of the same graph, in which some kinds of operations do something else: in
-    however many steps, it takes no more than half a percent longer than the best that was met."""
+    however many steps, it takes no more than half a percent longer than the best that was met. What was of no use is tried
+    again after others changed."""
     problem, own, met = found.problem, budget.part(KINDS), set[tuple[int, int, int]]()
-    offers, least = _offers(problem, choice_of(problem, found.plan)) if problem else iter(()), found.objective
-    while problem and not own.over() and (new := next(offers, None)) is not None:
+    offers: Iterator[tuple[int, int, list[int]]] = iter(())
+    least, begun = found.objective, None
+    while problem and not own.over():
+        if (new := next(offers, None)) is None:
+            if begun is found:
+                break
+            begun, offers = found, _offers(problem, choice_of(problem, found.plan))
+            met.clear()
+            continue
         i, c, choice = new
         alike = id(problem.menus[i]), choice[i]
         if (move := (*alike, c)) in met:

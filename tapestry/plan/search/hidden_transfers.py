@@ -32,6 +32,7 @@ WAITED = 0.01  # of the time: less is not worth more launches
 PARTS = (2, 4)
 KINDS = 6  # of operations beside what is waited for most
 GAIN = 1 - 1e-3  # of the time, that a split is worth at least
+FEW = 8  # operations that are split without trying one of them first
 
 
 def hidden(found: PricedPlan, problem_of: ProblemOf, budget: Budget) -> tuple[PricedPlan, list[Move]]:
@@ -49,6 +50,8 @@ def hidden(found: PricedPlan, problem_of: ProblemOf, budget: Budget) -> tuple[Pr
         for groups in _splits(best, timed):
             now = best
             for group in groups if not budget.over() else ():
+                if len(group) > FEW and _in_parts(now, group[:1], problem_of, budget)[0].objective >= now.objective:
+                    continue  # what one of them gains nothing by is not worth trying on all layers
                 other, done = _in_parts(now, group, problem_of, budget)
                 if other.objective < best.objective * GAIN and peak(other) <= limit:
                     best, more = other, done
@@ -77,7 +80,7 @@ def _splits(found: PricedPlan, timed: Schedule) -> Iterator[list[list[Move]]]:
         kind = signature(op, graph), s
         alike.setdefault(kind, []).append(op)
         kinds[kind] = kinds.get(kind, 0.0) + waited.get(i, 0.0)
-    for kind in sorted((k for k in kinds if kinds[k] > 0), key=lambda k: -kinds[k])[:KINDS]:
+    for kind in sorted((k for k in kinds if kinds[k] > (1 - GAIN) * timed.total), key=lambda k: -kinds[k])[:KINDS]:
         one, cuts = alike[kind][0], kind[1].dims
         for d in sorted(one.dims, key=lambda d: (d.name not in cuts, -d.size)):
             most = d.size // prod(a.size for c, a in zip(cuts, found.plan.mesh, strict=True) if c == d.name)

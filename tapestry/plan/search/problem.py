@@ -370,11 +370,11 @@ def _moves(
 ) -> Moves:
     """The moves of a tensor from the layouts in which it may be held; those of one that is alike are made once."""
     graph, topo, t = problem.graph, problem.topo, problem.graph.tensors[tensor]
-    end = problem.outputs.get(tensor)
-    key = (tuple(held), t.shape, t.dtype, tuple((keys[i], k) for i, k in readers), end)
+    end, alike = problem.outputs.get(tensor), {(keys[i], k): (i, k) for i, k in readers}
+    key = (tuple(held), t.shape, t.dtype, tuple(alike), end)
     if key not in tables.moves:
         wanted = {} if end is None else {b.tobytes(): b for b in [tensor_boxes(t.shape, end, topo.mesh)]}
-        for i, k in readers:
+        for i, k in alike.values():
             op, menu = graph.ops[i], problem.menus[i]
             wanted |= {r[k].tobytes(): r[k] for r in menu.reads}
             rings = [r for s in menu.strategies for r in ring_attention.rings(op, s, topo.mesh)]
@@ -385,9 +385,10 @@ def _moves(
         rows = {layout: n for n, layout in enumerate(dict.fromkeys(held))}
         sources = [(layout, tensor_boxes(t.shape, layout, topo.mesh)) for layout in rows]
         found = transfer.costs(sources, list(wanted.values()), itemsize(t.dtype), topo).seconds
-        at = np.stack([b[lanes(topo)] for b in wanted.values()])
+        kept = lanes(topo)
+        at = np.stack([b[kept] for b in wanted.values()])
         least = np.where(_inside(at[:, None], at[None]).all(axis=2), found[:, None], np.inf).min(axis=2)
-        have, want = np.stack([b[lanes(topo)] for _, b in sources])[:, None], at[None]
+        have, want = np.stack([b[kept] for _, b in sources])[:, None], at[None]
         lacks = ~_inside(want, have) & np.all(want[..., 0] < want[..., 1], axis=-1)
         columns = {raw: n for n, raw in enumerate(wanted)}
         tables.moves[key] = Moves(rows, columns, found, np.moveaxis(lacks, 2, 0) * least)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections import ChainMap, Counter
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 
-from tapestry.ir.graph import Block, Graph, Op, Read, Rewrite
-from tapestry.ir.syntax.printer import to_text
-from tapestry.ir.types import Tensor
+from tapestry.ir.graph import Block, Graph, Op, Opaque, Read, Rewrite
+from tapestry.ir.syntax.printer import signature
 from tapestry.verify.rewriting import normal_form
 
 MOST_KEPT = 32  # operations that a rewrite leaves as they are, taken in to see that two of their results are one
@@ -84,17 +83,24 @@ class Change:
 
     def _pair(self, old: str, new: str, kept: dict[str, Op], cuts: Collection[str]) -> tuple[Graph, Graph]:
         return (
-            _cone(self.step.before, ChainMap(kept, self.gone), self.places[0], old, cuts),
-            _cone(self.step.after, ChainMap(kept, self.come), self.places[1], new, cuts),
+            _cone(self.step.before, kept, self.gone, self.places[0], old, cuts),
+            _cone(self.step.after, kept, self.come, self.places[1], new, cuts),
         )
 
 
-def _cone(graph: Graph, makers: Mapping[str, Op], place: Mapping[str, int], target: str, cuts: Collection[str]) -> Graph:
+def _cone(
+    graph: Graph,
+    kept: Mapping[str, Op],
+    makers: Mapping[str, Op],
+    place: Mapping[str, int],
+    target: str,
+    cuts: Collection[str],
+) -> Graph:
     found, ops, stack = set[str](), dict[str, Op](), [target]
     while stack:
         t = stack.pop()
-        if t not in found and t in makers and t not in cuts:
-            op = makers[t]
+        op = None if t in found or t in cuts else kept.get(t) or makers.get(t)
+        if op is not None:
             ops[op.outs[0]] = op
             stack += op.inputs
         found.add(t)
@@ -123,36 +129,17 @@ def _looks(op: Op) -> tuple[Read | str, ...]:
     return op.reads if isinstance(op, Block) else op.ins
 
 
-def canonical(before: Graph, after: Graph) -> tuple[Graph, Graph]:
-    """The two graphs with names that say nothing: equal pairs of regions are equal texts."""
-    inputs = {t: f"i{k}" for k, t in enumerate(dict.fromkeys((*before.inputs, *after.inputs)))}
-    return _renamed(before, inputs), _renamed(after, inputs)
+def without_names(before: Graph, after: Graph) -> tuple[object, ...]:
+    """What two graphs over the same inputs say: equal for pairs that differ in names alone."""
+    given = dict.fromkeys((*before.inputs, *after.inputs))
+    return tuple(_said(g, given) for g in (before, after))
 
 
-def text(before: Graph, after: Graph) -> str:
-    """The text of a pair."""
-    return f"{to_text(before)}=>\n{to_text(after)}"
-
-
-def _renamed(graph: Graph, inputs: Mapping[str, str]) -> Graph:
-    made = [t for op in graph.ops for t in op.outs if t not in inputs]
-    names = {t: f"t{k}" for k, t in enumerate(made)} | {t: inputs[t] for t in graph.inputs}
-    return Graph(
-        name="region",
-        inputs=tuple(names[t] for t in graph.inputs),
-        outputs=tuple(names[t] for t in graph.outputs),
-        ops=tuple(_op(op, names) for op in graph.ops),
-        tensors={names[t]: _type(x, names[t], t in graph.inputs) for t, x in graph.tensors.items()},
+def _said(graph: Graph, given: Mapping[str, None]) -> tuple[object, ...]:
+    tensors = dict.fromkeys((*given, *(t for op in graph.ops for t in op.outs)))
+    number = {t: k for k, t in enumerate(tensors)}
+    ops = (
+        (signature(op, graph), op.opsets if isinstance(op, Opaque) else (), *(number[t] for t in (*op.inputs, *op.outs)))
+        for op in graph.ops
     )
-
-
-def _type(t: Tensor, name: str, given: bool) -> Tensor:
-    return replace(t, name=name, kind="input" if given else "value")
-
-
-def _op(op: Op, names: Mapping[str, str]) -> Op:
-    outs = tuple(names[t] for t in op.outs)
-    if isinstance(op, Block):
-        reads = tuple(replace(r, tensor=names[r.tensor]) for r in op.reads)
-        return replace(op, outs=outs, reads=reads, source=(), splits=())
-    return replace(op, outs=outs, ins=tuple(names[t] if t else "" for t in op.ins), source=(), splits=(), why="")
+    return *ops, *(number[t] for t in graph.outputs)
