@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto as T
@@ -56,6 +57,35 @@ def test_megatron_is_the_plan_that_its_styles_say(folder: Path):
     by_idea, by_file = (compared(folder, w) for w in ("megatron", folder / "tp.json"))
     assert by_idea["theirs"] == by_file["theirs"]
     assert by_file["notes"] == ["proved: it computes the model"]
+
+
+def folded(shared: bool) -> onnx.ModelProto:
+    """A model as torch's exporter writes it: weights have lost their names, nodes say their modules."""
+    rng, names = np.random.default_rng(0), ("up", "down")
+    weights = {"val_0": rng.normal(size=(16, 32)), "val_1": rng.normal(size=(32, 16)), "val_2": rng.normal(size=16)}
+    nodes = [N("MatMul", ["x", "val_0"], ["h"], "a"), N("Relu", ["h"], ["r"], "r"), N("MatMul", ["r", "val_1"], ["s"], "b")]
+    nodes += [N("Add", ["s", "val_2"], ["t"], "c"), N("Add", ["t", "val_2"] if shared else ["t", "x"], ["y"], "d")]
+    for node, module in zip(nodes, (names[0], names[0], names[1], names[1], "norm"), strict=True):
+        at = node.metadata_props.add()
+        at.key, at.value = "pkg.torch.onnx.name_scopes", str(["", "net.0", f"net.0.{module}", "linear"])
+    model = net(nodes, {"x": (T.FLOAT, [6, 16])}, {"y": T.FLOAT}, {k: w.astype(np.float32) for k, w in weights.items()})
+    return onnx.shape_inference.infer_shapes(model)
+
+
+@pytest.mark.parametrize(
+    ("styles", "shared", "status", "what"),
+    [
+        ({"net.*.up": "colwise", "net.*.down": "rowwise"}, False, 0, "proved: it computes the model"),
+        ({"net.*.up": "colwise", "net.*.down": "colwise"}, False, 2, "cannot run it on its parts"),
+        ({"net.*.up": "colwise", "net.*.down": "rowwise"}, True, 0, "modules of several styles share a parameter"),
+    ],
+)
+def test_modules_are_known_by_their_nodes(styles: dict, shared: bool, status: int, what: str, folder: Path, tmp_path: Path):
+    onnx.save(folded(shared), tmp_path / "m.onnx")
+    (tmp_path / "tp.json").write_text(json.dumps(styles))
+    at = ("--mesh", "tp=2", "--topology", folder / "fast.json")
+    found = run("compare", tmp_path / "m.onnx", "--with", tmp_path / "tp.json", *at)
+    assert found[0] == status and what in found[1 if status == 0 else 2]
 
 
 def test_biases_and_residuals_leave_pairs(tmp_path: Path):

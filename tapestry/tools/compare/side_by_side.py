@@ -92,7 +92,7 @@ def _pins_in(args: argparse.Namespace, text: str, mesh: Mesh) -> tuple[list[str]
     styles = {
         k: str(v).removesuffix("_rep").removesuffix("_gather_output").removesuffix("_split_input") for k, v in plan.items()
     }
-    pins = [f"{'' if k.startswith('*') else '**.'}{k}:{AXES[v]}={mesh[-1].name}" for k, v in styles.items() if v in AXES]
+    pins = [f"{k}:{AXES[v]}={mesh[-1].name}" for k, v in styles.items() if v in AXES]
     if not pins:
         raise TapestryError(
             "nothing in it cuts anything", where=args.beside, hint='a tp-plan: {"layers.*.mlp.up_proj": "colwise"}'

@@ -1,7 +1,7 @@
 """Each rank's program of a tensor-parallel plan: the model's own nodes on parts of weights, with the plan's collectives.
 
 A plan is transformers' ``tp_plan``: patterns of module names, each with a style. A module is found by its parameters' names
-(``layers.0.mlp.up_proj.weight``). Numbers that an export wrote where its source had a size of a tensor (heads in a Reshape,
+(``layers.0.mlp.up_proj.weight``), or by what the file says of the nodes that read them. Numbers that an export wrote where its source had a size of a tensor (heads in a Reshape,
 pieces in a Split) are scaled as that tensor's axis is; all else is as the file has it.
 """
 
@@ -19,7 +19,8 @@ import onnx
 from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
 from tapestry.errors import ModelError, PlanError, TapestryError, refusing
-from tapestry.lift.file.protos import attributes, node_name, static_shape, subgraphs
+from tapestry.lift.file.protos import attributes, node_name, source_of, static_shape, subgraphs
+from tapestry.lift.file.read_author_names import read_names
 from tapestry.lift.normalize.inference import InferenceError, infer_shapes
 from tapestry.onnx_eval.reference_evaluator import reference_evaluator
 
@@ -31,6 +32,7 @@ STYLES = {
 }  # fmt: skip
 TABLES = {"embedding_rowwise", "embedding_colwise"}
 GATHERED, SPLIT = {"colwise_rep", "colwise_gather_output"}, {"rowwise_rep", "rowwise_split_input"}
+FLOATS = {TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.DOUBLE}
 SMALL = 64  # cells of a constant that may say sizes
 END = 1 << 31  # an end of a Slice beyond this means all that is there
 
@@ -50,7 +52,7 @@ def rank_models(model: ModelProto, folder: Path, plan: Mapping[str, str], ranks:
             raise ModelError(f"the style '{style}' is not known", where=f"tp_plan, '{pattern}'", hint=", ".join(STYLES))
     shapes = _shapes(inferred(model))
     styles, unused = _styles(model, plan)
-    with refusing(ModelError, "the plan cannot be applied", "tp_plan", "a model of linear layers, exported without folding"):
+    with refusing(ModelError, "the plan cannot be applied", "tp_plan", "a model of linear layers"):
         return [_Rank(model, folder, shapes, styles, r, ranks).made() for r in range(ranks)], unused
 
 
@@ -67,18 +69,36 @@ def inferred(model: ModelProto) -> ModelProto:
 
 
 def _styles(model: ModelProto, plan: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
-    """The style of each parameter by its name; patterns of no parameter. An error where none is of any."""
-    out, unused = dict[str, str](), list[str]()
-    for pattern, style in plan.items():
-        text = re.escape(pattern).replace(r"\*", r"\d+")
-        found = [t.name for t in model.graph.initializer if re.search(rf"(^|\.){text}(\.weight|\.bias)?$", t.name)]
-        out |= dict.fromkeys(found, style)
-        unused += [] if found else [pattern]
+    """The style of each parameter by its name; patterns of no parameter. An error where none is of any, or where modules of
+    several styles read one parameter."""
+    called, out = _called(model), dict[str, str]()
+    texts = [re.escape(pattern).replace(r"\*", r"\d+") for pattern in plan]
+    styles = dict(zip((re.compile(rf"(^|\.){text}(\.weight|\.bias)?$") for text in texts), plan.values(), strict=True))
+    for t, names in called.items():
+        found = {next((s for k, s in reversed(styles.items()) if k.search(n)), "") for n in names}
+        if len(found) > 1:
+            why = f"{', '.join(sorted(names)[:3])} are one"
+            raise ModelError("modules of several styles share a parameter", where=f"'{t}'", why=why)
+        out |= {t: s for s in found if s}
     if not out:
-        names = [t.name for t in model.graph.initializer if t.name.endswith(".weight")]
+        names = [n for t in called.values() for n in t if n.endswith(".weight")]
         why = f"it has {names[:4]}" if names else "its weights have lost their names"
         raise ModelError("the plan's modules are not in the model", where=f"'{next(iter(plan), '')}'", why=why)
-    return out, unused
+    every = {n for names in called.values() for n in names}
+    return out, [p for p, k in zip(plan, styles, strict=True) if not any(map(k.search, every))]
+
+
+def _called(model: ModelProto) -> dict[str, set[str]]:
+    """What each parameter is called: by the modules that read it, where an export folded it or merged equal vectors of several,
+    else by its own name."""
+    scopes, weights = read_names(model).scopes, {t.name: t for t in model.graph.initializer if t.data_type in FLOATS and t.dims}
+    out = {t: set[str]() for t in weights}
+    for node in model.graph.node:
+        part, _ = scopes.get(source_of(node), ("", ""))
+        for i in (i for i in node.input if part and i in weights):
+            if len(weights[i].dims) == 1 or "." not in i:
+                out[i].add(f"{part}.{'bias' if len(weights[i].dims) == 1 else 'weight'}")
+    return {t: found or {t} for t, found in out.items()}
 
 
 def _shapes(model: ModelProto) -> dict[str, Shape]:

@@ -132,10 +132,10 @@ def _looks(op: Op) -> tuple[Read | str, ...]:
 def without_names(before: Graph, after: Graph) -> tuple[object, ...]:
     """What two graphs over the same inputs say: equal for pairs that differ in names alone."""
     given = dict.fromkeys((*before.inputs, *after.inputs))
-    return tuple(_said(g, given) for g in (before, after))
+    return tuple(_unnamed(g, given) for g in (before, after))
 
 
-def _said(graph: Graph, given: Mapping[str, None]) -> tuple[object, ...]:
+def _unnamed(graph: Graph, given: Mapping[str, None]) -> tuple[object, ...]:
     tensors = dict.fromkeys((*given, *(t for op in graph.ops for t in op.outs)))
     number = {t: k for k, t in enumerate(tensors)}
     ops = (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from tapestry.plan.solver import dominance
 from tapestry.plan.solver.dominance import FEW_LABELS, undominated
 from tapestry.plan.solver.elimination import minimise
 
@@ -29,8 +30,11 @@ def cost(tables: list[tuple[tuple[int, ...], np.ndarray]], choice: list[int]) ->
     return float(sum(t[tuple(choice[n] for n in nodes)] for nodes, t in tables))
 
 
+@pytest.mark.parametrize("small", [0, dominance.SMALL])
 @pytest.mark.parametrize("seed", range(20))
-def test_the_least_cost_stays(seed: int) -> None:
+def test_the_least_cost_stays(seed: int, small: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However large tables are: equal columns are looked at once, or again."""
+    monkeypatch.setattr(dominance, "SMALL", small)
     sizes, tables = chain(seed)
     fewer = undominated(sizes, tables)
     whole = minimise(sizes, tables, 10**6)
