@@ -43,7 +43,7 @@ def hidden(found: PricedPlan, problem_of: ProblemOf, budget: Budget) -> tuple[Pr
     """
     best, moves = found, list[Move]()
     limit = best.problem.topo.device.memory if best.problem else 0
-    while best.problem and not budget.over():
+    while best.problem and not budget.over(2 * best.problem.lowering):  # which is what trying one split takes
         timed, more = on_the_clock(best.problem, best.plan)[1], list[Move]()
         if timed.exposed().max() < WAITED * timed.total:
             break

@@ -136,8 +136,7 @@ def without_names(before: Graph, after: Graph) -> tuple[object, ...]:
 
 
 def _unnamed(graph: Graph, given: Mapping[str, None]) -> tuple[object, ...]:
-    tensors = dict.fromkeys((*given, *(t for op in graph.ops for t in op.outs)))
-    number = {t: k for k, t in enumerate(tensors)}
+    number = {t: k for k, t in enumerate(dict.fromkeys((*given, *(t for op in graph.ops for t in op.outs))))}
     ops = (
         (signature(op, graph), op.opsets if isinstance(op, Opaque) else (), *(number[t] for t in (*op.inputs, *op.outs)))
         for op in graph.ops
