@@ -36,7 +36,7 @@ from tapestry.plan.pipelines.stage_choice import Request
 from tapestry.plan.pipelines.stage_constraints import asked_of
 from tapestry.plan.requests import parse_layouts, parse_pins, scan_blocks
 from tapestry.plan.search.pareto import SHARE, front, undominated
-from tapestry.plan.search.priced_plan import PricedPlan, on_the_clock, too_big
+from tapestry.plan.search.priced_plan import MORE_ROOM, PricedPlan, on_the_clock, too_big
 from tapestry.plan.search.resume import Start, start_of
 from tapestry.plan.solver.budget import Budget, unseen
 from tapestry.plan.task import STEPS, Task, staging
@@ -83,8 +83,7 @@ def check_memory(c: Compilation) -> Compilation:
     memories, held = c.topology.memories(), sum(_nbytes(o.type.tensor_type) for o in source.model.graph.output)
     if held > sum(memories):
         what = f"no plan fits: the outputs take {held:,} bytes, {some(len(memories), 'device')} can hold {sum(memories):,}"
-        hint = "more memory (--memory), more devices (--devices) or a smaller batch (--shape)"
-        raise PlanError(what, where="--memory" if memory else "", why="they are held to the end", hint=hint)
+        raise PlanError(what, where="--memory" if memory else "", why="they are held to the end", hint=MORE_ROOM)
     if memory is None or not memory.isdecimal() or int(memory) >= BARE:
         return c
     read = {t for n in source.model.graph.node for t in n.input}

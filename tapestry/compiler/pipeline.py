@@ -29,7 +29,7 @@ from tapestry.lift.onnx_to_graph import Lifted
 from tapestry.onnx_eval import ort_session
 from tapestry.options import Options
 from tapestry.plan.pipelines.stage_choice import parse_request
-from tapestry.plan.search.priced_plan import PricedPlan, TooBig
+from tapestry.plan.search.priced_plan import PricedPlan
 from tapestry.plan.search.resume import start_of
 from tapestry.plan.topology import Topology, default_mesh, linked, parse_bytes, parse_mesh, topology
 from tapestry.plugins import entry_points as plugins
@@ -102,7 +102,7 @@ def compile_model(options: Options, report: Report = unreported) -> Compiled:
         TapestryError: what the user can mend; LawError: a plan that does not pass is never returned.
     """
     runner = begun(options, report)
-    searched(runner, options)
+    searched(runner)
     return finished(runner)
 
 
@@ -117,18 +117,13 @@ def begun(options: Options, report: Report) -> Runner:
     return runner
 
 
-def searched(runner: Runner, options: Options) -> None:
+def searched(runner: Runner) -> None:
     """The search.
 
     Raises:
         PlanError: nothing fits, or there is no plan as asked for.
     """
-    try:
-        runner.run(_passes_between(passes.resume, passes.verify))
-    except TooBig as e:
-        if options.memory and options.memory.isdecimal():
-            e.hint = f"{options.memory} is bytes: {options.memory}MiB, if that is meant; {e.hint}"
-        raise
+    runner.run(_passes_between(passes.resume, passes.verify))
 
 
 def finished(runner: Runner) -> Compiled:
@@ -146,7 +141,7 @@ def finished(runner: Runner) -> Compiled:
             left = _wrong(e, runner.at, left)
         with leaving_out(left):
             runner.run(_passes_between(passes.simplify, passes.resume, _passes(runner.at.options)))
-            searched(runner, runner.at.options)
+            searched(runner)
     at, build = runner.at, build_report.build_of(runner.at)
     if at.options.found:
         at.options.found(at.plan.objective, at.plan.bound)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from tapestry.errors import some
 from tapestry.ir.graph import Graph, changes
 from tapestry.plan.algebra import Book
+from tapestry.plan.memory.least_memory import refuse
 from tapestry.plan.memory.memory_fit import Fitted, fit
 from tapestry.plan.memory.refit import refitted
 from tapestry.plan.pipelines.stage_choice import Choice, choose
@@ -148,8 +149,14 @@ class Planned:
 
 
 def fuse_by_price(graph: Graph, task: Task) -> Form:
-    """The graph with every fusion that pays on one device."""
-    return next(_fused_and_not(graph, task, ()))
+    """The graph with every fusion that pays on one device.
+
+    Raises:
+        PlanError: no plan of it, fused or not, has the memory.
+    """
+    first = next(_fused_and_not(graph, task, ()))
+    refuse([first.graph, graph], task.topology)
+    return first
 
 
 def enumerate_strategies(form: Form, task: Task) -> list[Problem]:

@@ -13,7 +13,7 @@ import pytest
 from tapestry import api
 from tapestry.api import Compiled
 from tapestry.compiler.saved_build import verify_build
-from tapestry.errors import LawError, TapestryError
+from tapestry.errors import LawError, PlanError, TapestryError
 from tapestry.ir.graph import Block, Graph
 from tapestry.ir.index import evaluate
 from tapestry.ir.program import Free, Load, alive_bytes
@@ -22,7 +22,7 @@ from tapestry.plan import lower as lowering
 from tapestry.plan import strategy
 from tapestry.plan.cost.floor import least_cells, least_seconds
 from tapestry.plan.lower import lower
-from tapestry.plan.memory.least_memory import lacking
+from tapestry.plan.memory.least_memory import lacking, refuse
 from tapestry.plan.memory.memory_fit import Fitted, fit
 from tapestry.plan.memory.peaks import moves
 from tapestry.plan.search.planner import search, spatial
@@ -196,8 +196,9 @@ def test_no_plan_of_rewrites_needs_less_than_is_said_beforehand(name: str) -> No
 
 def test_what_no_cut_makes_smaller_is_named() -> None:
     graph = parse(ATTENTION.format(n=8))
-    lack = lacking(graph, topology(mesh_of("2"), memory=10))
-    assert lack and lack.together and lack.need > 20 and "devices, of 10 each" in lack.text(2, 10)
+    short = topology(mesh_of("2"), memory=10)
+    with pytest.raises(PlanError, match="at once, all devices together have 20: "):
+        refuse([graph, graph], short)
 
 
 @pytest.mark.parametrize("name", MODELS)

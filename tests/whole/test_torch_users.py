@@ -179,7 +179,7 @@ def test_the_public_names_are_listed() -> None:
         ("compile with --shape batch=1..64", 'compile with shapes={"batch": "1..64"}'),
         ("--shape n=8 or less", 'shapes={"n": 8} or less'),
         ("check the sizes given with --shape; else", "check the sizes given with shapes; else"),
-        ("more memory (--memory), more devices (--devices)", "more memory (memory), more devices (devices)"),
+        ("more memory (--memory; a bare number is bytes)", "more memory (memory; a bare number is bytes)"),
         ("--devices 4, or another --mesh", "devices=4, or another mesh"),
         ("compile with --target triton:sm90", 'compile with target="triton:sm90"'),
         ("--ignore-sharding plans without it", "sharding=False plans without it"),

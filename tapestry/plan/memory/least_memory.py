@@ -10,20 +10,22 @@ Two things are certain of each graph that splits in time and recomputation make 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 from math import prod
+from typing import NamedTuple
 
+from tapestry.errors import PlanError
 from tapestry.ir.graph import Block, Graph, Op, Opaque
 from tapestry.ir.recognition.state import varies
 from tapestry.ir.types import itemsize
 from tapestry.plan.cost.floor import least_cells
+from tapestry.plan.search.priced_plan import MORE_ROOM
 from tapestry.plan.topology import Topology
 from tapestry.rewrites.splitting import split_time
 from tapestry.rewrites.splitting.split import splittable
 
 
-@dataclass(frozen=True, slots=True)
-class Lack:
+class Lack(NamedTuple):
     """An operation for which no plan has the memory: the bytes it takes at least, and those that there are.
 
     Attributes:
@@ -36,18 +38,22 @@ class Lack:
     have: int
     together: bool
 
-    def text(self, devices: int, limit: int) -> str:
-        """By how much it fails."""
-        where = f"all {devices} devices, of {limit:,} each," if devices > 1 else f"the device, of {limit:,},"
-        have = f"{where} have {self.have:,}" if self.together else f"no device has more than {self.have:,}"
-        needs = f"the operation that writes '{self.tensor}' needs {self.need:,} bytes at once"
-        return f"{needs}, {have}: {self.need - self.have:,} too many"
 
-    def why(self) -> str:
-        """What takes them."""
-        if self.together:
-            return "outputs are held to the end, beside all that the last operation reads, however it is cut"
-        return "one point of it reads and writes so much, which no cut in space or time makes smaller"
+def refuse(forms: Sequence[Graph], topo: Topology) -> None:
+    """Say before any search that no plan fits.
+
+    Raises:
+        PlanError: for each form of the graph an operation has not the memory in any plan; says which.
+    """
+    found = [lacking(graph, topo) for graph in forms]
+    if (lack := found[0]) and all(found):
+        held = "outputs are held to the end, beside all that the last operation reads, however it is cut"
+        point = "one point of it reads and writes so much, which no cut in space or time makes smaller"
+        have = f"{'all devices together have' if lack.together else 'no device has more than'} {lack.have:,}"
+        needs = f"the operation that writes '{lack.tensor}' needs {lack.need:,} bytes at once, {have}"
+        raise PlanError(
+            f"no plan fits: {needs}: {lack.need - lack.have:,} too many", why=held if lack.together else point, hint=MORE_ROOM
+        )
 
 
 def lacking(graph: Graph, topo: Topology) -> Lack | None:

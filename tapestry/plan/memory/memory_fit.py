@@ -11,15 +11,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from tapestry.ir.graph import Graph
-from tapestry.ir.plan import Layout, device_count
+from tapestry.ir.plan import Layout
 from tapestry.ir.program import alive_at, peak_bytes
 from tapestry.plan.cost.floor import least_seconds
-from tapestry.plan.memory.least_memory import lacking
 from tapestry.plan.memory.peaks import ALONE, BEAM, CHOICES, MORE, NEAR, PATIENCE, TRIAL, excess, moves
 from tapestry.plan.search.pareto import Point
 from tapestry.plan.search.planner import spatial
-from tapestry.plan.search.priced_plan import PricedPlan, TooBig, peak, too_big
-from tapestry.plan.search.problem import build
+from tapestry.plan.search.priced_plan import PricedPlan, peak, too_big
+from tapestry.plan.search.problem import Tables, build
 from tapestry.plan.search.streamed_weights import fewest, streamable
 from tapestry.plan.solver.budget import Budget
 from tapestry.plan.topology import Topology
@@ -66,14 +65,6 @@ def fit(
     Raises:
         TooBig: nothing fits; says by how many bytes, on which device, for which tensors, and what was tried.
     """
-    lack = lacking(graph, topo)
-    if lack is not None:
-        raise TooBig(
-            first,
-            f"no plan fits: {lack.text(device_count(topo.mesh), topo.device.memory)}",
-            why=lack.why(),
-            hint="more memory (--memory), more devices (--devices) or a smaller batch (--shape)",
-        )
     bound = least_seconds(graph, topo)
     search = _Search(topo, inputs or {}, outputs or {}, bound, budget.share(ALONE))
     states = [search.plan(graph, ()), _State(graph, (), first)]
@@ -99,6 +90,7 @@ class _Search:
     points: list[Point] = field(default_factory=list[Point])
     kinds: dict[str, int] = field(default_factory=dict[str, int])
     met: set[tuple[str, ...]] = field(default_factory=set[tuple[str, ...]])
+    tables: Tables = field(default_factory=Tables)
 
     @property
     def limit(self) -> int:
@@ -155,7 +147,7 @@ class _Search:
     def spatial(self, graph: Graph, streamed: frozenset[str]) -> PricedPlan:
         """The planner's own search, for a while."""
         self.trials += 1
-        problem = build(graph, self.topo, {}, self.inputs, self.outputs, streamed=streamed)
+        problem = build(graph, self.topo, {}, self.inputs, self.outputs, streamed=streamed, known=self.tables)
         self.budget.spend(problem.work)
         return spatial(problem, self.budget.part(TRIAL), squeeze=False)
 

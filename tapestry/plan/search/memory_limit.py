@@ -142,9 +142,11 @@ def within_memory(
         bound: a lower bound that is already proved.
         squeeze: whether to look once more near the plan with the least memory before giving up.
     """
-    limit = problem.topo.device.memory
-    solution = Room(problem, surely=True).solve(limit, budget)
-    room = Room(problem, surely=False, price=solution.price)
+    limit, sure, room = problem.topo.device.memory, Room(problem, surely=True), Room(problem, surely=False)
+    if sure.least() > limit:  # no choice fits
+        return _smallest(room, first, bound, budget, squeeze)
+    solution = sure.solve(limit, budget)
+    room.price = solution.price
     best, smallest, bound = begun, first, max(bound, first.bound, solution.bound)
     for _ in range(ATTEMPTS):
         if not np.isfinite(solution.objective):

@@ -18,6 +18,7 @@ from tapestry.plan.solver.network import evaluate
 from tapestry.plan.solver.pairs import proved
 
 NEAR = 1e-3  # of the objective: plans that differ by less are equally good
+MORE_ROOM = "more memory (--memory; a bare number is bytes), more devices (--devices) or a smaller batch (--shape)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,6 +125,5 @@ def too_big(closest: PricedPlan, limit: int, budget: Budget, tried: str = "") ->
         f"{ended + ' a plan was found that fits' if ended else 'no plan fits'}: device {device} needs {most[device]:,} bytes"
         f" of {limit:,}, {most[device] - limit:,} too many",
         why=f"the plan with the least memory that was found holds there (bytes): {names}{tried}",
-        hint=("more time (--time-limit), " if ended else "")
-        + "more memory (--memory), more devices (--devices) or a smaller batch (--shape)",
+        hint=("more time (--time-limit), " if ended else "") + MORE_ROOM,
     )

@@ -46,7 +46,7 @@ def side_by_side(args: argparse.Namespace) -> Outcome:
         ours = _searched(begun, asked.pins, asked.layouts)
         if annotated:
             theirs = pipeline.begun(replace(asked, model=Path(args.beside)), report)
-            pipeline.searched(theirs, asked)
+            pipeline.searched(theirs)
         else:
             theirs = _searched(begun, [*asked.pins, *pins], [*asked.layouts, *layouts])
         changes, all_s = _changes(begun, asked, pins, layouts, theirs.at.plan)
@@ -135,7 +135,7 @@ def _searched(begun: Runner, pins: Sequence[str], layouts: Sequence[str]) -> Run
     kept = replace(at.constraints, pins=pins, layouts=layouts, inputs=inputs, outputs=outputs)
     asked = replace(at.options, pins=pins, layouts=layouts)
     new = replace(begun, at=at.made(options=asked, constraints=kept), rows=[], seconds={}, printed={})
-    pipeline.searched(new, asked)
+    pipeline.searched(new)
     return new
 
 

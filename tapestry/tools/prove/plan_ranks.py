@@ -1,8 +1,9 @@
 """Each rank's program of a tensor-parallel plan: the model's own nodes on parts of weights, with the plan's collectives.
 
 A plan is transformers' ``tp_plan``: patterns of module names, each with a style. A module is found by its parameters' names
-(``layers.0.mlp.up_proj.weight``), or by what the file says of the nodes that read them. Numbers that an export wrote where its source had a size of a tensor (heads in a Reshape,
-pieces in a Split) are scaled as that tensor's axis is; all else is as the file has it.
+(``layers.0.mlp.up_proj.weight``), or by what the file says of the nodes that read them. Numbers that an export wrote where its
+source had a size of a tensor (heads in a Reshape, pieces in a Split) are scaled as that tensor's axis is; all else is as the
+file has it.
 """
 
 from __future__ import annotations
@@ -79,7 +80,8 @@ def _styles(model: ModelProto, plan: Mapping[str, str]) -> tuple[dict[str, str],
         if len(found) > 1:
             why = f"{', '.join(sorted(names)[:3])} are one"
             raise ModelError("modules of several styles share a parameter", where=f"'{t}'", why=why)
-        out |= {t: s for s in found if s}
+        out[t] = found.pop()
+    out = {t: s for t, s in out.items() if s}
     if not out:
         names = [n for t in called.values() for n in t if n.endswith(".weight")]
         why = f"it has {names[:4]}" if names else "its weights have lost their names"
