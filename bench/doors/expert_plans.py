@@ -4,8 +4,8 @@
 
 The cases are in expert_plans.json: decoders, dense and with experts, encoders, a CNN, a U-Net and a diffusion transformer, for
 small and large batches, with ample and tight memory, on NVLink, PCIe and two hosts. What the pins leave open is searched, as
-ours is. Models of transformers and diffusers by their makers' sizes have two layers, without weights; so have the exports of
-shared/models. Exits 1 where theirs is faster, or is within 0.5 % and sends fewer bytes.
+ours is. Models of transformers and diffusers by their makers' sizes have two layers; exports of shared/models are whole, and
+none has weights. Exits 1 where theirs is faster, or is within 0.5 % and sends fewer bytes.
 """
 
 from __future__ import annotations

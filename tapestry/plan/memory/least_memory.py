@@ -40,7 +40,7 @@ class Lack(NamedTuple):
 
 
 def refuse(forms: Sequence[Graph], topo: Topology) -> None:
-    """Say before any search that no plan fits.
+    """Say before any search that no plan of some forms of a graph fits; forms without simplifications are not looked at then.
 
     Raises:
         PlanError: for each form of the graph an operation has not the memory in any plan; says which.
@@ -52,7 +52,9 @@ def refuse(forms: Sequence[Graph], topo: Topology) -> None:
         have = f"{'all devices together have' if lack.together else 'no device has more than'} {lack.have:,}"
         needs = f"the operation that writes '{lack.tensor}' needs {lack.need:,} bytes at once, {have}"
         raise PlanError(
-            f"no plan fits: {needs}: {lack.need - lack.have:,} too many", why=held if lack.together else point, hint=MORE_ROOM
+            f"no plan fits, with fusions or without: {needs}: {lack.need - lack.have:,} too many",
+            why=held if lack.together else point,
+            hint=MORE_ROOM,
         )
 
 
