@@ -39,10 +39,7 @@ UNFUSED, WHOLE, ROUTES = "unfused", "recurrences whole", "part_routes"
 NAMED = 4  # forms that a sentence names; more are counted
 BESIDE = 4.0 * SECOND  # for splits in time where a plan in space fits
 HIDING = 4.0 * SECOND  # for those that hide transfers, whatever the search of plans has used up
-OTHERS, LEAST = (
-    0.5,
-    0.5 * SECOND,
-)  # of the work so far, for the book; units that it and forms that leave out simplifications may take
+OTHERS, LEAST = 0.5, 0.5 * SECOND  # of the work so far, for the book; for it and forms without simplifications at least
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
