@@ -50,7 +50,7 @@ def refuse(forms: Sequence[Graph], topo: Topology) -> None:
         held = "outputs are held to the end, beside all that the last operation reads, however it is cut"
         point = "one point of it reads and writes so much, which no cut in space or time makes smaller"
         have = f"{'all devices together have' if lack.together else 'no device has over'} {lack.have:,}"
-        needs = f"the operation that writes '{lack.tensor}' needs {lack.need:,} bytes at once, {have}, too few"
+        needs = f"what writes '{lack.tensor}' needs {lack.need:,} bytes at once, {lack.need - lack.have:,} too many: {have}"
         raise PlanError(f"no plan fits, fused or not: {needs}", why=held if lack.together else point, hint=MORE_ROOM)
 
 
