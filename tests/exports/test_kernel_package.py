@@ -72,6 +72,33 @@ def test_the_package_runs_without_tapestry(build: Path, tmp_path: Path) -> None:
     assert f"{done['cases']} operators, as stored" in ran.stdout
 
 
+def test_kernels_may_have_the_names_that_the_package_uses(tmp_path: Path) -> None:
+    """Those that it imports, its modules, and what torch's namespaces of operators have themselves."""
+    names = [
+        "operator",
+        "corrected",
+        "Pass",
+        "Kernel",
+        "Buffer",
+        "source",
+        "sources",
+        "OPERATORS",
+        "name",
+        "float",
+        "test_kernels",
+    ]
+    ops = "".join(
+        f"{n}: f32[3, {k + 1}] = op [m: 3, n: {k + 1}] reads x{k}[m, n] body neg(x{k})\n" for k, n in enumerate(names)
+    )
+    inputs = "".join(f"input x{k}: f32[3, {k + 1}]\n" for k in range(len(names)))
+    (tmp_path / "g.tap").write_text(f"graph g\n{inputs}{ops}output {', '.join(names)}\n")
+    tapestry.compile(tmp_path / "g.tap", target="triton:sm90", topology="h100", devices=1).save(tmp_path / "g.plan")
+    done = formats.export(tmp_path / "g.plan", "kernels", tmp_path / "mixed")
+    ran = alone(tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    assert done["cases"] == len(names) and f"{len(names)} operators, as stored" in ran.stdout
+
+
 @pytest.mark.slow
 def test_a_kernel_that_is_wrong_fails_the_packages_test(build: Path, tmp_path: Path) -> None:
     formats.export(build, "kernels", tmp_path / "mixed")

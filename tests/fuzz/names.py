@@ -29,7 +29,7 @@ EVIL = (
     '"; import evil_code; "', "*/ int evil_code; /*", "?" "?/\nint evil_code;", "</script><script>evil_code()</script>", "<img src=x onerror=evil_code()>",
     "[/bold][red]evil_code", "[link=file:evil_code]x[/link]", "\x1b[2J\x1b[31mevil_code", "\x9b31mevil_code", "nul\x00evil_code", "line\u2028evil_code",
     "para\u2029evil_code", "bidi\u202eevil_code", "../../evil_code", "/evil_code", "a b", "ü名", "$(evil_code)", "`evil_code`", "%s{evil_code}%n",
-    "{0.__class__}", "\\", '\\"', "-o", "--help", "a=b", "x:0=2@d0", "harmless", "", "for", "tl", "triton", "lambda",
+    "{0.__class__}", "\\", '\\"', "-o", "--help", "a=b", "x:0=2@d0", "harmless", "", "for", "tl", "triton", "lambda", "operator", "name",
 )  # fmt: skip
 FORMATS = (
     "onnx",
@@ -118,9 +118,9 @@ def faults(folder: Path) -> list[str]:
             except (SyntaxError, ValueError) as e:
                 out.append(f"{path.name}: {e}")
                 continue
-            used = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name)} | {
-                a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names
-            }
+            names = [n for n in ast.walk(tree) if isinstance(n, ast.Name)]
+            used = {n.id for n in names if isinstance(n.ctx, ast.Load)} - {n.id for n in names if isinstance(n.ctx, ast.Store)}
+            used |= {a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
             out += [f"{path.name} uses evil_code"] if "evil_code" in used else []
         elif path.suffix == ".json":
             json.loads(path.read_text())

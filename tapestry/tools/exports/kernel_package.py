@@ -30,7 +30,9 @@ from tapestry.tools.exports.shipped.launching import Buffer
 
 CASE_POINTS, CASE_BYTES, CASE_PROGRAMS = 1 << 22, 1 << 22, 512  # of a kernel that is tested: a second in the interpreter
 TF32 = 2e-3  # relative, of products of f32 cut to 10 bits
-TAKEN = frozenset({"sources", "launching", "interpreter", "checking", "test_kernels", "OPERATORS"})
+TAKEN = frozenset({"sources", "launching", "interpreter", "checking", "test_kernels", "OPERATORS"}) | frozenset(
+    {"corrected", "Buffer", "Kernel", "Pass", "operator", "source", "name"}  # with "_" before them; of torch.ops
+)
 HEAD = '''"""Kernels of {model} for {target}, each an operator of torch: ``torch.ops.{package}.NAME``, or ``{package}.NAME``.
 
 Written by ``tapestry export --format kernels``. A kernel computes one block of an operation, of one device; what
@@ -84,7 +86,7 @@ def export_kernels(build: Build, folder: Path) -> dict[str, Any]:
     lines, cases, rows = list[str](), dict[str, np.ndarray[Any, Any]](), list[dict[str, Any]]()
     for k, (file, (kernel, source)) in enumerate(made.items()):
         stem = file.removesuffix(".py")
-        name = f"{stem}_" if stem in TAKEN or stem.startswith("_") else stem
+        name = f"{stem}_" if stem in TAKEN else stem
         files[f"sources/{file}"] = source.source.encode()
         buffers = _buffers(graph, kernel, source)
         case = _case(graph, kernel, source, buffers, seed=k)
