@@ -154,7 +154,7 @@ def fuse_by_price(graph: Graph, task: Task) -> Form:
     Raises:
         PlanError: no plan of it, fused or not, has the memory.
     """
-    first = next(_fused_and_not(graph, task, ()))
+    first = _fused(graph, task, ())
     refuse([first.graph, graph], task.topology)
     return first
 
@@ -229,20 +229,17 @@ def _others(first: Form, graph: Graph, task: Task) -> Iterator[tuple[str, Iterat
         yield UNFUSED, iter([Form(name=UNFUSED, graph=graph, moves=())])
     if task.lifted is None:
         return
-    seen, differ, did = [graph.ops], set[str](), {step.by for step in changes(graph)}
+    seen, did = [graph.ops], {step.by for step in changes(graph)}
 
     def without_rules(rules: tuple[str, ...]) -> Iterator[Form]:
         assert task.lifted
-        if len(rules) > 1 and not differ.issuperset(rules):
-            return
         task.meter.spent += SIMPLIFYING * len(task.lifted.ops)
         if not did.issuperset(rules):  # without a rule that did nothing it would be the same graph
             return
         other = simplify(task.lifted, disabled=task.disabled_rules | frozenset(rules))
         if other.ops not in seen:
             seen.append(other.ops)
-            differ.update(rules)
-            yield from _fused_and_not(other, task, rules)
+            yield _fused(other, task, rules)
 
     for rules in itertools.chain.from_iterable(itertools.combinations(OPTIONAL, n) for n in range(1, len(OPTIONAL) + 1)):
         yield f"without {' and '.join(rules)}", without_rules(rules)
@@ -263,14 +260,11 @@ def _recurrences_whole(task: Task, lifted: Graph) -> Form:
     return Form(name=WHOLE, graph=new, moves=(without(STEPS), *fusions))
 
 
-def _fused_and_not(graph: Graph, task: Task, left_out: tuple[str, ...]) -> Iterator[Form]:
-    """A graph with every fusion that pays on one device, and without."""
+def _fused(graph: Graph, task: Task, left_out: tuple[str, ...]) -> Form:
+    """A graph with every fusion that pays on one device."""
     moves, suffix = tuple(map(without, sorted(left_out))), f" without {' and '.join(left_out)}" if left_out else ""
-    disabled = task.disabled_rules | frozenset(left_out)
-    new, fusions = task.fused(graph, disabled)
-    if fusions:
-        yield Form(name=f"fused{suffix}", graph=new, moves=(*moves, *fusions))
-    yield Form(name=f"{UNFUSED if fusions else 'as simplified'}{suffix}", graph=graph, moves=moves)
+    new, fusions = task.fused(graph, task.disabled_rules | frozenset(left_out))
+    return Form(name=f"{'fused' if fusions else 'as simplified'}{suffix}", graph=new, moves=(*moves, *fusions))
 
 
 def fit_in_time(candidate: Candidate, task: Task, budget: Budget) -> Candidate:

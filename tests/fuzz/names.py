@@ -68,7 +68,7 @@ def renamed(model: onnx.ModelProto, rng: random.Random) -> onnx.ModelProto:
                 for inner in (a.g, *a.graphs):
                     graph(inner)
 
-    out.graph.name, out.graph.doc_string = rng.choice(EVIL), rng.choice(EVIL)
+    out.graph.name, out.graph.doc_string = rng.choice(EVIL) or "g", rng.choice(EVIL)  # (a name must not be empty)
     graph(out.graph)
     return out
 

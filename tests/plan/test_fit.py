@@ -419,9 +419,9 @@ def test_no_regions_are_looked_at_when_the_time_is_up(monkeypatch) -> None:
         return region(*args)
 
     monkeypatch.setattr(split_time, "region", count)
-    moves(graph, plan, topo, 5, Budget.of(0.0))
+    moves(graph, plan, topo, Budget.of(0.0))
     assert asked == [0]
-    moves(graph, plan, topo, 5, Budget.of(math.inf))
+    moves(graph, plan, topo, Budget.of(math.inf))
     assert asked[0] > 5
 
 

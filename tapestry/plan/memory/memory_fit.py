@@ -14,7 +14,7 @@ from tapestry.ir.graph import Graph
 from tapestry.ir.plan import Layout
 from tapestry.ir.program import alive_at, peak_bytes
 from tapestry.plan.cost.floor import least_seconds
-from tapestry.plan.memory.peaks import ALONE, BEAM, CHOICES, MORE, NEAR, PATIENCE, TRIAL, excess, moves
+from tapestry.plan.memory.peaks import ALONE, BEAM, MORE, NEAR, PATIENCE, TRIAL, excess, moves
 from tapestry.plan.search.pareto import Point
 from tapestry.plan.search.planner import spatial
 from tapestry.plan.search.priced_plan import PricedPlan, peak, too_big
@@ -117,19 +117,26 @@ class _Search:
         return True, float(most), excess(state.found.program, self.topo)
 
     def children(self, state: _State) -> list[_State]:
-        """The states that one list of moves leads to."""
+        """The states that ladders of moves lead to: each is climbed until a plan fits, or a rung is no better than the last."""
         out: list[_State] = []
-        for group in moves(state.graph, state.found, self.topo, CHOICES, self.budget):
-            if self.budget.over():
-                break
-            key = tuple(map(str, (*state.moves, *group)))
-            if key in self.met:
-                continue
-            self.met.add(key)
-            graph, done = apply_legal(state.graph, group)  # (nothing is simplified: that would undo them)
-            if done:
+        for ladder in moves(state.graph, state.found, self.topo, self.budget):
+            last = None
+            for group in ladder:
+                if self.budget.over():
+                    return out
+                key = tuple(map(str, (*state.moves, *group)))
+                if key in self.met:
+                    continue
+                self.met.add(key)
+                graph, done = apply_legal(state.graph, group)  # (nothing is simplified: that would undo them)
+                if not done:
+                    continue
                 self.kinds[done[0].rule] = self.kinds.get(done[0].rule, 0) + 1
-                out.append(self.plan(graph, (*state.moves, *done)))
+                new = self.plan(graph, (*state.moves, *done))
+                out.append(new)
+                if peak(new.found) <= self.limit or (last and self.rank(new) >= self.rank(last)):
+                    break
+                last = new
         return out
 
     def plan(self, graph: Graph, done: tuple[Move, ...]) -> _State:

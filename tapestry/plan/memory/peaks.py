@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -65,21 +66,20 @@ def excess(program: Program, topo: Topology) -> int:
     return sum(int(np.maximum(alive - limit, 0).sum()) for alive in alive_bytes(program))
 
 
-def moves(graph: Graph, found: PricedPlan, topo: Topology, count: int, budget: Budget) -> list[tuple[Move, ...]]:
-    """Lists of moves that may lower the peak, the most promising first, at most ``count`` of each kind; those that were looked
-    at when the budget is over."""
+def moves(graph: Graph, found: PricedPlan, topo: Topology, budget: Budget) -> list[list[tuple[Move, ...]]]:
+    """Ladders of moves that may lower the peak, the most promising first: of each, a rung is a finer cut than the one before.
+    Those that were looked at when the budget is over."""
     spot = peak_of(found, topo)
     above = max(topo.strain(peak_bytes(found.program)[0]) - topo.device.memory, 1)
-    out: list[tuple[Move, ...]] = []
-    scored = sorted(_regions(graph, spot, budget), key=lambda s: (-min(s.saved, above), s.clones, -s.saved))
-    seen: set[tuple[int, str, int]] = set()
-    for s in scored:
-        if len(out) < count and (s.at, s.dim, s.clones) not in seen:
-            seen.add((s.at, s.dim, s.clones))
-            out.append(_alike(graph, spot, s))
-    batches = [batch_move(graph, p) for p in PARTS] if len(graph.ops) * 2 < MOST_CLONES else []
-    out += [(m,) for m in batches if m is not None and m.number("parts") * len(graph.ops) <= MOST_CLONES][:count]
-    return out + [(m,) for m in _again(graph, spot)][: max(2, count // 2)]
+    ladders: dict[tuple[int, str, int], list[_Region]] = {}
+    for s in sorted(_regions(graph, spot, budget), key=lambda s: (-min(s.saved, above), s.clones, -s.saved)):
+        rungs = ladders.setdefault((s.at, s.dim, s.back), [])
+        if not rungs or s.parts > rungs[-1].parts:
+            rungs.append(s)
+    out = [[_alike(graph, spot, s) for s in rungs] for rungs in itertools.islice(ladders.values(), CHOICES)]
+    batches = (batch_move(graph, p) for p in PARTS if p * len(graph.ops) <= MOST_CLONES)
+    out.append([(m,) for m in batches if m])
+    return out + [[(m,)] for m in itertools.islice(_again(graph, spot), AGAIN)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +175,8 @@ def _again(graph: Graph, spot: Peak) -> Iterator[Move]:
 
 
 BEAM = 2  # states rewritten in one round
-CHOICES = 5  # splits tried per state
+CHOICES = 5  # regions that are split, per state
+AGAIN = 2  # tensors that are computed again, per state
 PATIENCE = 2  # rounds without a better plan before the search stops
 NEAR = 1.01  # times the bound: good enough to stop
 MORE = 10.0 * SECOND  # to look for a cheaper plan after the first one that fits
