@@ -404,10 +404,9 @@ def _stages_text(report: Mapping[str, Any]) -> Iterator[str]:
         yield f"stage {k}: {where} ({s['mesh']}), {some(s['ops'], 'operation')}, {took}{micro}, peak {peak}"
     other = report.get("pipeline")
     if other:
-        for name, key in (("with stages", ""), ("without stages", "spatial_")):
-            costs = [other[f"{key}objective_s"], other[f"{key}simulated_s"]]
-            what = "no plan fits" if costs[0] is None else f"objective {duration(costs[0])}, simulated {duration(costs[1])}"
-            yield f"{name}{' (chosen)' if other['chosen'] == (key == '') else ''}: {what}"
+        for name, key in (("with stages", "objective_s"), ("without stages", "spatial_objective_s")):
+            what = "no plan as asked for" if other[key] is None else f"objective {duration(other[key])}"
+            yield f"{name}{' (chosen)' if other['chosen'] == (name == 'with stages') else ''}: {what}"
 
 
 def _steps(build: Build, facts: Document) -> Iterator[str]:

@@ -7,8 +7,10 @@ estimates, the pieces of the chain that it picks are solved, and so on until a c
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence as Several
 from dataclasses import dataclass, field, replace
+from functools import cache
 from math import inf
 
 from tapestry.ir.graph import Graph
@@ -187,7 +189,7 @@ def _with_memory(topo: Topology, share: float) -> Topology:
 def _chain(pieces: Pieces, estimates: Estimates, micro: int, stages: int | None, upper: float) -> tuple[Chain | None, bool]:
     """(the best chain, of solved pieces only; whether it is the best of all)."""
     length, devices = len(pieces.points) - 1, device_count(pieces.topo.mesh)
-    exact, tried = _few(pieces, devices), False
+    exact, tried, about = _few(pieces, devices), False, cache(estimates.seconds)
 
     def cost(piece: Piece) -> float:
         nonlocal exact
@@ -197,18 +199,20 @@ def _chain(pieces: Pieces, estimates: Estimates, micro: int, stages: int | None,
             exact = False
         if exact or piece in pieces.known:
             return pieces.seconds(piece)
-        return inf if late else estimates.seconds(piece)  # late: of what is solved the best
+        return inf if late else about(piece)  # late: of what is solved the best
 
-    while True:
+    alone = pieces.shapes[:1]  # first stages of a device each: what those take is estimated well, and there is a plan soon
+    for shapes in itertools.chain([alone], itertools.repeat(pieces.shapes)):
         limit = upper if exact else upper * SLACK
         alike = not pieces.topo.kinds
-        chain = best_chain(length, devices, pieces.shapes, cost, micro=micro, stages=stages, upper=limit, alike=alike)
+        chain = best_chain(length, devices, shapes, cost, micro=micro, stages=stages, upper=limit, alike=alike)
         new = [p for p in chain.pieces if p not in pieces.known] if chain else []
-        if chain is None or not new:
+        if shapes is not alone and not new:
             return chain, exact
         for p in new:
             pieces.solve(p)
         tried = True
+    raise AssertionError
 
 
 def _few(pieces: Pieces, devices: int) -> bool:

@@ -19,10 +19,13 @@ from tapestry.plan.solver.budget import SECOND, Budget
 from tapestry.plan.topology import Topology
 from tapestry.rewrites.core.rule import Move
 
-AUTO_SHARE = 0.5  # of what the plan without stages took: work for stages that nobody asked for
+AUTO_SHARE = 0.5  # of what the plan without stages took: work for stages that nobody asked for, and that may pay
 LEAST, MOST = 2.0 * SECOND, 5.0 * SECOND  # and the limits of that; where it would be more, they are not looked for
 SLOW = 2.0  # a mesh axis is slow if a byte takes so many times longer than on the fastest
-WAITING = 0.05  # stages may pay if the spatial plan spends at least this share of its time on transfers
+WAITING, MOSTLY = (
+    0.05,
+    0.5,
+)  # stages may pay, and are worth a search, if the spatial plan spends so much of its time on transfers
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,11 +107,11 @@ def choose(
     """
     unfit = isinstance(spatial, PlanError)
     staged: Staged | None = None
-    quick = tight or unfit or AUTO_SHARE * spent <= MOST
-    if request.explicit or (request.stages != 1 and quick and _may_pay(spatial, topo, tight)):
+    share = 0.0 if request.stages == 1 else _share(spatial, topo, tight)
+    if request.explicit or share == 1 or 0 < share * spent <= MOST:
         upper = float("inf") if unfit or request.explicit else summed(spatial)
-        part = budget if request.explicit or unfit or tight else budget.part(max(LEAST, AUTO_SHARE * spent))
-        insist = request.explicit or unfit
+        part = budget if request.explicit or unfit or tight else budget.part(max(LEAST, share * spent))
+        insist = request.explicit or share == 1
         micro = MICRO_BATCHES if request.micro is None else (request.micro,)
         staged = search_stages(
             graph,
@@ -128,36 +131,40 @@ def choose(
             raise spatial
         return Choice(spatial, False, (), {"stages": [], "micro_batches": 1})
     bound = least_seconds(graph, topo, everywhere=False)
-    other = request.asked.bound or request.asked.cuts
-    report = _report(None if other else spatial, staged, topo, bound)
-    simulated = float(report["simulated_s"])
-    taken = unfit or request.explicit or simulated < spatial.objective
-    report["chosen"] = taken
-    if not taken:
-        assert isinstance(spatial, PricedPlan)
+    total = simulate(staged.found.plan, staged.found.program, topo).total
+    taken = unfit or request.explicit or total < spatial.objective
+    other = request.asked.bound or request.asked.cuts  # then both plans are not of one problem
+    report = {
+        "objective_s": total, "lower_bound_s": min(bound, total), "exact": staged.exact, "simulated_s": total,
+        "stages": len(staged.seconds), "micro_batches": staged.sequence.micro,
+        "spatial_objective_s": None if unfit or other else spatial.objective, "chosen": taken,
+    }  # fmt: skip
+    if not unfit and not taken:
         return Choice(spatial, False, (), {"stages": [], "micro_batches": 1, "pipeline": report})
     if not request.explicit and isinstance(spatial, PricedPlan):  # a bound of all plans, with stages or without
         bound = min(bound, spatial.bound)
-    found = replace(staged.found, objective=simulated, bound=min(bound, simulated))
+    found = replace(staged.found, objective=total, bound=min(bound, total))
     data = {"stages": list(staged.seconds), "micro_batches": staged.sequence.micro, "pipeline": report}
     return Choice(found, True, staged.sequence.moves, data)
 
 
-def _may_pay(spatial: PricedPlan | PlanError, topo: Topology, tight: bool) -> bool:
-    """Whether stages can pay at all: nothing fits without, or the plan waits for links of which some are slow.
+def _share(spatial: PricedPlan | PlanError, topo: Topology, tight: bool) -> float:
+    """How much work stages are worth that nobody asked for, as a share of that for the plan without: as much where nothing fits
+    without, or where it waits for links most of the time; some where it waits, and links or devices differ.
 
-    Where devices differ, stages are for those who ask. Without communication a spatial plan uses all devices all the time,
-    and stages only add bubbles.
+    Without communication a spatial plan uses all devices all the time, and stages only add bubbles.
     """
     links = [link.beta for a, link in zip(topo.mesh, topo.links, strict=True) if a.size > 1]
-    if not links or topo.kinds:
-        return False
+    if not links:
+        return 0.0
     if tight or isinstance(spatial, PlanError):
-        return True
-    if max(links) < SLOW * min(links):
-        return False
+        return 1.0
     timed = simulate(spatial.plan, spatial.program, topo)
-    return bool(timed.busy(TRANSFER).max() > WAITING * timed.total)
+    waits = timed.busy(TRANSFER).max()
+    if waits > MOSTLY * timed.total:
+        return 1.0
+    differ = topo.kinds or max(links) >= SLOW * min(links)
+    return AUTO_SHARE if differ and waits > WAITING * timed.total else 0.0
 
 
 def _impossible(graph: Graph, topo: Topology, request: Request) -> PlanError:
@@ -174,18 +181,3 @@ def _impossible(graph: Graph, topo: Topology, request: Request) -> PlanError:
         why += "; or no stage has, as a whole, the mesh axes that the pins, layouts or annotations cut along"
         hint += "; or a --mesh with an axis for stages and one to cut along, as 2x2"
     return PlanError(f"no plan of {request.stages or 'several'} stages fits", where=where, why=why, hint=hint)
-
-
-def _report(spatial: PricedPlan | PlanError | None, staged: Staged, topo: Topology, bound: float) -> dict[str, Any]:
-    """Both plans on the simulated clock; the one without stages only where it is of the same problem."""
-    total = simulate(staged.found.plan, staged.found.program, topo).total
-    out: dict[str, Any] = {
-        "objective_s": total, "lower_bound_s": min(bound, total), "exact": staged.exact,
-        "simulated_s": total, "stages": len(staged.seconds),
-        "micro_batches": staged.sequence.micro, "spatial_objective_s": None, "spatial_simulated_s": None,
-    }  # fmt: skip
-    if isinstance(spatial, PricedPlan):
-        out["spatial_objective_s"] = out["spatial_simulated_s"] = spatial.objective
-    elif spatial is not None:
-        out["spatial_refused"] = spatial.what
-    return out
