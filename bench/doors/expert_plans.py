@@ -1,11 +1,12 @@
-"""Plans that people write by hand, as pins, beside ours: time on our clock and bytes that travel.
+"""Plans that people write by hand, as pins or stages, beside ours: time on our clock and bytes that travel.
 
     python -m bench expert_plans [NUMBER …] [--python PATH] [--limit SECONDS]
 
 The cases are in expert_plans.json: decoders, dense and with experts, encoders, a CNN, a U-Net and a diffusion transformer, for
-small and large batches, with ample and tight memory, on NVLink, PCIe and two hosts. What the pins leave open is searched, as
-ours is. Models of transformers and diffusers by their makers' sizes have two layers; exports of shared/models are whole, and
-none has weights. Exits 1 where theirs is faster, or is within 0.5 % and sends fewer bytes.
+small and large batches, with ample and tight memory, on NVLink, PCIe, two hosts and machines on Ethernet, whose layers are
+split as llama.cpp splits them. What the pins leave open is searched, as ours is. Models of transformers and diffusers by their
+makers' sizes have two layers; exports of shared/models are whole, and none has weights. Exits 1 where theirs is faster, or is
+within 0.5 % and sends fewer bytes.
 """
 
 from __future__ import annotations
@@ -58,10 +59,14 @@ def worker(case: Row) -> Row:
     import tapestry
 
     model, more = model_of(case)
+    if isinstance(case["topology"], dict):
+        record.WORK.mkdir(parents=True, exist_ok=True)
+        (record.WORK / "cluster.json").write_text(json.dumps(case["topology"]))
+        case = {**case, "topology": str(record.WORK / "cluster.json")}
     row: Row = {}
-    for whose, pins in (("ours", []), ("theirs", case["pins"])):
-        asked = {"mesh": case["mesh"], "topology": case["topology"], "memory": case.get("memory"), "pins": pins}
-        r = tapestry.compile(model, **asked, **more).report
+    for whose, fixed in (("ours", {}), ("theirs", {k: case[k] for k in ("pins", "stage_at") if k in case})):
+        asked = {"mesh": case["mesh"], "topology": case["topology"], "memory": case.get("memory")}
+        r = tapestry.compile(model, **asked, **more, **fixed).report
         row |= {f"{whose}_s": r["objective_s"], f"{whose}_gap": r["gap"]}
         row |= {f"{whose}_bytes": sum(t["bytes"] for t in r["transfers"])}
     return row
