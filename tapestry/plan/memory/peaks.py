@@ -71,12 +71,15 @@ def moves(graph: Graph, found: PricedPlan, topo: Topology, budget: Budget) -> li
     Those that were looked at when the budget is over."""
     spot = peak_of(found, topo)
     above = max(topo.strain(peak_bytes(found.program)[0]) - topo.device.memory, 1)
-    ladders: dict[tuple[int, str, int], list[_Region]] = {}
+    ladders: dict[tuple[int, str, int], list[tuple[Move, ...]]] = {}
     for s in sorted(_regions(graph, spot, budget), key=lambda s: (-min(s.saved, above), s.clones, -s.saved)):
-        rungs = ladders.setdefault((s.at, s.dim, s.back), [])
-        if not rungs or s.parts > rungs[-1].parts:
-            rungs.append(s)
-    out = [[_alike(graph, spot, s) for s in rungs] for rungs in itertools.islice(ladders.values(), CHOICES)]
+        at = (s.at, s.dim, s.back)
+        if at not in ladders and len(ladders) == CHOICES:
+            continue
+        rungs = ladders.setdefault(at, [])
+        if (not rungs or s.parts > rungs[-1][0].number("parts")) and (rung := _alike(graph, spot, s)):
+            rungs.append(rung)
+    out = [*ladders.values()]
     batches = (batch_move(graph, p) for p in PARTS if p * len(graph.ops) <= MOST_CLONES)
     out.append([(m,) for m in batches if m])
     return out + [[(m,)] for m in itertools.islice(_again(graph, spot), AGAIN)]
@@ -153,7 +156,8 @@ def _saved(graph: Graph, spot: Peak, cuts: dict[int, Cut]) -> int:
 
 
 def _alike(graph: Graph, spot: Peak, s: _Region) -> tuple[Move, ...]:
-    """The split at every operation that is like the one at the end of the region and lies as near to a high place."""
+    """The split at every operation that is like the one at the end of the region and lies as near to a high place; none where
+    that makes too many operations."""
     kind, far = signature(graph.ops[s.at], graph), s.at - spot.op
     here = signature(graph.ops[spot.op], graph)
     ends = dict.fromkeys([s.at])
@@ -161,6 +165,8 @@ def _alike(graph: Graph, spot: Peak, s: _Region) -> tuple[Move, ...]:
         q = p + far
         if q < len(graph.ops) and signature(graph.ops[p], graph) == here and signature(graph.ops[q], graph) == kind:
             ends[q] = None
+    if len(ends) * s.clones > MOST_CLONES:
+        return ()
     return tuple(split_time.time_move(graph.ops[q], s.dim, s.parts, s.back) for q in ends)
 
 
