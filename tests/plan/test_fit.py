@@ -197,7 +197,7 @@ def test_no_plan_of_rewrites_needs_less_than_is_said_beforehand(name: str) -> No
 def test_what_no_cut_makes_smaller_is_named() -> None:
     graph = parse(ATTENTION.format(n=8))
     short = topology(mesh_of("2"), memory=10)
-    with pytest.raises(PlanError, match="at once, [0-9,]+ too many: all devices together have 20"):
+    with pytest.raises(PlanError, match=r"at once, [0-9,]+ too many: all devices together have 20"):
         refuse([graph, graph], short)
 
 

@@ -224,12 +224,15 @@ def test_stages_are_taken_where_they_pay(model):
     assert np.allclose(build.run(feeds)["y"], compiled(model, stages=1).run(feeds)["y"], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("others", [[], [{"devices": [2], "memory": "500KB", "flops": {"f32": 5e8, "other": 5e8}}]])
-def test_machines_on_one_slow_network_are_stages(model, others):
+SLOWER = {"devices": [2], "memory": "400KB", "flops": {"f32": 5e8, "other": 5e8}}
+
+
+@pytest.mark.parametrize("others", [[], pytest.param([SLOWER], marks=pytest.mark.slow)])
+def test_machines_on_one_slow_network_are_stages(tmp_path, others):
     """No machine holds all weights, and every reduction between them takes longer than a layer."""
-    network = {"device": {**DEVICE, "memory": "700KB"}, "others": others, "levels": [{"alpha": 1e-4, "beta": 1e-7}]}
-    (model.parent / "network.json").write_text(json.dumps(network))
-    given = {"mesh": "3", "topology": str(model.parent / "network.json")}
+    network = {"device": {**DEVICE, "memory": "600KB"}, "others": others, "levels": [{"alpha": 1e-4, "beta": 1e-7}]}
+    (tmp_path / "network.json").write_text(json.dumps(network))
+    model, given = tower(layers=4), {"mesh": "3", "topology": str(tmp_path / "network.json")}
     found, spatial = (tapestry.compile(model, **given, **more) for more in ({}, {"stages": 1}))
     assert len(found.report["stages"]) > 1 and found.report["objective_s"] < spatial.report["objective_s"]
     assert found.report["pipeline"]["chosen"]
