@@ -21,11 +21,9 @@ from tapestry.rewrites.core.rule import Move
 
 AUTO_SHARE = 0.5  # of what the plan without stages took: work for stages that nobody asked for, and that may pay
 LEAST, MOST = 2.0 * SECOND, 5.0 * SECOND  # and the limits of that; where it would be more, they are not looked for
+FEW = 32  # devices, for which chains of stages are soon found
 SLOW = 2.0  # a mesh axis is slow if a byte takes so many times longer than on the fastest
-WAITING, MOSTLY = (
-    0.05,
-    0.5,
-)  # stages may pay, and are worth a search, if the spatial plan spends so much of its time on transfers
+WAITING, MOSTLY = 0.05, 0.5  # of the spatial plan's time on transfers: stages may pay, and are worth a search
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +109,7 @@ def choose(
     if request.explicit or share == 1 or 0 < share * spent <= MOST:
         upper = float("inf") if unfit or request.explicit else summed(spatial)
         part = budget if request.explicit or unfit or tight else budget.part(max(LEAST, share * spent))
-        insist = request.explicit or share == 1
+        insist = request.explicit or (share == 1 and not tight)
         micro = MICRO_BATCHES if request.micro is None else (request.micro,)
         staged = search_stages(
             graph,
@@ -150,7 +148,7 @@ def choose(
 
 def _share(spatial: PricedPlan | PlanError, topo: Topology, tight: bool) -> float:
     """How much work stages are worth that nobody asked for, as a share of that for the plan without: as much where nothing fits
-    without, or where it waits for links most of the time; some where it waits, and links or devices differ.
+    without, or where few devices wait for links most of the time; some where it waits, and links or devices differ.
 
     Without communication a spatial plan uses all devices all the time, and stages only add bubbles.
     """
@@ -161,7 +159,7 @@ def _share(spatial: PricedPlan | PlanError, topo: Topology, tight: bool) -> floa
         return 1.0
     timed = simulate(spatial.plan, spatial.program, topo)
     waits = timed.busy(TRANSFER).max()
-    if waits > MOSTLY * timed.total:
+    if waits > MOSTLY * timed.total and device_count(topo.mesh) <= FEW:
         return 1.0
     differ = topo.kinds or max(links) >= SLOW * min(links)
     return AUTO_SHARE if differ and waits > WAITING * timed.total else 0.0
