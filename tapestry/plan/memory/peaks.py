@@ -25,7 +25,7 @@ from tapestry.rewrites.splitting.tiled_region import Cut, reads_of
 PARTS = (2, 4, 8, 16, 32)
 AHEAD = 6  # operations after the peak that a region may end in
 REACH = (0, 1, 2, 3, 5, 8, 13, 21, 34)  # positions before the peak that a region may begin at
-MOST_CLONES = 4096  # operations of a rewritten graph
+MOST_CLONES = 4096  # operations that moves at one time make
 REGION = 300_000  # units for an operation of a region
 LIKE = 0.9  # operations that need this share of the peak are treated like the one at the peak
 
@@ -76,9 +76,9 @@ def moves(graph: Graph, found: PricedPlan, topo: Topology, budget: Budget) -> li
         at = (s.at, s.dim, s.back)
         if at not in ladders and len(ladders) == CHOICES:
             continue
-        rungs = ladders.setdefault(at, [])
+        rungs = ladders.get(at, [])
         if (not rungs or s.parts > rungs[-1][0].number("parts")) and (rung := _alike(graph, spot, s)):
-            rungs.append(rung)
+            ladders[at] = [*rungs, rung]
     out = [*ladders.values()]
     batches = (batch_move(graph, p) for p in PARTS if p * len(graph.ops) <= MOST_CLONES)
     out.append([(m,) for m in batches if m])

@@ -7,7 +7,6 @@ estimates, the pieces of the chain that it picks are solved, and so on until a c
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence as Several
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -201,18 +200,17 @@ def _chain(pieces: Pieces, estimates: Estimates, micro: int, stages: int | None,
             return pieces.seconds(piece)
         return inf if late else about(piece)  # late: of what is solved the best
 
-    alone = pieces.shapes[:1]  # first stages of a device each: what those take is estimated well, and there is a plan soon
-    for shapes in itertools.chain([alone], itertools.repeat(pieces.shapes)):
+    shapes = pieces.shapes[:1]  # first stages of a device each: what those take is estimated well, and there is a plan soon
+    while True:
         limit = upper if exact else upper * SLACK
         alike = not pieces.topo.kinds
         chain = best_chain(length, devices, shapes, cost, micro=micro, stages=stages, upper=limit, alike=alike)
         new = [p for p in chain.pieces if p not in pieces.known] if chain else []
-        if shapes is not alone and not new:
+        if shapes is pieces.shapes and not new:
             return chain, exact
         for p in new:
             pieces.solve(p)
-        tried = True
-    raise AssertionError
+        tried, shapes = shapes is pieces.shapes, pieces.shapes
 
 
 def _few(pieces: Pieces, devices: int) -> bool:

@@ -71,7 +71,7 @@ def sends(found: PricedPlan) -> tuple[int, int, int]:
 def by_kinds(found: PricedPlan, budget: Budget) -> PricedPlan:
     """The plan, or one that is `preferred` to it, of the same graph, in which some kinds of operations do something else: in
     however many steps, it takes no more than half a percent longer than the best that was met. What was of no use is tried
-    again after others changed. Nothing is preferred to a plan that sends nothing and is as fast as it can be."""
+    again after others changed. One that sends nothing and is within half a percent of its bound stays."""
     problem, own, met = found.problem, budget.part(KINDS), set[tuple[int, int, int]]()
     if not sends(found)[1] and found.objective <= found.bound * NEARLY:
         return found

@@ -30,9 +30,10 @@ from tapestry.tools.exports.shipped.launching import Buffer
 
 CASE_POINTS, CASE_BYTES, CASE_PROGRAMS = 1 << 22, 1 << 22, 512  # of a kernel that is tested: a second in the interpreter
 TF32 = 2e-3  # relative, of products of f32 cut to 10 bits
-TAKEN = frozenset({"sources", "launching", "interpreter", "checking", "test_kernels", "OPERATORS"}) | frozenset(
-    {"corrected", "Buffer", "Kernel", "Pass", "operator", "source", "name"}  # with "_" before them; of torch.ops
-)
+TAKEN = frozenset({  # modules, names with "_" before them, and what torch's namespaces have
+    "sources", "launching", "interpreter", "checking", "test_kernels", "OPERATORS",
+    "corrected", "Buffer", "Kernel", "Pass", "operator", "source", "name",
+})  # fmt: skip
 HEAD = '''"""Kernels of {model} for {target}, each an operator of torch: ``torch.ops.{package}.NAME``, or ``{package}.NAME``.
 
 Written by ``tapestry export --format kernels``. A kernel computes one block of an operation, of one device; what

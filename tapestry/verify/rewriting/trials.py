@@ -127,7 +127,7 @@ class Trial:
                     raise
                 self.points = self.points[: max(FEW, len(self.points) // 4)]
             else:
-                # (with counts numpy sorts: to hash so many that differ takes fifty times as long)
+                # (with counts numpy sorts: to hash so many that differ takes ten times as long)
                 return {t: np.unique(np.concatenate(parts), return_counts=True)[0] for t, parts in asked.items()}
 
     def _values(self, draw: Draw, wide: bool = True, points: Array | None = None) -> tuple[Array, Array, Asked]:
